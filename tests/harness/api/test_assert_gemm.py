@@ -144,6 +144,15 @@ def test_results_with_any_strides(device: str) -> None:
     wrong(a, b, column.expand(-1, 144), out_dtype=torch.bfloat16)
 
 
+def test_empty_products() -> None:
+    for rows, columns, depth in ((0, 16, 64), (16, 0, 64), (16, 16, 0)):
+        a, b = (ng.quantize(torch.zeros(extent, depth).bfloat16(), "mxfp8-e4m3") for extent in (rows, columns))
+        y = torch.zeros(rows, columns)
+        ng.assert_gemm(a, b, y, out_dtype=torch.float32)
+        if y.numel():
+            wrong(a, b, y + 1, out_dtype=torch.float32)
+
+
 def test_swizzled_operands_and_mappings() -> None:
     a, b = operands()
     y = ng.gemm(a, b, out_dtype=torch.bfloat16)

@@ -317,6 +317,13 @@ def test_explain_gives_the_verdict_of_right_and_wrong_results() -> None:
         ng.explain(ng.quantize, x, "nvfp4")  # type: ignore[call-arg]
 
 
+def test_html_is_escaped() -> None:
+    html = Verdict("assert_quantized", "<b>&", message="codes: <script>")._repr_html_()
+    assert "<script>" not in html
+    assert "codes: &lt;script&gt;" in html
+    assert "&lt;b&gt;&amp;" in html
+
+
 def test_the_report_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = importlib.import_module("my_kernels")
@@ -339,6 +346,16 @@ def test_an_error_keeps_its_verdict_when_it_is_pickled() -> None:
     copied = pickle.loads(pickle.dumps(caught.value))
     assert copied.verdict == caught.value.verdict
     assert str(copied) == str(caught.value)
+
+
+def test_a_verdict_does_not_depend_on_earlier_calls() -> None:
+    x = matrix()
+    q = ng.quantize(x, "nvfp4")
+    swapped = q.codes >> 4 | q.codes << 4
+    first = ng.explain(ng.assert_quantized, x, swapped, q.scales, amax=q.amax, diagnose="full")
+    for _ in range(8):
+        ng.explain(ng.assert_quantized, x, q.codes ^ 3, q.scales, amax=q.amax)
+    assert ng.explain(ng.assert_quantized, x, swapped, q.scales, amax=q.amax, diagnose="full") == first
 
 
 # ---- reproduction ----------------------------------------------------------------------------------------------------
@@ -394,6 +411,20 @@ def test_saved_arguments_are_plain_and_only_those_of_the_call(failures: Path) ->
     assert saved["x"].untyped_storage().nbytes() == x.numel() * 2  # not the whole matrix that x is a part of
     again = wrong(ng.assert_quantized, x=x.clone(), codes=codes, scales=q.scales, amax=q.amax)
     assert command_path(again) == path
+
+
+def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NARROWGAUGE_FAILURES")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    x = matrix()
+    q = ng.quantize(x, "nvfp4")
+    path = command_path(wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales))
+    assert path.parent.parent == tmp_path / f"narrowgauge-{os.getuid()}"
+    assert path.parent.stat().st_mode & 0o777 == path.parent.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.parent.chmod(0o777)
+    verdict = wrong(ng.assert_quantized, x, q.codes ^ 2, q.scales)
+    assert verdict.reproduction.startswith("not saved: ")
+    assert "NARROWGAUGE_FAILURES" in verdict.reproduction
 
 
 def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,11 @@ def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
     assert bool((gaps[1:] == poison).all())
 
 
+def test_an_input_of_nan_is_unchanged():
+    guard, _ = within(lambda x: x + 1, x=torch.full((3, 4), torch.nan))
+    assert said(guard) == []
+
+
 # Unguarded memory.
 
 
@@ -315,6 +320,13 @@ def test_reading_beyond_the_input():
     )  # fmt: skip
 
 
+def test_reading_before_the_input():
+    def spoil(codes, x):
+        codes[3, 5] = ctypes.c_uint8.from_address(x.data_ptr() - 1).value
+
+    assert judged(quantize=with_own_memory(spoil))[:2] == ("fail", "repeat")
+
+
 def test_an_amax_that_is_given_now_and_then():
     calls = count()
 
@@ -343,6 +355,16 @@ def test_a_gemm_that_changes_an_operand():
     verdict, stage, message = judged(GEMM, gemm=gemm)
     assert (verdict, stage) == ("fail", "memory")
     assert message.startswith("memory: 1 bytes of input b.scales were changed (first run)")
+
+
+def test_a_dequantize_that_changes_the_codes():
+    def dequantize(q, dtype):
+        q.codes.zero_()
+        return reference.dequantize(q, dtype)
+
+    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
+    assert (verdict, stage) == ("fail", "memory")
+    assert "bytes of input codes were changed" in message
 
 
 def test_a_backend_that_always_gives_the_same_tensor_passes():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,10 @@ def committed() -> list[Case]:
 
 def of(cases: list[Case], operation: str) -> list[Case]:
     return [case for case in cases if case.operation == operation]
+
+
+def test_no_case_twice(committed):
+    assert [case for case, count in Counter(ids(committed)).items() if count > 1] == []
 
 
 def test_quick_has_every_family_dtype_usage_and_layout(committed):

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases import memory
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.memory import needed
+from narrowgauge.harness.cases.memory import needed, shortage
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend
@@ -67,6 +67,15 @@ def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkey
         f"does not fit: 32768x32768 needs about 45.1 GB, and {where} has 12.3 GB free; fewer processes (-n), nothing "
         "else beside them, or a smaller shape"
     )
+
+
+def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE))
+    assert shortage(LARGE, "cpu") == ""
+    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE) - 1)
+    assert shortage(LARGE, "cpu")
+    monkeypatch.setattr(memory, "room", nothing_runs)
+    assert shortage(CASE, "cpu") == ""  # a small case asks for no memory
 
 
 def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:

@@ -242,6 +242,13 @@ def test_nothing_is_right_and_has_no_figures():
     assert (result.compared, result.figures) == (0, {})
 
 
+def test_no_products_at_all_sum_to_zero():
+    a, b = operands(shape=(4, 0, 8))
+    limits = bounds(a, b, out_dtype=torch.float32)
+    assert check(torch.zeros(4, 8), limits).passed
+    assert check(torch.full((4, 8), 1e-45), limits).mismatches == 32
+
+
 def test_figures_say_how_sharp_the_test_was():
     limits = mixed(torch.float32)
     actual = torch.where(limits.exact, limits.expected, (limits.expected + limits.upper) / 2)

@@ -5,6 +5,7 @@ import torch
 
 from narrowgauge.harness.checks.statistics.rounding_choices import UNKNOWN, RoundingChoices, rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import required_calls
+from narrowgauge.harness.operations.stages.black_box import OTHER_SEEDS, bits_of
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.spec.recipes import find_recipe
 
@@ -63,3 +64,9 @@ def test_calls_are_as_many_as_a_case_is_worth():
     nothing = odds(8)
     nothing.up_bytes[:] = UNKNOWN
     assert required_calls(nothing) == 1
+
+
+def test_calls_have_separate_offsets_and_a_second_seed():
+    bits = [bits_of((5, 10), call) for call in (0, 1, 2, *OTHER_SEEDS)]
+    assert bits == [(5, 10), (5, 12), (5, 14), (4, 10), (5 + (1 << 32), 10), (7, 10)]
+    assert bits_of(((1 << 63) - 1, 0), -3) == (1, 0)  # seeds stay below 2^63

@@ -365,6 +365,16 @@ def test_halves_made_alone_may_differ_in_codes_but_not_in_scales(monkeypatch):
     assert (record.stage, stage(record, "halves")["mismatches"]) == ("halves", 1)
 
 
+def test_a_backend_that_makes_its_own_bits_takes_no_words():
+    doors = {"quantize": reference.quantize, "quantize_both": reference.quantize_both}
+    for usage in ("rowwise", "both"):
+        record = run_case(replace(NVFP4, usage=usage, random="words"), black_box(**doors))
+        words = "backend black_box makes its own random bits; it takes no words"
+        assert (record.verdict, record.message) == ("unsupported", words)
+    plain = SimpleNamespace(quantize=reference.quantize)
+    assert run_case(replace(NVFP4, random="words"), Backend.local("plain", plain)).verdict == "pass"
+
+
 def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW // 10)
     door = drawing(lambda own, seed, offset: philox_of(own, seed + 1, offset))

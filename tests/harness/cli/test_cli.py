@@ -373,6 +373,18 @@ def test_show_begins_at_the_first_wrong_element():
     assert int(expected, 2) ^ int(actual, 2) == 1
 
 
+def test_show_scales_elements_as_the_kernel_s_own_amax_says():
+    right = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Backend")
+    doubled = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Doubled")
+    assert (right.exit_code, doubled.exit_code) == (0, 1)
+
+    def scaled(result):
+        (line,) = [line for line in result.stdout.splitlines() if re.match(r" +3 .* 0b", line)]
+        return float(line.split()[3])
+
+    assert round(scaled(right) / scaled(doubled), 6) == 2
+
+
 def test_show_of_a_gemm():
     result = narrowgauge("show", QUICK[4], "--backend", "native", "--at", "3,17")
     assert result.exit_code == 0, result.output

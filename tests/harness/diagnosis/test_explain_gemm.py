@@ -15,7 +15,7 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
 from narrowgauge.harness.diagnosis.gemm.other_declarations import simulated_orders
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import wrong_offsets
-from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
+from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory, history_of
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import add_output
@@ -531,6 +531,12 @@ def test_what_explained_a_case_is_tried_first_and_then_alone():
         ("nvfp4 + nvfp4", "output", True): SEARCHES,
         ("nvfp4 + nvfp4", "output", False): 0,
     }
+
+
+def test_what_was_tried_for_one_backend_is_nothing_to_another():
+    one, another = backend(quantize=reference.quantize), backend(quantize=reference.quantize)
+    assert history_of(one) is history_of(one)
+    assert history_of(one) is not history_of(another)
 
 
 def test_sums_in_another_order_than_the_declared_one():

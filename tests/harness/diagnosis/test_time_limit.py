@@ -15,6 +15,7 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
+from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
 from narrowgauge.harness.diagnosis.quantize import kernel_matrix
 from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
@@ -190,6 +191,20 @@ def test_a_cause_of_the_first_wrong_rows_alone_is_not_exact(case, row) -> None:
         output[row] = right[row]
 
     assert exact_causes(case(change)) == []
+
+
+def test_the_divisor_of_distances() -> None:
+    draw = torch.Generator().manual_seed(4)
+    for factor in (1, 2, 3, 6, 17, 1024):
+        for size in (3, 64, 500):
+            numbers = torch.randint(1, 1 << 20, (size,), generator=draw) * factor
+            numbers[0] = 0
+            divisor = math.gcd(*numbers.tolist())
+            found = _common_divisor(numbers)
+            assert found == divisor or max(found, divisor) <= 2
+    one_odd = torch.full((100,), 12)
+    one_odd[99] = 18
+    assert _common_divisor(one_odd) == 6
 
 
 def test_a_run_says_that_the_diagnosis_of_a_case_stopped() -> None:

@@ -68,6 +68,16 @@ def test_what_a_reviewer_sees(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("changed", range(len(CASES)))
+def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    write(baseline_of(run(*CASES)), before)
+    worse = CASES[changed] | {"mismatches": 3, "verdict": "fail"}
+    write(baseline_of(run(*reversed([*CASES[:changed], worse, *CASES[changed + 1 :]]))), after)
+    pairs = zip(before.read_text().splitlines(), after.read_text().splitlines(), strict=True)
+    assert sum(a != b for a, b in pairs) == 1
+
+
 def test_accepting_says_what_changes(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     assert accepted(run(*CASES), path) == f"{path}: accepted native on host, seed 0: 9 cases\n"

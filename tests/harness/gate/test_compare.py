@@ -63,6 +63,14 @@ def test_what_differs() -> None:
     assert not comparison.no_worse
 
 
+def test_times() -> None:
+    """Only of cases timed in both runs. A ratio of totals is that of the longest case; the median is of all cases."""
+    a = run(record(seconds=3.0), record("zeros", seconds=1.0), record("ties", seconds=1.0), product(seconds=None))
+    b = run(record(seconds=1.0), record("zeros", seconds=2.0), record("ties", seconds=2.0), product())
+    assert [time.cells() for time in compare(a, b).times] == [("quantize", "3", "5 s", "5 s", "1", "2")]
+    assert [time.operation for time in compare(A, A).times] == ["gemm", "quantize", "all"]
+
+
 def test_the_terminal_says_all_of_it() -> None:
     output = printed(A, B)
     for kind, lines in KINDS.items():

@@ -15,7 +15,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
 from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES
 from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS
-from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, load, load_beside
+from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, is_link, load, load_beside
 from narrowgauge.harness.operations.stages.repeated import REPEAT_CAUSES
 from narrowgauge.harness.records.record import Record, outcome, succeeded
 from narrowgauge.harness.report import groups, markdown, tables, text
@@ -141,6 +141,12 @@ def test_the_page_of_verdicts_lists_every_cause():
     listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     expected = {*CAUSES, *(f"{family}…" for family in FAMILIES)}
     assert set(listed) == expected
+
+
+@pytest.mark.parametrize("link", ["ftp://a/b", "https://", "http://[", "https://a b", "//a/b", "a"])
+def test_what_is_no_link(link):
+    assert not is_link(link)
+    assert is_link(ISSUE)
 
 
 def test_the_projects_own_ledger_is_right_and_no_case_file():
@@ -320,3 +326,13 @@ def test_another_ledger_may_be_named(run):
     result, _ = run("--known", "mine.toml", ledger=known_table(case=None), file="mine.toml")
     assert result.exit_code == 2
     assert "mine.toml: [[known]] 1: case is missing" in result.stderr
+
+
+def test_a_link_is_the_last_line_of_the_summary(run):
+    result, _ = run("--link", "https://ci.example/7", ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+    assert Path("reports/latest/summary.md").read_text(encoding="utf-8").endswith("<https://ci.example/7>\n")
+    result, launched = run("--link", "ci/7")
+    assert result.exit_code == 2
+    assert "--link is 'ci/7'; it is the address of a page: https://…" in result.stderr
+    assert not launched

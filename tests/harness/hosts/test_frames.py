@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from narrowgauge.harness.hosts import frames
 from narrowgauge.harness.hosts.frames import LIMIT, Connection, FrameError, pair, readable
 
 
@@ -161,3 +162,17 @@ def test_readable_gives_the_connections_with_something_to_read(ends: tuple[Conne
     assert readable([connection], time.monotonic()) == []
     theirs.close()
     assert readable([connection], soon()) == [connection]
+
+
+def test_close_others_keeps_what_is_named() -> None:
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return
+    status = 1
+    try:
+        kept = [os.memfd_create("a"), os.memfd_create("b"), os.memfd_create("c")]
+        frames.close_others([kept[2], kept[0]])
+        open_ = {n for n in range(1 << 10) if os.path.exists(f"/proc/self/fd/{n}")}
+        status = int(not ({0, 1, 2, kept[0], kept[2]} >= open_ >= {kept[0], kept[2]}))
+    finally:
+        os._exit(status)

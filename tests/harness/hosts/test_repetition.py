@@ -1,6 +1,7 @@
 """Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams, graphs."""
 
 import ctypes
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -65,6 +66,18 @@ class SharedScratch:
         self.scratch = x.clone()
         time.sleep(0.002)
         return reference.quantize(self.scratch, recipe)
+
+
+class OwnScratch(SharedScratch):
+    """A backend with a scratch buffer for each thread."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def quantize(self, x, recipe):
+        self.local.scratch = x.clone()
+        time.sleep(0.002)
+        return reference.quantize(self.local.scratch, recipe)
 
 
 class ReadsFar:
@@ -144,6 +157,10 @@ def test_each_kind_of_further_calls_has_its_cause(kind, cause):
 def test_bytes_far_behind_an_input_differ_between_runs():
     record = judged(replace(QUANTIZE, repeats=0), ReadsFar, "host")
     assert [explanation["cause"] for explanation in record.explanations] == ["reads-outside"]
+
+
+def test_threads_with_buffers_of_their_own_pass():
+    assert judged(replace(QUANTIZE, repeats=8, concurrency="threads"), OwnScratch, "local").verdict == "pass"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -90,6 +92,17 @@ def test_the_secret_decides_all() -> None:
     secrets = {new_secret() for _ in range(10)}
     assert len(secrets) == 10
     assert all(0 <= secret < 2**BITS for secret in secrets)
+
+
+def test_another_process_draws_the_same() -> None:
+    """Python seeds its hashes in each process: no set may decide a draw."""
+    code = (
+        "from tests.harness.inputs.test_drawn_cases import drawn_sample, SECRET\n"
+        "from narrowgauge.harness.inputs.drawn_cases import input_seed\n"
+        "print(input_seed(SECRET), *(case.id for case in drawn_sample()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == [str(input_seed(SECRET)), *(case.id for case in drawn_sample())]
 
 
 @pytest.mark.parametrize(

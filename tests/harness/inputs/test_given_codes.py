@@ -107,3 +107,16 @@ def test_half_edges_reach_both_sides_of_the_overflow(recipe):
     output = reference.gemm(*operands, out_dtype=torch.float16).abs()
     assert (output == 65504).any()
     assert output.isinf().any()
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "exponent"),
+    [("amax-2m126-first", 0, -126), ("amax-2p50-first", 0, 50), ("amax-2p120-last", -1, 120),
+     ("amax-2m120-row-end", 17 * 72 - 1, -120), ("amax-2m56-last", -1, -56)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_amax_of_a_tensor_is_at_its_place(family, place, exponent, dtype):
+    x = make_inputs(case_from_labels("quantize", "nvfp4", (33, 72), dtype, family, ())).x.double().flatten()
+    amax = x[place]
+    assert 2.0**exponent * 1.5 <= amax <= 2.0 ** (exponent + 1)
+    assert int((x.abs() >= amax).sum()) == 1

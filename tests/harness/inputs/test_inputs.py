@@ -11,7 +11,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES, generate
 from narrowgauge.harness.inputs.histories import HISTORIES
-from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out, make_inputs
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.blocks import block_amax, pad_columns
@@ -130,6 +130,12 @@ def test_a_view_has_its_strides_and_the_same_numbers(view, stride, offset):
     assert torch.equal(found, x)
 
 
+def test_columnwise_is_the_transpose_with_blocks_along_its_rows():
+    x = make_inputs(quantize_case("tiles", (256, 128), "bf16", "columnwise")).x
+    assert x.shape == (128, 256)
+    assert torch.equal(torch.frexp(block_amax(x, 16)).mantissa.unique(), torch.tensor([0.5]))
+
+
 def test_gemm_operands_are_logical_in_every_layout():
     for layout in ("tn", "nn", "nt"):
         given = make_inputs(case_from_labels("gemm", "nvfp4", (48, 64, 32), "fp32xbf16-fp16", "normal", (layout,)))
@@ -151,6 +157,21 @@ def test_addends_are_finite_and_of_the_output(family, out):
         assert bool((addend != 0).any())
 
 
+@pytest.mark.parametrize("family", ["normal", "lattice", "rounding", "positive"])
+def test_adding_them_rounds(family):
+    given: Inputs = make_inputs(gemm_case(family, (96, 256, 80), "bf16xbf16-fp32", "accumulate", "bias"))
+    a, b = quantize(given.x, "nvfp4"), quantize(given.w, "nvfp4")
+    plain = bounds(a, b, out_dtype=torch.float32).expected
+    summed = bounds(a, b, out_dtype=torch.float32, c=given.c)
+    # Neither of the two is lost in the other, and rounding once is not rounding twice.
+    assert share(summed.expected != plain) > 0.99
+    assert share(summed.expected != given.c) > 0.99
+    assert share((plain.double() + given.c.double()) != summed.expected.double()) > 0.2
+    assert bool((summed.fused != summed.expected).any())
+    biased = bounds(a, b, out_dtype=torch.float32, bias=given.bias).expected
+    assert share((plain.double() + given.bias.double()) != biased.double()) > 0.2
+
+
 def test_the_normal_is_normal():
     x = Draw("any").normal(1 << 20).double()
     assert abs(x.mean()) < 5e-3
@@ -162,6 +183,16 @@ def test_the_normal_is_normal():
     ideal = torch.special.ndtr(sample)
     steps = torch.arange(1, len(sample) + 1) / len(sample)
     assert (ideal - steps).abs().max() < 1.95 / len(sample) ** 0.5
+
+
+def test_uniform_is_uniform():
+    x = make_inputs(quantize_case("uniform", (512, 512))).x
+    assert -1 <= x.min() < -0.999
+    assert 0.999 < x.max() < 1
+    assert abs(x.mean()) < 0.01
+    assert abs((x**2).mean() - 1 / 3) < 0.01
+    amax = block_amax(x, 16)
+    assert share(amax > 0.5 * amax.max()) > 0.99
 
 
 # Families of quantize.
@@ -241,6 +272,18 @@ def test_huge_rounds_the_other_scales_to_zero(dtype):
     assert q.amax.item() == torch.finfo(x.dtype).max
     assert share(q.scales == 0) > 0.99
     assert int((q.scales == E4M3.max_code).sum()) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormal_is_subnormal(dtype):
+    x, q = quantized("subnormal", dtype=dtype)
+    limits = torch.finfo(x.dtype)
+    assert q.amax.item() == limits.smallest_normal * (1 - limits.eps)
+    assert share(x != 0) > 0.5
+    flushed = quantize(torch.zeros_like(x), "nvfp4")
+    assert share(codes(q) & 7 != codes(flushed) & 7) > 0.1
+    if dtype != "fp16":
+        assert q.tensor_scale.item() == torch.finfo(torch.float32).max
 
 
 def test_zeros_have_their_sign():
@@ -332,6 +375,10 @@ def test_places_are_told_by_bytes():
     for down, across in ((1, 0), (0, 1), (1, 1)):  # no place has the byte of a neighbouring tile
         assert bool((tiles[down:, across:] != tiles[: 4 - down, : 8 - across]).all())
     assert bool((tiles[1:, :-1] != tiles[:-1, 1:]).all())
+
+
+def test_random_bytes_are_of_every_value():
+    assert len(make_inputs(case_from_labels("swizzle", "", (128, 64), "", "bytes")).x.unique()) == 256
 
 
 # Families of gemm.

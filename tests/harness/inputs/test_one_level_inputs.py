@@ -1,5 +1,6 @@
 """Input families of MX and FP8, and histories: each has the property stated in `harness/cases/families.py`."""
 
+import hashlib
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.generators import midpoints
+from narrowgauge.harness.inputs.generators import GENERATORS, midpoints
 from narrowgauge.harness.inputs.histories import HISTORIES
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.reference.ops import dequantize, quantize
@@ -45,6 +46,36 @@ def share(mask):
 def exponent_of(x):
     """Of the leading bit."""
     return torch.frexp(x.double()).exponent - 1
+
+
+KNOWN = {
+    ("quantize", "nvfp4-2d", (33, 77), "bf16", "tiles", ("both",)): "80394d212ebaa40b",
+    ("quantize", "nvfp4-sr", (128, 128), "fp32", "position", ("strided",)): "02c04a1a65cac4fb",
+    ("quantize", "nvfp4-4over6-448-mae", (65, 96), "fp16", "single", ("columnwise",)): "54ee426e0dd34f4e",
+    ("quantize", "nvfp4-rowscaled", (300, 40), "bf16", "exponents", ()): "096b0514c5790c4d",
+    ("quantize-grouped", "nvfp4", (333, 144), "bf16", "inf", ("ragged:3", "columnwise")): "8d4282772a360072",
+    ("transform", "nvfp4-rht", (32, 48), "bf16", "spread", ()): "782b0f4284043a79",
+    ("gemm", "nvfp4+nvfp4-2d", (48, 80, 33), "bf16xfp32-fp16", "cancelling", ("tn", "bias")): "1104281acdff0aab",
+    ("gemm", "nvfp4", (48, 80, 33), "fp16xfp16-fp32", "lattice", ("nt",)): "3565618f5c0ecf36",
+    ("gemm-grouped", "nvfp4", (333, 80, 33), "bf16xbf16-fp32", "nan", ("ragged:7",)): "1b666c1e478c40c0",
+    ("swizzle", "", (130, 5), "", "position", ()): "e7c98c54a8c874a3",
+}
+
+
+def digest(tensors):
+    state = hashlib.sha256()
+    for tensor in tensors:
+        state.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_families_of_nvfp4_keep_their_bytes(case):
+    """What reports and baselines of earlier runs say of an id stays true."""
+    operation, recipe, shape, dtype, inputs, flags = case
+    assert (
+        digest(make_inputs(case_from_labels(operation, recipe, shape, dtype, inputs, flags)).tensors()) == KNOWN[case]
+    )
 
 
 # NVFP4 keeps its bytes.
@@ -168,6 +199,14 @@ def test_every_exponent_is_the_amax_of_a_block(name, dtype):
         assert len(torch.frexp(amax).mantissa.unique()) > 50
 
 
+@pytest.mark.parametrize("name", [*MX[:2], *FP8])
+def test_magnitudes(name):
+    for family, magnitude in (("normal-1e-28", 1e-28), ("normal-1e-3", 1e-3), ("normal-1e3", 1e3)):
+        for dtype in ("fp32", "bf16"):
+            x = make_inputs(case_of(name, family, dtype=dtype)).x.double()
+            assert abs((x**2).mean().sqrt() / magnitude - 1) < 0.02
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*MX, *FP8[:3]])
 def test_position_is_told_by_codes_and_scale(name, dtype):
@@ -261,6 +300,11 @@ def history_of(family, shape=(16, 64)):
     return given.x, given.scale["x"]
 
 
+def test_every_history_has_a_family():
+    assert list(HISTORIES) == families_of("update-scale")
+    assert not set(HISTORIES) & set(GENERATORS)
+
+
 @pytest.mark.parametrize("family", HISTORIES)
 def test_histories_of_any_shape(family):
     for shape in ((1, 1), (1, 5), (1024, 2), (3, 0)):
@@ -270,6 +314,20 @@ def test_histories_of_any_shape(family):
         assert scale.shape == (shape[1],)
         assert bool(((scale >= 1) & (scale < 2)).all())
     assert torch.equal(history_of(family)[0], history_of(family)[0]) or family == "amaxes-nan"
+
+
+def test_amaxes_have_their_largest_anywhere():
+    history, _ = history_of("amaxes", (16, 512))
+    assert len(history.argmax(0).unique()) == 16
+    assert len(exponent_of(history).unique()) > 40
+    assert share(history[0] == history.amax(0)) < 0.2
+
+
+def test_zero_first_is_of_every_other_tensor():
+    history, _ = history_of("amaxes-zero-first")
+    assert share(history[0] == 0) == 0.5
+    assert bool((history[1:] > 0).all())
+    assert bool((history_of("amaxes-zeros")[0] == 0).all())
 
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0])

@@ -104,6 +104,14 @@ def test_each_setting_of_the_registers_is_a_note_and_is_restored(
     assert all(part in note["sentence"] for part in parts), note
 
 
+def test_status_flags_are_no_change(libm: ctypes.CDLL) -> None:
+    libm.feclearexcept(0x3F)
+    before = read_environment()
+    assert 1e300 * float("1e300") == float("inf")
+    assert libm.fetestexcept(0x3F)
+    assert read_environment() == before
+
+
 @pytest.mark.parametrize(
     ("bits", "cause", "value"),
     [
@@ -291,6 +299,10 @@ def test_threads_of_torch_are_restored() -> None:
     upward, restored = map(int, run_python(THREADS, str(ROUNDING[UP])).split())
     assert upward > 0, "torch's threads did not inherit the rounding mode"
     assert restored == 0
+
+
+def test_a_setting_of_only_one_environment_is_not_compared() -> None:
+    assert changes({"fpcr": 0}, {"fpcr": 0, "torch-default-dtype": "float64"}) == []
 
 
 @known_registers

@@ -88,6 +88,12 @@ def test_a_visit_waits_for_none_that_is_judged(holder, monkeypatch: pytest.Monke
     assert had(monkeypatch)
 
 
+def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(LAUNCH_QUEUE.holders):
+        holder("GPU-2")
+    assert had(monkeypatch)
+
+
 def test_a_turn_within_a_turn_is_the_same(folder: Path) -> None:
     with lock_gpu("cuda"):
         files = sorted(folder.iterdir())
@@ -95,6 +101,12 @@ def test_a_turn_within_a_turn_is_the_same(folder: Path) -> None:
             assert gpu_lock._lock_depth == 1
         assert sorted(folder.iterdir()) == files
     assert gpu_lock._lock_depth == 0
+
+
+def test_there_are_none_without_a_gpu(folder: Path) -> None:
+    with lock_gpu("cpu"):
+        assert gpu_lock._lock_depth == 0
+    assert list(folder.iterdir()) == []
 
 
 def test_a_turn_ends_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:

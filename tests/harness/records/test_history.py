@@ -89,6 +89,15 @@ def test_a_broken_file_is_a_warning_and_stays(break_file: Any, path: Path) -> No
         history_rows(path)
 
 
+def test_a_locked_file_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(run(record()), path)
+    monkeypatch.setattr(history, "_WAIT", 0.01)
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert "locked" in append(run(record()), path)
+    assert len(history_rows(path)) == 1
+
+
 def _append_some(path: Path) -> None:
     for _ in range(5):
         assert append(run(record()), path) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -129,6 +131,18 @@ def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(RuntimeWarning, match=r"has no locks \(No locks available\); start no second run"):
+        journal = Journal(tmp_path, run)
+    journal.add(record("a"))
+    journal.close()
+    assert shapes(tmp_path) == ["a"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").mkdir()
@@ -137,6 +151,18 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
         with pytest.raises(JournalError, match=r"(cannot be written: .*|is no folder); give another --report-dir"):
             Journal(folder, run)
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_the_text_of_a_lock_file_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    for content, shown in ((NASTY, r"in use by \x1b[2J \::error::\u202e, which"), ("", "in use by another process,")):
+        (tmp_path / LOCK_NAME).write_text(content)
+        with pytest.raises(JournalError) as raised:
+            Journal(tmp_path, run)
+        assert shown in str(raised.value)
 
 
 # A lost file.
@@ -333,6 +359,15 @@ def test_a_journal_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
     with pytest.raises(JournalError, match=f"{JOURNAL_NAME}: (is no regular file|cannot be read)"):
+        read(tmp_path)
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
+    """A sparse file of 1 GiB."""
+    path = tmp_path / JOURNAL_NAME
+    path.write_text(f"{HEADER}\n")
+    os.truncate(path, 1 << 30)
+    with pytest.raises(JournalError, match="line 2 is longer than 67108864 bytes"):
         read(tmp_path)
 
 

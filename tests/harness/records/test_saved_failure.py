@@ -17,7 +17,8 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, load, save
+from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, load, save
+from narrowgauge.harness.report import report
 from narrowgauge.harness.report.failure_view import first_failure, group_saved_lines, saved_lines
 from narrowgauge.harness.running import save_failures
 from narrowgauge.harness.running.judging import judge
@@ -217,11 +218,35 @@ def test_what_is_too_large_is_not_saved_and_says_so(folder, monkeypatch):
     assert not (folder / "failures").exists()
 
 
+def test_a_search_that_raises_costs_itself_alone(folder, monkeypatch):
+    def broken(*given, **options):
+        raise TypeError("no such axis")
+
+    monkeypatch.setattr(save_failures, "shrink", broken)
+    record = kept(LARGE, folder)
+    assert (record.verdict, record.stage) == ("fail", "codes")
+    assert record.save_note.startswith("not shrunk: TypeError: no such axis (at test_saved_failure.py:")
+    assert load(folder / record.saved).case == LARGE
+    assert saved_lines(record.to_dict())[0] == record.save_note
+
+
 def test_a_folder_that_cannot_be_written_costs_the_file_alone(folder):
     (folder / "failures").write_text("a file")
     record = kept(LARGE, folder)
     assert (record.verdict, record.shrunk, record.saved) == ("fail", "1x208", "")
     assert record.save_note.startswith("not saved: FileExistsError: ")
+
+
+def test_names_are_of_the_case_the_backend_the_device_and_seed(folder):
+    given = {"backend": "a", "device": "cpu", "seed": 0}
+    names = {failure_path(folder, LARGE, **given), failure_path(folder, replace(LARGE, inputs="zeros"), **given)}
+    names |= {failure_path(folder, LARGE, **{**given, **other}) for other in ({"backend": "b"}, {"seed": 1})}
+    names |= {failure_path(folder, LARGE, **{**given, "device": "cuda"}), failure_path(folder, LARGE, **given)}
+    assert len(names) == 5
+    long = replace(LARGE, inputs=f"{'a' * 300}:b/../c")
+    assert re.fullmatch(
+        r"quantize-nvfp4-32x512-bf16-a+-[0-9a-f]{8}\.safetensors", failure_path(folder, long, **given).name
+    )
 
 
 # Runs
@@ -320,3 +345,9 @@ def test_a_file_that_is_no_saved_failure(folder):
         save_file({"x": torch.ones(2, 2)}, "odd.safetensors", metadata={"narrowgauge_saved": "1", "about": about})
         with pytest.raises(SavedFailureError, match=r"^odd\.safetensors: cannot be read: "):
             load(folder.relative_to(folder) / "odd.safetensors")
+
+
+def test_the_folder_of_failures_stays_where_a_report_is_replaced(folder):
+    record = kept(LARGE, folder / "out").to_dict()
+    report.write([record], {"torch": "2"}, folder / "out", elapsed=1.0)
+    assert (folder / record["saved"]).is_file()

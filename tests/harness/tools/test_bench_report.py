@@ -198,6 +198,13 @@ def test_every_column_is_documented() -> None:
     assert dict(documented) == {"schema": "int64", "id": "string", **types, "rate": "double"}
 
 
+def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
+    report.write(bench(), [], {}, tmp_path)
+    report.write(Bench(), [CostCurve("native", [CostPoint(22, 1.0, 4)])], {}, tmp_path)
+    assert not (tmp_path / "bench.parquet").exists()
+    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
+
+
 POINTS = [CostPoint(22, 1.0, 4)]
 
 

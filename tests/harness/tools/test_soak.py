@@ -1,5 +1,6 @@
 """Soak: selection, runs, messages; and the native kernels and the reference over a few seeds."""
 
+import random
 import re
 import sys
 
@@ -88,6 +89,14 @@ def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
         only = held([case]) - held(set(tenth) - {case})
         assert only
         assert not any(depends_on_seed(other) for other in matrix if only & set(case_features(other)))
+
+
+def test_the_choice_depends_on_nothing_but_the_cases(matrix):
+    part = matrix[::40]
+    shuffled = random.Random(0).sample(part, len(part))
+    taken = soak_selection(part, 0.5)
+    assert {case.id for case in soak_selection(shuffled, 0.5)} == {case.id for case in taken}
+    assert taken == [case for case in part if case in taken]
 
 
 @pytest.mark.parametrize(

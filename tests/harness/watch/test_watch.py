@@ -170,6 +170,16 @@ def test_methods_are_watched_and_restored(name: str, x: torch.Tensor) -> None:
     assert Layer.__dict__[name] is before
 
 
+def test_every_name_of_a_function_in_a_module(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "another_name", quantize, raising=False)
+    original = quantize
+    with narrowgauge.watch(quantize, skip) as watched:
+        sys.modules[__name__].another_name(x)  # type: ignore[attr-defined]
+        original(x)  # a reference that no module holds
+    assert watched.calls == 1
+    assert quantize is original
+
+
 def test_errors_of_the_watcher_stay_inside(x: torch.Tensor, capsys: Any) -> None:
     def adapter(result: Any, x: torch.Tensor) -> dict[str, Any]:
         raise KeyError("of the adapter")
