@@ -74,7 +74,9 @@ def without_times(records):
     return sorted(records, key=lambda record: record["case"])
 
 
-@pytest.mark.parametrize(("backend", "status"), [("reference", 0), ("merge_kernels:Backend", 1)])
+@pytest.mark.parametrize(
+    ("backend", "status"), [pytest.param("reference", 0, marks=pytest.mark.long), ("merge_kernels:Backend", 1)]
+)
 def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
     """Records, exit status, tables, and how many cases share the false alarms."""
     assert run("whole", backend=backend).exit_code == status

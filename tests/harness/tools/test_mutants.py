@@ -51,8 +51,9 @@ def quick() -> list[Case]:
 
 
 def test_every_mutant_changes_its_file_and_touches_cases(quick: list[Case]) -> None:
-    of_change = {(mutant.file, mutant.cases): mutant for mutant in ALL}
-    touched_cases = {change: selected(mutant, quick) for change, mutant in of_change.items()}
+    of_file = {file: touched_by(file, quick) for file in {mutant.file for mutant in ALL}}
+    changes = {(mutant.file, mutant.cases) for mutant in ALL}
+    touched_cases = {(file, keyword): select(of_file[file], keyword=keyword) for file, keyword in changes}
     for mutant in ALL:
         folder = MODULES if mutant.of_module else sources.FOLDER
         assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8"), mutant.name
@@ -204,7 +205,10 @@ def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
 # ---- selected cases ----
 
 
-def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags_apart", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_source_that_a_case_launches_is_known(
+    flags_apart: bool, quick: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: set[str] = set()
     launch = host.launch
     monkeypatch.setattr(host, "launch", lambda source, *a, **k: (launched.add(source), launch(source, *a, **k)))
@@ -212,7 +216,8 @@ def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypat
     for case in quick:
         if 0 < math.prod(case.shape) < 20000:
             parts = [part for part in case.recipe_label.split("-") if part.startswith(("rht", "rowscaled"))]
-            flags = [flag for flag in case.flags if flag in ("columnwise", "both", "strided", "transposed", "padded")]
+            known = ("columnwise", "both", "strided", "transposed", "padded") if flags_apart else ("strided", "padded")
+            flags = [flag for flag in case.flags if flag in known]
             groups[case.operation, case.recipe_label.split("-")[0], *parts, *flags].append(case)
     backend = load_backend("native")
     for cases in groups.values():
@@ -420,7 +425,7 @@ def test_totals_count_what_is_not_equivalent() -> None:
     assert json.dumps(results[0].to_dict())
 
 
-@pytest.mark.parametrize("judged", thinned(sorted({(mutant.door, mutant.recipe) for mutant in ALL}), 4))
+@pytest.mark.parametrize("judged", thinned(sorted({(mutant.door, mutant.recipe) for mutant in ALL}), 8))
 def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
     """A door and the recipes of its operands."""
     assert ConventionalTests(*judged, ops).notice(ops) == Detections(False, False, False)

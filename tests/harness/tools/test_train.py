@@ -26,6 +26,7 @@ from narrowgauge.harness.tools.train.model import Adam, Model, Size
 from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
 from narrowgauge.harness.tools.train.train import NAMED_STAGES, TrainingTask, train
 from narrowgauge.reference.modules import TransformerLayer
+from tests.thinned import thinned
 
 TINY = Size(hidden=32, ffn=64, heads=2, sequence=16, batch=2)
 
@@ -38,7 +39,7 @@ def model(backend: str, seed: int = 0) -> Model:
     return Model(load_backend(backend), TINY, 23, seed=seed, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling", "DelayedScaling"])
+@pytest.mark.parametrize("recipe", thinned(["NVFP4BlockScaling", "DelayedScaling"], 2))
 def test_native_agrees_at_every_step(recipe: str) -> None:
     steps = list(train(task(recipe)))
     assert len(steps) == 2
@@ -154,7 +155,7 @@ def test_a_layer_that_fails_in_the_second_step_ends_its_training(fault: str, err
         next(steps)
 
 
-@pytest.mark.parametrize("fault", ["Poisoning", "Forging"])
+@pytest.mark.parametrize("fault", thinned(["Forging", "Poisoning"], 2))
 def test_what_a_backend_does_to_its_process_changes_no_verdict(fault: str) -> None:
     equal = torch.equal
     first, second = train(task("MXFP8BlockScaling", backend=f"tests.harness.tools.test_train:{fault}"))
