@@ -100,23 +100,18 @@ def test_accepting_says_what_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "message"),
+    ("finished", "words"),
     [
-        (run(), "nothing ran, so there is nothing to accept"),
-        (
-            run(record(), cases=["a", record()["case"], "b"]),
-            "the run was interrupted: 2 of 3 cases did not run, the first a; go on with it by --resume",
-        ),
-        (run(record(), shard="1/2"), "the run is shard 1/2 of a matrix; narrowgauge merge joins all shards into one"),
-        (
-            run(record(budget_max=float("inf"))),
-            "quantize/nvfp4/64x128/bf16/normal: budget_max is inf; a baseline holds finite figures alone",
-        ),
-        (run(record(), record()), "quantize/nvfp4/64x128/bf16/normal has two records in the run; run it anew"),
+        (run(), ["nothing ran"]),
+        (run(record(), cases=["a", record()["case"], "b"]), ["interrupted", "2 of 3 cases", "the first a", "--resume"]),
+        (run(record(), shard="1/2"), ["shard 1/2", "narrowgauge merge"]),
+        (run(record(budget_max=float("inf"))), ["quantize/nvfp4/64x128/bf16/normal", "budget_max is inf"]),
+        (run(record(), record()), ["quantize/nvfp4/64x128/bf16/normal", "two records"]),
     ],
 )
-def test_a_run_that_cannot_be_accepted(finished: RecordedRun, message: str, tmp_path: Path) -> None:
-    assert refused(finished, tmp_path / "host.json") == message
+def test_a_run_that_cannot_be_accepted(finished: RecordedRun, words: list[str], tmp_path: Path) -> None:
+    message = refused(finished, tmp_path / "host.json")
+    assert [word for word in words if word not in message] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,10 +127,9 @@ def test_a_baseline_of_something_else_is_not_replaced(change: dict[str, Any], ki
     path = tmp_path / "host.json"
     accepted(run(record()), path)
     before = path.read_bytes()
-    message = (
-        f"{path}: is of native on host, seed 0, the run of {kind}; name another --baseline file, or delete this one"
-    )
-    assert refused(run(record(), **change), path) == message
+    message = refused(run(record(), **change), path)
+    for word in (str(path), "native on host, seed 0", kind, "--baseline"):
+        assert word in message
     assert path.read_bytes() == before
 
 

@@ -503,10 +503,9 @@ GROUPED = TABLE | {"operation": "'grouped-linear'", "shape": "[16, 32, 48]", "se
 LAYER = TABLE | {"operation": "'transformer-layer'", "heads": "4"}
 
 MISTAKES = [
-    (TABLE | {"training": "'NVFP4BlockScalign'"}, "training is 'NVFP4BlockScalign': no training recipe is called "
-     "'NVFP4BlockScalign' (did you mean 'NVFP4BlockScaling'?)"),
+    (TABLE | {"training": "'NVFP4BlockScalign'"}, "training is 'NVFP4BlockScalign': no training recipe"),
     (TABLE | {"training": "4"}, "training is 4, not a training recipe's name"),
-    (TABLE | {"recipe": "'nvfp4'"}, "unknown key 'recipe' (did you mean 'recompute'?); a linear has operation, tier, "),
+    (TABLE | {"recipe": "'nvfp4'"}, "unknown key 'recipe' (did you mean 'recompute'?)"),
     (TABLE | {"norm": "'rms'"}, "unknown key 'norm'"),
     (TABLE | {"shape": "[16, 32, 48]"}, "shape is [16, 32, 48]; a shape is [B, S, K, N], 4 sizes that are not "),
     (TABLE | {"shape": "[1, 0, 32, 48]"}, "shape is [1, 0, 32, 48]; but for the rows of a grouped-linear, which may be "

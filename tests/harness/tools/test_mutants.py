@@ -27,8 +27,8 @@ from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.mutants import mutant as mutants
 from narrowgauge.harness.tools.mutants import recorded
-from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, ConventionalTests, Detections
-from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
+from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
+from narrowgauge.harness.tools.mutants.mutant import Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 from narrowgauge.harness.tools.mutants.run_mutants import print_results
@@ -98,34 +98,33 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 
 CHECK, TWICE = "store_scales(of_tile, 16, target + 512 * t);", "if (rows == 0 || columns == 0) return;"
-ONCE = "the text to find occurs {count} times in layout/swizzle.cu, and has to occur once: {line!r}"
-NEEDED = "name, class, file, find, replace, imitates, cause, door"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "words"),
     [
-        (CHECK, "no such text", ONCE.format(count=0, line="no such text")),
-        (CHECK, TWICE, ONCE.format(count=2, line=TWICE)),
-        ("cause =", "reason =", f"unknown key 'reason'; a mutant has {NEEDED}, url, recipe, cases, equivalent"),
-        ("imitates =", "url =", f"imitates is missing; a mutant needs {NEEDED}"),
-        ('"layout"', '"layuot"', f"class is 'layuot' (did you mean 'layout'?); it can be {', '.join(CLASSES)}"),
+        (CHECK, "no such text", ["occurs 0 times in layout/swizzle.cu", "'no such text'"]),
+        (CHECK, TWICE, ["occurs 2 times", repr(TWICE)]),
+        ("cause =", "reason =", ["unknown key 'reason'", "cause", "door"]),
+        ("imitates =", "url =", ["imitates is missing"]),
+        ('"layout"', '"layuot"', ["class is 'layuot' (did you mean 'layout'?)"]),
         (
-            '"layout/swizzle.cu"', '"layout/swizle.cu"',
-            "file is 'layout/swizle.cu' (did you mean 'layout/swizzle.cu'?); it can be ",
+            '"layout/swizzle.cu"',
+            '"layout/swizle.cu"',
+            ["'layout/swizle.cu'", "did you mean 'layout/swizzle.cu'"],
         ),
-        ('"unswizzle"', '"unswizle"', f"door is 'unswizle' (did you mean 'unswizzle'?); it can be {', '.join(DOORS)}"),
-        ('door =', 'recipe = "nvfp5"\ndoor =', "recipe is 'nvfp5': no recipe is called 'nvfp5'"),
-        ('"A test."', "3", "imitates is 3, not a text"),
-        ('"writes-outside"', '["writes-outside", 3]', "cause is 3, not a text"),
+        ('"unswizzle"', '"unswizle"', ["door is 'unswizle' (did you mean 'unswizzle'?)"]),
+        ("door =", 'recipe = "nvfp5"\ndoor =', ["recipe is 'nvfp5'"]),
+        ('"A test."', "3", ["imitates is 3"]),
+        ('"writes-outside"', '["writes-outside", 3]', ["cause is 3"]),
     ],
-)  # fmt: skip
-def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+)
+def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
     path = written(tmp_path, TABLE.replace(old, new))
     with pytest.raises(MutantFileError) as caught:
         mutants.load(path)
     assert str(caught.value).startswith(f"{path}: [[mutant]] 1, 'wrong': ")
-    assert message in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
