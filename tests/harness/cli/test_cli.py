@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, its exit status."""
+"""The command line: output, refused arguments, exit status."""
 
 import csv
 import importlib.metadata
@@ -143,7 +143,7 @@ def narrowgauge(*arguments):
 
 
 def refused(*arguments):
-    """What is said where the arguments are wrong: on the error stream, with status 2, and nothing else."""
+    """The only line of a command with wrong arguments: on stderr, with exit status 2."""
     result = narrowgauge(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

@@ -551,7 +551,7 @@ def test_sums_in_another_order_than_the_declared_one():
 
 
 def test_every_deviation_changes_the_output_of_some_product():
-    """Of the deviations that `change` operands: each of them, on operands with the elements that it concerns."""
+    """Every deviation with a `change` of operands, on operands with the elements that the deviation changes."""
     generator = torch.Generator().manual_seed(7)
     made = {}
     for recipe in ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32"):
@@ -729,7 +729,7 @@ def test_subnormal_scales_of_either_sign():
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_scales_that_are_multiplied_first(flushed):
-    """The product of two scales is 0 below 2^-149. A kernel that flushes it below 2^-126 has another cause."""
+    """The product of two scales is 0 below 2^-149. Flushing below 2^-126 is a different cause."""
 
     def gemm(a, b, *, out_dtype, **_):
         y = torch.zeros(a.shape[0], b.shape[0])

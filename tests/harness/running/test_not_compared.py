@@ -1,4 +1,4 @@
-"""What was not compared is said by name, in every report, and a run in which nothing was compared is red."""
+"""Reports name stages and cases that were not compared; a run without any comparison fails."""
 
 import io
 import sys
@@ -29,7 +29,7 @@ def run(case, **doors):
 
 
 def everywhere(records, tmp_path):
-    """What page, Markdown and terminal say, without their line breaks and escapes."""
+    """Texts of page, Markdown and terminal, without line breaks and escapes."""
     report.write(records, {}, tmp_path, elapsed=1.0)
     console = Console(file=io.StringIO(), width=400)
     print_summary(records, console)
@@ -96,7 +96,7 @@ def test_stages_are_counted_over_cases_the_commonest_first():
     )
 
 
-# A door that it lacks, and what it does not do.
+# Missing methods and unsupported cases.
 
 
 def test_a_missing_method_is_named_and_fails_only_if_strict(tmp_path):

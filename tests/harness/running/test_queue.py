@@ -50,7 +50,7 @@ def test_few_are_judged_on_a_gpu_at_once() -> None:
     assert sides(running) == [9000, 8000, 7000, 3]
     assert waiting.take(running[1:]).case.shape[0] == 6000
     left = [waiting.take(LARGES[:LANES]) for _ in range(3)]
-    assert sides(left) == [2]  # the others wait for those that run
+    assert sides(left) == [2]  # large tasks wait for the running tasks
     assert [one.first for one in (*first, *running, left[0])] == [True] * 2 + [False] * 5
     assert left[-1] is None
     assert waiting

@@ -331,7 +331,7 @@ def test_a_failure_that_fails_again_costs_one_case_of_a_kind(monkeypatch) -> Non
 
 @pytest.mark.parametrize("needed", [[0], [9], [3, 7], [0, 5, 9], list(range(10))])
 def test_the_shortest_sequence_among_many(needed: list[int], monkeypatch) -> None:
-    """Of ten earlier cases, those that the failure needs, whatever their places."""
+    """The needed cases among ten earlier cases, at any place."""
     cases = [case_from_id(f"quantize/nvfp4/16x{32 * (n + 1)}/bf16/normal") for n in range(11)]
     failing = new_record(cases[10], backend="b", device="cpu", seed=0)
     failing.verdict, failing.message, failing.stage = "fail", "codes: wrong", "codes"

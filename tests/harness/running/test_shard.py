@@ -1,4 +1,4 @@
-"""Shards: every case in one of them, the same on every machine, about equal times; and what is no shard."""
+"""Shards: each case is in a single shard, the same on every machine, with about equal times."""
 
 import json
 import random
@@ -36,7 +36,7 @@ ALL = [f"quantize/{recipe}/16x{k}/bf16/normal" for recipe in ("nvfp4", "nvfp4-sr
 
 
 def journal(directory: Path, seconds: dict[str, float | None]) -> Path:
-    """The journal of a run of these cases that took so long."""
+    """The journal of a run of these cases with these durations."""
     run = RecordedRun("reference", "cpu", 0, list(seconds), {}, {})
     written = Journal(directory, lambda: run)
     for case, taken in seconds.items():
@@ -55,7 +55,7 @@ def test_every_case_is_in_one_shard(count):
 
 
 def test_a_shard_knows_the_others():
-    """What chance can fail, and the selection, are those of all cases; the order of the cases changes nothing."""
+    """The number of chance cases and the selection belong to all cases, in any order of the cases."""
     shuffled = random.Random(0).sample(CASES, len(CASES))
     for number in (1, 2, 3):
         part, again = (part_of(cases, Shard(number, 3)) for cases in (CASES, shuffled))
@@ -77,8 +77,7 @@ def test_ids_decide_between_equal_costs():
 
 
 def test_the_division_of_the_quick_tier_is_this_one():
-    """Machines that know nothing of one another divide it alike: these digests may change with cases and estimates
-    alone. Times on a CPU differ by what one case takes, which is known to a factor."""
+    """The loads of the shards differ by at most the estimated time of a case, and each case is in one shard."""
     cases = select(load_all([ROOT / "cases"]), tier="quick")
     parts = [part_of(cases, Shard(n, 4)) for n in range(1, 5)]
     loads = [sum(map(estimated_seconds, part.cases)) for part in parts]

@@ -1,4 +1,4 @@
-"""False alarms are those of a whole run: every way to run cases tells each of them how many share."""
+"""The false alarms of a run are shared: every way to run cases tells each case how many cases share."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ CASES = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16
 
 
 def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):
-    """Bytes that are 1 too high, over so few draws that it is odd enough for one case, and not for one of a million."""
+    """Bytes 1 too high, over few draws: the p-value fails a single case, and not a case among a million."""
     monkeypatch.setattr(rounding_tests, "DRAWS", 600_000)
 
     def quantize(x, recipe, *, random, **options):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shrunk(case, **doors):
-    """What is left of a case that these doors get wrong, and the case's first wrong stage."""
+    """The shrunk case of a wrong backend with these methods, and the first wrong stage of the whole case."""
     wrong = backend(**doors)
     inputs = make_inputs(case)
     outcome = judge(case, inputs, wrong)
@@ -32,7 +32,7 @@ def shrunk(case, **doors):
 
 
 def wrong_codes(where):
-    """A quantize that flips a bit of the codes where `where(rows, columns)`, bool (M, K), says so."""
+    """A quantize that flips a bit of the codes at the mask `where(rows, columns)`, bool (M, K)."""
 
     def change(q):
         rows, columns = (torch.arange(n).view(shape) for n, shape in zip(q.shape, ((-1, 1), (1, -1)), strict=True))

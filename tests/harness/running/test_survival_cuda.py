@@ -69,7 +69,7 @@ class Backend:
 
 
 class Where:
-    """Passes on the GPU that it is told, and says which that is."""
+    """Correct on any GPU; writes the visible GPU into a file."""
 
     def quantize(self, x, recipe):
         with open(f"gpu-{os.getpid()}", "w") as file:
