@@ -5,6 +5,7 @@ README.md beside this file says how they were made and names every array.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,21 @@ def quantize_input(path: Path, arrays: dict[str, np.ndarray]) -> torch.Tensor:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a float tensor as integers, so that equality sees signed zeros and NaN."""
     return tensor.contiguous().view(_BITS[tensor.dtype])
+
+
+def assert_golden(path: Path, quantize_both: Callable[[torch.Tensor, str], tuple[Any, Any]]) -> None:
+    """Both halves of every recipe of a `quantize_*.npz` have Transformer Engine's bytes."""
+    arrays = load(path)
+    x = quantize_input(path, arrays)
+    names = {key.removesuffix(".codes") for key in arrays if key.endswith(".codes")}
+    assert len(names) >= 19
+    for name in sorted(names):
+        row, column = quantize_both(x, name)
+        for key in (key for key in arrays if key.rpartition(".")[0] == name):
+            part, _, turned = key.rpartition(".")[2].partition("_")
+            found = getattr(column if turned else row, {"scale": "scales"}.get(part, part))
+            shape = found.shape if part in ("codes", "scales") else (found.numel(),)
+            assert shape == arrays[key].shape, key
+            np.testing.assert_array_equal(found.numpy().view("u1").ravel(), arrays[key].view("u1").ravel(), key)
+        if column.transposed:  # the same codes in memory
+            np.testing.assert_array_equal(column.codes, arrays[f"{name}.codes"], name)

@@ -1,4 +1,4 @@
-"""Kernels that are written in a test, compiled and launched through `native` like its own."""
+"""The device of a test, and kernels with their text in a test, compiled and launched like kernels of `native`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.native.runtime import host, sources
+from tests.native import devices
 
 HEADERS = sources.FOLDER
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(")
 
 
 @pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Device of `devices.ops`: the CPU, but for a test marked with several devices."""
+    found: str = getattr(request, "param", "cpu")
+    monkeypatch.setattr(devices.ops, "device", found)
+    return found
+
+
+@pytest.fixture(autouse=True)
 def compiled_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no case runs on a CPU, kernels of tests and those of Hopper alone, with a third of the optimizer's time."""
+    """Compiles kernels that no case runs on a CPU (of tests, of Hopper) in a third of the time, with -O1."""
     real = host._flags
 
     def flags(source: str) -> tuple[str, ...]:
@@ -31,7 +40,7 @@ def compiled_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `native` looks for sources during the test: a copy of its headers and nothing else."""
+    """The folder of the sources of `native` during the test: a copy of the headers."""
     shutil.copytree(HEADERS, tmp_path, ignore=shutil.ignore_patterns("*.cu", "cpu"), dirs_exist_ok=True)
     monkeypatch.setattr(sources, "FOLDER", tmp_path)
     return tmp_path
@@ -41,9 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cuda_source(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], str]:
-    """Makes a text a source of `native`: `launch(cuda_source(TEXT), "kernel", …)` runs a kernel of it.
+    """Adds a text to the sources of `native`: `launch(cuda_source(TEXT), "kernel", …)` runs a kernel of the text.
 
-    The name is a hash of the text, so that a text is compiled once a run, into a cache of its own.
+    The name of the source is a hash of the text, so that a run compiles a text once, into a separate cache.
     """
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers

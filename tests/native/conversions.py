@@ -1,4 +1,4 @@
-"""The device functions of formats.cuh as kernels of their own, and the values on which they are tried."""
+"""The device functions of formats.cuh as kernels, and their test inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from narrowgauge.native.runtime.launch import launch
+from tests.native.devices import ops
 
 _MAP = """
 extern "C" __global__ void {name}(const {given}* x, {got}* out, i64 n) {{
@@ -14,7 +15,7 @@ extern "C" __global__ void {name}(const {given}* x, {got}* out, i64 n) {{
 }}
 """
 
-# Name: input, output, what is done with element i, and the output's NumPy dtype.
+# Name: type of the input, type of the output, statement for element i, NumPy dtype of the output.
 KERNELS = {
     "bf16_to_float": ("bf16", "float", "out[i] = to_float(x[i])", "u4"),
     "fp16_to_float": ("fp16", "float", "out[i] = to_float(x[i])", "u4"),
@@ -41,57 +42,50 @@ EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 EVERY_BYTE = np.arange(1 << 8, dtype=np.uint8)
 
 
-def convert(source: str, kernel: str, x: np.ndarray, *, device: str = "cpu", flags: tuple[str, ...] = ()) -> np.ndarray:
-    """Bits that `kernel` of `source` (made of TEXT) gives for each element of `x`, two at a time for pairs."""
+def convert(source: str, kernel: str, x: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
+    """Bits that `kernel` of `source` (made of TEXT) gives for each element of `x`, or each pair of elements."""
     dtype = np.dtype(KERNELS[kernel][3])
-    given = torch.from_numpy(x.view(np.uint8).copy()).to(device)
+    given = torch.from_numpy(x.view(np.uint8).copy()).to(ops.device)
     count = x.size // 2 if "x2_" in kernel else x.size
     out = torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device=given.device)
-    launch(
-        source,
-        kernel,
-        (-(-count // 256),),
-        (256,),
-        (given, out, np.int64(count)),
-        device=given.device,
-        extra_flags=flags,
-    )
+    grid, arguments = (-(-count // 256),), (given, out, np.int64(count))
+    launch(source, kernel, grid, (256,), arguments, device=given.device, extra_flags=flags)
     return out.cpu().numpy().view(dtype)
 
 
 def around(exact: np.ndarray) -> np.ndarray:
-    """float32 numbers and the ones 1 ulp either side of each, with both signs."""
+    """float32 numbers ± 0 and 1 ulp, with both signs."""
     bits = np.abs(exact).astype(np.float32).view(np.uint32)
     near = np.concatenate([bits, bits + 1, np.maximum(bits, 1) - 1]).view(np.float32)
     return np.concatenate([near, -near])
 
 
 def bf16_values() -> np.ndarray:
-    """All 65536 bfloat16 patterns as float32 bits, NaN of every payload among them."""
+    """All 65536 bfloat16 patterns as float32 bits, with NaN of every payload."""
     return (EVERY_HALF.astype(np.uint32) << 16).view(np.float32)
 
 
 def fp16_decisions() -> np.ndarray:
-    """Every finite float16, every midpoint between two, and the one above the largest, 65520, ± 1 ulp."""
+    """Every finite float16, every midpoint, and the midpoint above the largest number, 65520, ± 1 ulp."""
     points = np.append(np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64), 65536.0)
     return np.concatenate([around(points), around((points[:-1] + points[1:]) / 2)])
 
 
 def bf16_decisions() -> np.ndarray:
-    """Every midpoint between two bfloat16 numbers and the one above the largest, ± 1 ulp, and beside every NaN."""
+    """Every midpoint of bfloat16, and the midpoint above the largest number, ± 1 ulp, and beside every NaN."""
     midpoints = (np.arange(0x8000, dtype=np.uint32) << 16) + 0x8000
     bits = np.concatenate([midpoints - 1, midpoints, midpoints + 1])
     return np.concatenate([bits, bits | 0x80000000]).view(np.float32)
 
 
 def powers() -> np.ndarray:
-    """Every power of two of float32, and what lies beside it, numbers between two of them, 0, infinity and NaN."""
+    """Every power of two of float32 and its neighbours, numbers between two powers, 0, infinity and NaN."""
     exact = np.ldexp([1.0, 1.5], np.arange(-149, 128)[:, None]).astype(np.float32).ravel()
     near = np.abs(around(exact))
     return np.concatenate([near, np.array([0, np.inf, np.nan, np.finfo(np.float32).max], np.float32)])
 
 
 def grid_decisions(values: np.ndarray, beyond: float) -> np.ndarray:
-    """Every value of a narrow format, every midpoint, the one to `beyond` too, ± 1 ulp."""
+    """Every value of a narrow format and every midpoint, also to `beyond`, ± 1 ulp."""
     points = np.append(np.unique(np.abs(values.astype(np.float64))), beyond)
     return np.concatenate([around(points), around((points[:-1] + points[1:]) / 2)])

@@ -16,7 +16,7 @@ f32 = np.float32
 
 
 def elements(q: Quantized) -> np.ndarray:
-    """What the codes stand for, float64 (M, K)."""
+    """Values of the codes, float64 (M, K)."""
     codes = q.codes.cpu().numpy()
     rows, columns = q.shape
     if q.recipe.element.bits == 4:
@@ -25,7 +25,7 @@ def elements(q: Quantized) -> np.ndarray:
 
 
 def scales(q: Quantized) -> np.ndarray:
-    """What the scales stand for, float64, one for each row and block (M, ⌈K/width⌉); (1, 1) of a whole tensor."""
+    """Values of the scales, float64, for each row and block (M, ⌈K/width⌉); (1, 1) of a whole tensor."""
     rows, columns = q.shape
     stored = q.scales.cpu()
     if q.swizzled:
@@ -51,7 +51,7 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def inner_sums(left: np.ndarray, right: np.ndarray, exact: bool) -> np.ndarray:
-    """The sum of a block: products added in order, each sum rounded to float32; or without, where none can round."""
+    """The sum of a block: products added in order, each sum rounded to float32 unless all sums are exact."""
     if exact:
         return (left @ right.T).astype(f32)
     inner = np.zeros((len(left), len(right)), f32)
@@ -104,7 +104,7 @@ def gemm(
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sums, then α, c, bias and one cast; FP8 with scales of blocks adds c to the output that is cast already."""
+    """The sums, then α, c, bias and one cast; FP8 with scales of blocks adds c after the cast."""
     with np.errstate(all="ignore"):
         found = sums(a, b)
     return finished(found, a, b, out_dtype=out_dtype, c=c, bias=bias)
@@ -116,10 +116,10 @@ def finished(
     b: Quantized,
     *,
     out_dtype: torch.dtype,
-    c: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The output that sums become."""
+    """The output of the sums: α, c, bias and the cast."""
     with np.errstate(all="ignore"):
         y = torch.from_numpy(factor(a, b) * found)
     late = a.recipe.scale is FP32 and not a.recipe.whole
@@ -138,7 +138,7 @@ def gemm_grouped(
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each section by itself, one below the other."""
+    """The products of the sections, section below section."""
     sizes = a.sizes.tolist()
     parts = [
         gemm(section, b[number], out_dtype=out_dtype, c=added, bias=None if bias is None else bias[number])

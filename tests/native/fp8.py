@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -29,22 +28,15 @@ NAMES = (
     *(name for name in FP8_NAMES if find_recipe(name).delayed in (None, Delayed())),
     *EPSILONS,
 )
-"""Every recipe, of delayed scaling with one way to update its scale, and some that raise amaxes."""
+"""Every recipe (of delayed scaling: a single rule of the update), and recipes with a smallest amax."""
 BLOCKS = tuple(name for name in NAMES if not find_recipe(name).whole)
 WHOLE = tuple(name for name in NAMES if find_recipe(name).whole)
 KINDS = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2", "fp8-current-e4m3", "fp8-delayed-e5m2")
-"""One of each: what shares a scale, and where it comes from."""
+"""A recipe of each kind: elements that share a scale, and origin of the scale."""
 
 SCALES = (2.7, 0.01, 1e30, 1e-40, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan, 3.4028235e38)
-"""That a caller can give."""
+"""Scales of a caller."""
 AMAXES = (0.0, -0.0, -1.0, 1e-45, 1e-40, 1.3e-36, 0.1, 448.0, 57344.0, 1e30, 3.4028235e38, math.inf, math.nan)
-
-
-def given_scale(recipe: Recipe, count: int = 1, *, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The option `scale` where the recipe takes one: of each of `count` tensors another."""
-    if recipe.tensor_scale != "given":
-        return {}
-    return {"scale": (0.37 * 1.9 ** (torch.arange(count) % 40)).to(device)}
 
 
 # In exact fractions.
@@ -69,7 +61,7 @@ def inverse(scale: float) -> float:
 
 
 def encode_scale(amax: float, recipe: Recipe, dtype: torch.dtype) -> float:
-    """What elements of a block, or of a tensor, of this amax are multiplied by."""
+    """Factor of the elements of a block, or of a tensor, with this amax."""
     amax = max(amax, float(f32(recipe.smallest_amax)))  # NaN, which comes first, stays
     if amax == 0 or not math.isfinite(amax):
         return 1.0
@@ -102,11 +94,11 @@ def model(x: torch.Tensor, recipe: Recipe, *, scale: torch.Tensor | None = None)
     return codes, scales
 
 
-# Inputs that random numbers do not have.
+# Inputs.
 
 
 def amaxes_of_every_exponent(recipe: Recipe) -> torch.Tensor:
-    """Rows of 128 whose amaxes are powers of two, and the largest element times one, ± 1 ulp: float32 (M, 128)."""
+    """Rows whose amaxes are powers of two, also times the largest element, ± 1 ulp: float32 (M, 128)."""
     exact = [Fraction(2) ** k * m for k, m in product(range(-149, 128), (Fraction(1), Fraction(recipe.element.max)))]
     amaxes = np.array([nearest(amax, "float32") for amax in exact], f32)
     amaxes = np.unique(amaxes[np.isfinite(amaxes)])
@@ -116,17 +108,12 @@ def amaxes_of_every_exponent(recipe: Recipe) -> torch.Tensor:
     return near.unsqueeze(1) * shares
 
 
-def halves(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of a half precision, (512, 128)."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
-
-
 # The kernels in the shape of a GPU.
 
 
 @pytest.fixture(params=[8, 256])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Threads to a block on the CPU: its own number, and that of a GPU, with the kernel of whole tiles."""
+    """Threads of a block on the CPU: the usual number, and the number of a GPU, with the kernel of whole tiles."""
     count: int = request.param
     monkeypatch.setitem(GENERAL_THREADS["quantize_fp8"], "cpu", count)
     if count != 8:
@@ -141,13 +128,8 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def parts(*some: Quantized | None) -> Iterator[torch.Tensor]:
-    """Everything that kernels have written of each."""
+    """All outputs of the kernels."""
     for q in some:
         if q is not None:
             yield from (q.codes, q.scales)
             yield from (part for part in (q.amax, q.tensor_scale) if part is not None)
-
-
-def propagating(name: str) -> Recipe:
-    """The recipe, under which a NaN that is read shows."""
-    return replace(find_recipe(name), nan="propagate")

@@ -1,4 +1,4 @@
-"""What the tests on a GPU need, and the reason to skip them where it is missing."""
+"""Requirements of tests on a GPU, and the reasons to skip them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEVICE = "cuda"
 
 
 def missing() -> str | None:
-    """Why kernels cannot be run on a GPU here; None where they can."""
+    """Reason why no kernel can run on a GPU of this machine, or None."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch and CuPy warn of missing drivers, which the reason says
+        warnings.simplefilter("ignore")  # warnings of torch and CuPy about missing drivers, which the reason covers
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device; kernels are not run on a GPU"
         try:
@@ -27,7 +27,7 @@ def missing() -> str | None:
 
 
 def no_compiler() -> str | None:
-    """Why kernels cannot be run on the CPU; None where they can."""
+    """Reason why no kernel can run on a CPU of this machine, or None."""
     try:
         host.compiler()
     except ToolchainError as error:
@@ -37,6 +37,7 @@ def no_compiler() -> str | None:
 
 MISSING = missing()
 NO_COMPILER = no_compiler()
+HOPPER = MISSING is None and torch.cuda.get_device_capability() == (9, 0)
 
 needs_gpu = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))

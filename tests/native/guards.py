@@ -1,4 +1,4 @@
-"""Poison round what a kernel reads and writes: docs/tolerance.md#memory-and-repetition."""
+"""Guard zones around inputs and outputs of kernels: docs/tolerance.md#memory-and-repetition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POISON = 0xA5
 
 
 def embedded(x: torch.Tensor) -> torch.Tensor:
-    """`x` inside a larger buffer of ones, which are NaN as floats and as scales: reading beyond the ends shows."""
+    """`x` between guard zones of 0xFF bytes, which are NaN as floats and as scales: a read outside of `x` shows."""
     buffer = torch.full((x.nbytes + 2 * _GUARD,), 0xFF, dtype=torch.uint8, device=x.device)
     inside = buffer[_GUARD : _GUARD + x.nbytes].view(x.dtype).view(x.shape)
     return inside.copy_(x)
@@ -22,9 +22,9 @@ def embedded(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the context what torch makes for kernels to write has guards on both sides; they are checked at the end.
+    """Within the context, torch allocates outputs between guard zones, which are checked at the end.
 
-    `torch.empty` and `torch.empty_like` give poisoned memory, `torch.zeros` zeros between the guards.
+    `torch.empty` and `torch.empty_like` give poisoned memory, `torch.zeros` zeros between the zones.
     """
     buffers = []
 

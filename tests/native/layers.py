@@ -1,4 +1,4 @@
-"""Native layers beside the reference's: the same parameters, the same steps, and what either reports."""
+"""Native layers beside layers of the reference: the same parameters and steps, and the reports of both."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from narrowgauge.reference.high_precision.norm import norm_backward, norm_forwar
 from narrowgauge.spec.autocast import autocast
 from narrowgauge.spec.training import training_names
 from tests.native import declared
+from tests.native.devices import ops
 from tests.native.samples import assert_equal, assert_same, matrix
 
 RECIPES = tuple(training_names())
 SOME = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
-"""One of every kind."""
+"""A recipe of every kind."""
 
 OPERANDS = ("x", "x columnwise", "w", "w columnwise", "dy", "dy columnwise")
 
 Seen = dict[str, list[Any]]
-"""By name, in the order of the first report: everything that was reported under it."""
+"""All reported values by name, in the order of the first report."""
 
 
 @dataclass
 class Step:
-    """What a forward and a backward take: x, where sections are wanted their rows, and dy."""
+    """Inputs of a forward and a backward pass: x, dy, and the rows of the sections of a grouped layer."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -39,9 +40,9 @@ class Step:
 
 
 def steps(count: int, rows: int, inner: int, outer: int, *, family: str = "lattice", **more: Any) -> list[Step]:
-    """Steps of other numbers each: of the family "lattice", small integers, or one of `matrix`.
+    """Steps with different numbers: small integers ("lattice"), or a family of `matrix`.
 
-    more: dtype, bfloat16 unless given; splits; shape, of what stands before the last dimension of x and dy.
+    more: dtype (default bfloat16); splits; shape of x and dy without the last dimension.
     """
     dtype, splits = more.get("dtype", torch.bfloat16), more.get("splits", ())
     found = []
@@ -58,21 +59,21 @@ def steps(count: int, rows: int, inner: int, outer: int, *, family: str = "latti
 
 
 def lattice(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Integers from −3 to 3, every block with a 3 of its own: scales are alike, and no sum rounds."""
+    """Integers from −3 to 3, with a 3 in every block: all scales are equal, and no sum rounds."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-3, 4, (rows, columns), generator=generator).to(dtype)
     x[::16, ::16] = 3
     return x
 
 
-def beside(kind: str, *sizes: int, device: str = "cpu", **options: Any) -> tuple[Any, Any]:
-    """A native layer on `device` and the reference's on the CPU, with the same parameters, integers over 4."""
+def beside(kind: str, *sizes: int, **options: Any) -> tuple[Any, Any]:
+    """A native layer on the device of the test and the reference's on the CPU, with the same parameters."""
     expected = getattr(reference, kind)(*sizes, **options)
     with torch.no_grad():
         for number, parameter in enumerate(expected.parameters()):
             rows = parameter.unsqueeze(0) if parameter.dim() == 1 else parameter
             parameter.copy_(lattice(*rows.shape, parameter.dtype, seed=100 + number).view(parameter.shape) / 4)
-    layer = getattr(native, kind)(*sizes, device=device, **options)
+    layer = getattr(native, kind)(*sizes, device=ops.device, **options)
     layer.load_state_dict(expected.state_dict())
     return layer, expected
 
@@ -83,14 +84,14 @@ def run(
     recipe: str | None,
     *,
     forward: Callable[..., torch.Tensor] | None = None,
-    device: str = "cpu",
     x_grad: bool = True,
 ) -> Seen:
-    """Everything that the layer reports in these steps; of the last also the gradients: `x.grad` and of each parameter.
+    """All reports of the layer in these steps, and of the last step also the gradients of x and of the parameters.
 
-    `forward`: in place of the layer itself.
+    `forward` replaces the call of the layer.
     """
     seen: Seen = {}
+    device = ops.device if type(layer).__module__.startswith(native.__name__) else "cpu"
     layer.observer = observing(seen)  # type: ignore[assignment]
     for step in given:
         layer.zero_grad()
@@ -109,7 +110,7 @@ def run(
 
 
 def observing(seen: Seen) -> Callable[[str, Any], None]:
-    """An observer that keeps everything, tensors as they are now: autograd adds to a gradient in place."""
+    """An observer that keeps all reports, with copies of tensors: autograd adds to a gradient in place."""
 
     def observe(name: str, value: Any) -> None:
         seen.setdefault(name, []).append(value.clone() if isinstance(value, torch.Tensor) else value)
@@ -118,7 +119,7 @@ def observing(seen: Seen) -> Callable[[str, Any], None]:
 
 
 def assert_reports_same(got: Seen, expected: Seen, *, but: frozenset[str] = frozenset()) -> None:
-    """The same names, and under each, but for those of `but`, the same values as often, bit for bit."""
+    """The same names, and under each name, except `but`, the same values, bit for bit."""
     assert got.keys() == expected.keys()
     for name in got.keys() - but:
         assert len(got[name]) == len(expected[name]), name
@@ -148,7 +149,7 @@ def assert_products_right(seen: Seen, layer: Any, number: int = 0, dx: str = "dx
 
 
 def assert_inside(found: torch.Tensor, limits: Bounded, what: str) -> None:
-    """Every number is one that a float32 computation can give."""
+    """Every number lies in its interval."""
     low, high = limits.interval(found.dtype)
     found = found.cpu()
     assert found.shape == low.shape, what

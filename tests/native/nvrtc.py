@@ -32,7 +32,7 @@ def ptx(source: str, target: str, *flags: str) -> str:
 
 
 def _compiled(source: str, target: str, flags: tuple[str, ...], *kinds: str) -> list[bytes]:
-    """What one compilation gives of each kind, as NVRTC's functions name them."""
+    """Outputs of a compilation, by their names in NVRTC's functions."""
     from cuda.bindings import nvrtc
 
     def checked(answer: tuple) -> object:  # type: ignore[type-arg]

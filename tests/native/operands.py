@@ -45,7 +45,7 @@ def operand(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe | str) -> 
 
 
 def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread: int = 6) -> Quantized:
-    """Finite codes of every kind, and scales within 2^±spread, each another one; all rows of a tile have one."""
+    """Random finite codes, and random scales within 2^±spread; all rows of a tile have the same scale."""
     recipe = find_recipe(name)
     generator = torch.Generator().manual_seed(seed)
     known = finite_codes(recipe.element)
@@ -81,7 +81,7 @@ def stored_swizzled(q: Quantized) -> Quantized:
 
 
 def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantized:
-    """Sections of random operands, one below the other."""
+    """Random operands as sections, section below section."""
     parts = [random_operand(name, rows, columns, seed=number) for number, rows in enumerate(sizes)]
     amaxes = None if parts[0].amax is None else torch.ones(len(sizes))
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ FP8_NAMES = tuple(
     name for name in recipe_names()
     if name.startswith("fp8-") and "@" not in name and "fnuz" not in name and not name.startswith("fp8-row")
 )  # fmt: skip
-"""Recipes of FP8 that the kernels have: those of Transformer Engine, and given scales."""
+"""Recipes of FP8 that the kernels have: recipes of Transformer Engine, and recipes with a given scale."""
 TWO_LEVELS = tuple(
     name for name in recipe_names() if find_recipe(name).scale is E4M3 and find_recipe(name).dialect in DIALECTS
 )
@@ -105,14 +107,14 @@ def nearly_tied(rows: int = 2048) -> torch.Tensor:
 
 
 def dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
-    """What a recipe can be given: rotations take bfloat16 alone."""
+    """Dtypes of the input: rotations take bfloat16 alone."""
     return DTYPES if recipe.transform is None else (torch.bfloat16,)
 
 
 def dtype_in_turn(name: str, family: str) -> torch.dtype:
-    """One of those: every family has each in some recipe, and every recipe each in some family."""
+    """A dtype of the recipe; every family and every recipe has each dtype in turn."""
     some = dtypes(find_recipe(name))
-    return some[(NAMES.index(name) + FAMILIES.index(family)) % len(some)]
+    return some[(len(name) + FAMILIES.index(family)) % len(some)]
 
 
 def fitting(extent: int, recipe: Recipe) -> int:
@@ -125,9 +127,31 @@ def sample(recipe: Recipe, family: str, rows: int, columns: int, dtype: torch.dt
     return matrix(family, fitting(rows, recipe), fitting(columns, recipe), dtype, seed)
 
 
+# Views of a matrix (256, 512) with whole groups of 128 in both dimensions.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x[:128, :256].T,
+    "every second row": lambda x: x[::2],
+    "every second column": lambda x: x[:128, ::2],
+    "every third of a transpose": lambda x: x.T[:384:3, :128],
+    "from within": lambda x: x[128:, 256:],
+    "three dimensions": lambda x: x.view(2, 128, 512)[:, ::2, :128],
+    "three dimensions, the last strided": lambda x: x.view(2, 128, 512).transpose(1, 2)[:, :128],
+    "four dimensions": lambda x: x.view(2, 2, 64, 512)[:, :, ::2, 128:256],
+    "one row for all": lambda x: x[:1].expand(128, 512),
+    "one column for all": lambda x: x[:128, :1].expand(128, 256),
+}
+
+
 def seeded(recipe: Recipe, seed: int = 1234, offset: int = 5) -> tuple[int, int] | None:
-    """Seed and offset where the recipe rounds stochastically; None where it takes none."""
+    """Seed and offset for a recipe with stochastic rounding; None for other recipes."""
     return (seed, offset) if recipe.rounding == "stochastic" else None
+
+
+def options_of(recipe: Recipe, count: int = 1) -> dict[str, Any]:
+    """Options that the recipe requires: `random`, or `scale` with a number for each of `count` tensors."""
+    if recipe.tensor_scale == "given":
+        return {"scale": 0.37 * 1.9 ** (torch.arange(count) % 40)}
+    return {} if seeded(recipe) is None else {"random": seeded(recipe)}
 
 
 def words_for(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -173,7 +197,7 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values"
 
 
 def assert_same(got: Quantized | None, expected: Quantized | None) -> None:
-    """Codes, scales, amax and tensor scale, bit for bit; or a half, or one of them, that neither has."""
+    """Codes, scales, amax and tensor scale, bit for bit. Both sides may lack a half or a part."""
     assert (got is None) == (expected is None)
     if got is None or expected is None:
         return

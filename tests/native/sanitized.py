@@ -2,7 +2,7 @@
 
     python -m tests.native.sanitized FOLDER KERNEL…
 
-FOLDER is where the sources are. Prints a JSON object: kernel to what was found, nothing where it ran to its end.
+FOLDER is where the sources are. Prints a JSON object: kernel to finding, which is empty for a correct kernel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""GEMM with few rows of a: the skinny path alone, and its declared order of summation in NumPy."""
+"""GEMM with few rows of a: the skinny path, and its declared order of summation in NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,44 +15,36 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import sources
 from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from tests.native import declared
+from tests.native.devices import on_device
 
 f32 = np.float32
 PARTS, WIDE_PARTS, KEPT = 8, 4, 25
-"""Partial sums of a kernel: of its warps, or of the teams of the wide kernel."""
+"""Partial sums of a kernel: of warps, or of teams of the wide kernel; bits that a sum keeps."""
 RUN = 4
 """Chunks in a run of the wide kernel."""
 
 
-def product(
-    a: Quantized,
-    b: Quantized,
-    *,
-    out_dtype: torch.dtype,
-    c: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a @ b.T (+ c) (+ bias), whatever the path of `native.ops.gemm` is."""
+def product(a: Quantized, b: Quantized, **options: Any) -> torch.Tensor:
+    """a @ b.T (+ c) (+ bias) by the skinny path, on the device of the test; options of `native.ops.gemm`."""
+    found: torch.Tensor = on_device(_product, a, b, **options)
+    return found
+
+
+def _product(a: Quantized, b: Quantized, *, out_dtype: torch.dtype, **added: Any) -> torch.Tensor:
     family = product_family(a.recipe, b.recipe)
     assert skinny.takes(a, b, family)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
-    skinny.multiply(gemm_product(a, b, family, out_dtype=out_dtype, c=c, bias=bias), out)
+    skinny.multiply(gemm_product(a, b, family, **{"out_dtype": out_dtype, "c": None, "bias": None, **added}), out)
     return out
 
 
-def gemm(
-    a: Quantized,
-    b: Quantized,
-    *,
-    out_dtype: torch.dtype,
-    c: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same by the declared order, α, c and bias as everywhere."""
-    return declared.finished(sums(a, b), a, b, out_dtype=out_dtype, c=c, bias=bias)
+def gemm(a: Quantized, b: Quantized, **options: Any) -> torch.Tensor:
+    """The product by the declared order; α, c and bias as in other kernels."""
+    return declared.finished(sums(a, b), a, b, **options)
 
 
 def sums(a: Quantized, b: Quantized) -> np.ndarray:
-    """What the warps, or teams of them, have summed, in their order: float32 (M, N)."""
+    """Sums of the warps, or of teams of warps, in the declared order: float32 (M, N)."""
     nvfp4 = a.recipe.scale is E4M3
     wide = nvfp4 and skinny.wide(a.shape[0], *b.shape)
     count, run = (WIDE_PARTS, RUN) if wide else (PARTS, 1)
@@ -96,7 +89,7 @@ def _of_e4m3(start: int, width: int) -> Iterator[list[int]]:
 
 
 def _added(acc: np.ndarray, inner: np.ndarray, a: Quantized, s_a: np.ndarray, s_b: np.ndarray) -> np.ndarray:
-    """The sum of a block, times its scales, added to those before it."""
+    """The sum of a block, times its scales, added to the previous sum."""
     if a.recipe.whole:
         return acc + inner
     if a.recipe.scale is FP32:
@@ -105,7 +98,7 @@ def _added(acc: np.ndarray, inner: np.ndarray, a: Quantized, s_a: np.ndarray, s_
 
 
 def aligned(acc: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """acc + Σ of 16 products: cut off 25 bits behind the largest exponent, and their sum to float32."""
+    """acc + Σ of 16 products: terms truncated 25 bits below the largest exponent, the sum to float32."""
     terms = np.concatenate([acc[..., None].astype(np.float64), left[:, None] * right[None]], axis=2)
     exponents = np.concatenate([_exponent(acc)[..., None], _exponent(left)[:, None] + _exponent(right)[None]], axis=2)
     largest = np.where(terms != 0, exponents, -1000).max(2)

@@ -1,4 +1,4 @@
-"""Products on the path of tensor cores, on whatever device, and the very bits that they have to have."""
+"""Products on the path of tensor cores, and their expected bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def operand(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
-    """Numbers of many sizes, so that sums are cut off."""
+    """Numbers of very different size: sums are truncated."""
     if not name.startswith("nvfp4"):
         return random_operand(name, rows, columns, seed)
     return reference.quantize(matrix("outliers", rows, columns, torch.float32, seed=seed), name)

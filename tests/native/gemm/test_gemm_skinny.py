@@ -1,4 +1,4 @@
-"""Products of a few rows on a CPU: the declared order bit for bit, whole value sets, and what is taken."""
+"""Products of a few rows: the declared order bit for bit, whole value sets, and accepted operands."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 from tests.native import declared, skinny
+from tests.native.devices import ON_EVERY_DEVICE, on_every_device
 from tests.native.gemm.test_orders import TEXTS, lost, seen_in_orders
-from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import Source
 from tests.native.operands import lattice, operand, random_operand, stored_swizzled, stored_transposed
 from tests.native.samples import assert_equal, matrix
-from tests.thinned import thinned
 
 FP32 = torch.float32
 SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 86, 512), (17, 150, 1152), (1, 1, 512)]
-"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block takes together; both."""
+"""M, N and K: whole tiles, tails of M and N, more chunks than warps, more strips than a block takes at a time."""
 
 FP8 = ("fp8-current-e4m3", "fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3")
 E4M3 = ("mxfp8-e4m3", *FP8)
 NAMES = ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", *E4M3]
-"""Recipes of b; that of a is the one which it is multiplied by."""
+"""Recipes of b. The recipe of a is one that b can be multiplied by."""
 
 SOURCES = {family: skinny.text(family) for family in ("nvfp4", "mx", "fp8")}
 
 
 def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Blocks of 32 of very different size, so that sums round."""
+    """Blocks of 32 numbers of very different size, so that sums round."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-8, 8, (rows, columns // 32, 1), generator=generator)
     numbers = torch.randn(rows, columns // 32, 32, generator=generator)
@@ -56,7 +55,7 @@ def operands(name: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
 
 
 def hold_order(name: str, m: int, n: int, k: int) -> None:
-    """Sums are in the declared order; of small products with and without what is added, in every dtype."""
+    """Asserts the declared order of sums; for small products with and without c and bias, in every dtype."""
     a, b = operands(name, m, n, k)
     c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
     added = ((FP32, None, None), (torch.bfloat16, c, None), (torch.float16, None, bias), (FP32, c, bias))
@@ -66,7 +65,7 @@ def hold_order(name: str, m: int, n: int, k: int) -> None:
         assert_equal(skinny.product(a, b, out_dtype=dtype, c=c, bias=bias), expected)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 3))
+@on_every_device("name", NAMES, 3)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
     hold_order(name, m, n, k)
@@ -78,8 +77,8 @@ def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
 
 
-def test_it_is_within_the_bounds_of_any_truncating_order() -> None:
-    """Which is narrow enough to see the last bit of a row of codes."""
+def test_bounds_of_any_truncating_order() -> None:
+    """The bounds are narrow enough to see the last bit of a row of codes."""
     for name in ("nvfp4", *E4M3[::3]):
         a, b = operands(name, 16, 32, 512)
         limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
@@ -91,7 +90,7 @@ def test_it_is_within_the_bounds_of_any_truncating_order() -> None:
         assert bool(within_bounds(other, limits)[:, 6].all())
 
 
-def test_where_no_order_rounds_it_gives_the_portable_bits() -> None:
+def test_exact_sums_have_the_portable_bits() -> None:
     for name in ("mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
         a, b = lattice(name, 20, 512, seed=1), lattice(name, 40, 512, seed=2)
         assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
@@ -114,7 +113,7 @@ POWERS = torch.cat([torch.exp2(torch.arange(-149, 104)), torch.tensor([0.0, math
 
 
 def every_code_and_scale(*names: str, columns: int) -> Iterator[Quantized]:
-    """What is no number, and what is below or above the numbers of float32, too."""
+    """With NaN, and products below and above the range of float32."""
     every = torch.arange(256, dtype=torch.uint8)
     cases = {
         "mxfp8-e4m3": [(every, torch.full_like(every, 127)), (torch.full_like(every, 0x39), every)],
@@ -128,7 +127,7 @@ def every_code_and_scale(*names: str, columns: int) -> Iterator[Quantized]:
 
 
 def hold_every_code_and_scale(*names: str, columns: int) -> None:
-    """Of either operand, by 16 of the other: first, last and those between."""
+    """Products of every code and scale of an operand by 16 codes and scales of the other operand."""
     for every in every_code_and_scale(*names, columns=columns):
         codes, scales = every.codes[::17].contiguous(), every.scales[:: 1 if every.recipe.whole else 17].contiguous()
         some = replace(every, codes=codes, scales=scales, shape=(16, columns))
@@ -136,22 +135,23 @@ def hold_every_code_and_scale(*names: str, columns: int) -> None:
             assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
 
 
+@ON_EVERY_DEVICE
 def test_every_code_and_every_scale_is_multiplied() -> None:
     hold_every_code_and_scale("nvfp4", *E4M3[:3], columns=128)
 
 
 EXTREMES = torch.tensor([0x00, 0x01, 0x81, 0x07, 0x08, 0x7E, 0xFE, 0x38], dtype=torch.uint8)
-"""Zero, numbers whose mantissa alone is not 0, the smallest other one, the largest, and 1."""
+"""Zero, subnormal numbers, the smallest normal number, the largest number, and 1."""
 
 
 def scaled(scale: int, seed: int) -> Quantized:
-    """16 rows by 512 columns, all of one scale."""
+    """16 rows by 512 columns with the same scale."""
     codes = EXTREMES[torch.randint(len(EXTREMES), (16, 512), generator=torch.Generator().manual_seed(seed))]
     return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), find_recipe("mxfp8-e4m3"))
 
 
 def ends() -> Iterator[tuple[Quantized, Quantized]]:
-    """Where the fast path of gemm_skinny_e4m3.cuh ends, and beyond: of both scales, and of others of a in any place."""
+    """Scales at both ends of the fast path of gemm_skinny_e4m3.cuh, with other scales of a at any place."""
     every = product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
     for number, (left, right, others) in enumerate(every):
         a, b = scaled(left, 1), scaled(right, 2)
@@ -160,23 +160,10 @@ def ends() -> Iterator[tuple[Quantized, Quantized]]:
         yield a, b
 
 
-def test_scales_of_a_join_its_numbers_where_that_is_exact() -> None:
+@ON_EVERY_DEVICE
+def test_scales_of_a_are_multiplied_first_if_exact() -> None:
     for a, b in ends():
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
-
-
-def hold_inside(name: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read or written outside of operands and output."""
-    a, b = operands(name, m, n, k)
-    right = skinny.product(a, b, out_dtype=FP32)
-    inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
-    with guarded_outputs(monkeypatch):
-        assert_equal(skinny.product(*inside, out_dtype=FP32), right)
-
-
-def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvfp4", *E4M3):
-        hold_inside(name, 5, 35, 512, monkeypatch)
 
 
 def test_empty_products_are_empty() -> None:
@@ -186,7 +173,7 @@ def test_empty_products_are_empty() -> None:
     assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
 
 
-def test_what_is_taken() -> None:
+def test_accepted_operands() -> None:
     def taken(a: Quantized, b: Quantized | None = None) -> bool:
         b = a if b is None else b
         return gemm_skinny.takes(a, b, product_family(a.recipe, b.recipe))
@@ -228,12 +215,13 @@ def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest
             assert path_of(m, n, 8192, family, device, skinny=taken) != SKINNY
 
 
-def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not take goes elsewhere: sections, and K that is no multiple."""
+def test_gemm_uses_the_path_and_gemm_order_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections, and a K that is no multiple, use other kernels."""
     a, b = operands("mxfp8-e4m3", 5, 33, 512)
     assert ops.gemm_order(a, b) == "blocks"
-    asked = lambda *_, skinny=False, **__: SKINNY if skinny else PORTABLE  # noqa: E731
-    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", asked)
+    monkeypatch.setattr(
+        "narrowgauge.native.gemm.gemm.path_of", lambda *_, skinny=False, **__: SKINNY if skinny else PORTABLE
+    )
     assert_equal(ops.gemm(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
     assert ops.gemm_order(a, b) == "truncating"
     assert ops.gemm_order([a], [b]) == "blocks"
@@ -255,31 +243,23 @@ def test_every_order_of_threads_gives_the_same_bits() -> None:
         hold_every_order(a, b)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TEXTS, "gemm_skinny_nvfp4", text := SOURCES["nvfp4"])
-    start = text.index("multiply_skinny(")
-    assert text[start:].count("__syncthreads();") == 2
-    before = text[:start].count("__syncthreads();")
-    a, b = operands("nvfp4", 16, 32, 128)
-    others = operands("nvfp4", 16, 32, 256)
-    with lost("gemm.skinny", "gemm_skinny_nvfp4", before + which, cuda_source, monkeypatch):
-        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
-    assert len(seen) > 1
-
-
-@pytest.mark.parametrize(("family", "name"), [("mx", "mxfp8-e4m3"), ("fp8", "fp8-block-1x128-e4m3")])
-def test_a_lost_meeting_of_e4m3_shows(
-    family: str, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "name", "k", "which"),
+    [
+        ("nvfp4", "nvfp4", 128, 0), ("nvfp4", "nvfp4", 128, 1), ("mx", "mxfp8-e4m3", 512, 0),
+        ("fp8", "fp8-block-1x128-e4m3", 512, 0),
+    ],
+)  # fmt: skip
+def test_a_lost_barrier_changes_bits(
+    family: str, name: str, k: int, which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the sums of all warps are added. No thread of a CPU gets so far ahead of the others that it needs the one
-    before the next strips, or those of its warp, whose products meet."""
+    """For E4M3 the barrier before the sums of all warps are added: no thread of a CPU gets far enough ahead of the
+    others to need the barrier before the next strips, or the synchronization of a warp."""
     monkeypatch.setitem(TEXTS, f"gemm_skinny_{family}", text := SOURCES[family])
-    start = text.index("multiply_rows(")
+    start = text.index("multiply_skinny(" if family == "nvfp4" else "multiply_rows(")
     assert text[start:].count("__syncthreads();") == 2
-    a, b = operands(name, 16, 32, 512)
-    others = operands(name, 16, 32, 1024)
     before = text[:start].count("__syncthreads();")
-    with lost("gemm.skinny", f"gemm_skinny_{family}", before, cuda_source, monkeypatch):
-        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    products = {real: operands(name, 16, 32, k if real else 2 * k) for real in (True, False)}
+    with lost("gemm.skinny", f"gemm_skinny_{family}", before + which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*products[real], out_dtype=FP32)]))
     assert len(seen) > 1

@@ -1,4 +1,4 @@
-"""The GEMM of tensor cores on a CPU, by the portable twins of what Hopper has: packed tiles, sums, paths."""
+"""The GEMM of bfloat16 tensor cores on Hopper, and on a CPU by portable twins: packed tiles, sums, paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths, wgmma
 from narrowgauge.native.gemm.operands import operand_fields
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
@@ -21,10 +20,10 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.operands import element_values, scale_values
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.gemm.test_gemm_formats import SIZES
-from tests.native.guards import embedded, guarded_outputs
+from tests.native.devices import ON_CPU_AND_HOPPER, ops
+from tests.native.gemm.test_gemm_formats import SIZES, WAYS
 from tests.native.launching import ONE, Source, run
-from tests.native.operands import MX, random_operand, random_sections, stored_swizzled, stored_transposed
+from tests.native.operands import MX, random_operand, random_sections, stored_swizzled
 from tests.native.operands import operand as made_of
 from tests.native.samples import DTYPES, assert_equal, assert_same, codes_under_every_scale, matrix
 from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, on_tensor_cores, operand
@@ -36,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def packed(q: Quantized, *, multiple: int = 1) -> tuple[torch.Tensor, bool]:
-    """The tiles of an operand, straightened: bfloat16 (rows, columns) of whole tiles; and whether it is refused."""
+    """Packed tiles of an operand as bfloat16 (rows, columns), and whether the operand is refused."""
     refused = torch.zeros(1, dtype=torch.int32)
     fields, _ = operand_fields(q, "q")
     family = "nvfp4" if q.recipe.scale is E4M3 else "fp8_tensor" if q.recipe.whole else "mx"
@@ -66,7 +65,7 @@ def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*MX, "fp8-current-e4m3", "fp8-current-e5m2"])
-def test_codes_are_packed_as_numbers_and_the_rest_as_zeros(name: str) -> None:
+def test_codes_are_packed_as_numbers_and_padding_as_zeros(name: str) -> None:
     r = find_recipe(name)
     codes = torch.arange(r.element.codes, dtype=torch.uint8)
     codes = codes[torch.tensor(r.element.values).isfinite()]
@@ -93,7 +92,7 @@ def test_codes_are_packed_as_numbers_and_the_rest_as_zeros(name: str) -> None:
     ],
 )  # fmt: skip
 def test_numbers_whose_products_leave_float32_are_refused(code: int, scale: int, refused: bool) -> None:
-    """From 2^-62 to below 2^48 none is. What is refused is multiplied as everywhere else, and gemm_order says so."""
+    """Numbers from 2^-62 to below 2^48 are accepted."""
     codes = torch.full((130, 70), 0x3C, dtype=torch.uint8)
     scales = torch.full((130, 3), 127, dtype=torch.uint8)
     codes[129, 69], scales[129, 2] = code, scale
@@ -101,8 +100,9 @@ def test_numbers_whose_products_leave_float32_are_refused(code: int, scale: int,
     assert packed(made_of(codes, scales, "mxfp8-e5m2"))[1] == refused
 
 
+@ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_product_that_is_refused_is_the_portable_one(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_operands_are_multiplied_by_the_portable_kernel(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [random_operand("mxfp8-e4m3", 70, 150, seed) for seed in (1, 2)]
     sides[side].scales[69, 4] = 254
     grouped = random_sections("mxfp8-e4m3", [100, 0, 30], 150)
@@ -120,17 +120,18 @@ def test_a_product_that_is_refused_is_the_portable_one(side: int, monkeypatch: p
 # Products.
 
 
-# `make test` has one pair of each rule, and of either layout of an amax.
+# `make test` has a pair of each rule, and of each layout of an amax.
 STAY = (PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[8])
 
 
+@ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
     ("left", "right"),
     [pytest.param(*pair, id=" x ".join(pair), marks=() if pair in STAY else pytest.mark.long) for pair in PAIRS],
 )
 def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_tensor_cores(monkeypatch):
-        for number, (m, n, k) in enumerate(SHAPES):
+        for number, (m, n, k) in enumerate([*SHAPES, *[(300, 520, 1000)] * (ops.device == "cuda")]):
             a, b = operand(left, m, k, 1), operand(right, n, k, 2)
             c, bias = matrix("normal", max(1, m), n, torch.bfloat16)[:m], matrix("normal", 1, n, FP32).view(n)
             for added in ({}, {"c": c, "bias": bias}):
@@ -138,19 +139,20 @@ def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.Monk
             assert ops.gemm_order(a, b) == ORDER
 
 
-def test_sums_that_are_cut_off_are_among_those_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_these_sums_are_truncated() -> None:
     for left, right in PAIRS:
         a, b = operand(left, 40, 150, 1), operand(right, 30, 150, 2)
         y = bounds(a, b, out_dtype=FP32, order=ORDER).expected
         if left.startswith("nvfp4"):
-            continue  # of whose terms 25 bits hold all, but where single blocks are large
+            continue  # 25 bits hold all terms, unless single blocks are large
         assert not torch.equal(y, ops.gemm(a, b, out_dtype=FP32))
         for other in ("decoded-aligned-24-16", "decoded-aligned-26-16", "decoded-aligned-25-8"):
             assert not torch.equal(y, bounds(a, b, out_dtype=FP32, order=other).expected)
 
 
+@ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
-def test_values_that_are_not_finite_spread_as_they_do_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_scales_spread_like_in_other_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = matrix("normal", 40, 96, FP32)
     a, b = ops.quantize(x, name), ops.quantize(x[:20].contiguous(), name)
     a.scales[3, 1] = 0x7F if name == "nvfp4" else 0xFF
@@ -162,6 +164,7 @@ def test_values_that_are_not_finite_spread_as_they_do_everywhere(name: str, monk
     assert expected.isnan().sum() == 20 + 40 - 1
 
 
+@ON_CPU_AND_HOPPER
 def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random_operand("mxfp8-e5m2", 40, 96, 1), random_operand("mxfp8-e5m2", 20, 96, 2)
     a.codes[3, 7], a.codes[4, 40], b.codes[5, 70] = 0x7C, 0x7D, 0xFC
@@ -174,13 +177,13 @@ def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPat
     assert y.isinf().any()
 
 
+@ON_CPU_AND_HOPPER
 def test_operands_in_every_layout_are_the_same_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = (lambda q: q, stored_transposed, stored_swizzled, lambda q: stored_swizzled(stored_transposed(q)))
     for m, n, k in ((70, 133, 100), (1, 3, 33)):
         a, b = random_operand("mxfp8-e4m3", m, k, 1), random_operand("mxfp6-e3m2-2d", n, k, 2)
         expected = bounds(a, b, out_dtype=FP32, order=ORDER).expected
         with on_tensor_cores(monkeypatch):
-            for one, other in product(ways, ways):
+            for one, other in product(WAYS, WAYS):
                 assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
     q = operand("nvfp4", 130, 96)
     with on_tensor_cores(monkeypatch):
@@ -195,6 +198,7 @@ def sections(name: str, sizes: list[int], k: int) -> GroupedQuantized:
     )
 
 
+@ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
     "name",
     [
@@ -204,7 +208,7 @@ def sections(name: str, sizes: list[int], k: int) -> GroupedQuantized:
     ],
 )
 def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, sizes in enumerate((*SIZES, [300, 1])):
+    for number, sizes in enumerate((*SIZES, [300, 1], *[[1000, 0, 24, 700]] * (ops.device == "cuda"))):
         n, k = (70, 150) if number % 2 else (300, 40)
         a = sections(name, sizes, k)
         b = [operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
@@ -220,8 +224,9 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
         assert_equal(y, torch.cat(parts))
 
 
-def test_a_quantized_output_is_that_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sums that are 0 but for what has been cut off or rounded, so that no two orders have the same codes."""
+@ON_CPU_AND_HOPPER
+def test_a_quantized_output_is_the_quantized_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact sums are 0, so the outputs are rounding errors, and no two orders have the same codes."""
     a, b = (twice(random_operand(name, rows, 160, rows)) for name, rows in (("mxfp8-e4m3", 70), ("mxfp8-e5m2", 133)))
     b.codes[:, 160:] ^= 0x80
     for name in ("mxfp8-e4m3", "mxfp4-2d", "fp8-delayed-e4m3"):
@@ -235,14 +240,12 @@ def test_a_quantized_output_is_that_of_the_product(monkeypatch: pytest.MonkeyPat
 
 
 def twice(q: Quantized) -> Quantized:
-    """The same columns again, behind them."""
+    """The columns twice, side by side."""
     codes, scales = (torch.cat([part, part], 1) for part in (q.codes, q.scales))
     return replace(q, codes=codes, scales=scales, shape=(q.shape[0], 2 * q.shape[1]))
 
 
-def test_every_order_and_number_of_workers_gives_the_same_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_order_and_number_of_workers_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random_operand("mxfp8-e4m3", 140, 70, 1), random_operand("mxfp8-e4m3", 140, 70, 2)
     expected = bounds(a, b, out_dtype=FP32, order=ORDER).expected
     threads = torch.get_num_threads()
@@ -258,19 +261,38 @@ def test_every_order_and_number_of_workers_gives_the_same_bytes(
             torch.set_num_threads(threads)
 
 
+def codes_of(name: str, rows: int, columns: int, codes: list[int], exponents: tuple[int, int]) -> Quantized:
+    """Random `codes`, or all codes, with random signs, under powers of two within `exponents`."""
+    r, generator = find_recipe(name), torch.Generator().manual_seed(rows)
+    known = torch.tensor(codes or range(r.element.max_code + 1), dtype=torch.uint8)
+    drawn = known[torch.randint(len(known), (rows, columns), generator=generator)]
+    drawn |= torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.uint8) << 7
+    low, high = exponents
+    scales = torch.randint(127 + low, 128 + high, (rows, -(-columns // 32)), generator=generator).to(torch.uint8)
+    return Quantized(drawn, scales, None, r, (rows, columns))
+
+
+@ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 1, 1), (7, 9, 31), pytest.param(131, 130, 130, marks=pytest.mark.long), (5, 264, 64)],
-)
-def test_nothing_outside_is_read_and_nothing_outside_is_written(
-    m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+    ("name", "codes", "exponents"),
+    [
+        ("mxfp8-e5m2", [], (-46, 31)), ("mxfp8-e5m2", [], (-10, 10)), ("mxfp8-e4m3", [], (-50, 38)),
+        ("mxfp8-e4m3", [*range(8, 16)], (-56, -56)), ("mxfp8-e5m2", [0x7B, 0x7A], (32, 32)),
+        ("mxfp8-e4m3", [0x08, 0x00, 0x7E, 0x01], (0, 0)), ("mxfp8-e5m2", [*range(0x10, 0x40), 0x7C], (0, 0)),
+    ],
+    ids=["whole range", "wide", "E4M3", "subnormal sums", "largest sums", "sparse", "infinities"],
+)  # fmt: skip
+def test_every_bit_is_the_models_at_the_ends_of_the_range(
+    name: str, codes: list[int], exponents: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for left, right in PAIRS:
-        plain = operand(left, m, k, 1), operand(right, n, k, 2)
-        a, b = (replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in plain)
-        with on_tensor_cores(monkeypatch), guarded_outputs(monkeypatch):
-            y = ops.gemm(a, b, out_dtype=torch.bfloat16)
-        assert_equal(y, bounds(*plain, out_dtype=torch.bfloat16, order=ORDER).expected)
+    for columns, shape in ((32, (200, 300)), (1024, (200, 300) if ops.device == "cuda" else (20, 30))):
+        a, b = (codes_of(name, rows, columns, codes, exponents) for rows in shape)
+        with on_tensor_cores(monkeypatch):
+            assert ops.gemm_order(a, b) == ORDER
+            y = ops.gemm(a, b, out_dtype=FP32)
+        assert_equal(y, bounds(a, b, out_dtype=FP32, order=ORDER).expected)
+        if exponents == (-56, -56):
+            assert ((y.abs() < torch.finfo(FP32).smallest_normal) & (y != 0)).any(), "some sums are subnormal"
 
 
 # Paths.
@@ -314,7 +336,7 @@ extern "C" __global__ void sums(float* acc, const bf16* a, const bf16* b, int co
     }
 }
 
-// One thread fills three stages ten times; others wait for each, in whatever order they run.
+// Thread 0 fills three pipeline stages ten times; the other threads wait for each stage.
 extern "C" __global__ void turns(int* out) {
     __shared__ ptx::Mbarrier full[3], empty[3];
     __shared__ u8 tiles[3][TILE_BYTES];
@@ -345,7 +367,7 @@ extern "C" __global__ void turns(int* out) {
 
 
 def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
-    """docs/tolerance.md#declared-order in fractions: F = 25, the sum cut off behind 23."""
+    """docs/tolerance.md#declared-order in fractions: F = 25, the sum truncated to 23 fraction bits."""
     exponents = [math.frexp(p)[1] + math.frexp(q)[1] - 2 for p, q in zip(a, b, strict=True) if p * q]
     if acc:
         exponents.append(math.frexp(acc)[1] - 1)
@@ -361,7 +383,7 @@ def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("spread", [0, 3, 12, 38])
-def test_the_twin_of_a_product_is_the_model_in_exact_arithmetic(spread: int, cuda_source: Source) -> None:
+def test_the_twin_of_a_product_is_exact_arithmetic(spread: int, cuda_source: Source) -> None:
     rng = np.random.default_rng(spread)
     count = 200
     shape = (count, 16)
@@ -370,7 +392,7 @@ def test_the_twin_of_a_product_is_the_model_in_exact_arithmetic(spread: int, cud
     numbers_[0][50:60] = 0
     before = np.ldexp(rng.integers(-(2**24) + 1, 2**24, count), rng.integers(-20 - spread, spread + 1, count))
     before[::5] = 0
-    before[60:80] = -np.einsum("ij,ij->i", *numbers_)[60:80].astype(np.float32)  # what cancels
+    before[60:80] = -np.einsum("ij,ij->i", *numbers_)[60:80].astype(np.float32)  # cancellation
     acc = before.astype(np.float32)
     expected = [exact_sum(x, *rows) for x, *rows in zip(acc, *numbers_, strict=True)]
     codes = [(x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for x in numbers_]
@@ -385,7 +407,7 @@ def test_the_twin_of_a_product_is_the_model_in_exact_arithmetic(spread: int, cud
         (1.0, np.inf, -2.0, -np.inf), (np.inf, 1.0, 1.0, np.inf), (np.inf, -np.inf, 1.0, np.nan),
     ],
 )  # fmt: skip
-def test_the_twin_adds_what_is_not_finite(acc: float, a: float, b: float, expected: float, cuda_source: Source) -> None:
+def test_the_twin_adds_infinities_and_nan(acc: float, a: float, b: float, expected: float, cuda_source: Source) -> None:
     rows = [np.zeros(16, np.float32), np.zeros(16, np.float32)]
     rows[0][5], rows[1][5] = a, b
     codes = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in rows]
@@ -395,7 +417,7 @@ def test_the_twin_adds_what_is_not_finite(acc: float, a: float, b: float, expect
 
 
 @pytest.mark.parametrize("order", host.ORDERS)
-def test_barriers_let_nobody_through_too_soon(order: str, cuda_source: Source) -> None:
+def test_no_thread_passes_a_barrier_too_soon(order: str, cuda_source: Source) -> None:
     out = np.zeros((30, 32), np.int32)
     with host.thread_order(order):
         run(cuda_source(TEXT), "turns", ONE, (32, 1, 1), out)

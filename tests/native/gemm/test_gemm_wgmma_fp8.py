@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths, wgmma_fp8
 from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
@@ -16,12 +14,11 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.guards import embedded, guarded_outputs
+from tests.native.devices import ON_CPU_AND_HOPPER, ops
 from tests.native.operands import operand, random_operand, stored_transposed
-from tests.native.samples import DTYPES, assert_equal, matrix, to
+from tests.native.samples import DTYPES, assert_equal, assert_same, matrix
 
 FP32 = torch.float32
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PAIRS = (
     ("fp8-current-e4m3", "fp8-current-e4m3"), ("fp8-current-e4m3", "fp8-delayed-e5m2"),
     ("fp8-delayed-e5m2", "fp8-current-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3"),
@@ -30,23 +27,17 @@ PAIRS = (
 SHAPES = ((1, 1, 16), (130, 72, 144), (70, 300, 272), (257, 5, 32))
 
 
-@pytest.fixture(
-    params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="the GPU is no Hopper, or absent"))]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A device on which all operands that the kernels accept take the FP8 path."""
+@pytest.fixture
+def fp8_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All operands that the kernels accept take the FP8 path."""
 
     def path(*_: object, fp8: bool, **__: object) -> str:
         return FP8 if fp8 else PORTABLE
 
-    with monkeypatch.context() as patch:
-        patch.setattr("narrowgauge.native.gemm.gemm.path_of", path)
-        yield torch.device(request.param)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", path)
 
 
-def multiply(a: Quantized, b: Quantized, device: torch.device, **options: object) -> torch.Tensor:
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return ops.gemm(to(a, device), to(b, device), **moved)  # type: ignore[arg-type]
+ON_FP8_PATH = pytest.mark.usefixtures("fp8_path")
 
 
 def expected(a: Quantized, b: Quantized, **options: object) -> torch.Tensor:
@@ -54,31 +45,34 @@ def expected(a: Quantized, b: Quantized, **options: object) -> torch.Tensor:
     return bounds(a, b, order=order, **options).expected  # type: ignore[arg-type]
 
 
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=map(" x ".join, PAIRS))
-def test_every_bit_is_the_models(left: str, right: str, device: torch.device) -> None:
+def test_every_bit_is_the_models(left: str, right: str) -> None:
     for number, (m, n, k) in enumerate(SHAPES):
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
         for added in ({}, {"c": c, "bias": bias}):
             out_dtype = DTYPES[number % 3]
-            assert_equal(
-                multiply(a, b, device, out_dtype=out_dtype, **added), expected(a, b, out_dtype=out_dtype, **added)
-            )
+            y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+            assert_equal(y, expected(a, b, out_dtype=out_dtype, **added))
     names = {ops.gemm_order(a, b), order_of(FP8, product_family(a.recipe, b.recipe))}
     assert names == {"aligned-13-32" if "block" in left else "aligned-13-32-128"}
 
 
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
-def test_slices_of_k_are_added_in_order(left: str, right: str, device: torch.device) -> None:
+def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
     """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
     for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 3), (130, 3, 2048, 1)):
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
-        order = ops.gemm_order(to(a, device), to(b, device))
-        if device.type == "cpu":
+        order = ops.gemm_order(a, b)
+        if ops.device == "cpu":
             assert order == (f"split-{most}-" if most > 1 else "") + order_of(FP8, product_family(a.recipe, b.recipe))
         c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
         for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
-            y = multiply(a, b, device, out_dtype=out_dtype, **added)
+            y = ops.gemm(a, b, out_dtype=out_dtype, **added)
             assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
 
 
@@ -94,49 +88,44 @@ def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
     assert slices_of(*shape, 132) == slices
 
 
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_all_codes_are_multiplied_with_all_codes(element: str, device: torch.device) -> None:
-    """One product in each output, infinities and NaN among them."""
+def test_all_codes_are_multiplied_with_all_codes(element: str) -> None:
+    """A single product in each output, with infinities and NaN."""
     recipe = find_recipe(f"fp8-current-{element}")
     codes = torch.zeros(256, 16, dtype=torch.uint8)
     codes[:, 0] = torch.arange(256)
     a, b = operand(codes, torch.ones(1, 1), recipe), operand(codes, torch.ones(1, 1), "fp8-current-e4m3")
-    y = multiply(a, b, device, out_dtype=FP32)
+    y = ops.gemm(a, b, out_dtype=FP32)
     assert_equal(y, expected(a, b, out_dtype=FP32))
     assert y.isinf().any() == (element == "e5m2")
     assert y.isnan().any()
 
 
-def test_block_scales_are_powers_of_two_or_any_number(device: torch.device) -> None:
-    """Powers of two are multiplied first, where that cannot round: within 2^±60."""
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+def test_block_scales_are_powers_of_two_or_any_number() -> None:
+    """Powers of two within 2^±60 are multiplied first, because their product is exact."""
     a, b = random_operand("fp8-block-1x128", 40, 512, 1), random_operand("fp8-block-128x128", 140, 512, 2)
     for exponents in ((0, 3, -5, 60), (-60, 60, 61, -61), (-100, 20, 126, -126)):
         powers = 2.0 ** torch.tensor(exponents)
         for q, part in ((a, powers), (b, powers.flip(0))):
             q.scales = part.expand(q.scales.shape).contiguous()
-        assert_equal(multiply(a, b, device, out_dtype=FP32), expected(a, b, out_dtype=FP32))
+        assert_equal(ops.gemm(a, b, out_dtype=FP32), expected(a, b, out_dtype=FP32))
     a.scales[3, 1], a.scales[4, 2], b.scales[1, 3] = float("inf"), 0.0, float("nan")
-    assert_equal(multiply(a, b, device, out_dtype=FP32), expected(a, b, out_dtype=FP32))
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), expected(a, b, out_dtype=FP32))
 
 
-def test_sums_of_128_columns_are_promoted(device: torch.device) -> None:
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+def test_sums_of_128_columns_are_promoted() -> None:
     """A small product behind a large one is lost within 128 columns, and kept in the next 128."""
     codes = torch.zeros(1, 256, dtype=torch.uint8)
     codes[0, [0, 40, 200]] = torch.tensor([0x78, 0x08, 0x08], dtype=torch.uint8)  # 256, 2^-6, 2^-6
     a = operand(codes, torch.ones(1, 1), "fp8-current-e4m3")
     b = operand(torch.full((1, 256), 0x38, dtype=torch.uint8), torch.ones(1, 1), "fp8-current-e4m3")  # ones
-    assert multiply(a, b, device, out_dtype=FP32).item() == 256 + 2.0**-6
-
-
-def test_nothing_outside_is_read_or_written(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for left, right in (PAIRS[0], PAIRS[3]):
-        for m, n, k in ((1, 1, 16), (131, 136, 144), (5, 264, 48)):
-            plain = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
-            a, b = (to(q, device) for q in plain)
-            a, b = (replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b))
-            with guarded_outputs(monkeypatch):
-                y = ops.gemm(a, b, out_dtype=torch.bfloat16)
-            assert_equal(y, expected(*plain, out_dtype=torch.bfloat16))
+    assert ops.gemm(a, b, out_dtype=FP32).item() == 256 + 2.0**-6
 
 
 def test_threads_in_every_order_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +136,12 @@ def test_threads_in_every_order_give_the_same_bytes(monkeypatch: pytest.MonkeyPa
             assert_equal(ops.gemm(a, b, out_dtype=torch.bfloat16), expected(a, b, out_dtype=torch.bfloat16))
 
 
-def test_a_quantized_output_is_that_of_the_product(device: torch.device) -> None:
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+def test_a_quantized_output_is_the_quantized_product() -> None:
     a, b = random_operand(PAIRS[3][0], 70, 272, 1), random_operand(PAIRS[3][1], 136, 272, 2)
-    q = ops.gemm_quantized(to(a, device), to(b, device), "mxfp8-e4m3", out_dtype=FP32)
-    again = ops.quantize(multiply(a, b, device, out_dtype=FP32), "mxfp8-e4m3")
-    assert torch.equal(q.codes, again.codes)
-    assert torch.equal(q.scales, again.scales)
+    q = ops.gemm_quantized(a, b, "mxfp8-e4m3", out_dtype=FP32)
+    assert_same(q, ops.quantize(ops.gemm(a, b, out_dtype=FP32), "mxfp8-e4m3"))
 
 
 def test_operands_that_the_kernels_take() -> None:

@@ -1,4 +1,4 @@
-"""The device functions of formats.cuh on whole value sets, against ml_dtypes and torch."""
+"""Device functions of formats.cuh on whole value sets, against ml_dtypes and torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from tests.native import conversions
 from tests.native.conversions import EVERY_BYTE, EVERY_HALF, TEXT, convert
+from tests.native.devices import EVERY_BUILD, ON_EVERY_DEVICE
 from tests.native.launching import Source
 
-# As the kernels are compiled, and without any optimization.
-EVERY_BUILD = pytest.mark.parametrize("flags", [(), ("-O0", "-march=x86-64")], ids=["optimized", "unoptimized"])
 Flags = tuple[str, ...]
 
-E2M1_VALUES = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
-
-BYTES: dict[str, tuple[Format, Any]] = {
+FORMATS: dict[str, tuple[Format, Any]] = {
+    "e2m1": (E2M1, ml_dtypes.float4_e2m1fn),
     "e2m3": (E2M3, ml_dtypes.float6_e2m3fn),
     "e3m2": (E3M2, ml_dtypes.float6_e3m2fn),
     "e4m3": (E4M3, ml_dtypes.float8_e4m3fn),
     "e5m2": (E5M2, ml_dtypes.float8_e5m2),
 }
-"""Elements of a byte each, and ml_dtypes' types of them."""
-EVERY_BYTE_FORMAT = pytest.mark.parametrize("name", BYTES)
+"""Formats of elements, and their types in ml_dtypes."""
+EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -50,24 +48,24 @@ def torch_cast(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 @EVERY_BUILD
 def test_every_bfloat16_becomes_its_float32(cuda_source: Source, flags: Flags) -> None:
-    got = convert(cuda_source(TEXT), "bf16_to_float", EVERY_HALF, flags=flags)
+    got = convert(cuda_source(TEXT), "bf16_to_float", EVERY_HALF, flags)
     np.testing.assert_array_equal(got >> 16, EVERY_HALF)
     assert_same(got, torch.from_numpy(EVERY_HALF.view(np.int16)).view(torch.bfloat16).float().numpy())
 
 
 @EVERY_BUILD
 def test_every_float16_becomes_its_float32(cuda_source: Source, flags: Flags) -> None:
-    got = convert(cuda_source(TEXT), "fp16_to_float", EVERY_HALF, flags=flags)
+    got = convert(cuda_source(TEXT), "fp16_to_float", EVERY_HALF, flags)
     assert_same(got, EVERY_HALF.view(np.float16).astype(np.float32))
     assert_same(got, torch.from_numpy(EVERY_HALF.view(np.int16)).view(torch.float16).float().numpy())
 
 
 @EVERY_BUILD
-@EVERY_BYTE_FORMAT
+@EVERY_FORMAT
 def test_every_code_becomes_its_value(cuda_source: Source, name: str, flags: Flags) -> None:
-    fmt, theirs = BYTES[name]
+    fmt, theirs = FORMATS[name]
     codes = EVERY_BYTE[: fmt.codes]
-    got = convert(cuda_source(TEXT), f"{name}_to_floats", codes, flags=flags)
+    got = convert(cuda_source(TEXT), f"{name}_to_floats", codes, flags)
     assert_same(got, np.array(fmt.values, np.float32))
     assert_same(got, codes.view(theirs).astype(np.float32))
     if name in TORCH:
@@ -77,49 +75,36 @@ def test_every_code_becomes_its_value(cuda_source: Source, name: str, flags: Fla
 @EVERY_BUILD
 def test_every_e8m0_code_becomes_its_value(cuda_source: Source, flags: Flags) -> None:
     """0 is 2^-127, a subnormal number, and 255 is NaN."""
-    got = convert(cuda_source(TEXT), "e8m0_to_floats", EVERY_BYTE, flags=flags)
+    got = convert(cuda_source(TEXT), "e8m0_to_floats", EVERY_BYTE, flags)
     assert_same(got, np.array(E8M0.values, np.float32))
     assert_same(got, EVERY_BYTE.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
-
-
-@EVERY_BUILD
-def test_every_e2m1_code_becomes_its_value(cuda_source: Source, flags: Flags) -> None:
-    codes = EVERY_BYTE[:16]
-    got = convert(cuda_source(TEXT), "e2m1_to_floats", codes, flags=flags)
-    assert_same(got, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
-    assert got.view(np.float32).tolist() == [
-        s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    ]
 
 
 # From float32 to the input dtypes.
 
 
 def halves() -> np.ndarray:
-    """Where a cast to bfloat16 or float16 decides, and every bfloat16, infinities and NaN among them."""
+    """Decisions of a cast to bfloat16 or float16, and every bfloat16, with infinities and NaN."""
     return np.concatenate([conversions.bf16_values(), conversions.bf16_decisions(), conversions.fp16_decisions()])
 
 
 @EVERY_BUILD
-def test_a_cast_to_bfloat16_is_nearest_even(cuda_source: Source, flags: Flags) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "theirs", "dtype"),
+    [("bf16_from_float", ml_dtypes.bfloat16, torch.bfloat16), ("fp16_from_float", np.float16, torch.float16)],
+)
+def test_a_cast_to_a_half_is_nearest_even(
+    cuda_source: Source, kernel: str, theirs: Any, dtype: torch.dtype, flags: Flags
+) -> None:
     x = halves()
-    got = convert(cuda_source(TEXT), "bf16_from_float", x, flags=flags)
-    with np.errstate(invalid="ignore"):
-        assert_same(got, x.astype(ml_dtypes.bfloat16))
+    got = convert(cuda_source(TEXT), kernel, x, flags)
+    with np.errstate(invalid="ignore", over="ignore"):
+        assert_same(got, x.astype(theirs))
     numbers = ~np.isnan(x)
-    np.testing.assert_array_equal(got[numbers], torch_cast(x, torch.bfloat16)[numbers])
+    np.testing.assert_array_equal(got[numbers], torch_cast(x, dtype)[numbers])
 
 
-@EVERY_BUILD
-def test_a_cast_to_float16_is_nearest_even(cuda_source: Source, flags: Flags) -> None:
-    x = halves()
-    got = convert(cuda_source(TEXT), "fp16_from_float", x, flags=flags)
-    with np.errstate(over="ignore"):
-        assert_same(got, x.astype(np.float16))
-    numbers = ~np.isnan(x)
-    np.testing.assert_array_equal(got[numbers], torch_cast(x, torch.float16)[numbers])
-
-
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize(
     ("x", "bits"),
     [
@@ -143,8 +128,8 @@ def test_a_cast_to_float16_at_its_ends(cuda_source: Source, x: float, bits: int)
 
 
 @EVERY_BUILD
-def test_a_cast_to_e8m0_goes_up_or_down_to_a_power_of_two_and_saturates(cuda_source: Source, flags: Flags) -> None:
-    """Whatever lies below 2^-127 is that; with powers less, infinity is 2^128."""
+def test_a_cast_to_e8m0_goes_up_or_down_and_saturates(cuda_source: Source, flags: Flags) -> None:
+    """Numbers below 2^-127 become 2^-127; if 8 is subtracted from the exponent, infinity counts as 2^128."""
     source, x = cuda_source(TEXT), conversions.powers()
     exact = x.astype(np.float64)
     with np.errstate(divide="ignore"):
@@ -154,12 +139,12 @@ def test_a_cast_to_e8m0_goes_up_or_down_to_a_power_of_two_and_saturates(cuda_sou
             ("e8m0_down_and_8_less", np.floor(np.log2(np.minimum(exact, 2.0**128))) - 8),
         ):
             expected = np.where(np.isnan(x), 255, np.clip(rounded, -127, 127) + 127)
-            np.testing.assert_array_equal(convert(source, kernel, x, flags=flags), expected.astype(np.uint8), kernel)
+            np.testing.assert_array_equal(convert(source, kernel, x, flags), expected.astype(np.uint8), kernel)
 
 
 def inputs(name: str) -> np.ndarray:
-    """Where a cast decides, what would follow the largest number among it, and every bfloat16."""
-    fmt = BYTES[name][0]
+    """Decisions of a cast, also above the largest number, and every bfloat16."""
+    fmt = FORMATS[name][0]
     points = np.array(fmt.values[: fmt.max_code + 1])
     beyond = 2 * points[-1] - points[-2]
     return np.concatenate(
@@ -167,19 +152,13 @@ def inputs(name: str) -> np.ndarray:
     )
 
 
-def e2m1_inputs() -> np.ndarray:
-    return np.concatenate(
-        [conversions.bf16_values(), conversions.fp16_decisions(), conversions.grid_decisions(E2M1_VALUES, 8.0)]
-    )
-
-
 @EVERY_BUILD
-@EVERY_BYTE_FORMAT
+@EVERY_FORMAT
 def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, flags: Flags) -> None:
-    """ml_dtypes and torch overflow, so they see limited numbers; NaN of either sign is NaN, or the largest number."""
-    fmt, theirs = BYTES[name]
+    """ml_dtypes and torch overflow, so they get limited numbers; NaN of either sign is NaN, or the largest number."""
+    fmt, theirs = FORMATS[name]
     x = inputs(name)
-    got = convert(cuda_source(TEXT), f"{name}_from_floats", x, flags=flags)
+    got = convert(cuda_source(TEXT), f"{name}_from_floats", x, flags)
     numbers = ~np.isnan(x)
     limited = np.clip(x[numbers], -fmt.max, fmt.max)
     np.testing.assert_array_equal(got[numbers], limited.astype(theirs).view(np.uint8))
@@ -192,48 +171,23 @@ def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, fl
 
 
 @EVERY_BUILD
-@EVERY_BYTE_FORMAT
+@EVERY_FORMAT
 def test_a_pair_is_its_two_codes_the_first_one_low(cuda_source: Source, name: str, flags: Flags) -> None:
     """Every pair of codes, and every input in either place."""
     source, x = cuda_source(TEXT), inputs(name)
-    values = np.array(BYTES[name][0].values, np.float32)
+    values = np.array(FORMATS[name][0].values, np.float32)
     pairs = np.stack(np.meshgrid(values, values), axis=-1).ravel()
     partner = np.roll(x, 12345)
     x = np.concatenate([pairs, np.stack([x, partner], axis=1).ravel(), np.stack([partner, x], axis=1).ravel()])
-    codes = convert(source, f"{name}_from_floats", x, flags=flags)
-    got = convert(source, f"{name}x2_from_floats", x, flags=flags)
-    np.testing.assert_array_equal(got, codes[::2] | codes[1::2].astype(np.uint16) << 8)
+    codes = convert(source, f"{name}_from_floats", x, flags)
+    got = convert(source, f"{name}x2_from_floats", x, flags)
+    np.testing.assert_array_equal(got, codes[::2] | codes[1::2].astype(np.uint16) << (4 if name == "e2m1" else 8))
 
 
-@EVERY_BUILD
-def test_a_cast_to_e2m1_is_nearest_even_and_saturates(cuda_source: Source, flags: Flags) -> None:
-    """ml_dtypes gives −0 for NaN, the kernels 7."""
-    x = e2m1_inputs()
-    got = convert(cuda_source(TEXT), "e2m1_from_floats", x, flags=flags)
-    numbers = ~np.isnan(x)
-    limited = np.clip(x[numbers], -6, 6)
-    np.testing.assert_array_equal(got[numbers], limited.astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
-    assert set(got[~numbers].tolist()) == {7}
-    np.testing.assert_array_equal(got, encode(torch.from_numpy(x), E2M1).numpy())
-
-
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ties_between_e2m1_codes_go_to_the_even_one(cuda_source: Source, sign: int) -> None:
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32) * np.float32(sign)
     got = convert(cuda_source(TEXT), "e2m1_from_floats", ties)
     assert (got & 7).tolist() == [0, 2, 2, 4, 4, 6, 6]
     assert (got >> 3 == (sign < 0)).all()
-
-
-@EVERY_BUILD
-def test_a_pair_of_e2m1_is_its_two_codes_the_first_one_low(cuda_source: Source, flags: Flags) -> None:
-    """Every pair of codes, and every input in either place."""
-    source, x = cuda_source(TEXT), e2m1_inputs()
-    points = np.concatenate([E2M1_VALUES.astype(np.float32), -E2M1_VALUES.astype(np.float32)])
-    pairs = np.stack(np.meshgrid(points, points), axis=-1).ravel()
-    partner = np.roll(x, 12345)
-    x = np.concatenate([pairs, np.stack([x, partner], axis=1).ravel(), np.stack([partner, x], axis=1).ravel()])
-    codes = convert(source, "e2m1_from_floats", x, flags=flags)
-    got = convert(source, "e2m1x2_from_floats", x, flags=flags)
-    np.testing.assert_array_equal(got, codes[::2] | codes[1::2] << 4)
-    assert set(got[:256].tolist()) == set(range(256))

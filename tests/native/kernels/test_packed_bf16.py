@@ -1,4 +1,4 @@
-"""Blocks of 16 bfloat16 numbers as they lie in memory (packed_bf16.cuh): the codes of their products with a factor."""
+"""Blocks of 16 bfloat16 numbers in words of memory (packed_bf16.cuh): the codes of their products with a factor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.spec.formats import E2M1
 from tests.native import conversions
+from tests.native.devices import ON_EVERY_DEVICE, ops
+from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.launching import Source
 from tests.native.quantize import test_stochastic
 
@@ -40,8 +42,8 @@ extern "C" __global__ void codes(const u32* x, const float* factors, const u32* 
     store_codes(codes_of(load_packed(x + 8 * i), factors[i], stochastic ? &four : nullptr), out + 8 * i);
 }
 
-// Whether there are other codes than those of the forms for one number: of float32 numbers, `first` as bits and those
-// that follow, as factors of 1 and -1, nearest even, and by the 16 bytes about the first one that lifts a number.
+// Compares codes of a block with codes of a single number: for float32 numbers from the bits `first` on, as factors of
+// 1 and -1, rounded to nearest even, and by the 16 bytes around the first byte that lifts a number.
 extern "C" __global__ void disagreements(u32 first, i64 n, u32* different) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -69,56 +71,50 @@ extern "C" __global__ void disagreements(u32 first, i64 n, u32* different) {
 """
 
 
-def codes(
-    source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray, *, rounded: bool, device: str
-) -> np.ndarray:
+def codes(source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray, *, rounded: bool) -> np.ndarray:
     """Codes, one a byte, of bfloat16 numbers (n, 16) by factors (n,): nearest even, or by bytes (n, 16)."""
     words = (x.view(np.uint32) >> 16).astype(np.uint16)
-    arrays = (words.view(np.uint8), factors, given)
-    out = torch.zeros((len(x), 8), dtype=torch.uint8, device=device)
-    arguments = (
-        *(torch.from_numpy(array).to(device) for array in arrays),
-        out,
-        np.int32(not rounded),
-        np.int64(len(x)),
-    )
+    out = torch.zeros((len(x), 8), dtype=torch.uint8, device=ops.device)
+    arrays = [torch.from_numpy(array).to(out.device) for array in (words.view(np.uint8), factors, given)]
+    arguments = (*arrays, out, np.int32(not rounded), np.int64(len(x)))
     launch(source, "codes", (-(-len(x) // 256),), (256,), arguments, device=out.device)
     packed = out.cpu().numpy()
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1, 16)
 
 
-def check(source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray, device: str) -> None:
+def check(source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         products = torch.from_numpy(x * factors[:, None])
     by_bytes = encode(stochastic(products, E2M1, torch.from_numpy(given)), E2M1)
     for rounded, expected in ((True, encode(products, E2M1)), (False, by_bytes)):
-        got = codes(source, x, factors, given, rounded=rounded, device=device)
-        np.testing.assert_array_equal(got, expected.numpy())
+        np.testing.assert_array_equal(codes(source, x, factors, given, rounded=rounded), expected.numpy())
 
 
-def check_decisions(source: str, device: str, step: int = 1) -> None:
-    """Every number at which a rounding decides, or one in `step`, as the factor of 1 and -1, under every byte."""
+@ON_EVERY_DEVICE
+def test_decisions_are_the_references(cuda_source: Source) -> None:
+    """Numbers at which a rounding decides (every fifth on a CPU), as the factor of 1 and -1, under every byte."""
     near = np.concatenate([test_stochastic.decisions(), conversions.grid_decisions(np.array(E2M1.values), 8.0)])
-    factors = np.unique(near[near >= 0])[::step].repeat(16)
+    factors = np.unique(near[near >= 0])[:: 5 if ops.device == "cpu" else 1].repeat(16)
     x = np.where(np.random.default_rng(3).random((len(factors), 16)) < 0.5, np.float32(-1), np.float32(1))
-    given = np.resize(np.arange(256, dtype=np.uint8), (len(factors), 16))
-    check(source, x, factors, given, device)
+    check(cuda_source(TEXT), x, factors, np.resize(np.arange(256, dtype=np.uint8), (len(factors), 16)))
 
 
-def check_every_bfloat16(source: str, device: str) -> None:
-    """Each beside its neighbours and zeros of either sign, by a factor under which they are below 7 or not finite."""
+@ON_EVERY_DEVICE
+def test_every_bfloat16_is_rounded_as_the_reference_does(cuda_source: Source) -> None:
+    """Beside its neighbours and zeros of either sign, by a factor with products below 7 or not finite."""
     rng = np.random.default_rng(4)
     x = np.sort(conversions.bf16_values()).reshape(-1, 16)
     largest = np.abs(np.nan_to_num(x, posinf=1.0, neginf=1.0)).max(axis=1)
     factors = (rng.uniform(1, 7, len(x)) / np.maximum(largest, 2.0**-125)).astype(np.float32)
     given = rng.integers(0, 256, x.shape, dtype=np.uint8)
-    check(source, x, factors, given, device)
-    check(source, np.where(given < 64, np.copysign(np.float32(0), x), x), factors, given, device)
+    for values in (x, np.where(given < 64, np.copysign(np.float32(0), x), x)):
+        check(cuda_source(TEXT), values, factors, given)
 
 
-def test_decisions_are_the_references(cuda_source: Source) -> None:
-    check_decisions(cuda_source(TEXT), "cpu", step=5)
-
-
-def test_every_bfloat16_is_rounded_as_the_reference_does(cuda_source: Source) -> None:
-    check_every_bfloat16(cuda_source(TEXT), "cpu")
+@needs_gpu
+def test_every_float32_below_8_alone_and_in_a_block(cuda_source: Source) -> None:
+    different = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    count = int(np.float32(8).view(np.int32))
+    arguments = (np.uint32(0), np.int64(count), different)
+    launch(cuda_source(TEXT), "disagreements", (-(-count // 256),), (256,), arguments, device=different.device)
+    assert different.tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""What a CPU does of many elements at once gives the bits of the function for one, in registers of any width."""
+"""SIMD functions of a CPU give the bits of the function for a single element, for registers of any width."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flags = tuple[str, ...]
 
 FORMATS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 
-# `differ` counts for each 16 elements of x the lanes whose bits are not those of the function for one.
+# `differ` counts, for each 16 elements of x, the lanes with other bits than the function for a single element.
 TEXT = """
 #include "common/blocks.cuh"
 #include "common/hadamard.cuh"
@@ -134,7 +134,7 @@ def differing(source: str, kernel: str, x: np.ndarray, flags: Flags) -> int:
 
 
 def decisions() -> np.ndarray:
-    """Where a cast to any of the formats decides, and every bfloat16, infinities and NaN among them."""
+    """Decisions of a cast to any format, and every bfloat16, with infinities and NaN."""
     return np.concatenate([conversions.bf16_values(), conversions.fp16_decisions(), conversions.bf16_decisions()])
 
 
@@ -160,7 +160,7 @@ def test_every_half_is_loaded_as_one_is(cuda_source: Source, kernel: str, flags:
 @EVERY_WIDTH
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_is_decoded_as_one_is(cuda_source: Source, name: str, flags: Flags) -> None:
-    """In every place of 16, as bytes, or as all pairs of two in a byte."""
+    """At every place of 16, as bytes, or as all pairs in a byte."""
     every = np.concatenate([np.roll(np.arange(256, dtype=np.uint8), by) for by in range(16)])
     assert differing(cuda_source(TEXT), f"decode_{name}", every, flags) == 0
 
@@ -168,7 +168,7 @@ def test_every_code_is_decoded_as_one_is(cuda_source: Source, name: str, flags: 
 @EVERY_WIDTH
 @pytest.mark.parametrize("kernel", ["narrow_float", "narrow_bf16", "narrow_fp16", "largest_of_16"])
 def test_16_are_what_each_is(cuda_source: Source, kernel: str, flags: Flags) -> None:
-    """In the order of their values, and mixed, so that the largest is in any place and NaN beside numbers."""
+    """Sorted, and mixed: the largest number is at any place, and NaN lies beside numbers."""
     x = decisions()
     for mixed in (x, np.random.default_rng(8).permutation(x)):
         assert differing(cuda_source(TEXT), kernel, mixed, flags) == 0
@@ -190,7 +190,7 @@ def test_a_rotation_sums_in_the_declared_order(cuda_source: Source, flags: Flags
 
 
 def test_a_wrong_lane_is_seen(cuda_source: Source) -> None:
-    """What the comparison itself is worth: a sign that NaN keeps, and a sum in another order."""
+    """The comparison sees a NaN with a sign, and a sum in another order."""
     wrong = FUNCTIONS + WRAPPERS["cast_E4M3"] + WRAPPERS["rotate_16"]
     for right, other in (
         ("nearest_even<F>(x[i + j]);", "nearest_even<F>(x[i + j]) ^ (x[i + j] != x[i + j] ? F::SIGN : 0u);"),

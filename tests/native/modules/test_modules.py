@@ -1,4 +1,4 @@
-"""Layers on a CPU: operands byte for byte the reference's, products in the kernels' declared order, every option."""
+"""Layers: operands byte for byte the reference's, products in the declared order of the kernels, every option."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from narrowgauge.native.modules import Linear, TransformerLayer, autocast, check
 from narrowgauge.native.modules import layer as layer_module
 from narrowgauge.spec.recipes import Recipe
 from tests.native import declared
+from tests.native.devices import ON_EVERY_DEVICE, on_every_device, ops
 from tests.native.layers import (
     OPERANDS,
     RECIPES,
@@ -33,10 +34,8 @@ from tests.native.layers import (
 )
 from tests.native.samples import assert_equal
 
-# The others of a kind are made of the same halves; cases/modules.toml has them too.
-EVERY_RECIPE = pytest.mark.parametrize(
-    "recipe", [recipe if recipe in SOME else pytest.param(recipe, marks=pytest.mark.long) for recipe in RECIPES]
-)
+# `make test` on a CPU has a recipe of every kind; cases/modules.toml has all recipes.
+EVERY_RECIPE = on_every_device("recipe", RECIPES, quick=SOME)
 SOME_RECIPES = pytest.mark.parametrize("recipe", SOME)
 
 
@@ -44,7 +43,7 @@ SOME_RECIPES = pytest.mark.parametrize("recipe", SOME)
 
 
 @EVERY_RECIPE
-def test_a_linear_layer_gives_the_references_bytes_wherever_no_sum_can_round(recipe: str) -> None:
+def test_a_linear_layer_with_exact_sums_is_the_references(recipe: str) -> None:
     pair = beside("Linear", 48, 32, seed=7)
     got, expected = (run(layer, steps(2, 32, 48, 32), recipe) for layer in pair)
     assert set(OPERANDS) < got.keys()
@@ -54,14 +53,16 @@ def test_a_linear_layer_gives_the_references_bytes_wherever_no_sum_can_round(rec
     assert_equal(got["bias.grad"][0], got["dbias"][1])
 
 
+@ON_EVERY_DEVICE
 @SOME_RECIPES
-def test_operands_are_the_references_and_products_those_of_the_operands_where_sums_round(recipe: str) -> None:
+def test_products_of_a_linear_layer_are_those_of_its_operands(recipe: str) -> None:
     layer, expected = beside("Linear", 144, 48, seed=3)
     given = steps(1, 80, 144, 48, family="outliers", shape=(5, 16))
     got, theirs = run(layer, given, recipe), run(expected, given, recipe)
     assert_reports_same(got, theirs, but=frozenset(got.keys() - {*OPERANDS, "history", "scale", "y.shape"}))
     assert_products_right(got, layer)
-    assert_equal(got["dbias"][0], given[0].dy.flatten(0, 1).double().sum(0).bfloat16())
+    if ops.device == "cpu":
+        assert_equal(got["dbias"][0], given[0].dy.flatten(0, 1).double().sum(0).bfloat16())
     assert got["x.grad"][0].shape == (5, 16, 144)
 
 
@@ -80,9 +81,10 @@ def test_in_high_precision_a_layer_is_torchs() -> None:
     assert_equal(got["y"][0], plain(step.x).detach())
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_layers_of_other_dtypes_give_the_references_bytes(dtype: torch.dtype) -> None:
-    for recipe in ("NVFP4BlockScaling-norht", "DelayedScaling"):
+    for recipe in ("NVFP4BlockScaling-norht", "MXFP8BlockScaling", "Float8BlockScaling", "DelayedScaling"):
         pair = beside("Linear", 32, 16, dtype=dtype)
         got, expected = (run(layer, steps(1, 16, 32, 16, dtype=dtype), recipe) for layer in pair)
         assert_reports_same(got, expected)
@@ -99,7 +101,7 @@ def test_seeds_and_passes_draw_other_random_bits() -> None:
     assert torch.equal(first["dy"][0].scales, second["dy"][0].scales)
 
 
-def test_only_the_halves_that_are_needed_are_made() -> None:
+def test_only_needed_halves_are_quantized() -> None:
     (step,) = steps(1, 16, 32, 16)
     layer, _ = beside("Linear", 32, 16)
     without_x = run(layer, [step], "NVFP4BlockScaling", x_grad=False)
@@ -169,7 +171,7 @@ def test_a_loaded_layer_draws_the_next_bits() -> None:
     assert other.state_dict()["backward_passes"] == 2, "the reference's state"
 
 
-def test_a_step_has_one_update_however_often_the_layer_runs_in_it() -> None:
+def test_a_step_with_several_passes_has_one_update() -> None:
     layer, _ = beside("Linear", 32, 16)
     (step,) = steps(1, 16, 32, 16)
     histories: list[Any] = []
@@ -189,8 +191,8 @@ def test_a_step_has_one_update_however_often_the_layer_runs_in_it() -> None:
 # Recomputation.
 
 
-@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling", "MXFP8BlockScaling", "DelayedScaling"])
-def test_recomputation_gives_the_same_bytes_and_keeps_the_input_alone(recipe: str) -> None:
+@on_every_device("recipe", ("NVFP4BlockScaling", "MXFP8BlockScaling", "DelayedScaling"), 1)
+def test_recomputation_gives_the_same_bytes(recipe: str) -> None:
     given = steps(3, 32, 48, 32, family="normal")
     for kind in ("LayerNormLinear", "Linear") if recipe == SOME[0] else ("LayerNormLinear",):
         layer, _ = beside(kind, 48, 32)
@@ -211,7 +213,7 @@ def test_recomputation_gives_the_same_bytes_and_keeps_the_input_alone(recipe: st
         assert sum(kept) <= len(given) * given[0].x.numel()
 
 
-def test_a_weight_written_between_the_two_forwards_of_a_checkpoint_is_not_in_the_second() -> None:
+def test_a_checkpoint_ignores_a_weight_written_later() -> None:
     x, dy = (lattice(32, 32, torch.bfloat16) for _ in range(2))
     given = []
     for between in (False, True):
@@ -252,7 +254,7 @@ def test_gradients_accumulate_in_float32(recipe: str) -> None:
     assert_equal(main, before)
 
 
-def test_a_main_gradient_that_is_missing_is_made_also_in_high_precision() -> None:
+def test_a_missing_main_gradient_is_made() -> None:
     (step,) = steps(1, 16, 32, 16)
     for recipe in ("NVFP4BlockScaling-norht", None):
         pair = beside("Linear", 32, 16, accumulate=True)
@@ -262,7 +264,7 @@ def test_a_main_gradient_that_is_missing_is_made_also_in_high_precision() -> Non
     assert_equal(pair[0].weight.main_grad, 2 * (step.dy.float().T @ step.x.float()))
 
 
-def test_delayed_gradients_of_weights_wait_and_are_the_same() -> None:
+def test_delayed_gradients_of_weights_are_the_same() -> None:
     given = steps(2, 16, 32, 16)
     for options in ({}, {"accumulate": True}):
         now, _ = beside("Linear", 32, 16, **options)
@@ -322,7 +324,7 @@ def test_a_conversion_leaves_scales_and_amaxes_float32() -> None:
 
 
 def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group whose largest amax is 64; processes of their own are in tests/test_parallel.py."""
+    """A fake reduction with the result 64; tests/test_parallel.py has a group of processes."""
     asked: list[tuple[str, bool, bool]] = []
 
     def reduced(x: torch.Tensor, recipe: Recipe, group: object, *, rowwise: bool, columnwise: bool) -> Any:
@@ -339,7 +341,7 @@ def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyP
     assert delayed["history"][-1].tolist() == [[0.0] * 3, [64.0] * 3]
 
 
-def test_quantized_parameters_of_an_input_without_gradient_still_get_theirs() -> None:
+def test_quantized_parameters_have_a_gradient_if_x_has_none() -> None:
     layer = Linear(32, 16, bias=False, accumulate=True, quantized_parameters=True)
     with autocast("MXFP8BlockScaling"):
         layer.write_weight(lattice(16, 32, torch.float32))
@@ -347,11 +349,31 @@ def test_quantized_parameters_of_an_input_without_gradient_still_get_theirs() ->
     assert layer.main_grad.abs().sum() > 0
 
 
+@on_every_device("recipe", SOME, len(SOME))
+def test_options_give_the_references_bytes(recipe: str) -> None:
+    given = steps(2, 32, 48, 32)
+    options: dict[str, Any]
+    for options in ({"accumulate": True}, {"delay_wgrad": True}, {"accumulate": True, "quantized_parameters": True}):
+        pair, found = beside("Linear", 48, 32, **options), []
+        for layer, device in zip(pair, (ops.device, "cpu"), strict=True):
+            if "quantized_parameters" in options:
+                layer.write_weight(lattice(32, 48, torch.float32).to(device), recipe)
+        assert_reports_same(*(run(layer, given, recipe) for layer in pair))
+        for layer in pair:
+            if "delay_wgrad" in options:
+                layer.backward_dw()
+                found.append(layer.weight.grad)
+            else:
+                found.append(layer.main_grad if layer.weight is None else layer.weight.main_grad)
+        assert_equal(*found)
+
+
 # The norm.
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_norms_lie_in_their_proved_bounds_and_what_follows_is_the_references(norm: str) -> None:
+def test_norms_lie_in_their_proved_bounds(norm: str) -> None:
     layer, expected = beside("LayerNormLinear", 48, 32, norm=norm, eps=1e-3)
     (step,) = steps(1, 32, 48, 32, family="normal", shape=(2, 16))
     got, theirs = run(layer, [step], "NVFP4BlockScaling"), run(expected, [step], "NVFP4BlockScaling")
@@ -374,7 +396,7 @@ def test_norms_lie_in_their_proved_bounds_and_what_follows_is_the_references(nor
 
 
 @EVERY_RECIPE
-def test_groups_give_the_references_bytes_also_where_some_are_empty(recipe: str) -> None:
+def test_groups_give_the_references_bytes(recipe: str) -> None:
     given = [*steps(1, 50, 32, 16, splits=(20, 0, 30)), *steps(1, 37, 32, 16, splits=(0, 37, 0))]
     pair = beside("GroupedLinear", 3, 32, 16, seed=4)
     got, expected = (run(layer, given, recipe) for layer in pair)
@@ -418,17 +440,18 @@ def test_quantized_parameters_of_groups_are_the_references() -> None:
 # A transformer layer.
 
 
-def test_a_transformer_layer_is_made_of_its_children_and_reports_what_the_reference_does() -> None:
+@on_every_device("recipe", SOME, len(SOME))
+def test_a_transformer_layer_is_right_at_every_stage(recipe: str) -> None:
     layer, expected = beside("TransformerLayer", 32, 48, 4, seed=5)
     given = steps(1, 32, 32, 32, family="normal", shape=(2, 16))
-    got, theirs = (run(each, given, "NVFP4BlockScaling") for each in (layer, expected))
+    got, theirs = (run(each, given, recipe) for each in (layer, expected))
     assert got.keys() == theirs.keys()
     assert_transformer_right(got, layer, given[0])
     for name, child in layer.named_children():
         assert child.seed == getattr(expected, name).seed
 
 
-def test_a_transformer_layer_in_high_precision_is_the_references_to_float32() -> None:
+def test_a_transformer_layer_in_high_precision() -> None:
     pair = beside("TransformerLayer", 32, 48, 4, norm="rms", dtype=torch.float32)
     given = steps(1, 32, 32, 32, family="normal", shape=(2, 16), dtype=torch.float32)
     got, expected = (run(each, given, None) for each in pair)
@@ -456,7 +479,7 @@ def test_a_transformer_layer_hands_its_options_on() -> None:
 # Surroundings.
 
 
-def test_the_recipe_of_the_forward_is_the_recipe_of_the_backward_wherever_that_runs() -> None:
+def test_the_backward_has_the_recipe_of_the_forward() -> None:
     (step,) = steps(1, 16, 32, 16)
     layer, twin = (beside("Linear", 32, 16)[0] for _ in range(2))
     expected = run(twin, [step], "NVFP4BlockScaling")

@@ -1,31 +1,34 @@
-"""dequantize on a CPU: every code under every scale byte, byte for byte what the reference gives."""
+"""dequantize: every code under every scale byte, byte for byte the reference's result."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from narrowgauge.native import ops
 from narrowgauge.native.ops import Quantized
 from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.quantized import scales_shape
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.guards import embedded, guarded_outputs
+from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.samples import (
     DTYPES,
-    MX_NAMES,
-    RECIPES,
+    NAMES,
     assert_equal,
     codes_under_every_power,
     codes_under_every_scale,
+    dtypes,
     matrix,
-    seeded,
+    options_of,
+    sample,
 )
-from tests.thinned import thinned
+
+pytestmark = ON_EVERY_DEVICE
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 MX_ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
@@ -52,23 +55,17 @@ def test_the_values_are_those_of_the_formats() -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("columns", thinned([*range(1, 34), 47, 63, 65, 4097], 2))
-def test_any_shape_is_dequantized_as_the_reference_does(columns: int, dtype: torch.dtype) -> None:
-    for rows in (1, 2, 17, 129):
-        q = reference.quantize(matrix("outliers", rows, columns, torch.float32), "nvfp4")
+def test_any_shape_of_nvfp4(dtype: torch.dtype) -> None:
+    for rows, columns in [*product((1, 2, 17, 129), (*range(1, 34), 47, 63, 65, 4097)), (0, 0), (0, 32), (5, 0)]:
+        x = matrix("outliers", max(1, rows), max(1, columns), torch.float32)[:rows, :columns]
+        q = reference.quantize(x, "nvfp4")
         assert_equal(ops.dequantize(q, dtype), reference.dequantize(q, dtype))
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 32), (5, 0)])
-def test_an_empty_matrix_stays_empty(rows: int, columns: int) -> None:
-    q = ops.quantize(torch.empty(rows, columns), "nvfp4")
-    assert ops.dequantize(q).shape == (rows, columns)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", MX_ELEMENTS)
 def test_every_code_under_every_power_of_two_has_its_value(name: str, dtype: torch.dtype) -> None:
-    """By the formats' definitions in float64, rounded to float32 and then to the dtype; also of the transpose."""
+    """By the definitions in float64, rounded to float32 and then to the dtype; also stored transposed."""
     q = codes_under_every_power(name)
     element = q.recipe.element
     values = torch.tensor(element.values, dtype=torch.float64)[torch.arange(q.shape[1]) % element.codes]
@@ -87,7 +84,7 @@ def test_every_code_under_every_power_of_two_has_its_value(name: str, dtype: tor
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", FP8)
 def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dtype) -> None:
-    """Every code in every block, scales of every exponent; blocks of 1x128 and 128x128, and one for all."""
+    """Every code in every block, scales of every exponent; blocks of 1x128, of 128x128 and of the whole matrix."""
     r = find_recipe(name)
     rows, columns = 260, 300
     codes = torch.arange(rows * columns).view(rows, columns) % 256
@@ -104,38 +101,30 @@ def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dt
     assert_equal(reference.dequantize(q, dtype), expected)
 
 
-@pytest.mark.parametrize("name", [*MX_NAMES, *FP8])
-def test_any_shape_of_mx_and_fp8_is_dequantized_as_the_reference_does(name: str) -> None:
-    for rows, columns in ((1, 1), (2, 31), (17, 33), (129, 130), (33, 4097), (0, 0), (0, 32), (5, 0)):
-        x = matrix("outliers", max(1, rows), max(1, columns), torch.bfloat16)[:rows, :columns]
-        for q in reference.quantize_both(x, name, random=seeded(find_recipe(name))):
+@pytest.mark.parametrize("name", [*NAMES, *FP8])
+def test_any_shape_of_any_recipe(name: str) -> None:
+    """Linear scales, and swizzled scales of recipes with an 8-bit scale."""
+    recipe = find_recipe(name)
+    for (rows, columns), dtype in [
+        *product(((1, 1), (2, 31), (131, 77)), dtypes(recipe)),
+        ((33, 4097), torch.bfloat16),
+    ]:
+        x = sample(recipe, "outliers", rows, columns, dtype)
+        for q in reference.quantize_both(x, recipe, **options_of(recipe)):
             assert q is not None
-            assert_equal(ops.dequantize(q, torch.bfloat16), reference.dequantize(q, torch.bfloat16))
+            expected = reference.dequantize(q, dtype)
+            assert_equal(ops.dequantize(q, dtype), expected)
+            if name in NAMES:
+                swizzled = replace(q, scales=reference.swizzle(linear_scales(q)), swizzled=True)
+                assert_equal(ops.dequantize(swizzled, dtype), expected)
 
 
 def test_float32_is_the_default() -> None:
     assert ops.dequantize(codes_under_every_scale(1.0)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_dequantized_alike(recipe: str) -> None:
-    q = ops.quantize(matrix("e4m3 ties", 33, 77, torch.float32), RECIPES[recipe])
-    assert_equal(ops.dequantize(q), reference.dequantize(q))
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("columns", [1, 16, 17, 31, 77])
-def test_nothing_outside_the_operand_is_read_and_nothing_outside_the_output_is_written(
-    columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-block-128x128", "fp8-current-e5m2"):
-        for q in reference.quantize_both(matrix("outliers", 19, columns, torch.float32), name):
-            assert q is not None
-            expected = reference.dequantize(q, dtype)
-            before = {part: getattr(q, part) for part in ("codes", "scales", "amax") if getattr(q, part) is not None}
-            around = {part: embedded(was) for part, was in before.items()}
-            with guarded_outputs(monkeypatch):
-                y = ops.dequantize(replace(q, **around), dtype)
-            assert_equal(y, expected, name)
-            for part, was in before.items():
-                assert_equal(around[part], was)
+def test_a_recipe_with_row_scales_has_an_amax_for_each_row() -> None:
+    one = reference.quantize(torch.ones(3, 16), "nvfp4-rowscaled", amax=torch.tensor([1.0, 2.0, 4.0]))
+    values = ops.dequantize(replace(one, scales=torch.full_like(one.scales, 0x38)))
+    assert torch.equal(values[1], 2 * values[0])
+    assert torch.equal(values[2], 4 * values[0])

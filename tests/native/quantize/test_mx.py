@@ -1,6 +1,6 @@
-"""MX quantize on a CPU against its definition: every rule of the exponent, every half-precision number, every layout.
+"""MX quantize against its definition: every rule of the exponent, every half-precision number, both layouts.
 
-Families, shapes, views, sections and options are compared with the reference beside those of NVFP4.
+test_quantize.py compares families, shapes, views and options with the reference.
 """
 
 from __future__ import annotations
@@ -8,30 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from narrowgauge.native import ops
-from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from tests.golden import golden, load, quantize_input
 from tests.native import exact_mx
-from tests.native.guards import embedded, guarded_outputs
-from tests.native.samples import (
-    DTYPES,
-    FAMILIES,
-    MX_DIALECTS,
-    MX_NAMES,
-    assert_both_same,
-    assert_equal,
-    assert_same,
-    matrix,
-    seeded,
-)
-from tests.thinned import thinned
+from tests.native.devices import ON_EVERY_DEVICE, on_every_device, ops
+from tests.native.samples import DTYPES, FAMILIES, MX_DIALECTS, MX_NAMES, assert_equal, assert_same, matrix, options_of
 
 ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 RULES = [f"{name}@{dialect}" for name, dialect in product(ELEMENTS, MX_DIALECTS)]
@@ -49,7 +34,7 @@ def assert_exact(x: torch.Tensor, recipe: Recipe) -> None:
 
 
 def amaxes(recipe: Recipe) -> np.ndarray:
-    """Every power of two, the largest element times it and the borders of every rule, ± 1 ulp, and special values."""
+    """Powers of two, times the largest element and the borders of every rule, ± 1 ulp, and special values."""
     borders = [
         1.0,
         recipe.element.max / 2.0 ** math.floor(math.log2(recipe.element.max)),
@@ -71,9 +56,10 @@ def amaxes(recipe: Recipe) -> np.ndarray:
 # Scales.
 
 
+@ON_EVERY_DEVICE
 @EVERY_RULE
 def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> None:
-    """As the amax of a block of its own, in every place of it."""
+    """As the amax of a block, at every place of the block."""
     r = find_recipe(recipe)
     numbers = amaxes(r)
     x = np.zeros((len(numbers), 32), np.float32)
@@ -83,6 +69,7 @@ def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> No
     assert set(scales) >= set(range(240))
 
 
+@ON_EVERY_DEVICE
 @EVERY_ELEMENT
 def test_rules_that_no_dialect_combines(name: str) -> None:
     roundings, forms = (
@@ -98,6 +85,7 @@ def test_rules_that_no_dialect_combines(name: str) -> None:
         ]
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-e5m2"])
 def test_every_two_rules_differ_on_some_amax(name: str) -> None:
     x = torch.from_numpy(amaxes(find_recipe(name))).unsqueeze(1)
@@ -106,8 +94,9 @@ def test_every_two_rules_differ_on_some_amax(name: str) -> None:
         assert not any(torch.equal(one, other) for other in scales[:number])
 
 
+@ON_EVERY_DEVICE
 @EVERY_ELEMENT
-def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturates(name: str) -> None:
+def test_a_scale_of_te_is_the_smallest_without_saturation(name: str) -> None:
     recipe = find_recipe(name)
     numbers = amaxes(recipe)
     numbers = numbers[(numbers / recipe.element.max > 2.0**-126) & (numbers / recipe.element.max < 2.0**127)]
@@ -119,11 +108,11 @@ def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturate
 # Elements.
 
 
-@pytest.mark.parametrize("recipe", thinned(RULES, 6))  # every element, and all dialects but one
-@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
-def test_every_half_precision_number_is_rounded_as_defined(recipe: str, dtype: torch.dtype) -> None:
-    """In blocks of neighbours, and as the largest element of a block of its own; NaN and infinities among them."""
-    r = find_recipe(recipe)
+# On a CPU, `make test` has every element in bfloat16, and all dialects but one.
+@on_every_device("rule", list(product(RULES, (torch.bfloat16, torch.float16))), 12)
+def test_every_half_precision_number_is_rounded_as_defined(rule: tuple[str, torch.dtype]) -> None:
+    """In blocks of neighbours, and as the largest element of a block; NaN and infinities too."""
+    r, dtype = find_recipe(rule[0]), rule[1]
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_exact(patterns.view(-1, 32), r)
     alone = torch.zeros(1 << 12, 32, dtype=dtype)
@@ -131,9 +120,10 @@ def test_every_half_precision_number_is_rounded_as_defined(recipe: str, dtype: t
     assert_exact(alone, r)
 
 
+@ON_EVERY_DEVICE
 @EVERY_ELEMENT
 @pytest.mark.parametrize("exponent", [0, -100, 100])
-def test_every_midpoint_of_the_grid_and_its_neighbours_go_where_they_are_defined_to(name: str, exponent: int) -> None:
+def test_every_midpoint_of_the_grid_and_its_neighbours(name: str, exponent: int) -> None:
     """Under a scale of 2^exponent, at the largest element; ties go to even codes, −0 keeps its sign."""
     recipe = find_recipe(name)
     points = np.array(recipe.element.values[: recipe.element.max_code + 1])
@@ -151,13 +141,15 @@ def test_every_midpoint_of_the_grid_and_its_neighbours_go_where_they_are_defined
     np.testing.assert_array_equal(q.codes.numpy(), codes)
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "mxfp4-2d"])
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
-def test_every_family_is_quantized_as_it_is_defined(name: str, nan: str) -> None:
+def test_every_family_is_quantized_as_defined(name: str, nan: str) -> None:
     for family, dtype in zip(FAMILIES, DTYPES * 4, strict=False):
         assert_exact(matrix(family, 37, 77, dtype), replace(find_recipe(name), nan=nan))  # type: ignore[arg-type]
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d"])
 def test_special_values(name: str) -> None:
     """−0 keeps its sign; infinity saturates under the largest scale; a NaN has its code and its block another amax."""
@@ -181,8 +173,9 @@ def test_special_values(name: str) -> None:
     }
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("columns", [1, 33, 35])
-def test_padding_of_a_short_block_stays_zero_under_a_scale_of_nan(columns: int) -> None:
+def test_padding_of_a_short_block_stays_zero_with_a_nan_scale(columns: int) -> None:
     x = torch.full((2, columns), torch.nan)
     q = ops.quantize(x, replace(find_recipe("mxfp4"), nan="propagate"))
     assert (q.scales == 255).all()
@@ -192,27 +185,14 @@ def test_padding_of_a_short_block_stays_zero_under_a_scale_of_nan(columns: int) 
 # Both orientations.
 
 
-@pytest.mark.parametrize("path", golden("quantize_*_32x128_*.npz"))
-def test_tiles_have_transformer_engines_bytes(path: Path) -> None:
-    """One set of codes for both halves, which lies as x does."""
-    arrays = load(path)
-    row, column = ops.quantize_both(quantize_input(path, arrays), "mxfp8-2d")
-    assert row is not None
-    assert column is not None
-    np.testing.assert_array_equal(row.codes, arrays["mxfp8-2d.codes"])
-    np.testing.assert_array_equal(row.scales, arrays["mxfp8-2d.scales"])
-    np.testing.assert_array_equal(column.codes, arrays["mxfp8-2d.codes"])
-    np.testing.assert_array_equal(column.scales, arrays["mxfp8-2d.scales_t"])
-
-
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", MX_NAMES)
-def test_a_columnwise_half_is_the_transpose_stored_as_the_recipe_says(name: str) -> None:
+def test_a_columnwise_half_is_the_transpose(name: str) -> None:
     recipe = find_recipe(name)
-    x = matrix("outliers", 70, 77, torch.bfloat16)
-    offset = None if seeded(recipe) is None else (1234, 6)
+    x, options = matrix("outliers", 70, 77, torch.bfloat16), options_of(recipe)
+    alone = ops.quantize(x.T, recipe, **{key: (seed, offset + 1) for key, (seed, offset) in options.items()})
     for stored in ("transposed", "in-place") if recipe.element.bits != 4 else ("transposed",):
-        column = ops.quantize_both(x, replace(recipe, columnwise=stored), rowwise=False, random=seeded(recipe))[1]  # type: ignore[arg-type]
-        alone = ops.quantize(x.T, recipe, random=offset)
+        column = ops.quantize_both(x, replace(recipe, columnwise=stored), rowwise=False, **options)[1]  # type: ignore[arg-type]
         assert column is not None
         assert column.transposed == (stored == "in-place")
         assert column.shape == alone.shape == (77, 70)
@@ -221,6 +201,7 @@ def test_a_columnwise_half_is_the_transpose_stored_as_the_recipe_says(name: str)
         assert_equal(ops.dequantize(column), ops.dequantize(alone))
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", ["mxfp8-2d", "mxfp6-e2m3-2d", "mxfp4-2d"])
 def test_a_tile_has_one_scale_in_either_half(name: str) -> None:
     x = matrix("outliers", 100, 70, torch.float32)
@@ -233,54 +214,24 @@ def test_a_tile_has_one_scale_in_either_half(name: str) -> None:
     assert_equal(ops.dequantize(row).T, ops.dequantize(column))
 
 
-# Memory.
-
-
-@pytest.mark.parametrize("name", ["mxfp8-e5m2", "mxfp6-e3m2", "mxfp4"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 77])
-def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_written(
-    name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the plain kernel, which contiguous matrices are quantized by."""
-    plain = matrix("outliers", 19, columns, dtype)
-    x = embedded(plain)
-    with guarded_outputs(monkeypatch):
-        q = ops.quantize(x, replace(find_recipe(name), nan="propagate"))
-    assert_same(q, reference.quantize(plain, replace(find_recipe(name), nan="propagate")))
-    assert torch.equal(x, plain)
-
-
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", MX_NAMES)
-def test_the_plain_kernel_gives_the_bytes_of_the_other_one(name: str) -> None:
-    """A view of every second column is read by the one for everything."""
-    recipe = find_recipe(name)
+def test_the_plain_kernel_gives_the_bytes_of_the_general_kernel(name: str) -> None:
+    """The general kernel reads a view of every second column."""
+    options = options_of(find_recipe(name))
     x = matrix("any bits", 67, 320, torch.float16)
     for columns in (160, 101):
         part = x[:, : 2 * columns : 2]
-        assert_same(
-            ops.quantize(part.contiguous(), recipe, random=seeded(recipe)),
-            ops.quantize(part, recipe, random=seeded(recipe)),
-        )
+        assert_same(ops.quantize(part.contiguous(), name, **options), ops.quantize(part, name, **options))
 
 
 # Random bits.
 
 
-@pytest.mark.parametrize("name", [name for name in MX_NAMES if find_recipe(name).rounding == "stochastic"])
-def test_the_words_of_a_half_that_is_not_wanted_may_be_missing(name: str) -> None:
-    x = matrix("normal", 33, 20, torch.float32)
-    words = torch.arange(33 * 5, dtype=torch.int32).view(33, 5) * 0x01234567
-    row, none = ops.quantize_both(x, name, columnwise=False, random=(words, None))
-    assert none is None
-    assert_same(row, ops.quantize(x, name, random=words))
-    turned = ops.quantize_both(x.T, name, rowwise=False, random=(None, words))
-    assert_both_same(turned, reference.quantize_both(x.T, name, rowwise=False, random=(None, words)))
-
-
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr", "mxfp4-sr"])
-def test_numbers_of_the_grid_never_move_and_others_go_to_one_of_their_neighbours(name: str) -> None:
-    """Scales do not depend on random bits; zero bits cut everything down."""
+def test_random_bytes_choose_a_neighbour_and_keep_grid_numbers(name: str) -> None:
+    """Scales do not depend on random bits; zero bits round down."""
     recipe = find_recipe(name)
     values = torch.tensor(recipe.element.values[: recipe.element.max_code + 1])
     for number, x in enumerate((values, (values[1:] + values[:-1]) / 2)):

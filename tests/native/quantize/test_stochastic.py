@@ -16,9 +16,9 @@ from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from tests.native import conversions
+from tests.native.devices import EVERY_BUILD, ON_EVERY_DEVICE, ops
 from tests.native.launching import Source
 
-EVERY_BUILD = pytest.mark.parametrize("flags", [(), ("-O0", "-march=x86-64")], ids=["optimized", "unoptimized"])
 Flags = tuple[str, ...]
 KEYS = KernelStruct("common/philox.cuh", "PhiloxKeys")
 
@@ -69,17 +69,11 @@ extern "C" __global__ void blocks(const float* x, const u32* given, u8* out, i64
 
 
 def run(
-    source: str,
-    kernel: str,
-    arguments: list[np.ndarray],
-    out: np.ndarray,
-    count: int,
-    flags: Flags = (),
-    device: str = "cpu",
+    source: str, kernel: str, arguments: list[np.ndarray], out: np.ndarray, count: int, flags: Flags = ()
 ) -> np.ndarray:
-    """What one thread for each of `count` writes over `out`."""
-    result = torch.from_numpy(out).to(device)
-    given = [torch.from_numpy(array).to(device) for array in arguments]
+    """Result in `out` of a kernel with `count` threads."""
+    result = torch.from_numpy(out).to(ops.device)
+    given = [torch.from_numpy(array).to(ops.device) for array in arguments]
     grid = (-(-count // 256),)
     launch(source, kernel, grid, (256,), (*given, result, np.int64(count)), device=result.device, extra_flags=flags)
     return result.cpu().numpy()
@@ -88,9 +82,9 @@ def run(
 # Philox.
 
 
-def words(source: str, given: np.ndarray, flags: Flags = (), device: str = "cpu") -> np.ndarray:
+def words(source: str, given: np.ndarray, flags: Flags) -> np.ndarray:
     """The four words of every (seed, offset, subsequence), (n, 3)."""
-    return run(source, "words", [given], np.zeros((len(given), 4), np.uint32), len(given), flags, device)
+    return run(source, "words", [given], np.zeros((len(given), 4), np.uint32), len(given), flags)
 
 
 @EVERY_BUILD
@@ -111,7 +105,7 @@ def test_philox_gives_the_published_words(cuda_source: Source, flags: Flags) -> 
 
 @EVERY_BUILD
 def test_philox_is_the_references(cuda_source: Source, flags: Flags) -> None:
-    """Every bit of seed, offset and subsequence by itself, and many at once."""
+    """Every single bit of seed, offset and subsequence, and many bits at once."""
     single = [[1 << bit if place == at else 0 for at in range(3)] for place in range(3) for bit in range(64)]
     many = np.random.default_rng(5).integers(0, 1 << 64, (300, 3), dtype=np.uint64).tolist()
     given = np.array(single + many, np.uint64)
@@ -123,40 +117,40 @@ def test_philox_is_the_references(cuda_source: Source, flags: Flags) -> None:
 
 
 @EVERY_BUILD
-def test_philox_by_keys_that_have_the_offset_is_the_references(cuda_source: Source, flags: Flags) -> None:
-    """Every bit of seed and offset by itself, and many at once; of a subsequence, those below 2^32."""
+def test_philox_with_the_offset_in_its_keys_is_the_references(cuda_source: Source, flags: Flags) -> None:
+    """Every single bit of seed and offset, and many bits at once; subsequences below 2^32."""
     source = cuda_source(TEXT)
     single = [(1 << bit, 0) for bit in range(64)] + [(0, 1 << bit) for bit in range(64)]
     generator = np.random.default_rng(7)
     many = generator.integers(0, 1 << 64, (20, 2), dtype=np.uint64).tolist()
     given = np.array([0, *(1 << bit for bit in range(32)), *generator.integers(0, 1 << 32, 20)], np.uint32)
     for seed, offset in [*single, *many]:
-        out = torch.zeros((len(given), 4), dtype=torch.int32)
+        out = torch.zeros((len(given), 4), dtype=torch.int32, device=ops.device)
         keys = KEYS(words=philox_keys(seed, offset))
-        arguments = (keys, torch.from_numpy(given.view(np.int32)), out, np.int64(len(given)))
+        arguments = (keys, torch.from_numpy(given.view(np.int32)).to(out.device), out, np.int64(len(given)))
         launch(source, "words_with_offset", (1,), (256,), arguments, device=out.device, extra_flags=flags)
         expected = philox(seed, offset, torch.from_numpy(given.astype(np.int64)))
-        np.testing.assert_array_equal(out.numpy().view(np.uint32), expected)
+        np.testing.assert_array_equal(out.cpu().numpy().view(np.uint32), expected)
 
 
 # A number by a random byte.
 
 
 def reference_codes(x: np.ndarray, fmt: Format = E2M1) -> torch.Tensor:
-    """Codes of each of `x` under each byte, (n, 256)."""
+    """Codes of every number in `x` for every byte, (n, 256)."""
     every = torch.arange(256, dtype=torch.uint8).expand(len(x), 256)
     return encode(stochastic(torch.from_numpy(x).unsqueeze(1).expand(-1, 256), fmt, every), fmt)
 
 
-def codes(source: str, x: np.ndarray, flags: Flags = (), device: str = "cpu", fmt: Format = E2M1) -> torch.Tensor:
-    """Codes of each of `x` under each byte, (n, 256)."""
+def codes(source: str, x: np.ndarray, flags: Flags = (), fmt: Format = E2M1) -> torch.Tensor:
+    """Codes of every number in `x` for every byte, (n, 256)."""
     out = np.zeros((len(x), 256), np.uint8)
     given = [np.ascontiguousarray(x)]
-    return torch.from_numpy(run(source, f"every_byte_{fmt.name}", given, out, len(x), flags, device))
+    return torch.from_numpy(run(source, f"every_byte_{fmt.name}", given, out, len(x), flags))
 
 
 def decisions() -> np.ndarray:
-    """Where |x| + byte/256·step meets the grid, ± 1 ulp, for every byte, and the ends of float32."""
+    """Numbers at which |x| + byte/256·step meets the grid, ± 1 ulp, for every byte, and the ends of float32."""
     points = np.array([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     bytes_ = np.arange(256) / 256
     meets = [points - bytes_[:, None] * step for step in (0.5, 1.0, 2.0)]
@@ -167,14 +161,15 @@ def decisions() -> np.ndarray:
 
 
 @EVERY_BUILD
-def test_every_bfloat16_under_every_byte_is_rounded_as_the_reference_does(cuda_source: Source, flags: Flags) -> None:
-    """Those below 8, and infinities, NaN of every payload and some beyond; unoptimized every 16th of them."""
+def test_every_bfloat16_under_every_byte(cuda_source: Source, flags: Flags) -> None:
+    """Numbers below 8, infinities, NaN of every payload, and some larger numbers; every 16th unoptimized."""
     x = conversions.bf16_values()
     x = x[(np.abs(x) < 8) | ~np.isfinite(x) | (np.arange(x.size) % 97 == 0)]
-    for part in np.array_split(x[:: 16 if flags else 1], 8):
+    for part in np.array_split(x[:: 16 if "-O0" in flags else 1], 8):
         assert torch.equal(codes(cuda_source(TEXT), part, flags), reference_codes(part))
 
 
+@ON_EVERY_DEVICE
 def test_every_decision_under_every_byte_is_the_references(cuda_source: Source) -> None:
     x = decisions()
     got = codes(cuda_source(TEXT), x)
@@ -183,7 +178,7 @@ def test_every_decision_under_every_byte_is_the_references(cuda_source: Source) 
 
 
 def crossings(fmt: Format) -> np.ndarray:
-    """Numbers of every step of the grid that a byte lifts over the next point, or just not, of 16 bytes a step."""
+    """Numbers that a byte lifts over the next grid point, or just not: 16 bytes for each step of the grid."""
     points = np.array(fmt.values[: fmt.max_code + 1])
     low, step = points[:-1, None], np.diff(points)[:, None]
     exact = low + step * (np.arange(0, 256, 16) + np.arange(len(low))[:, None] % 16) / 256
@@ -193,18 +188,17 @@ def crossings(fmt: Format) -> np.ndarray:
 
 @EVERY_BUILD
 @pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_every_narrow_format_is_rounded_by_a_byte_as_the_reference_does(
-    cuda_source: Source, fmt: Format, flags: Flags
-) -> None:
-    values = conversions.bf16_values()[:: 31 if flags else 5]
-    for x in (values, crossings(fmt)[:: 16 if flags else 1]):
+def test_every_narrow_format_is_rounded_by_a_byte(cuda_source: Source, fmt: Format, flags: Flags) -> None:
+    values = conversions.bf16_values()[:: 31 if "-O0" in flags else 5]
+    for x in (values, crossings(fmt)[:: 16 if "-O0" in flags else 1]):
         got = codes(cuda_source(TEXT), x, flags, fmt=fmt)
         assert torch.equal(got, reference_codes(x, fmt))
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     assert (codes(cuda_source(TEXT), np.array([np.nan, -np.nan], np.float32), flags, fmt=fmt) == nan).all()
 
 
-def test_numbers_of_the_grid_never_move_and_special_values_have_one_code(cuda_source: Source) -> None:
+@ON_EVERY_DEVICE
+def test_grid_numbers_and_special_values_ignore_the_byte(cuda_source: Source) -> None:
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     x = np.array([*grid, *(-v for v in grid), 7.0, -7.0, np.inf, -np.inf, np.nan, -np.nan], np.float32)
     got = codes(cuda_source(TEXT), x)
@@ -212,8 +206,9 @@ def test_numbers_of_the_grid_never_move_and_special_values_have_one_code(cuda_so
     assert got[:, 0].tolist() == [*range(16), 7, 15, 7, 15, 7, 7]
 
 
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_number_goes_up_under_as_many_bytes_as_its_distance_says(cuda_source: Source, sign: int) -> None:
+def test_the_distance_is_the_number_of_bytes_that_round_up(cuda_source: Source, sign: int) -> None:
     """n/256 of the way from one grid point to the next: n of 256 bytes."""
     n = np.arange(256)
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -224,7 +219,7 @@ def test_a_number_goes_up_under_as_many_bytes_as_its_distance_says(cuda_source: 
 
 
 @EVERY_BUILD
-def test_a_block_takes_the_bytes_of_its_four_words_the_lowest_first(cuda_source: Source, flags: Flags) -> None:
+def test_a_block_takes_the_lowest_byte_of_its_words_first(cuda_source: Source, flags: Flags) -> None:
     rng = np.random.default_rng(9)
     x = rng.uniform(-7, 7, (500, 16)).astype(np.float32)
     given = rng.integers(0, 1 << 32, (500, 4), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Kernels that take whole tiles of bfloat16, or whole lines of codes: the reference's bytes, and for what they run."""
+"""Kernels of whole tiles of bfloat16, and of whole lines of codes: the reference's bytes, and their inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import NAMES as FP8_NAMES
-from tests.native.fp8 import given_scale
-from tests.native.guards import embedded, guarded_outputs
 from tests.native.quantize.test_mx import ELEMENTS, RULES
-from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix
+from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix, options_of
 
 BF16 = torch.bfloat16
 SIDES = [(True, True), (True, False), (False, True)]
@@ -28,7 +26,7 @@ MX = (*(name for name in RULES if name.startswith("mxfp8-e4m3")), "mxfp8-e5m2", 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched, of quantizing and dequantizing. FP8 goes in tiles on a CPU, too."""
+    """Names of the launched kernels. FP8 uses the kernel of whole tiles, as on a GPU."""
     names: list[str] = []
 
     def noted(*given: Any, **options: Any) -> None:
@@ -87,13 +85,13 @@ def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None
         r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
         x = matrix(family, 256, 384, BF16)
         for rowwise, columnwise in SIDES:
-            options = {"rowwise": rowwise, "columnwise": columnwise, **given_scale(r)}
+            options = {"rowwise": rowwise, "columnwise": columnwise, **options_of(r)}
             assert_both_same(ops.quantize_both(x, r, **options), reference.quantize_both(x, r, **options))
     assert set(used) == {"quantize_fp8_tiles_bf16"}
 
 
 def others() -> Iterator[torch.Tensor]:
-    """Matrices that are not whole tiles of bfloat16, or lie otherwise."""
+    """Matrices of other shapes, dtypes, strides or alignment than whole tiles of bfloat16."""
     yield from (matrix("outliers", rows, columns, BF16) for rows, columns in ((129, 128), (128, 160), (0, 128)))
     yield from (matrix("outliers", 128, 128, dtype) for dtype in DTYPES if dtype != BF16)
     yield matrix("outliers", 128, 256, BF16)[:, ::2]
@@ -103,14 +101,14 @@ def others() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-block-1x128", "fp8-current"])
-def test_what_is_not_whole_tiles_goes_to_the_other_kernels(name: str, used: list[str]) -> None:
+def test_other_matrices_use_the_general_kernels(name: str, used: list[str]) -> None:
     for x in others():
         assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
     assert used
     assert not any("tiles" in kernel for kernel in used)
 
 
-def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> None:
+def test_other_roundings_use_the_general_kernels(used: list[str]) -> None:
     x = matrix("outliers", 128, 128, BF16)
     for name, random in (("mxfp8-e4m3-sr", (1, 2)), ("mxfp4", None)):
         assert_both_same(ops.quantize_both(x, name, random=random), reference.quantize_both(x, name, random=random))
@@ -119,7 +117,7 @@ def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> N
 
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae"])
-def test_a_block_of_threads_takes_many_tiles_one_below_the_other(
+def test_a_block_of_threads_takes_many_tiles(
     name: str, swizzled: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of large matrices: eight, then two, and last of all one."""
@@ -133,9 +131,7 @@ def test_a_block_of_threads_takes_many_tiles_one_below_the_other(
 
 
 @pytest.mark.parametrize(("limit", "size"), [("_LONGEST", 128), ("_MOST", 64 * 128)])
-def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
-    limit: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_matrices_use_the_general_kernel(limit: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
     def noted(*given: Any, **options: Any) -> None:
@@ -150,7 +146,7 @@ def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
     assert names == ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_bf16"]
 
 
-def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_on_a_cpu_use_the_general_kernels(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are faster there."""
     monkeypatch.setattr(amax, "_SMALL", 64 * 128)
     for rows in (64, 128):
@@ -162,7 +158,7 @@ def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monke
 
 
 @pytest.mark.long
-def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_general_kernels_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread takes many blocks, on a GPU one."""
     for module, flag in ((nvfp4, "NVFP4"), (mx, "MX"), (amax, "AMAX")):
         threads_of = GENERAL_THREADS["amax_blocks" if module is amax else f"quantize_{flag.lower()}"]
@@ -178,18 +174,6 @@ def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(mon
         x = matrix(family, 80, 140, BF16)
         for name in ("nvfp4-2d-4over6-448-mae", "nvfp4-rht", "nvfp4-rowscaled", "mxfp8-e4m3", "mxfp8-2d"):
             assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
-
-
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current"])
-def test_nothing_outside_of_whole_tiles_is_read_or_written(
-    name: str, used: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, r = matrix("outliers", 256, 128, BF16), replace(find_recipe(name), nan="propagate")
-    x = embedded(plain)
-    with guarded_outputs(monkeypatch):
-        got = ops.quantize_both(x, r)
-    assert_both_same(got, reference.quantize_both(plain, r))
-    assert used == [f"quantize_{'mx' if 'mx' in name else 'fp8'}_tiles_bf16"]
 
 
 # Whole lines of codes.
@@ -215,13 +199,13 @@ def suffix(dtype: torch.dtype) -> str:
     [("nvfp4", 5, 24), ("nvfp4-rowscaled", 4, 24), ("mxfp8-e4m3", 4, 48), ("fp8-block-128x128", 128, 128),
      ("fp8-block-1x128", 3, 130), ("fp8-current", 3, 5)],
 )  # fmt: skip
-def test_what_is_not_whole_lines_goes_to_the_other_kernel(name: str, rows: int, columns: int, used: list[str]) -> None:
+def test_parts_of_lines_use_the_general_kernel(name: str, rows: int, columns: int, used: list[str]) -> None:
     q = reference.quantize(matrix("outliers", rows, columns, BF16), name)
     assert_equal(ops.dequantize(q, BF16), reference.dequantize(q, BF16))
     assert used == ["dequantize_bf16"]
 
 
-def test_codes_that_are_stored_transposed_or_not_aligned_go_to_the_other_kernel(used: list[str]) -> None:
+def test_transposed_or_unaligned_codes_use_the_general_kernel(used: list[str]) -> None:
     q = reference.quantize(matrix("outliers", 64, 64, BF16), "mxfp8-e4m3")
     turned = replace(q, codes=q.codes.T.contiguous(), scales=q.scales.T.contiguous(), transposed=True)
     moved = torch.empty(64 * 64 + 1, dtype=torch.uint8)[1:].view(64, 64)

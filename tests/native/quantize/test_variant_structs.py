@@ -53,7 +53,7 @@ TEXTS = {family: kernel(struct, 1 + len(variant)) for family, (struct, variant) 
 
 
 def other_value(struct: KernelStruct, name: str, value: Any) -> Any:
-    """Another value of a field: another enumerator, or the number with one bit changed."""
+    """Another value of a field: a different enumerator, or the number with a changed bit."""
     field = next(field for field in struct.fields if field.name == name)
     if field.enumerators is not None:
         return next(enumerator for enumerator in reversed(list(field.enumerators)) if enumerator != value)
@@ -81,7 +81,7 @@ def test_every_field_of_a_variant_reaches_the_compiler(cuda_source: Source, fami
 
 
 @EVERY_FAMILY
-def test_a_variant_without_a_field_or_with_an_unknown_one_is_refused(family: str) -> None:
+def test_a_missing_or_unknown_field_is_refused(family: str) -> None:
     struct, variant = VARIANTS[family]
     for wrong in (dict(list(variant.items())[1:]), variant | {"unknown": 1}):
         with pytest.raises(TypeError, match=struct.name):

@@ -72,7 +72,7 @@ def test_the_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkey
     assert cache_folder() == tmp_path / "home" / ".cache" / "narrowgauge"
 
 
-def test_what_is_built_appears_there_in_one_step_and_is_built_once(cache: Path) -> None:
+def test_a_file_is_built_once_and_appears_in_one_step(cache: Path) -> None:
     def build(path: Path) -> None:
         assert left(cache) == []
         path.write_text("built")
@@ -207,9 +207,7 @@ BAD_ENTRIES = [
 
 
 @pytest.mark.parametrize("change", BAD_ENTRIES)
-def test_a_damaged_or_foreign_entry_is_built_again_and_replaced_by_a_new_file(
-    cache: Path, change: Callable[[Path], None]
-) -> None:
+def test_a_damaged_or_foreign_entry_is_built_again(cache: Path, change: Callable[[Path], None]) -> None:
     entry = cached("it.so", write("whole"))
     change(entry)
     with entry.open("rb") if entry.is_file() else contextlib.nullcontext() as mapped:
@@ -309,7 +307,7 @@ BAD_FOLDERS = [
 
 
 @pytest.mark.parametrize("change", BAD_FOLDERS)
-def test_an_unsafe_folder_is_not_used_and_the_warning_names_it_and_the_remedy(
+def test_an_unsafe_folder_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], str]
 ) -> None:
     folder = tmp_path / "above" / "cache"
@@ -326,7 +324,7 @@ def test_an_unsafe_folder_is_not_used_and_the_warning_names_it_and_the_remedy(
         assert content(cached("it.so", never)) == "built", "other processes of the user find it"
 
 
-def test_a_folder_in_place_of_an_entry_stays_and_the_warning_names_it(cache: Path) -> None:
+def test_a_folder_with_the_name_of_an_entry_stays(cache: Path) -> None:
     (cache / "it.so" / "kept").mkdir(parents=True, mode=0o700)
     cache.chmod(0o700)
     with pytest.warns(RuntimeWarning, match=f"Is a directory: .*'{cache}/it.so'"):
@@ -337,8 +335,8 @@ def test_a_folder_in_place_of_an_entry_stays_and_the_warning_names_it(cache: Pat
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_unsafe_temporary_folder_is_replaced_by_one_of_the_process(cache: Path, tmp_path: Path, own: bool) -> None:
-    """Also a folder that is given, such as that of a mutant."""
+def test_an_unsafe_temporary_folder_is_replaced(cache: Path, tmp_path: Path, own: bool) -> None:
+    """Also the folder of a mutant, which is an argument."""
     cache.mkdir(mode=0o777)
     cache.chmod(0o777)
     shared = tmp_path / "tmp" / f"narrowgauge-{os.geteuid()}"
@@ -354,7 +352,7 @@ def test_an_unsafe_temporary_folder_is_replaced_by_one_of_the_process(cache: Pat
     assert content(entry) == "built"
 
 
-def test_without_any_safe_folder_the_error_names_every_folder_and_the_remedy(cache: Path, tmp_path: Path) -> None:
+def test_without_a_safe_folder_the_error_names_every_folder(cache: Path, tmp_path: Path) -> None:
     cache.mkdir()
     for path in (cache, tmp_path / "tmp"):
         path.chmod(0o777)
@@ -385,7 +383,7 @@ def fail_to_write(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, *,
 
 
 @pytest.mark.parametrize(("number", "at_open"), [(errno.EROFS, True), (errno.EACCES, True), (errno.ENOSPC, False)])
-def test_a_folder_that_cannot_be_written_still_serves_its_entries_and_new_ones_go_elsewhere(
+def test_a_read_only_folder_serves_its_entries(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at_open: bool
 ) -> None:
     cached("old.so", write("old"))
@@ -417,7 +415,7 @@ def ask(together: Barrier, answers: Queue[str]) -> None:
     answers.put(content(cached("shared.so", build_slowly)))
 
 
-def test_processes_that_want_the_same_file_build_it_once_and_all_get_the_whole_of_it(cache: Path) -> None:
+def test_several_processes_build_a_file_once(cache: Path) -> None:
     answers = SPAWN.Queue()
     together = SPAWN.Barrier(4)
     workers = [SPAWN.Process(target=ask, args=(together, answers)) for _ in range(4)]
@@ -445,7 +443,7 @@ def damage_and_read(together: Barrier, damaged: bool, answers: Queue[str]) -> No
     answers.put(",".join(map(str, sorted(found))))
 
 
-def test_an_entry_that_is_damaged_and_rebuilt_all_the_time_is_never_seen_in_part(cache: Path) -> None:
+def test_a_rebuilt_entry_is_never_seen_in_part(cache: Path) -> None:
     answers = SPAWN.Queue()
     together = SPAWN.Barrier(3)
     workers = [SPAWN.Process(target=damage_and_read, args=(together, not i, answers)) for i in range(3)]
@@ -463,7 +461,7 @@ def test_an_entry_that_is_damaged_and_rebuilt_all_the_time_is_never_seen_in_part
 # Builds that do not end.
 
 
-def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(cache: Path) -> None:
+def test_a_failed_build_leaves_no_file(cache: Path) -> None:
     def fail(path: Path) -> None:
         path.write_text("half")
         raise ToolchainError("no")
@@ -474,7 +472,7 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(cache: Path
     assert content(cached("it.so", write("whole"))) == "whole"
 
 
-def test_a_build_that_makes_nothing_is_an_error_and_leaves_nothing(cache: Path) -> None:
+def test_a_build_without_a_file_is_an_error(cache: Path) -> None:
     with pytest.raises(FileNotFoundError):
         cached("it.so", lambda _: None)
     assert left(cache) == []
@@ -489,7 +487,7 @@ def die() -> None:
     cached("it.so", build_and_die)
 
 
-def test_a_process_killed_while_it_builds_leaves_neither_the_file_nor_its_lock(cache: Path) -> None:
+def test_a_killed_build_leaves_neither_file_nor_lock(cache: Path) -> None:
     killed = SPAWN.Process(target=die)
     killed.start()
     killed.join(timeout=60)
@@ -518,7 +516,7 @@ TRIVIAL = 'extern "C" __global__ void trivial() {}\n'
 
 @pytest.mark.usefixtures("no_compiler_known")
 @pytest.mark.parametrize("cxx", ["/nonexistent", "no-such-compiler"])
-def test_a_compiler_that_is_not_there_is_an_error_that_names_it_and_the_remedy(
+def test_a_missing_compiler_is_an_error_with_the_remedy(
     cuda_source: Source, monkeypatch: pytest.MonkeyPatch, cxx: str
 ) -> None:
     monkeypatch.setenv("CXX", cxx)
@@ -531,7 +529,7 @@ def test_a_compiler_that_is_not_there_is_an_error_that_names_it_and_the_remedy(
 
 
 @pytest.mark.usefixtures("no_compiler_known")
-def test_without_any_compiler_the_error_names_all_that_were_looked_for(
+def test_without_a_compiler_the_error_names_all_candidates(
     cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
@@ -541,7 +539,7 @@ def test_without_any_compiler_the_error_names_all_that_were_looked_for(
 
 
 @pytest.mark.usefixtures("no_compiler_known")
-def test_a_compiler_that_does_not_compile_is_an_error_with_the_command(
+def test_a_failing_compiler_is_an_error_with_the_command(
     cuda_source: Source, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     liar = tmp_path / "liar"

@@ -1,4 +1,4 @@
-"""What a launch on a GPU asks of CuPy and torch, told by a CuPy that writes it down: no GPU is needed."""
+"""Calls of CuPy and torch by a launch on a GPU, recorded by a fake CuPy: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class FakeDriver:
         self.bound = 0
         self.launches: list[dict[str, Any]] = []
         self.sizes: list[int] = []
-        """Bytes of each parameter of the kernel, which the driver knows."""
+        """Bytes of each parameter of the kernel."""
         self.declared: dict[str, int] = {}
-        """Static shared memory of kernels by name, in bytes; 0 where it is not said."""
+        """Static shared memory of kernels by name, in bytes; default 0."""
         self.functions: dict[str, Any] = {}
 
     def ctxGetCurrent(self) -> int:
@@ -127,7 +127,7 @@ def test_every_parameter_has_its_bytes(driver: FakeDriver) -> None:
     assert driver.launches[1]["parameters"] == [np.int32(9).tobytes()]
 
 
-def test_a_launch_has_its_geometry_and_the_stream_that_is_current_now(driver: FakeDriver) -> None:
+def test_a_launch_has_its_geometry_and_the_current_stream(driver: FakeDriver) -> None:
     launch(np.int32(1))
     driver.streams[0] = 101
     launch(np.int32(1))
@@ -150,7 +150,7 @@ def test_a_kernel_is_loaded_once_for_each_text_and_device(driver: FakeDriver, mo
     assert [one["function"] for one in driver.launches[5:]] == [1003, 1004, 1005]
 
 
-def test_dynamic_shared_memory_is_asked_for_where_it_grows(driver: FakeDriver) -> None:
+def test_the_limit_of_dynamic_shared_memory_grows(driver: FakeDriver) -> None:
     for shared in (0, 100_000, 50_000, 200_000, 100_000):
         launch(shared_bytes=shared)
     assert driver.limits == [(1001, SHARED_LIMIT, 100_000), (1001, SHARED_LIMIT, 200_000)]
@@ -158,13 +158,13 @@ def test_dynamic_shared_memory_is_asked_for_where_it_grows(driver: FakeDriver) -
 
 
 @pytest.mark.parametrize(("declared", "carveout"), [(16 * 1024, -1), (16 * 1024 + 4, 100)])
-def test_kernels_of_much_shared_memory_prefer_it_to_a_cache(driver: FakeDriver, declared: int, carveout: int) -> None:
+def test_kernels_with_much_shared_memory_get_the_carveout(driver: FakeDriver, declared: int, carveout: int) -> None:
     driver.declared["fill"] = declared
     launch()
     assert driver.functions["fill"].preferred_shared_memory_carveout == carveout
 
 
-def test_a_thread_that_has_no_context_gets_one(driver: FakeDriver) -> None:
+def test_a_thread_without_a_context_gets_a_context(driver: FakeDriver) -> None:
     driver.context = 0
     launch()
     launch()
@@ -172,12 +172,12 @@ def test_a_thread_that_has_no_context_gets_one(driver: FakeDriver) -> None:
     assert len(driver.launches) == 2
 
 
-def test_nothing_is_queued_for_a_grid_of_no_blocks(driver: FakeDriver) -> None:
+def test_no_launch_for_a_grid_without_blocks(driver: FakeDriver) -> None:
     cuda.launch("fills", "fill", (1, 0, 1), (64, 1, 1), (), device=torch.device("cuda"))
     assert not driver.launches
     assert driver.loaded, "what does not compile is an error all the same"
 
 
-def test_an_argument_of_another_type_is_none(driver: FakeDriver) -> None:
+def test_an_argument_of_another_type_is_refused(driver: FakeDriver) -> None:
     with pytest.raises(KeyError, match="int8"):
         launch(np.int8(1))

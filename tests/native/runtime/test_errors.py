@@ -147,13 +147,13 @@ EVERY_CHOICE = [
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_the_kernels_name_what_they_can_of_every_field_of_a_recipe(name: str) -> None:
+def test_every_field_of_a_recipe_has_choices(name: str) -> None:
     """A field that somebody adds is a choice that the kernels have not heard of."""
     assert {field.name for field in fields(Recipe)} == set(arguments.choices(ops.find_recipe(name)))
 
 
 @pytest.mark.parametrize(("name", "field"), [*EVERY_CHOICE, ("nvfp4", "scale"), ("mxfp4", "scale")])
-def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(name: str, field: str) -> None:
+def test_an_unknown_choice_is_refused_by_its_field(name: str, field: str) -> None:
     r, valid = replace(ops.find_recipe(name)), ops.quantize(X, name)
     object.__setattr__(r, field, "something else")
     table = arguments.FAMILIES if field == "scale" else arguments.choices(ops.find_recipe(name))[field]
@@ -184,14 +184,12 @@ def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(name: str
         ("mxfp8-e5m2", {"transform": Hadamard()}, "its transform is Hadamard(group=16, signs=55272), and theirs None"),
     ],
 )
-def test_a_choice_that_belongs_to_another_element_or_family_is_refused(
-    name: str, changes: dict[str, Any], message: str
-) -> None:
+def test_a_choice_of_another_element_or_family_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         ops.quantize(X.bfloat16(), replace(ops.find_recipe(name), **changes))
 
 
-def test_every_recipe_of_another_library_is_refused_by_a_field_in_which_it_differs() -> None:
+def test_recipes_of_other_libraries_are_refused_by_a_field() -> None:
     others = [name for name in recipe_names() if name not in (*NAMES, *FP8_NAMES)]
     assert others, "other dialects are recipes by now"
     for name in others:

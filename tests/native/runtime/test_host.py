@@ -1,4 +1,4 @@
-"""The host toolchain: libraries beside each other, arithmetic, and what it refuses."""
+"""The host toolchain: several libraries in a process, arithmetic, and errors."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def entries(text: str) -> set[str]:
 
 
 # Elements of MX on sm_90a, where twins stand for most instructions, and on sm_100a, which has all; E4M3 everywhere.
-# Assembly takes most of the time, and there the chips hardly differ: one of Hopper and one of Blackwell are assembled.
+# Assembly takes most of the time, and there the chips hardly differ: Hopper and a Blackwell chip are assembled.
 ASSEMBLED = ("sm_90a", "sm_100a")
 # `make test` assembles nothing. It makes the PTX of every source for Hopper once, but of the products that quantize,
 # whose parts it compiles too, and for Blackwell, which has other instructions for conversions, of what converts most.
@@ -72,7 +72,7 @@ COMPILED = [
 
 
 HOPPERS = {"gemm_wgmma", "gemm_wgmma_fp8"}
-"""Those with instructions that sm_90a alone has."""
+"""Sources with instructions of sm_90a alone."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Those that say so: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and where the product is
 exact, gemm_skinny_e4m3.cuh, `moderate_base`."""
@@ -84,7 +84,7 @@ truncates after a stochastic rounding."""
 
 @pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
 def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str, flags: tuple[str, ...]) -> None:
-    """Those of MX convert by the chip's instructions, where it has them, their elements and their scales."""
+    """Kernels of MX convert elements and scales by instructions of the chip, if the chip has them."""
     chip = architecture.partition("_")[2]
     if architecture in ASSEMBLED:
         cubin, text = nvrtc.cubin_and_ptx(source, architecture, *flags)

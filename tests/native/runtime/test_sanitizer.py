@@ -27,7 +27,7 @@ def line(words: str) -> int:
     return found
 
 
-# What is found, the line it is in, and the thread that does it.
+# Finding, text of the wrong line, and the wrong thread.
 FOUND = {
     "reads_behind_an_input": (
         "heap-buffer-overflow: reads 4 bytes at byte 160 of an allocation of 160", "= x[t];  // the mistake: t < n", 40,
@@ -74,7 +74,7 @@ def test_a_right_kernel_runs_to_its_end(found: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kernel", FOUND)
-def test_a_wrong_kernel_is_found_with_its_kind_its_line_and_its_thread(kernel: str, found: dict[str, str]) -> None:
+def test_a_wrong_kernel_is_found_with_line_and_thread(kernel: str, found: dict[str, str]) -> None:
     what, words, thread = FOUND[kernel]
     said = re.sub("0x[0-9a-f]+", "0xADDRESS", found[kernel])
     assert said == f"{what} at memory.cu:{line(words)}, thread ({thread}, 0, 0) of block (0, 0, 0) of {kernel}"

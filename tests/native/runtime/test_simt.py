@@ -251,7 +251,7 @@ def test_half_a_warp_exchanges_alone_while_the_other_waits(cuda_source: Source, 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_atomic_max_keeps_the_largest_of_all_blocks(cuda_source: Source, workers: int) -> None:
-    """Every value is larger than those before it, so blocks that run at once meet at nearly every step."""
+    """The values increase, so concurrent blocks conflict at nearly every step."""
     x = np.arange(1, 512 * 256 + 1, dtype=np.uint32) + np.uint32(2**31)
     out, before = np.zeros(1, np.uint32), np.zeros_like(x)
     run(cuda_source(TEXT), "maximum", (512, 1, 1), (256, 1, 1), x, out, before, workers=workers)

@@ -105,7 +105,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_fields_are_packed_by_name_in_the_order_of_the_declaration(outer: KernelStruct) -> None:
+def test_fields_are_packed_in_the_order_of_the_declaration(outer: KernelStruct) -> None:
     value = outer(**dict(reversed(FIELDS.items())))  # type: ignore[arg-type]
     assert value.fields == [True, 7, 0.5, None, 1, -2, 5, 3, 4, 5, 6]
     assert outer.layout.size == 64

@@ -1,6 +1,6 @@
 // memory.cu: kernels that are wrong on purpose, one defect each, which the sanitizers have to find at its line.
 //
-// x is an input of n elements, out an output of n; one block of 64 threads, of which one does wrong.
+// x is an input of n elements, out an output of n; a block of 64 threads with a single wrong thread.
 
 extern "C" __global__ void right(const int* x, int* out, int n) {
     __shared__ int part[64];

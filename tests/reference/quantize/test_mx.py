@@ -1,4 +1,4 @@
-"""MX recipes: a twin in exact arithmetic, every code under every scale, special values, halves, sections, random."""
+"""MX recipes: the scalar definition, every code under every scale, special values, halves, sections, random bits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def row_of(*numbers: float, columns: int = 32) -> torch.Tensor:
 
 
 @ELEMENT
-def test_zeros_of_either_sign_have_the_smallest_scale_and_keep_their_sign(element: Format) -> None:
+def test_zeros_have_the_smallest_scale_and_keep_their_sign(element: Format) -> None:
     q = quantize(row_of(0.0, -0.0, 0.0, -0.0), NAMES[element])
     assert q.scales.tolist() == [[0]]
     assert rowwise_elements(q)[0, :4].tolist() == [0, element.sign_code] * 2
@@ -110,8 +110,8 @@ def test_infinity_has_the_largest_scale_and_the_largest_code(element: Format) ->
 
 
 @ELEMENT
-def test_nan_is_left_out_of_the_amax_and_has_one_code(element: Format) -> None:
-    """E4M3 and E5M2 0x7F; formats without NaN the largest positive code, whatever the sign."""
+def test_the_amax_ignores_nan_and_nan_has_a_code(element: Format) -> None:
+    """0x7F in E4M3 and E5M2; the largest positive code in formats without NaN."""
     nans = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, -1], dtype=torch.int32).view(torch.float32)
     x = row_of(1.0, *[0.0] * 4)
     x[0, 1:5] = nans
@@ -128,7 +128,7 @@ def test_nan_is_left_out_of_the_amax_and_has_one_code(element: Format) -> None:
     assert dequantize(propagated).isnan().all()
 
 
-def test_a_nan_makes_its_own_block_or_tile_nan_and_no_other() -> None:
+def test_a_nan_makes_its_block_or_tile_nan() -> None:
     x = matrix("normal", 3, 64, 96)
     x[40, 50] = math.nan
     for name, spoiled in (("mxfp8-e4m3", [(40, 1)]), ("mxfp8-2d", [(row, 1) for row in range(32, 64)])):
@@ -140,8 +140,8 @@ def test_a_nan_makes_its_own_block_or_tile_nan_and_no_other() -> None:
 
 
 @ELEMENT
-def test_every_value_of_the_element_under_every_scale_is_quantized_to_itself_and_back(element: Format) -> None:
-    """All codes by all scales at which no value overflows float32; the largest number of a block fixes its scale."""
+def test_every_value_under_every_scale_is_kept(element: Format) -> None:
+    """All codes by all scales without overflow of float32; the largest number of a block determines its scale."""
     values = torch.tensor([v for v in element.values if math.isfinite(v)])
     for code in range(255):
         row = (values.double() * 2.0 ** (code - 127)).float()
@@ -157,10 +157,8 @@ def test_every_value_of_the_element_under_every_scale_is_quantized_to_itself_and
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @ELEMENT
-def test_dequantize_of_every_code_under_every_scale_is_the_exact_product_rounded(
-    element: Format, dtype: torch.dtype
-) -> None:
-    """Code 0 of a scale is 2^-127 and 255 NaN. One rounding to float32, one to the dtype."""
+def test_dequantize_of_every_code_under_every_scale(element: Format, dtype: torch.dtype) -> None:
+    """Scale code 0 is 2^-127, 255 is NaN. The exact product is rounded to float32, then to the dtype."""
     codes = torch.arange(max(32, element.codes), dtype=torch.int32) % element.codes
     blocks = len(codes) // 32
     scales = torch.arange(256, dtype=torch.uint8)
@@ -179,8 +177,8 @@ def test_dequantize_of_every_code_under_every_scale_is_the_exact_product_rounded
 
 
 @ELEMENT
-def test_an_element_is_rounded_once_after_its_scale_has_been_taken_out(element: Format) -> None:
-    """Every midpoint of the format, and a unit in the last place to either side, under scales from end to end."""
+def test_an_element_is_rounded_once(element: Format) -> None:
+    """Every midpoint of the format, ± 1 ulp, under small and large scales."""
     grid = [float(point) for point in scalar_rounding.grid(element)[: element.max_code + 1]]
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(grid)])
     near = torch.cat([middles, middles.nextafter(torch.tensor(math.inf)), middles.nextafter(torch.tensor(0.0))])
@@ -195,7 +193,7 @@ def test_an_element_is_rounded_once_after_its_scale_has_been_taken_out(element: 
 
 
 @ELEMENT
-def test_ocp_clips_what_te_does_not(element: Format) -> None:
+def test_ocp_saturates_numbers_that_te_does_not(element: Format) -> None:
     above = float(element.max) * (1 + 2.0**-10)
     for dialect, scale, code in (("ocp", 127, element.max_code), ("te", 128, None)):
         q = quantize(row_of(above, -above), f"{NAMES[element]}@{dialect}")
@@ -210,7 +208,7 @@ def test_ocp_clips_what_te_does_not(element: Format) -> None:
 @pytest.mark.parametrize("shape", [(64, 96), (1, 1), (33, 70), (130, 3), (3, 130), (0, 0), (0, 40), (40, 0)])
 @pytest.mark.parametrize("name", thinned(ALL, 2))
 def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
-    """The columnwise half of MXFP8 and MXFP6 lies where x does, that of MXFP4 as its transpose."""
+    """The columnwise half of MXFP8 and MXFP6 is stored like x, the half of MXFP4 like the transpose."""
     x, recipe = matrix("spread", 1, *shape), find_recipe(name)
     random = (random_of(name, *shape), random_of(name, *shape[::-1], seed=2))
     row, column = quantize_both(x, name, random=random if name.endswith("-sr") else None)
@@ -245,7 +243,7 @@ def test_tiles_have_one_set_of_codes_for_both_halves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "mxfp6-e3m2", "mxfp4"])
-def test_swizzled_scales_are_those_of_the_matrix_whose_blocks_run_along_its_rows(name: str) -> None:
+def test_swizzled_scales_are_linear_scales_in_tiles(name: str) -> None:
     x = matrix("spread", 3, 200, 300)
     linear, swizzled = (quantize_both(x, name, swizzled=each) for each in (False, True))
     for one, other in zip(linear, swizzled, strict=True):
@@ -327,15 +325,15 @@ def enumerated(x: torch.Tensor, element: Format) -> torch.Tensor:
 
 
 def neighbours(x: torch.Tensor, element: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The points at or below |x| and above it, float64; twice the largest where there is none."""
+    """Grid points at or below |x|, and above |x| (at most the largest number), float64."""
     points = points_of(element)
     below = torch.searchsorted(points, x.double(), right=True) - 1
     return points[below], points[(below + 1).clamp(max=element.max_code)]
 
 
 @ELEMENT
-def test_of_256_bytes_as_many_round_up_as_the_distance_counts_in_256ths(element: Format) -> None:
-    """P(up) = ⌊256·f⌋/256, f the distance from the point below in steps; nothing is above the largest number."""
+def test_the_distance_is_the_number_of_bytes_that_round_up(element: Format) -> None:
+    """P(up) = ⌊256·f⌋/256, with f the distance from the lower grid point in steps of the grid."""
     x = halves(element)
     low, high = neighbours(x, element)
     up = torch.where(high > low, 256 * (x.double() - low) / (high - low).clamp(min=2.0**-60), 0.0).floor()
@@ -346,7 +344,7 @@ def test_of_256_bytes_as_many_round_up_as_the_distance_counts_in_256ths(element:
 
 @ELEMENT
 def test_the_sum_rounds_once_to_float32(element: Format) -> None:
-    """So a number an ulp short of a distance can go up though ⌊256·f⌋ does not count it:
+    """A number an ulp below a distance can round up, although ⌊256·f⌋ does not count it:
     docs/numerics.md#stochastic-rounding."""
     x = near_grid(element)
     low, high = neighbours(x, element)
@@ -362,7 +360,7 @@ def test_the_sum_rounds_once_to_float32(element: Format) -> None:
 
 
 @ELEMENT
-def test_signs_are_kept_and_what_is_not_finite_saturates_or_stays_nan(element: Format) -> None:
+def test_signs_infinities_and_nan(element: Format) -> None:
     x = torch.cat([halves(element), near_grid(element)])
     assert torch.equal(bits(enumerated(-x, element)), bits(-enumerated(x, element)))
     wide = torch.tensor([element.max, element.max * 1.01, FLT_MAX, math.inf])
@@ -389,7 +387,7 @@ def test_stochastic_rounding_is_its_scalar_twin(x: float, byte: int, element: Fo
 
 @ELEMENT
 def test_gfloat_rounds_so_too(element: Format) -> None:
-    """Its `StochasticFastest` adds the bits to the exact distance, which no number here makes round."""
+    """`StochasticFastest` adds the bits to the exact distance; for these numbers the sum is exact."""
     why = "gfloat is not installed: pip install gfloat"
     gfloat = pytest.importorskip("gfloat", reason=why)
     formats = pytest.importorskip("gfloat.formats", reason=why)
@@ -437,7 +435,7 @@ def test_a_block_of_32_has_two_subsequences_of_philox(name: str, shape: tuple[in
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e5m2-sr", "mxfp4-sr"])
-def test_the_columnwise_half_draws_from_the_next_offset_along_its_own_rows(name: str) -> None:
+def test_the_columnwise_half_draws_with_the_next_offset(name: str) -> None:
     x = matrix("normal", 8, 40, 70)
     row, column = quantize_both(x, name, random=(7, 8))
     assert row is not None
