@@ -45,7 +45,7 @@ def test_the_figures_of_the_page() -> None:
 
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_results_of_torchao(swizzled: bool) -> None:
-    """Packed codes, scales in tiles and decode scales, as another library makes them."""
+    """Packed codes, scales in tiles and decode scales in the conventions of other libraries."""
     pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao==0.18.*")
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx

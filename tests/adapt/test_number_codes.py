@@ -51,7 +51,7 @@ def test_signed_zeros_have_two_codes_and_a_nan_has_one() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_neighbours_of_values_are_refused(fmt: Format) -> None:
-    """float32 numbers one ulp above and below each value, and midpoints."""
+    """float32 numbers an ulp above and below every value, and midpoints."""
     values = torch.tensor([v for v in fmt.values if math.isfinite(v)])
     for other in (values.nextafter(torch.tensor(math.inf)), values.nextafter(torch.tensor(-math.inf))):
         for value in other.tolist():

@@ -111,7 +111,7 @@ def test_amax() -> None:
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), 1e-37, 1e-40])
 def test_amaxes_without_a_finite_scale(amax: float) -> None:
-    """A kernel that shows 1/enc or amax/2688 is right, whatever its limits."""
+    """A kernel that reports 1/enc or amax/2688 is right, with any limits."""
     known = torch.tensor([amax])
     encode = torch.full((1,), 2688.0) / known
     for shown in (known / torch.full((1,), 2688.0), 1 / encode):

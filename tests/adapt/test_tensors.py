@@ -15,7 +15,7 @@ from narrowgauge.adapt import tensor
 
 
 class Producer:
-    """An array of another library: DLPack and nothing else."""
+    """An array of another library with DLPack alone."""
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,18 +97,11 @@ def factor(a: Quantized, b: Quantized) -> np.ndarray:
     return scales(a).astype(f32) * scales(b).astype(f32)
 
 
-def gemm(
-    a: Quantized,
-    b: Quantized,
-    *,
-    out_dtype: torch.dtype,
-    c: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def gemm(a: Quantized, b: Quantized, **options: Any) -> torch.Tensor:
     """The sums, then α, c, bias and one cast; FP8 with scales of blocks adds c after the cast."""
     with np.errstate(all="ignore"):
         found = sums(a, b)
-    return finished(found, a, b, out_dtype=out_dtype, c=c, bias=bias)
+    return finished(found, a, b, **options)
 
 
 def finished(

@@ -140,7 +140,7 @@ def assert_value_same(got: Any, expected: Any, name: str) -> None:
 
 
 def assert_products_right(seen: Seen, layer: Any, number: int = 0, dx: str = "dx") -> None:
-    """y, dx and dw of a step are those of its own operands, in the order that the kernels declare."""
+    """y, dx and dw of a step are the products of its operands in the declared order."""
     q = {name: seen[name][number] for name in OPERANDS}
     dtype = layer.dtype
     assert_equal(seen["y"][number], declared.gemm(q["x"], q["w"], out_dtype=dtype, bias=layer.bias.detach()), "y")

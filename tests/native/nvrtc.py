@@ -8,7 +8,7 @@ from narrowgauge.native.runtime import cuda, sources
 
 
 def missing() -> str | None:
-    """Why NVRTC cannot be used here; None where it can."""
+    """Reason why NVRTC cannot be used on this machine, or None."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -21,7 +21,7 @@ def missing() -> str | None:
 
 
 def cubin_and_ptx(source: str, architecture: str, *flags: str) -> tuple[bytes, str]:
-    """`source`.cu for an architecture, sm_…, with the project's flags: the cubin, and the PTX that it was made of."""
+    """`source`.cu for an architecture, sm_…, with the project's flags: the cubin and its PTX."""
     cubin, text = _compiled(source, architecture, flags, "CUBIN", "PTX")
     return cubin, text.decode()
 

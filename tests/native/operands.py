@@ -13,7 +13,7 @@ from narrowgauge.spec.quantized import scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
-"""One recipe of each element format."""
+"""A recipe for each element format."""
 FP8_PAIRS = (
     ("fp8-block-1x128-e4m3", "fp8-block-1x128-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e5m2"),
     ("fp8-block-128x128-e5m2", "fp8-block-1x128-e4m3"), ("fp8-block-1x128-e5m2", "fp8-block-128x128-e4m3"),
@@ -35,7 +35,7 @@ def finite_codes(fmt: Format) -> torch.Tensor:
 
 
 def operand(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe | str) -> Quantized:
-    """Codes (M, K), one an element, and scales as they are stored."""
+    """An operand of codes (M, K), a byte for each element, and stored scales."""
     recipe = find_recipe(recipe)
     one = torch.ones(1) if recipe.tensor_scale != "none" else None
     stored = pack(codes) if recipe.element.bits == 4 else codes.contiguous()
@@ -76,7 +76,7 @@ def stored_transposed(q: Quantized) -> Quantized:
 
 
 def stored_swizzled(q: Quantized) -> Quantized:
-    """The same operand with scales in the 128×4 layout, those of the matrix as it is meant."""
+    """The same operand with the scales of the logical matrix in the 128×4 layout."""
     return replace(q, scales=swizzle(q.scales.T.contiguous() if q.transposed else q.scales), swizzled=True)
 
 

@@ -24,7 +24,7 @@ RECIPES = {
 }
 
 DIALECTS = ("te", "te-2.8", "te-native")
-"""Those of NVFP4 that the kernels speak."""
+"""Dialects of NVFP4 that the kernels have."""
 MX_DIALECTS = ("te", "ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest")
 """Dialects of MX that the kernels have."""
 MX_NAMES = tuple(
@@ -38,12 +38,12 @@ FP8_NAMES = tuple(
 TWO_LEVELS = tuple(
     name for name in recipe_names() if find_recipe(name).scale is E4M3 and find_recipe(name).dialect in DIALECTS
 )
-"""Those with a tensor scale, too."""
+"""Recipes with a tensor scale."""
 NAMES = TWO_LEVELS + MX_NAMES
 """Every recipe of these two families that the kernels have."""
 ROTATED = tuple(name for name in NAMES if find_recipe(name).transform is not None)
 SECTIONED = tuple(name for name in NAMES if find_recipe(name).granularity == "tensor")
-"""Those that quantize sections."""
+"""Recipes that quantize sections."""
 
 FAMILIES = (
     "normal", "outliers", "e2m1 ties", "e4m3 ties", "zeros", "negative zeros", "nan", "inf", "subnormal", "huge",
@@ -100,7 +100,7 @@ def matrix(family: str, rows: int, columns: int, dtype: torch.dtype, seed: int =
 
 
 def nearly_tied(rows: int = 2048) -> torch.Tensor:
-    """(rows, 64) of tiles whose two errors of 4over6 are nearly equal, so that the order of their sum decides."""
+    """(rows, 64) of tiles with two nearly equal errors of 4over6: the order of the sum decides."""
     x = torch.randint(-24, 25, (rows, 64), generator=torch.Generator().manual_seed(0)) * (1 / 3)
     x[::16, ::16] = 8.0
     return x * 2.0 ** -(torch.arange(rows) // 16 % 3).unsqueeze(1)
@@ -118,7 +118,7 @@ def dtype_in_turn(name: str, family: str) -> torch.dtype:
 
 
 def fitting(extent: int, recipe: Recipe) -> int:
-    """`extent`, or the next one of whole groups where the recipe rotates."""
+    """`extent`, rounded up to whole groups if the recipe rotates."""
     return extent if recipe.transform is None else -(-extent // recipe.transform.group) * recipe.transform.group
 
 
@@ -162,7 +162,7 @@ def words_for(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
-    """A row for every scale byte, all 16 codes in each; 15 of them in a matrix of 15 columns."""
+    """A row for every scale byte, with all 16 codes, or 15 codes in a matrix of 15 columns."""
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[::2] | codes[1::2] << 4).repeat(256, 1)
     if columns % 2:

@@ -1,8 +1,8 @@
-"""A process that has the sanitizers: launches each kernel of wrong/memory.cu in a child of its own.
+"""A process with the sanitizers, which launches each kernel of wrong/memory.cu in a separate child.
 
     python -m tests.native.sanitized FOLDER KERNEL…
 
-FOLDER is where the sources are. Prints a JSON object: kernel to finding, which is empty for a correct kernel.
+FOLDER has the sources. Prints a JSON object: kernel to finding, which is empty for a correct kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from narrowgauge.native.runtime import host, sanitizer, sources
 
 
 def main(folder: Path, kernels: tuple[str, ...]) -> None:
-    """Launch them on 40 elements with 64 threads, two of which workers would run at once if they could."""
+    """Launch the kernels on 40 elements with 64 threads and two workers."""
     preloaded = os.environ["LD_PRELOAD"]
     sanitizer.settle()
     assert preloaded, "or there is nothing to settle"

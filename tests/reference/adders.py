@@ -1,4 +1,4 @@
-"""Float32 additions as kernels do them, in NumPy, and sums in the orders that can be declared.
+"""Float32 additions of kernels in NumPy, and sums in declared orders.
 
 Additions round to nearest or truncate; numbers below 2^-126 stay, or become 0.
 """
@@ -49,7 +49,7 @@ class Adder:
 
 
 def in_turn(terms: np.ndarray, adder: Adder) -> np.ndarray:
-    """Terms (m, n, k) one after the other, from 0: (m, n)."""
+    """Terms (m, n, k) added in order, from 0: (m, n)."""
     total = np.zeros(terms.shape[:2], f32)
     for k in range(terms.shape[2]):
         total = adder.add(total, terms[:, :, k])
@@ -78,14 +78,14 @@ def in_trees(terms: np.ndarray, adder: Adder, rng: np.random.Generator, count: i
 
 
 def scaled_terms(a: Quantized, b: Quantized, adder: Adder) -> np.ndarray:
-    """Products of codes and scales, as float32 numbers: (m, n, k). Without scales where one is all the tensor's."""
+    """Products of codes and scales, as float32 numbers: (m, n, k). Without the scale of a whole tensor."""
     if a.recipe.whole:
         return kernels.code_terms(a, b)
     return adder.rounded(narrow.values(a)[:, None, :] * narrow.values(b)[None])
 
 
 def in_blocks(a: Quantized, b: Quantized, adder: Adder, columns: slice = slice(None)) -> np.ndarray:
-    """Blocks in turn, those that begin in `columns`, or their part of the only one: (m, n)."""
+    """Sums of the blocks that begin in `columns`, or of this part of a single block: (m, n)."""
     terms = kernels.code_terms(a, b)
     total = np.zeros(terms.shape[:2], f32)
     if a.recipe.whole:

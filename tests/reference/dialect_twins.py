@@ -1,7 +1,7 @@
-"""Every dialect of NVFP4 as its library computes it, one function each, transcribed from the libraries' own code.
+"""Every dialect of NVFP4 in a function, transcribed from the code of its library.
 
 NumPy float32 arithmetic rounds every operation. Roundings to E4M3 and E2M1 look for the nearest point of a list, in
-float64, where every distance that decides is exact. Nothing here comes from `reference`.
+float64, in which all compared distances are exact. No function imports `reference`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {"float32": f32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def nearest(values: np.ndarray, points: np.ndarray, *, tie: str = "even") -> np.ndarray:
-    """Index of the point nearest to every |value|; a tie to the even one, or to the one nearer to zero. NaN: -1."""
+    """Index of the point nearest to every |value|; ties to even or toward zero. NaN: -1."""
     magnitude = np.minimum(np.abs(values.astype(np.float64)), points[-1])
     distance = np.abs(magnitude[..., None] - points)
     low = distance.argmin(-1)
@@ -32,7 +32,7 @@ def nearest(values: np.ndarray, points: np.ndarray, *, tie: str = "even") -> np.
 
 
 def e4m3(values: np.ndarray, *, tie: str = "even") -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of not negative values, saturating, and what they stand for; 0x7F for NaN."""
+    """Bytes of values from 0 on, saturating, and the values of the bytes; 0x7F for NaN."""
     index = nearest(values, E4M3, tie=tie)
     stored = np.where(index < 0, np.nan, E4M3[index]).astype(f32)
     return np.where(index < 0, 0x7F, index).astype(np.uint8), stored
@@ -210,7 +210,7 @@ TWINS: dict[str, Twin] = {
 
 
 def quantize(x: np.ndarray, dialect: str) -> tuple[Codes, np.ndarray]:
-    """Codes (M, K), one a byte, and scale bytes (M, ⌈K/16⌉). Raises ValueError where the library does."""
+    """Codes (M, K), one a byte, and scale bytes (M, ⌈K/16⌉). Raises ValueError like the library."""
     with np.errstate(all="ignore"):
         codes, scales = TWINS[dialect](Blocks(x))
     return codes.reshape(x.shape[0], -1)[:, : x.shape[1]], scales[..., 0]

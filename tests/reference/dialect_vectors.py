@@ -1,7 +1,7 @@
-"""What the libraries themselves gave for seven short rows of bfloat16 numbers: scale bytes, and a hex digit a code.
+"""Results of the libraries for seven short rows of bfloat16 numbers: scale bytes, and a hex digit for each code.
 
-Each dialect leaves its nearest neighbour, the one with the smallest share of other bytes on constructed and random
-families, in one of them. Recorded from the libraries' own code at the versions that narrowgauge/spec/dialects.py names.
+A row tells each dialect from its nearest neighbour: the dialect with the fewest different bytes on constructed and
+random families. Recorded from the code of the libraries at the versions that narrowgauge/spec/dialects.py names.
 """
 
 # (numbers, {dialect: (scales, codes)})
@@ -171,4 +171,4 @@ NEAREST = {
     "te-reference": "te-2.8", "torchao-one-level": "qwix", "comfy-kitchen": "quark", "mlx": "flashinfer-trace",
     "mlx-one-level": "qwantize",
 }  # fmt: skip
-"""Each dialect's nearest neighbour among those with as many levels of scales."""
+"""The nearest neighbour of each dialect among dialects with the same number of levels of scales."""

@@ -1,4 +1,4 @@
-"""What lies inside a proved bound, read off `Bounded` and `Bounds` as their docstrings say, and how wide it is."""
+"""Membership in a proved interval of `Bounded` or `Bounds`, and the width of the interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float32 kernels for narrow operands, simulated in NumPy: the declared order, and others that are as right."""
+"""Float32 kernels for narrow operands, simulated in NumPy: the declared order, and other correct orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ f32 = np.float32
 
 
 def scaled_terms(a: Quantized, b: Quantized) -> np.ndarray:
-    """Products of dequantized elements, each rounded to float32 where it has none: (m, n, k)."""
+    """Products of dequantized elements, rounded to float32: (m, n, k)."""
     with np.errstate(all="ignore"):
         return (narrow.values(a)[:, None, :] * narrow.values(b)[None]).astype(f32)
 
@@ -32,7 +32,7 @@ def blocks_of(q: Quantized) -> list[slice]:
 
 
 def in_turn(terms: np.ndarray) -> np.ndarray:
-    """Terms added one after the other, from 0: (m, n)."""
+    """Terms added in order, from 0: (m, n)."""
     return orders.sequential(terms, np.arange(terms.shape[2])[None])[0]
 
 
@@ -42,7 +42,7 @@ def in_some_tree(terms: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def declared(a: Quantized, b: Quantized) -> np.ndarray:
-    """The sum in the order "blocks" of operands whose scales are powers of two, or one for the tensor: (m, n)."""
+    """The sum in the order "blocks" of operands with power-of-two scales, or a scale for the tensor: (m, n)."""
     terms, scale = code_terms(a, b), narrow.factors(a)[:, None, :] * narrow.factors(b)[None]
     y = np.zeros(terms.shape[:2], f32)
     for block in blocks_of(a):

@@ -1,7 +1,7 @@
 """Exponents of MX scales for arrays of amaxes, in whole numbers.
 
 A rule is a row of docs/dialects.md#e8m0-scales for amax = m·2^e, or for a quotient that is first rounded to float32.
-`narrowgauge.reference.scalar.mx` has the same rules for one amax; the functions here are fast enough for each mantissa.
+`narrowgauge.reference.scalar.mx` has the same rules for a single amax; these functions are fast.
 """
 
 from __future__ import annotations

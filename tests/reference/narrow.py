@@ -11,7 +11,7 @@ from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import find_recipe
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
-# Exponent codes of scales: equal ones, those of random data, and wild ones at either end and over everything.
+# Exponent codes of scales: equal, of random data, and wild at both ends and over the whole range.
 EXPONENTS = {"equal": (127, 128), "near": (125, 129), "wide": (100, 150), "small": (0, 60), "large": (195, 255),
              "wild": (0, 255)}  # fmt: skip
 # Exponents of float32 scales, and whether they are powers of two.
@@ -32,8 +32,8 @@ def finite_codes(fmt: Format) -> np.ndarray:
 
 
 def codes(name: str, rng: np.random.Generator, rows: int, columns: int, family: str = "any") -> np.ndarray:
-    """Codes (rows, columns), one a byte. `any`: uniform; `data`: those of normal numbers; `lattice`: 0, ±1, ±2, ±3;
-    `positive`: uniform ones without a sign; `sparse`: mostly 0."""
+    """Codes (rows, columns), one a byte. `any`: uniform; `data`: codes of normal numbers; `lattice`: 0, ±1, ±2, ±3;
+    `positive`: uniform without a sign; `sparse`: mostly 0."""
     fmt = find_recipe(name).element
     finite = finite_codes(fmt)
     if family in ("data", "lattice"):
@@ -85,7 +85,7 @@ def pair(
 
 
 def one_a_byte(q: Quantized) -> np.ndarray:
-    """The codes of a Quantized as (M, K), however it holds them; written apart from the reference's layout."""
+    """The codes of a Quantized as (M, K), for any layout; written independently of the reference."""
     held = q.codes.numpy().T if q.transposed else q.codes.numpy()
     if q.recipe.element.bits != 4:
         return held

@@ -1,6 +1,6 @@
-"""Float32 GEMMs with every order of summation: what a correct kernel may do, simulated in NumPy.
+"""Float32 GEMMs with every order of summation of a correct kernel, simulated in NumPy.
 
-A kernel adds the exact float32 products of one output in some tree, rounding each addition to nearest, and then does
+A kernel adds the exact float32 products of an output in a tree, rounds every addition to nearest, and applies
 the epilogue, with or without a fused multiply-add.
 """
 
@@ -27,7 +27,7 @@ def products(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def sequential(terms: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """One accumulator, terms in each of the `orders` (p, k): (p, m, n)."""
+    """An accumulator that adds the terms in every order of `orders` (p, k): (p, m, n)."""
     accumulators = np.zeros((*terms.shape[:2], len(orders)), f32)
     for step in orders.T:
         accumulators += terms[:, :, step]
@@ -102,7 +102,7 @@ def cast(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def outputs(
     sums: np.ndarray, factor: f32, c: np.ndarray | None, bias: np.ndarray | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a kernel may make of its accumulators, by the name of its epilogue, (p, m, n) each."""
+    """Correct outputs of accumulators, (p, m, n), by name of the epilogue."""
     with np.errstate(all="ignore"):
         y = factor * sums
         plain = y if c is None else y + c

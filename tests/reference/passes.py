@@ -1,4 +1,4 @@
-"""Passes through a module: what it reported and gave, with one input, one gradient and one recipe for all tests."""
+"""Passes through a module: reports and results, with the same input, gradient and recipe in all tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def made(kind: type[torch.nn.Module], *sizes: int, **options: Any) -> Any:
-    """A module whose parameters are normal numbers of their own, the same whatever its options."""
+    """A module with random normal parameters that do not depend on its options."""
     module = kind(*sizes, **options)
     with torch.no_grad():
         for number, (_, parameter) in enumerate(sorted(module.named_parameters())):
@@ -28,7 +28,7 @@ def made(kind: type[torch.nn.Module], *sizes: int, **options: Any) -> Any:
 
 
 class Pass:
-    """A forward under `recipe` and its backward: `seen` has what was reported, the last of each name."""
+    """A forward under `recipe` and its backward: `seen` has the last report of each name."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from narrowgauge.spec.recipes import find_recipe
 
 
 def boundaries(fmt: Format) -> np.ndarray:
-    """float32: every value of `fmt`, every midpoint, the one to overflow too, and 1 ulp either side of each."""
+    """float32: every value and midpoint of `fmt`, also the midpoint to overflow, ± 1 ulp."""
     points = grid(fmt)
     exact = [float(p) for p in points] + [float((p + q) / 2) for p, q in pairwise(points)]
     with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
-"""Formats, decode and encode, on every code and on every bfloat16 and float16 number, against ml_dtypes and gfloat.
+"""Formats, decode and encode on every code and every bfloat16 and float16 number, against ml_dtypes and gfloat.
 
-Where an oracle follows another policy than the docstring of `encode` (NaN, overflow, E8M0 of zero and of negative
-numbers), the policy is stated in a test of its own, and the comparison leaves those inputs to it.
+If the policy of an oracle differs from the docstring of `encode` (NaN, overflow, E8M0 of zero and of negative
+numbers), a separate test states the policy, and the comparison omits these inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def formats(some: list[Format]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fmt", some, ids=lambda fmt: fmt.name)
 
 
-# A format without NaN has no code for overflow, so it always saturates.
+# A format without NaN always saturates: it has no code for overflow.
 def saturating_or_not(some: list[Format]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("fmt", "saturate"),
@@ -195,7 +195,7 @@ def test_encode_agrees_with_ml_dtypes(fmt: Format) -> None:
 
 
 def test_encode_agrees_with_ml_dtypes_on_e8m0() -> None:
-    """Where ml_dtypes rounds to nearest even: not on ties, which go up, and not between 2^-127 and 2^-126."""
+    """Inputs that ml_dtypes rounds to nearest even: no ties, which go up, and no number between 2^-127 and 2^-126."""
     x = every_input(E8M0)
     x = x[(x >= 2.0**-126) & (x.view(np.int32) & 0x7FFFFF != 0x400000)]
     with np.errstate(all="ignore"):

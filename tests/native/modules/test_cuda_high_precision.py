@@ -76,5 +76,5 @@ def test_attention(backend: SDPBackend, length: int, dtype: torch.dtype) -> None
     q, k, v = (t.detach() for t in (q, k, v))
     expected = [attention_forward(q, k, v), *attention_backward(do, q, k, v, out=found[0])]
     if backend == SDPBackend.EFFICIENT_ATTENTION and dtype == torch.bfloat16:
-        del found[1:], expected[1:]  # torch's own sums, which one element of 128 rows left its interval by
+        del found[1:], expected[1:]  # torch's own sums: an element of 128 rows left its interval
     assert all_inside(found, expected, dtype)

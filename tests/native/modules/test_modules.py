@@ -381,7 +381,7 @@ def test_norms_lie_in_their_proved_bounds(norm: str) -> None:
     assert_norm_right(got, layer, step.x)
     assert ("dbeta" in got) == (norm == "layer")
     again, _ = beside("Linear", 48, 32)
-    own = set(again.state_dict())  # before its first backward pass, which layer has behind it
+    own = set(again.state_dict())  # before the first backward pass
     again.load_state_dict({name: value for name, value in layer.state_dict().items() if name in own})
     alone = run(again, [Step(got["norm"][0], step.dy.flatten(0, 1))], "NVFP4BlockScaling")
     names = {"dnorm": "dx"}

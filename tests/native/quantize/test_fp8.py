@@ -60,7 +60,7 @@ def test_every_family_has_the_bytes_of_exact_arithmetic(name: str, nan: str) -> 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).tensor_scale != "given"])
 def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
-    """Powers of two and the largest element times one, ± 1 ulp; tiles and tensors as many matrices of one row."""
+    """Powers of two, also times the largest element, ± 1 ulp; a row for each tile or tensor."""
     recipe = find_recipe(name)
     x = amaxes_of_every_exponent(recipe)
     amaxes = x.abs().amax(1)

@@ -72,7 +72,7 @@ def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch:
 
 
 def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
-    """Columns of it are stored transposed, which tiles are not."""
+    """The columnwise half is stored transposed and has no kernel of whole tiles."""
     for family in FAMILIES:
         x = matrix(family, 32, 256, BF16)
         assert_same(ops.quantize(x, "mxfp4", swizzled=True), reference.quantize(x, "mxfp4", swizzled=True))
@@ -147,7 +147,7 @@ def test_large_matrices_use_the_general_kernel(limit: str, size: int, monkeypatc
 
 
 def test_large_matrices_on_a_cpu_use_the_general_kernels(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are faster there."""
+    """The general kernels are faster on a CPU."""
     monkeypatch.setattr(amax, "_SMALL", 64 * 128)
     for rows in (64, 128):
         for name in ("nvfp4-2d", "nvfp4-rht", "mxfp8-2d"):

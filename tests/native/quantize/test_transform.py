@@ -72,7 +72,7 @@ def test_groups_that_lanes_share_are_rotated_alike(group: int, monkeypatch: pyte
 
 
 def test_the_order_of_the_sums_is_seen() -> None:
-    """Half of the sums lose a large number to its negative, after small ones were added to it."""
+    """In half of the sums a large number and its negative cancel, after small numbers were added."""
     x = matrix("normal", 64, 16, torch.bfloat16)
     x[:, 0], x[:, 15] = 2.0**25, 2.0**25
     y, exact = ops.transform(x, "nvfp4-rht"), (x.double() @ hadamard16()).bfloat16()

@@ -21,7 +21,7 @@ MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
-"""sm_90 is not one of them: its PTX is that of sm_90a but for tensor cores, as is tested."""
+"""Without sm_90, whose PTX equals sm_90a except tensor cores, which a test shows."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DONE_SLICE=1"))]
@@ -47,7 +47,7 @@ def entries(text: str) -> set[str]:
     return set(re.findall(r"^\.visible \.entry (\w+)\(", text, re.MULTILINE))
 
 
-# Elements of MX on sm_90a, where twins stand for most instructions, and on sm_100a, which has all; E4M3 everywhere.
+# All elements of MX on sm_90a, with twins for most instructions, and on sm_100a, with all instructions; else E4M3.
 # Assembly takes most of the time, and there the chips hardly differ: Hopper and a Blackwell chip are assembled.
 ASSEMBLED = ("sm_90a", "sm_100a")
 # `make test` assembles nothing. It makes the PTX of every source for Hopper once, but of the products that quantize,
@@ -74,8 +74,8 @@ COMPILED = [
 HOPPERS = {"gemm_wgmma", "gemm_wgmma_fp8"}
 """Sources with instructions of sm_90a alone."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
-"""Those that say so: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and where the product is
-exact, gemm_skinny_e4m3.cuh, `moderate_base`."""
+"""Sources with documented fma: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and for an
+exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
 """packed_bf16.cuh, rotate16_unrounded: sums of exact products, which round once, and nudge_ties, whose comment gives
 its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whose one rounding counts steps, and which
@@ -172,7 +172,7 @@ ASKED = ("-DNARROWGAUGE_CVT_RS",)
 def test_random_conversion_is_used_only_where_it_is_asked_for(
     target: str, flags: tuple[str, ...], random: bool
 ) -> None:
-    """It has other bits than its twin. That compute_100a does not have it unasked is seen above."""
+    """Its bits differ from its twin. The test above covers compute_100a without the flag."""
     found = instructions(nvrtc.ptx("quantize_nvfp4", target, *STOCHASTIC, *flags))
     assert (RANDOM in found) == random
     assert CVT["e4m3"] in found

@@ -165,7 +165,7 @@ def test_with_the_barrier_every_order_gives_the_same_bytes(cuda_source: Source, 
 
 
 def test_threads_take_turns_as_the_order_says(cuda_source: Source) -> None:
-    """Shuffled ones differently after each barrier."""
+    """A shuffled order changes after each barrier."""
     turns = {order: np.zeros((3, 50), np.int32) for order in host.ORDERS}
     for order, out in turns.items():
         with host.thread_order(order):
@@ -212,7 +212,7 @@ def test_a_barrier_does_not_wait_for_threads_that_have_returned(cuda_source: Sou
 def test_a_lane_gets_the_value_of_its_partner(
     cuda_source: Source, order: str, kernel: str, dtype: str, threads: int
 ) -> None:
-    """Also in the last warp of 40 threads, which has 8 lanes; every bit pattern passes, NaN among them."""
+    """Also in the last warp of 40 threads, with 8 lanes; every bit pattern passes, also NaN."""
     x = np.frombuffer(np.random.default_rng(2).bytes(threads * np.dtype(dtype).itemsize), dtype)
     for lanes in [1, 2, 3, 4, 7] + ([8, 16, 31] if threads % 32 == 0 else []):
         out = np.zeros_like(x)
@@ -269,7 +269,7 @@ def test_atomic_max_leaves_a_larger_value(cuda_source: Source) -> None:
     assert before.tolist() == [5, 7]
 
 
-# Threads that wait for each other forever.
+# Deadlocks.
 
 
 @EVERY_ORDER

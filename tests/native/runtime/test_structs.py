@@ -1,4 +1,4 @@
-"""Parameter structs: the layout that Python packs is that of the compiler, and fields go where their names say."""
+"""Parameter structs: Python packs the layout of the compiler, and fields by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DECLARED = _declared()
 
 
 def test_the_compiler_has_the_same_sizes_and_offsets(tmp_path: Path) -> None:
-    """Of all files in one compilation, the names of each in a namespace of its own."""
+    """All files in a single compilation, each in a separate namespace."""
     parts = [(sources.FOLDER / "cpu" / "simt.h").read_text().replace("#pragma once\n", "\n")]
     files = sorted({file for file, _ in DECLARED})
     parts += [sources.expanded(file).replace("narrowgauge", f"of_{number}") for number, file in enumerate(files)]

@@ -1,4 +1,4 @@
-"""The bounds of a GEMM: no order of summation leaves them (sound), and what is wrong does (sharp)."""
+"""The bounds of a GEMM: no order of summation leaves the bounds (sound), and wrong results do (sharp)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def ordinal(x: torch.Tensor) -> torch.Tensor:
-    """Position of a float among its dtype's numbers, so that neighbours differ by 1 (int64)."""
+    """Position of a float among the numbers of its dtype; neighbours differ by 1 (int64)."""
     word = bits(x).long()
     return torch.where(word < 0, -(word & ((1 << (8 * x.element_size() - 1)) - 1)), word)
 
@@ -153,9 +153,7 @@ def test_orders_do_round_outside_the_exact_tier() -> None:
 @pytest.mark.parametrize("epilogue", ["", "c", "bias", "c and bias"])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_reference_itself_is_accepted_and_is_what_is_expected(
-    family: str, out_dtype: torch.dtype, epilogue: str
-) -> None:
+def test_the_reference_is_the_expected_output(family: str, out_dtype: torch.dtype, epilogue: str) -> None:
     problem = Problem(family, 2, 4, 5, 128, (3.3, 41.7))
     added = problem.addends(epilogue)
     limits = bounds(problem.a, problem.b, out_dtype=out_dtype, **added)
@@ -173,10 +171,8 @@ def test_the_reference_itself_is_accepted_and_is_what_is_expected(
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", thinned(["", "c", "bias", "c and bias"], 2))
 @pytest.mark.parametrize("family", ["wide", "cancel", "lattice"])
-def test_a_row_with_its_own_amax_has_the_bounds_of_a_product_of_that_row_alone(
-    family: str, epilogue: str, out_dtype: torch.dtype
-) -> None:
-    """So do columns: each output has the bounds of a 1×1 product of plain operands, shown to be sound above."""
+def test_a_scaled_row_has_the_bounds_of_the_row_alone(family: str, epilogue: str, out_dtype: torch.dtype) -> None:
+    """Each output has the bounds of a 1×1 product of plain operands, also for scaled columns."""
     problem = Problem(family, 3, 4, 3, 96, (1.0, 1.0))
     rows, columns = torch.tensor([3.3, 1e-17, 2688.0, math.inf]), torch.tensor([41.7, 3e-18, 0.0])
     row_scaled = find_recipe("nvfp4-rowscaled")
@@ -217,7 +213,7 @@ def test_a_row_with_its_own_amax_has_the_bounds_of_a_product_of_that_row_alone(
     names=st.tuples(*[st.sampled_from(["nvfp4-rowscaled", "nvfp4-4over6-256-mae"])] * 2),
     expression=st.sampled_from(["(a*b)/d", "(b*a)*(1/d)"]),
 )
-def test_no_order_of_summation_leaves_the_bounds_of_other_recipes(
+def test_no_order_leaves_the_bounds_of_other_recipes(
     seed: int, family: str, names: tuple[str, str], expression: str
 ) -> None:
     """With α of each output from the scalar twin: amaxes of rows, and the constant of 4over6."""
@@ -248,14 +244,14 @@ def parts(problem: Problem, i: int, j: int) -> tuple[Fraction, Fraction, int]:
 
 
 def lowest(row: np.ndarray) -> Fraction:
-    """The largest power of two that divides every nonzero value of a row; 2^-10 where there is none."""
+    """The largest power of two that divides every nonzero value of a row; 2^-10 for a row of zeros."""
     counts = [int(value * 1024) for value in row if value]
     return Fraction(min((n & -n for n in counts), default=1), 1024)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("k", [16, 64, 256])
-def test_the_exact_tier_is_where_no_partial_sum_can_exceed_24_bits(family: str, k: int) -> None:
+def test_partial_sums_of_the_exact_tier_have_24_bits(family: str, k: int) -> None:
     """max(S+, S-) <= 2^24·q, with q the lowest bit of the row times that of the column."""
     problem = Problem(family, k, 6, 6, k, AMAXES[1])
     limits = bounds(problem.a, problem.b, out_dtype=torch.bfloat16)
@@ -268,7 +264,7 @@ def test_the_exact_tier_is_where_no_partial_sum_can_exceed_24_bits(family: str, 
 
 
 def total_of(numbers: list[float], amaxes: tuple[float, float]) -> tuple[Quantized, Quantized]:
-    """One output whose terms are `numbers`, powers of two from 2^-10 to 1024, one a block, against a column of ones."""
+    """Operands of an output with the terms `numbers`: powers of two from 2^-10 to 1024, each in a block, by ones."""
     codes, scales = np.zeros((1, 16 * len(numbers)), np.uint8), np.zeros((1, len(numbers)), np.uint8)
     for block, number in enumerate(numbers):
         scale = max(number / 4, 2.0**-9)
@@ -281,7 +277,7 @@ def total_of(numbers: list[float], amaxes: tuple[float, float]) -> tuple[Quantiz
 
 @pytest.mark.parametrize("extra", [False, True])
 def test_the_exact_tier_ends_just_above_2_to_the_24_units(extra: bool) -> None:
-    """S+ = 2^14 = 2^24·q exactly, by 15·1024, 512, 256, … 2^-10 and one 2^-10 more; then by another."""
+    """S+ = 2^14 = 2^24·q exactly, by 15·1024, 512, 256, … 2^-10 and a second 2^-10; then with a third."""
     numbers = [1024.0] * 15 + [2.0**e for e in range(9, -11, -1)] + [2.0**-10] * (2 if extra else 1)
     assert sum(numbers) == 2.0**14 + 2.0**-10 * extra
     assert bounds(*total_of(numbers, AMAXES[0]), out_dtype=torch.float32).exact.all() != extra
@@ -370,7 +366,7 @@ def test_one_ulp_is_seen_with_c_too_but_for_the_fused_rounding() -> None:
 
 @pytest.mark.parametrize("family", ["randn", "lattice", "positive", "sparse"])
 def test_the_loss_of_any_one_product_of_an_exact_sum_is_seen(family: str) -> None:
-    """With α = 1, so that two sums that differ cannot round to one output."""
+    """With α = 1 different sums have different outputs."""
     problem = Problem(family, 6, 4, 4, 32, AMAXES[0])
     limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
     assert problem.alpha == 1
@@ -396,7 +392,7 @@ def test_an_accumulator_of_half_precision_is_rejected(family: str, accumulator: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alpha_in_the_other_order_of_operations_is_seen(family: str) -> None:
-    """Where the two expressions give two factors, one ulp apart, exact outputs in float32 show which was used."""
+    """If the factors differ by an ulp, exact outputs in float32 show the order of operations."""
     amaxes = next(
         (x / 8, 5.0)
         for x in range(8, 80)
@@ -464,7 +460,7 @@ def test_every_order_is_accepted_under_an_infinite_alpha(family: str, k: int) ->
     assert not accepted(limits, torch.ones(4, 4)).any()
 
 
-def test_the_sign_of_an_infinity_is_undetermined_only_where_the_sums_sign_is() -> None:
+def test_an_infinity_has_the_sign_of_the_sum_if_determined() -> None:
     cancelling, plain = (Problem(family, 12, 4, 4, 256, (1e30, 1e30)) for family in ("cancel", "positive"))
     assert not bounds(plain.a, plain.b, out_dtype=torch.float32).undetermined.any()
     limits = bounds(cancelling.a, cancelling.b, out_dtype=torch.float32)
@@ -476,7 +472,7 @@ def test_the_sign_of_an_infinity_is_undetermined_only_where_the_sums_sign_is() -
     assert limits.undetermined.any()
 
 
-def test_an_exact_sum_of_zero_times_infinity_is_nan_and_nothing_else() -> None:
+def test_an_exact_zero_times_infinity_is_nan() -> None:
     codes, scales = np.array([[2, 10, *[0] * 14]], np.uint8), np.full((1, 1), 0x38, np.uint8)
     limits = bounds(quantized(codes, scales, math.inf), quantized(codes & 7, scales), out_dtype=torch.float32)
     assert limits.zero_sum.all()
@@ -489,7 +485,7 @@ def test_an_exact_sum_of_zero_times_infinity_is_nan_and_nothing_else() -> None:
 @pytest.mark.parametrize("epilogue", ["", "c"])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_every_order_is_accepted_where_the_output_overflows(out_dtype: torch.dtype, epilogue: str) -> None:
-    """α·S on both sides of FLT_MAX; c brings it back below, which a fused kernel sees and an unfused one does not."""
+    """α·S on both sides of FLT_MAX; with c the output of a fused kernel is finite, of an unfused kernel infinite."""
     problem = Problem("positive", 0, 6, 6, 1600, (1.8e19, 1.8e19))
     y = problem.alpha.astype(np.float64) * problem.terms.astype(np.float64).sum(axis=2)
     assert (y < 3e38).any()
@@ -519,7 +515,7 @@ def test_the_bounds_of_an_empty_product_are_empty_or_zero(m: int, n: int, k: int
 
 def test_float16_outputs_overflow_at_65520():
     """65520 is the tie between 65504 and 2^16: it rounds to infinity, and any number below rounds to 65504."""
-    # The next float32 number below 65520, 65520, and the next one above it.
+    # 65520 and its float32 neighbours.
     edges = np.nextafter(np.float32(65520), np.float32([0, 65520, np.inf]))
     expected = torch.tensor([65504.0, math.inf, math.inf], dtype=torch.float16)
     zeros, one = (quantize(torch.zeros(rows, 32), "mxfp8-e4m3") for rows in (1, 3))
@@ -546,7 +542,7 @@ def test_float16_sums_that_overflow():
     limits = bounds(a, b, out_dtype=torch.float16)
     assert limits.exact.all()
     assert limits.expected.item() == 65504
-    # Four products ±2^-18 are below half the last bit of 65520, and an order may lose some of them.
+    # Four products ±2^-18 are below half the last bit of 65520, and an order may lose them.
     a.codes[0, 2:6], b.codes[0, 2:6] = 0x01, torch.tensor([0x01, 0x01, 0x81, 0x81])
     limits = bounds(a, b, out_dtype=torch.float16)
     assert not limits.exact.any()

@@ -1,4 +1,4 @@
-"""The bounds of MX and FP8 products: no right kernel leaves them, in any order or in the declared one."""
+"""The bounds of MX and FP8 products: no correct kernel leaves the bounds, in any order or in the declared order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_accepted(limits: Bounds, out: np.ndarray, what: object) -> None:
 @pytest.mark.parametrize("kind", thinned(narrow.EXPONENTS, 3))
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
 def test_no_order_of_summation_leaves_the_bounds(names: tuple[str, str], kind: str) -> None:
-    """About 130 orders and trees of products, and of blocks that are scaled, of each of five families."""
+    """About 130 orders and trees of products, and of scaled blocks, for five families."""
     for seed, (family, k) in enumerate(zip(FAMILIES, (32, 96, 160, 64, 96), strict=True)):
         a, b = pair(names, seed, (2, 3, k), kind, family)
         limits = bounds(a, b, out_dtype=DTYPES[seed % 2])
@@ -115,7 +115,7 @@ def test_no_way_to_scale_blocks_leaves_the_bounds(names: tuple[str, str], kind: 
 
 
 def test_terms_below_the_smallest_float32_may_each_round() -> None:
-    """40 blocks of 3/4·2^-149, each of which rounds to 2^-149: 40 of that, where the sum is 30."""
+    """40 blocks of 3/4·2^-149 round to 2^-149 each: their sum is 40·2^-149 instead of 30·2^-149."""
     codes = torch.zeros(2, 32 * 40, dtype=torch.uint8)
     codes[0, ::32], codes[1, ::32] = 0x3C, 0x38
     scales = torch.full((1, 40), 127 - 75, dtype=torch.uint8)
@@ -220,7 +220,7 @@ def running_error(a: Quantized, b: Quantized, i: int, j: int) -> Fraction:
 
 
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
-def test_the_declared_interval_is_no_wider_than_the_running_error_bound(names: tuple[str, str]) -> None:
+def test_the_interval_is_no_wider_than_the_running_error(names: tuple[str, str]) -> None:
     """[S − E, S + E], E = u·Σ|partial sums| + u·|S| + 2^-149 in fractions, to within an ulp; no term where exact."""
     a, b = pair(names, 3, (3, 3, 160), "wide", "any")
     limits = bounds(a, b, out_dtype=torch.float32, order="blocks")
@@ -299,7 +299,7 @@ def test_a_partial_sum_that_is_rounded_to_bfloat16_is_seen() -> None:
 
 
 def test_another_order_than_the_declared_one_is_seen() -> None:
-    """2^40 − 2^40 + 9/8: in the declared order nothing is lost, in the opposite one 9/8 is."""
+    """2^40 − 2^40 + 9/8: the declared order is exact, the opposite order loses 9/8."""
     codes = torch.zeros(2, 96, dtype=torch.uint8)
     codes[:, ::32] = 0x38
     codes[0, 32], codes[0, 64] = 0xB8, 0x39
@@ -316,7 +316,7 @@ def test_another_order_than_the_declared_one_is_seen() -> None:
     assert not accepted(declared, backward)
 
 
-def test_blocks_that_are_promoted_without_a_fused_multiply_add_are_seen() -> None:
+def test_promotion_without_a_fused_multiply_add_is_seen() -> None:
     """Of exact partial sums the declared chain has one answer."""
     a, b = pair(BLOCK_PAIRS[0], 9, (12, 12, 512), "near", "lattice")
     limits = bounds(a, b, out_dtype=torch.float32, order="blocks")
@@ -355,7 +355,7 @@ def test_a_sum_that_overflows_in_some_order_is_undetermined() -> None:
     assert not np.isfinite(kernels.declared(a, b)).any()
 
 
-def test_a_sum_that_overflows_only_in_other_orders_is_determined_by_the_declared_one() -> None:
+def test_the_declared_order_determines_an_overflow() -> None:
     a, b = huge([1, -1, 1, -1, 1])
     free, declared = (bounds(a, b, out_dtype=torch.float32, order=order) for order in ORDERS)
     assert free.undetermined.all()
@@ -375,9 +375,7 @@ def test_a_sum_that_is_too_large_is_infinite() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("names", [("mxfp8-e5m2", "mxfp8-e4m3"), BLOCK_PAIRS[1]], ids="-".join)
-def test_codes_that_are_not_finite_ask_for_what_ieee_arithmetic_gives(
-    names: tuple[str, str], order: str | None
-) -> None:
+def test_codes_that_are_not_finite_follow_ieee_arithmetic(names: tuple[str, str], order: str | None) -> None:
     a, b = pair(names, 10, (4, 3, 160), "near", "positive")
     b.codes[:, 7] = 0x38
     clean = bounds(a, b, out_dtype=torch.float32, order=order)

@@ -87,7 +87,7 @@ def test_certified_partial_sums_do_not_round_and_keep_their_sign(names: tuple[st
         assert same_sign[middle >= size].all()
 
 
-def test_the_certificate_holds_up_to_2_to_the_25_quanta_of_the_products() -> None:
+def test_the_certificate_holds_up_to_2_to_the_25_quanta() -> None:
     x, y = operands(("fp8-current-e5m2", "fp8-current-e4m3"), 5, (30, 30, 32))
     x[3], y[4, 7:] = 0, 0
     certificate = exactness_certificate(x, y, exact=True)
@@ -184,7 +184,7 @@ def test_if_most_outputs_are_doubtful_all_are_followed(monkeypatch: pytest.Monke
     assert fast.error.all()
 
 
-def test_magnitudes_with_an_inexact_float64_sum_are_added_in_order_of_K() -> None:
+def test_magnitudes_are_added_in_order_of_k() -> None:
     """2^50 and odd numbers: each partial sum is a float64 number, but the sum of their magnitudes is not."""
     x = torch.from_numpy(np.random.default_rng(2).integers(-(2**19), 2**19, (8, 4 * CHUNK)) * 2 + 1).double()
     x[1:] = torch.where(x[1:] < 0, -1.0, 1.0)
@@ -237,7 +237,7 @@ def test_power_of_two_block_sums_equal_block_sums(kind: str, family: str) -> Non
 
 
 @pytest.mark.parametrize("family", ["any", "positive", "sparse", "lattice"])
-def test_exact_blocks_error_is_u_times_the_sums_from_the_first_rounding_on(family: str) -> None:
+def test_the_error_of_exact_blocks_starts_at_the_first_rounding(family: str) -> None:
     """Against a loop over outputs, and as an upper bound of the recurrence of `block_sums`."""
     rounded = 0
     for seed, shape in enumerate([(3, 4, 96), (4, 5, 700)]):
@@ -278,9 +278,7 @@ def test_bounds_of_mx_are_the_same_without_the_fast_paths(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bounds_of_promoted_sums_are_the_same_without_a_certificate(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_of_promoted_sums_without_a_certificate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, names in enumerate(BLOCK_PAIRS):
         a, b = pair(names, seed, (40, 33, 600), "near", family)
         fast = fields_of_bounds(a, b)

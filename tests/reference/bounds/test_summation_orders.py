@@ -113,7 +113,7 @@ def test_promoted_sums_keep_to_their_order(order: str, truncates: bool) -> None:
 
 
 @pytest.mark.parametrize("order", [None, "blocks", "tree", "split-2"])
-def test_promoted_sums_that_are_flushed_do_not_leave_their_bounds(order: str | None) -> None:
+def test_flushed_promoted_sums_stay_in_their_bounds(order: str | None) -> None:
     """Scales, P·s_a and y below 2^-126, of either sign."""
     unit = Adder(flushes=True)
     vanished = 0
@@ -180,7 +180,7 @@ def test_the_neighbours_of_the_interval_are_rejected(order: str, unit: Adder) ->
             assert not accepted(limits, outside)[wrong & outside.isfinite()].any(), name
 
 
-def test_an_order_is_narrower_than_any_and_truncation_is_twice_as_wide() -> None:
+def test_a_declared_order_is_narrower_and_truncation_wider() -> None:
     a, b = nvfp4(3, (6, 6, 1024), "wide")
     unit = bounds(a, b, out_dtype=torch.float32)
     for order in ORDERS:
@@ -236,7 +236,7 @@ def powers(exponents: list[int], code: int = 0x38) -> tuple[Quantized, Quantized
 
 @pytest.mark.parametrize("order", [None, "sequential", "blocks"])
 def test_truncation_is_right_only_where_it_is_declared(order: str | None) -> None:
-    """2^24 and 64 times 1.75, each of which truncation loses."""
+    """2^24 and 64 times 1.75, which truncation loses."""
     a, b = powers([24] + [0] * 64, code=0x3E)
     a.codes[0, 0] = 0x38
     lost = torch.tensor([[2.0**24]])

@@ -214,7 +214,7 @@ def test_a_certificate_is_never_wrong(m: int, n: int, k: int) -> None:
 
 
 def row_of(large: float, others: float, k: int = 1024) -> torch.Tensor:
-    """One large number, one unit, and others."""
+    """A row of `others` with a large number and a unit."""
     x = torch.full((1, k), others, dtype=torch.float64)
     x[0, :2] = torch.tensor([large, 1.0])
     return x
@@ -360,7 +360,7 @@ def test_alpha_has_the_amaxes_and_constants_of_both_recipes(left: str, right: st
 @pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
 @pytest.mark.parametrize("left", KINDS)
 @pytest.mark.parametrize("right", KINDS)
-def test_operands_of_row_scaled_and_4over6_recipes_are_multiplied(left: str, right: str, expression: str) -> None:
+def test_row_scaled_and_4over6_operands_are_multiplied(left: str, right: str, expression: str) -> None:
     a, b = of_kind(left, expression, 3, 3), of_kind(right, expression, 4, 4)
     c, bias = torch.linspace(-3, 3, 12).view(3, 4), torch.linspace(-1, 1, 4)
     assert a.amax is not None

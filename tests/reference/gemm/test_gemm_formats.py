@@ -50,7 +50,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", narrow.MX)
-def test_an_operand_is_code_times_scale_for_every_code_under_every_exponent(kind: str) -> None:
+def test_an_operand_is_every_code_times_every_scale(kind: str) -> None:
     recipe = find_recipe(kind)
     every = np.resize(np.arange(recipe.element.codes, dtype=np.uint8), (256, 256))
     exponents = torch.arange(256).to(torch.uint8).unsqueeze(1).expand(256, 8).contiguous()
@@ -94,8 +94,8 @@ def test_the_sum_is_exact_whatever_the_scales(names: tuple[str, str], kind: str)
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("special", [None, 0x7C, 0x7F])
-def test_few_rows_that_float64_cannot_hold_are_summed_by_themselves(special: int | None, sign: int) -> None:
-    """One row of five has the largest numbers and the smallest; then with an infinity or a NaN in one column, too."""
+def test_few_rows_beyond_float64_are_summed_separately(special: int | None, sign: int) -> None:
+    """A row of five has the largest and the smallest numbers; then also an infinity or a NaN."""
     k = 4096
     a_codes, b_codes = np.full((5, k), 0x3C, np.uint8), np.full((3, k), 0x7E, np.uint8)
     a_codes[3] = 0x7B
@@ -130,7 +130,7 @@ def test_a_float64_matmul_would_not_have_been_exact() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("gap", [30, 60, 120, 200])
 def test_a_tie_is_broken_by_what_is_far_below_it(gap: int, sign: int) -> None:
-    """1 + 2^-24 is a tie of float32, which 2^-gap in another block breaks, and −2^-gap does the other way."""
+    """1 + 2^-24 is a tie of float32; ±2^-gap in a second block decides its direction."""
     exponents = [127, 115, 127 - gap // 2]
     codes = np.zeros((2, 96), np.uint8)
     codes[0, ::32] = codes[1, ::32] = 0x38
@@ -146,7 +146,7 @@ def test_a_tie_is_broken_by_what_is_far_below_it(gap: int, sign: int) -> None:
     assert gemm(a, b, out_dtype=torch.float32).item() == (1 + 2.0**-23 if sign > 0 else 1)
 
 
-def test_an_expansion_loses_nothing_and_rounds_by_the_whole_of_it() -> None:
+def test_an_expansion_is_exact_and_rounds_once() -> None:
     """Terms over 500 binades that cancel in part, in every order of five."""
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -164,7 +164,7 @@ def test_an_expansion_loses_nothing_and_rounds_by_the_whole_of_it() -> None:
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("other", [0.0, 2.0, -2.0, math.inf, -math.inf, math.nan])
 def test_sums_that_are_not_finite_are_those_of_ieee_arithmetic(special: float, other: float) -> None:
-    """In a sum that needs more than 53 bits, so that the plain matmul is not what gives it."""
+    """In a sum of more than 53 bits, which a float64 product cannot give."""
     a = torch.tensor([[2.0**200, 1.0, special, 0.0], [2.0**200, 1.0, 1.0, 2.0**-200]], dtype=torch.float64)
     b = torch.tensor([[1.0, 1.0, other, 1.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     total = exact_sum(a, b)
@@ -340,7 +340,7 @@ def test_every_format_has_a_pair_here() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_the_span_of_any_two_numbers_is_found_of_their_codes(fmt: Format) -> None:
-    """Of powers of two exactly; else it may be too large by the bits of a mantissa, which may end with zeros."""
+    """Exact for powers of two; for other numbers too large by at most the bits of a mantissa."""
     codes = torch.cartesian_prod(*[torch.arange(fmt.codes, dtype=torch.uint8)] * 2)
     nan = fmt.max if fmt.negative_zero or not fmt.signed else 0.0
     values = decode(codes, fmt, torch.float64).nan_to_num(nan=nan, posinf=fmt.max, neginf=fmt.max)

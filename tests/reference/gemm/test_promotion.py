@@ -66,9 +66,7 @@ def test_a_multiply_and_an_add_would_have_been_seen() -> None:
     [((-66, -65), True), ((-66, -66), False), ((-126, 0), True), ((0, -126), True), ((51, 51), True), ((52, 51), False),
      ((-140, 10), False), ((102, -126), True), ((103, -126), False)],
 )  # fmt: skip
-def test_scales_are_folded_into_operands_where_no_product_with_one_can_round(
-    exponents: tuple[int, int], folds: bool
-) -> None:
+def test_scales_are_folded_into_operands_if_exact(exponents: tuple[int, int], folds: bool) -> None:
     """Up to the last exponent: the smallest numbers and the largest sum of a block, of E4M3."""
     codes = np.full((4, 256), 0x7E, np.uint8)
     codes[1], codes[2] = 0x01, np.arange(256) & 0x7D
@@ -142,7 +140,7 @@ OTHERWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, compute: Callable[..., torch.Tensor]) -> bool:
-    """What a device is said to do that computes so."""
+    """Device model that computes the same."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "addcmul_", lambda y, x, factor: y.copy_(compute(y, x, factor)))
         return addcmul_rounds_once.__wrapped__("cpu")
@@ -179,10 +177,10 @@ def test_nor_is_one_of_a_machine_that_flushes() -> None:
         torch.set_flush_denormal(False)
 
 
-def test_the_chain_is_right_at_ties_and_beside_them_whatever_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two blocks that hold a 1 each: y = fl(s_a·s_b) of the first, and fma(s_a, s_b, y) of the second.
+def test_the_chain_is_right_at_ties_and_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two blocks with a single 1: y = fl(s_a·s_b), then fma(s_a, s_b, y).
 
-    x·factor is half an ulp of y, one or a hair more or less; of the latter float64 has some, and rounds some to a tie.
+    x·factor is half an ulp of y, or slightly more or less; float64 rounds some of these numbers to a tie.
     """
     up, down = 1 + 2.0**-23, 1 - 2.0**-24
     y = [1.0, up, -1.0, -up, 2.0**-125, 2.0**-140]
@@ -198,7 +196,7 @@ def test_the_chain_is_right_at_ties_and_beside_them_whatever_the_device_does(mon
     )
     expected = torch.tensor([[chain(a, b, i, j) for j in range(len(factor))] for i in range(len(left))])
 
-    # Ties that are none, which float64 does not tell from others, and those that it does not see as any.
+    # Numbers near a tie that float64 rounds to a tie, and ties that float64 loses.
     s = (left[:, 1:].double() * right[:, 1].double() + left[:, :1].double()).numpy()
     tie = (s.view(np.int64) & ((1 << 29) - 1)) == 1 << 28
     kinds = set()
@@ -254,7 +252,7 @@ def block_operands(left: np.ndarray, right: np.ndarray) -> tuple[Quantized, Quan
 @pytest.mark.parametrize("columns", [256, 250])
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_is_certified_by_its_own_codes(block: int, columns: int) -> None:
-    """128·(2^15 / 2^-13)·(2^8 / 2^-9) is 2^52, and exact; with 2^-14 in place of 2^-13 it is 2^53, one too many."""
+    """128·(2^15 / 2^-13)·(2^8 / 2^-9) is 2^52, and exact; with 2^-14 instead of 2^-13 it is 2^53, too large."""
     left, right = np.full((3, columns), 0x78, np.uint8), np.full((2, columns), E4M3_256, np.uint8)
     at = 128 * block + 7
     right[1, [8, 136]] = E4M3_LEAST
@@ -270,7 +268,7 @@ def test_a_block_is_certified_by_its_own_codes(block: int, columns: int) -> None
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_block_that_is_not_certified_is_summed_all_the_same(sign: int) -> None:
-    """126·57344·448 + 16·8 is a tie of float32, which 2^-25 breaks; float64 has no bit for that."""
+    """126·57344·448 + 16·8 is a tie of float32, which 2^-25 breaks; float64 loses 2^-25."""
     left, right = np.zeros((2, 256), np.uint8), np.zeros((1, 256), np.uint8)
     left[:, :126], right[:, :126] = LARGEST, E4M3_LARGEST
     left[:, 126], right[:, 126] = 0x4C, EIGHT  # 16

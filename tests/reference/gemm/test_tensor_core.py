@@ -81,7 +81,7 @@ def test_slices_of_k_are_summed_apart_and_added(order: str, slices: list[tuple[i
     assert torch.equal(bounds(a, b, out_dtype=torch.float32, order=order).expected, alpha(a, b) * total)
 
 
-def test_sums_of_slices_joined_as_a_tree_in_the_dtype_of_the_output() -> None:
+def test_slices_joined_as_a_tree_in_the_output_dtype() -> None:
     a, b = pair(FP8, 12, (24, 24, 256), "one", "data")
     order = "split-5-aligned-25-16-tree-out"
     limits = bounds(a, b, out_dtype=torch.bfloat16, order=order)
@@ -212,7 +212,7 @@ def test_decoded_factors_are_normal_numbers(names: tuple[str, str]) -> None:
 
 
 def products(left: list[float], right: list[float]) -> tuple[Quantized, Quantized]:
-    """One output of the products of E4M3 numbers, one a column, under scales of 1."""
+    """An output of products of E4M3 numbers in the columns, with scales of 1."""
     recipe = find_recipe("fp8-current-e4m3")
     code = {recipe.element.value(code): code for code in range(recipe.element.max_code + 1)}
     codes = (torch.tensor([[code[number] for number in row]], dtype=torch.uint8) for row in (left, right))
@@ -239,8 +239,8 @@ def test_subnormal_products_are_cut_off_as_if_they_were_normal(order: str, expec
     assert bounds(a, b, out_dtype=torch.float32, order=order).expected == expected
 
 
-def test_bits_of_blocks_that_nobody_looked_at_together_are_cut_off_later() -> None:
-    """A sum of the first eight blocks may lose bits, so the next blocks are checked one by one."""
+def test_bits_of_separate_blocks_are_truncated_later() -> None:
+    """A sum of the first eight blocks may lose bits, so the next blocks are checked separately."""
     left, right = ([0.0] * 513 for _ in range(2))
     pairs = {0: (448.0, 448.0), 1: (448.0, 448.0), 2: (2.0**-9, 1.0), 128: (1.5 * 2.0**-6, 2.0**-8), 512: (32.0, 32.0)}
     for column, (x, y) in pairs.items():
@@ -282,7 +282,7 @@ def test_blocks_are_promoted_to_what_the_tensor_core_gave(order: str, slices: li
     assert torch.equal(unsplit.expected, limits.expected) == (len(slices) == 1)
 
 
-def test_codes_that_are_not_finite_ask_for_what_ieee_arithmetic_gives() -> None:
+def test_codes_that_are_not_finite_follow_ieee_arithmetic() -> None:
     a, b = pair(FP8, 5, (3, 3, 64), "one", "positive")
     a.codes[1, 7], b.codes[:, 7] = 0x7F, 0x3C
     limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")

@@ -1,4 +1,4 @@
-"""Residuals are one float32 addition to the bit; sums of rows are inside in any order, and exact where none rounds."""
+"""Residuals are a float32 addition, bit for bit; sums of rows lie inside in any order, or are exact."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class TestSound:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_fused_attention_is_inside_with_and_without_its_own_output(self, family: str, dtype: torch.dtype) -> None:
+    def test_fused_attention_is_inside_with_and_without_output(self, family: str, dtype: torch.dtype) -> None:
         given = problem(family, dtype)
         found = flash(*given)
         assert right(found, bounded(given), dtype) == [1, 1, 1, 1]
@@ -193,7 +193,7 @@ class TestSound:
                     assert off < min(Decimal(2) ** -46, Decimal(float(expected.error[0, 0, i, column])))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_torchs_fused_kernel_of_cpus_is_inside_where_one_block_has_all_queries(self, dtype: torch.dtype) -> None:
+    def test_torchs_fused_attention_on_a_cpu_is_inside(self, dtype: torch.dtype) -> None:
         given = problem("normal", dtype, 32)
         found = torchs(SDPBackend.FLASH_ATTENTION, dtype, *given)
         assert right(found, bounded(given, out=found[0]), dtype) == [1, 1, 1, 1]
@@ -236,7 +236,7 @@ class TestSharp:
             expected = attention_forward(q.float(), k.float(), v.float())
             assert float(inside(in_bfloat16(step, q, k, v), expected).double().mean()) < 0.5, family
 
-    def test_scores_and_row_sums_in_bfloat16_are_outside_if_p_is_kept_in_bfloat16(self) -> None:
+    def test_scores_and_row_sums_in_bfloat16_are_outside(self) -> None:
         for step, family in (("scores", "peaked"), ("row sum", "one sign")):
             q, k, v, _ = problem(family, torch.bfloat16, 64)
             assert not bool(inside(in_bfloat16(step, q, k, v), attention_forward(q, k, v), torch.bfloat16).all())
@@ -294,7 +294,7 @@ class TestSharp:
             assert float(inside(found, expected[which], dtype).double().mean()) < 0.5, name
 
     def test_bfloat16_sums_over_queries_are_outside(self) -> None:
-        """What torch's kernel of CPUs does: each block of queries adds to dk and dv in bfloat16."""
+        """Torch's kernel on a CPU: each block of queries adds to dk and dv in bfloat16."""
         q, k, v, do = problem("mean", torch.bfloat16, 200)
         wrong = torch.zeros_like(v)
         p = (
@@ -306,14 +306,14 @@ class TestSharp:
             wrong += (p[:, :, rows].mT @ do[:, :, rows].double()).bfloat16()
         assert not bool(inside(wrong.float(), attention_backward(do, q, k, v)[2], torch.bfloat16).all())
 
-    def test_what_is_kept_in_bfloat16_is_outside_the_bound_of_float32(self) -> None:
+    def test_values_kept_in_bfloat16_are_outside(self) -> None:
         given = problem("normal", torch.bfloat16)
         shares = right(flash(*given), bounded(given, stored_dtype=torch.float32), torch.bfloat16)
         assert max(shares) < 1
 
 
 class TestSpecialValues:
-    def test_an_infinity_or_nan_of_v_reaches_its_column_of_the_queries_behind_it(self) -> None:
+    def test_an_infinity_or_nan_of_v_reaches_later_queries(self) -> None:
         q, k, v, _ = problem("normal", torch.float32)
         for special in (torch.nan, torch.inf, -torch.inf):
             v[0, 0, 9, 2] = special

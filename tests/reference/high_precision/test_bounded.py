@@ -37,7 +37,7 @@ def numbers(seed: int, *shape: int, spread: int = 8) -> torch.Tensor:
 
 
 def uncertain(seed: int, *shape: int) -> Bounded:
-    """Numbers with errors from none to half of them."""
+    """Numbers with relative errors from 0 to ½."""
     value = numbers(seed, *shape).double()
     share = torch.from_numpy(np.random.default_rng(seed + 99).choice([0, 2.0**-22, 2.0**-10, 0.5], shape))
     return Bounded(value, value.abs() * share)
@@ -295,7 +295,7 @@ class TestSpecialValues:
 
 
 class TestOutputs:
-    def test_an_exact_value_is_right_to_the_bit_but_for_the_sign_of_zero(self) -> None:
+    def test_an_exact_value_is_right_but_for_the_sign_of_zero(self) -> None:
         x = exactly(torch.tensor([1.0, 0.0]))
         assert inside(torch.tensor([1.0, -0.0]), x).tolist() == [True, True]
         assert inside(torch.tensor([1.0 + 2.0**-23, 2.0**-149]), x).tolist() == [False, False]

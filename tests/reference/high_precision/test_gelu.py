@@ -53,7 +53,7 @@ def test_other_steps_to_the_same_number_are_inside() -> None:
 
 
 @pytest.mark.parametrize("ulps", [-2, 2])
-def test_a_tanh_two_ulps_from_the_correctly_rounded_result_is_inside(ulps: int) -> None:
+def test_a_tanh_two_ulps_from_the_exact_result_is_inside(ulps: int) -> None:
     x = numbers(torch.float32)
     x = x[x.abs() < 12]
     u = (ROOT * (x.double() + 0.044715 * x.double() ** 3)).float()

@@ -66,7 +66,7 @@ class Problem:
 
 
 def last(x: np.ndarray) -> np.ndarray:
-    """Sums of the rows, one number after the other."""
+    """Sums of the rows in order."""
     return np.add.accumulate(x, 1, dtype=f32)[:, -1]
 
 
@@ -229,7 +229,7 @@ class TestSharp:
             assert float(inside(found, expected, dtype).double().mean()) < 0.5, name
 
     def test_statistics_in_bfloat16(self) -> None:
-        """What torch does on CPUs where x and γ are bfloat16: mean and deviation are kept so for the backward."""
+        """Torch on a CPU with bfloat16 x and γ: mean and deviation are stored in bfloat16 for the backward."""
         problem = Problem("mean", torch.bfloat16, "layer")
         _, (dx, *_) = problem.torchs(torch.bfloat16)
         assert float(inside(dx.float(), problem.backward()[0], torch.bfloat16).double().mean()) < 0.9

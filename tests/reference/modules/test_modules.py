@@ -1,4 +1,4 @@
-"""Linear: every operand is the half of its role, every product is of them, and what does not fit is refused."""
+"""Linear: every operand is the half of its role, and every product multiplies these operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 5
 
 @pytest.mark.parametrize("name", training_names())
 def test_each_product_is_of_the_halves_that_the_table_says(name: str) -> None:
-    """In the second backward, whose offsets are 2 and 3; delayed scaling quantizes by what the first step left."""
+    """In the second backward, with the offsets 2 and 3; delayed scaling uses the scales of the first step."""
     recipe = training_recipe(name)
     layer = made(Linear, INNER, OUTER, seed=SEED)
     before = {name: gradient.clone() for name, gradient in Pass(layer, recipe).gradients.items()}
@@ -53,7 +53,7 @@ def test_each_product_is_of_the_halves_that_the_table_says(name: str) -> None:
 
 
 def test_without_a_recipe_it_is_torchs_own_linear_layer() -> None:
-    """Of small integers, so that every sum is exact."""
+    """Small integers: every sum is exact."""
     x, dy = (normal(4, ROWS, size, seed=size, dtype=torch.float32).mul(2).round() for size in (INNER, OUTER))
     ours, theirs = made(Linear, INNER, OUTER, dtype=torch.float32), torch.nn.Linear(INNER, OUTER)
     with torch.no_grad():
@@ -119,6 +119,6 @@ def test_an_input_without_rows_gives_gradients_of_zeros() -> None:
     assert all(not gradient.any() for gradient in found.gradients.values())
 
 
-def test_a_recipe_without_a_rotation_takes_any_dtype_and_any_number_of_rows() -> None:
+def test_recipes_without_a_rotation_take_any_dtype_and_rows() -> None:
     with autocast("NVFP4BlockScaling-norht"):
         assert Linear(16, 16, dtype=torch.float16)(torch.zeros(3, 5, 16).half()).shape == (3, 5, 16)

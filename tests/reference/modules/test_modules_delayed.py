@@ -1,4 +1,4 @@
-"""Delayed scaling in the layers: histories and scales of several steps, and recomputation, which must not move them."""
+"""Delayed scaling in the layers: histories and scales of several steps, also with recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_history_and_the_scales_of_three_steps_are_those_of_update_scale(name: str) -> None:
+def test_history_and_scales_are_those_of_update_scale(name: str) -> None:
     recipe = training_recipe(name)
     layer = made(Linear, INNER, OUTER)
     rows = recipe.history
@@ -67,7 +67,7 @@ def test_the_gradients_scale_moves_in_each_backward() -> None:
         scales.append(layer.scale.clone())
     assert same(scales[0][:2], scales[1][:2])
     assert scales[0][2] == 2 * scales[1][2]
-    assert used == [1.0, float(scales[0][2])]  # the present one, not that of the forward
+    assert used == [1.0, float(scales[0][2])]  # the present recipe, not the recipe of the forward
 
 
 def test_a_forward_that_fails_leaves_the_scales() -> None:

@@ -1,4 +1,4 @@
-"""GroupedLinear: each group is a linear layer of its own, and one without rows changes nothing."""
+"""GroupedLinear: each group is a separate linear layer, and a group without rows has no effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def linear_of(grouped: Any, group: int) -> Any:
 
 @pytest.mark.parametrize("name", [*NAMES[1:-1], None])
 def test_each_group_is_a_linear_layer_of_its_rows_padded(name: str | None) -> None:
-    """Rows of zeros in the end change nothing that is left once they are gone."""
+    """Rows of zeros at the end change no other row."""
     layer = made(GroupedLinear, 3, INNER, OUTER)
     found = grouped_pass(layer, name)
     assert found.dx is not None
@@ -86,7 +86,7 @@ def test_groups_share_the_scales_and_the_largest_amax_counts() -> None:
     assert used == [float(scale) for scale in found.seen["scale"] for _ in SPLITS]
 
 
-def test_main_gradients_delayed_ones_and_held_weights_are_those_of_each_group() -> None:
+def test_gradients_and_held_weights_are_those_of_each_group() -> None:
     plain = made(GroupedLinear, 3, INNER, OUTER)
     held: Any = GroupedLinear(
         3, INNER, OUTER, seed=plain.seed, accumulate=True, delay_wgrad=True, quantized_parameters=True

@@ -1,4 +1,4 @@
-"""LayerNormLinear and TransformerLayer: made of the layers and of what stays in high precision, each rounded once."""
+"""LayerNormLinear and TransformerLayer: compositions of layers and operations in high precision, each rounded once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECIPE = "NVFP4BlockScaling"
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_norm_goes_before_and_its_gradient_behind_a_linear_layer(norm: Any) -> None:
+def test_a_norm_runs_before_a_linear_layer(norm: Any) -> None:
     layer = made(LayerNormLinear, INNER, OUTER, norm=norm, eps=0.25)
     found = Pass(layer, RECIPE)
     x, gamma, beta = normal(ROWS, INNER, seed=1), layer.layer_norm_weight, layer.layer_norm_bias
     assert (beta is None) == (norm == "rms")
     normed = norm_forward(x, gamma, beta, norm, 0.25).value.bfloat16()
     linear = Linear(INNER, OUTER)
-    own = set(linear.state_dict())  # before its first backward pass, which found has behind it
+    own = set(linear.state_dict())  # before the first backward pass
     linear.load_state_dict({name: value for name, value in layer.state_dict().items() if name in own})
     alone = Pass(linear, RECIPE, normed)
     assert same(found.seen["norm"], normed)
@@ -93,8 +93,8 @@ def test_a_transformer_layer_is_composed_of_what_it_reports() -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_without_a_recipe_a_transformer_layer_is_torchs_own_operations(norm: Any) -> None:
-    """In float32 against torch in float64: whatever is another formula is off by far more than 2^-16."""
+def test_without_a_recipe_a_transformer_layer_is_torchs(norm: Any) -> None:
+    """In float32 against torch in float64: a wrong formula differs by far more than 2^-16."""
     layer = made(TransformerLayer, HIDDEN, FFN, HEADS, norm=norm, dtype=torch.float32)
     x, dy = normal(*SHAPE, seed=1, dtype=torch.float32), normal(*SHAPE, seed=2, dtype=torch.float32)
     found = Pass(layer, None, x, dy)
@@ -123,7 +123,7 @@ def test_without_a_recipe_a_transformer_layer_is_torchs_own_operations(norm: Any
     assert len(pairs) == 2 + len(dict(layer.named_parameters()))
 
 
-def test_delayed_gradients_of_a_transformer_layer_come_from_all_its_products() -> None:
+def test_delayed_gradients_of_a_transformer_layer() -> None:
     options: list[dict[str, Any]] = [{}, {"delay_wgrad": True}]
     now, later = (made(TransformerLayer, HIDDEN, FFN, HEADS, **chosen) for chosen in options)
     x, dy = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)

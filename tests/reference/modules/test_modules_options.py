@@ -1,4 +1,4 @@
-"""Options of the layers: each changes something, and what it should not change it leaves to the bit."""
+"""Options of the layers: each option has its effect, and keeps all other bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_parameters_are_on_the_device() -> None:
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
 
 
-def test_the_seed_and_the_number_of_the_backward_draw_the_bits_of_the_gradient() -> None:
+def test_seed_and_backward_pass_draw_the_random_bits() -> None:
     one, other = (made(Linear, INNER, OUTER, seed=seed) for seed in (0, 1))
     first, second, third = Pass(one, NVFP4), Pass(one, NVFP4), Pass(other, NVFP4)
     for half in ("dy", "dy columnwise"):
@@ -62,7 +62,7 @@ def test_a_loaded_layer_draws_the_next_bits() -> None:
 
 
 @pytest.mark.parametrize("recipe", [MX, "Float8BlockScaling", None])
-def test_gradients_accumulate_in_float32_on_what_the_main_gradient_has(recipe: str | None) -> None:
+def test_gradients_accumulate_in_float32(recipe: str | None) -> None:
     layer = made(Linear, INNER, OUTER, accumulate=True)
     once = Pass(layer, recipe)
     first = layer.weight.main_grad.clone()
@@ -119,7 +119,7 @@ def test_delayed_gradients_of_weights_are_those_of_a_backward(recipe: str | None
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, MX, "Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling-history4"])
-def test_a_weight_that_is_held_quantized_gives_what_one_in_high_precision_does(recipe: str) -> None:
+def test_a_quantized_weight_equals_a_weight_in_high_precision(recipe: str) -> None:
     plain = made(Linear, INNER, OUTER, accumulate=True)
     held: Any = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
     held.bias.data.copy_(plain.bias.data)
@@ -187,7 +187,7 @@ def test_a_conversion_leaves_scales_and_amaxes_in_float32() -> None:
 
 
 def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group of one whose largest amax is 64; processes of their own are in `test_parallel`."""
+    """A fake reduction with the result 64; `test_parallel` has a group of processes."""
     asked: list[tuple[str, bool]] = []
 
     def reduced(x: torch.Tensor, recipe: Any, group: object, *, rowwise: bool, columnwise: bool) -> Any:

@@ -13,7 +13,7 @@ WIDTHS = [1, 16, 32, 48, 128]
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of a dtype of 16 bits; of float32 those whose last bits are 0 or all set; in random order."""
+    """Every number of a dtype of 16 bits; float32 numbers with the last bits 0 or all set; in random order."""
     words = torch.arange(-(1 << 15), 1 << 15)
     if dtype == torch.float32:
         words = ((words << 16).unsqueeze(1) + torch.tensor([0, 0xFFFF])).flatten()
@@ -22,7 +22,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 def largest(x: torch.Tensor, width: int, *, propagate: bool) -> np.ndarray:
-    """The amax of every block of (M, K), a short one padded with zeros: numpy's, whose maximum of NaN is NaN."""
+    """The amax of every block of (M, K), padded with zeros, by NumPy: the maximum of NaN is NaN."""
     magnitudes = np.abs(x.float().numpy())
     if not propagate:
         magnitudes[np.isnan(magnitudes)] = 0
@@ -51,7 +51,7 @@ def test_the_amax_of_a_block_is_its_largest_magnitude(
 
 @pytest.mark.parametrize("width", [16, 32, 128])
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
-def test_a_nan_is_left_out_wherever_it_is_and_changes_no_other_block(dtype: torch.dtype, width: int) -> None:
+def test_a_nan_is_ignored_and_changes_no_other_block(dtype: torch.dtype, width: int) -> None:
     x = torch.arange(1, 4 * width + 1).view(2, -1).to(dtype)
     clean = block_amax(x, width)
     for column in range(2 * width):

@@ -50,7 +50,7 @@ def test_it_is_the_twin_in_whole_numbers(seed: int, offset: int, subsequence: in
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_every_bit_of_seed_offset_and_subsequence_changes_every_word(which: int) -> None:
+def test_every_bit_of_a_counter_changes_every_word(which: int) -> None:
     start = [0x0123456789ABCDEF, 0x0F1E2D3C4B5A6978, 0x1122334455667788]
     before = words(*start)
     for bit in range(64):
@@ -63,7 +63,7 @@ def test_seed_and_offset_are_taken_modulo_2_to_the_64() -> None:
     assert words(-1, -2, 5) == words(2**64 - 1, 2**64 - 2, 5) == words(2**65 - 1, 2**64 - 2, 5)
 
 
-def test_subsequences_of_any_shape_are_independent_of_one_another() -> None:
+def test_subsequences_of_any_shape_are_independent() -> None:
     grid = torch.arange(2**31 - 6, 2**31 + 6).view(3, 2, 2)
     together = philox(7, 8, grid)
     assert together.dtype == torch.int64

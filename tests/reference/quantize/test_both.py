@@ -1,4 +1,4 @@
-"""Both orientations at once: each half is what `quantize` gives for it."""
+"""quantize_both: each half is the result of `quantize`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_half_alone_is_that_of_both(name: str, seeded: bool, swizzled: bool) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_swizzled_scales_are_the_linear_ones_swizzled_with_zeros_behind_them(name: str) -> None:
+def test_swizzled_scales_are_linear_scales_in_tiles(name: str) -> None:
     x, random = source(name), random_of(name)
     linear, swizzled = (quantize_both(x, name, random=random, swizzled=each) for each in (False, True))
     for one, other in zip(linear, swizzled, strict=True):

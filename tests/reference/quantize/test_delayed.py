@@ -24,7 +24,7 @@ AMAXES = [0.0, 1e-45, 1e-40, 2.0**-126, 1e-30, 0.1, 1.0, 447.0, 448.0, 57344.0, 
 
 
 def check(name: str, histories: list[list[float]], scales: list[float]) -> None:
-    """`histories`: one of each tensor, of equal length."""
+    """`histories`: a history of each tensor, of equal length."""
     recipe = find_recipe(name)
     assert recipe.delayed is not None
     history, scale = torch.tensor(histories).T.contiguous(), torch.tensor(scales)
@@ -76,7 +76,7 @@ def test_bulk_leaves_what_saw_nothing_and_single_rolls_a_zero_in() -> None:
     assert updated("fp8-delayed-e4m3-bulk", [-0.0, 7.0, 1.0]) == ([0.0, 7.0, 1.0], 3.0)
 
 
-def test_an_infinite_scale_is_flt_max_and_an_amax_that_is_no_number_keeps_the_last() -> None:
+def test_infinite_scales_and_amaxes_without_a_number() -> None:
     assert updated("fp8-delayed-e4m3", [1e-40, 0.0])[1] == FLT_MAX
     for amax in (0.0, math.inf, math.nan):
         assert updated("fp8-delayed-e4m3-recent", [amax, 5.0])[1] == 3.0
@@ -95,7 +95,7 @@ def test_a_scale_that_is_kept_is_finite_too(last: float, update: str) -> None:
 
 
 def test_three_steps_use_the_scale_of_the_step_before() -> None:
-    """The scale of a step is that of the amaxes of the steps before it."""
+    """The scale of a step comes from the amaxes of earlier steps."""
     history, scale = torch.zeros(4, 1), torch.ones(1)
     used = []
     for amax in (7.0, 448.0, 3.5):

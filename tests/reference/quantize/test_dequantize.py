@@ -77,7 +77,7 @@ def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
 
 
 def test_a_large_matrix_is_its_rows() -> None:
-    """More than one of the slabs that the reference works on at once."""
+    """More than a slab of the reference."""
     x = torch.randn(300, 1025, generator=torch.Generator().manual_seed(0))
     q = quantize(x, "nvfp4")
     parts = [dequantize(quantize(x[rows : rows + 7], "nvfp4", amax=q.amax)) for rows in range(0, 300, 7)]

@@ -53,7 +53,7 @@ def assert_twin(x: torch.Tensor, dialect: str) -> None:
     np.testing.assert_array_equal(codes_of(q), codes)
 
 
-def test_every_dialect_but_transformer_engines_has_a_twin_and_a_neighbour() -> None:
+def test_every_other_dialect_has_a_twin_and_a_neighbour() -> None:
     names = [name for name in recipe_names() if name.startswith("nvfp4@")]
     dialects = {name.partition("@")[2] for name in names} - {"te-2.8", "te-native"}
     assert dialects == set(TWINS) == set(NEAREST)
@@ -153,7 +153,7 @@ def test_a_dialect_is_its_scalar_twin_on_any_matrix(dialect: str, x: torch.Tenso
 
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=lambda fmt: fmt.name)
-def test_ties_toward_zero_are_right_on_every_half_precision_number(fmt: Format) -> None:
+def test_ties_toward_zero_of_every_half_precision_number(fmt: Format) -> None:
     x = every_input(fmt)
     x = x[np.isfinite(x)]
     points = np.array(fmt.values[: fmt.max_code + 1])
@@ -203,7 +203,7 @@ def test_the_columnwise_half_is_the_transpose_quantized(dialect: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dialect", TWINS)
 def test_values_come_back_within_half_a_step(dialect: str, dtype: torch.dtype) -> None:
-    """Amaxes low enough that compressed-tensors gives up its tensor scale in float16, where amax/2688 is no factor."""
+    """Amaxes so small that compressed-tensors uses no tensor scale in float16, because amax/2688 is 0."""
     x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(5)) * 0.04).clamp(-0.03, 0.03).to(dtype)
     if dialect in ONE_LEVEL:
         x = x * 2.0**7
@@ -241,7 +241,7 @@ def test_a_product_is_that_of_the_values(dialect: str) -> None:
     a, b = (quantize(torch.randn(rows, 64, generator=generator), f"nvfp4@{dialect}") for rows in (5, 3))
     exact = dequantize(a).double() @ dequantize(b).double().T
     scale = dequantize(a).double().abs() @ dequantize(b).double().abs().T
-    # α and each value's factor come of at most four roundings each, the sum and its product with α of one each.
+    # α and the factor of a value have at most four roundings each, the sum and its product with α a single rounding.
     assert ((gemm(a, b, out_dtype=torch.float32) - exact).abs() <= 16 * 2.0**-24 * scale).all()
 
 

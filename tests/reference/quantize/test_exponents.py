@@ -20,14 +20,14 @@ from tests.thinned import thinned
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
 DIALECT = pytest.mark.parametrize("dialect", DIALECTS)
 QUOTIENTS = ("te", "floor-448", "nearest")
-# Mantissas beside which some rule changes its mind, √2 and its products with the mantissas of the largest elements.
+# Mantissas at which a rule changes its result, √2 and its products with the mantissas of the largest elements.
 THRESHOLDS = [1.0, 1.5, 1.75, 1.875, 1.9375, *(f * r for f in (1.0, 1.5, 1.75, 1.875) for r in (2**0.5, 2**-0.5))]
 
 
 def amaxes() -> np.ndarray:
-    """float32 above 0: each exponent with each mantissa of bfloat16, and with what is 3 ulp around each threshold.
+    """float32 numbers above 0: every exponent with every mantissa of bfloat16, and ± 3 ulp around every threshold.
 
-    Every subnormal bfloat16 number, and the float32 numbers around those at which a quotient becomes normal.
+    Every subnormal bfloat16 number, and float32 numbers at which a quotient becomes normal.
     """
     thresholds = (np.array(THRESHOLDS) * 2**23).astype(np.int64)
     near = (thresholds[:, None] + np.arange(-3, 5)).ravel()
@@ -54,7 +54,7 @@ def test_every_rule_is_exact_on_what_it_rounds(element: Format, dialect: str) ->
 
 @pytest.mark.parametrize("dialect", ["te", "floor-448"])
 @ELEMENT
-def test_a_quotient_rounded_to_float32_gives_the_exponent_of_the_exact_one(element: Format, dialect: str) -> None:
+def test_a_rounded_quotient_has_the_exact_exponent(element: Format, dialect: str) -> None:
     """From 2^-126 on: docs/numerics.md#mx: equal to dividing by 448."""
     x = amaxes()
     x = x[x.astype(np.float64) >= element.max * 2.0**-126]
@@ -64,7 +64,7 @@ def test_a_quotient_rounded_to_float32_gives_the_exponent_of_the_exact_one(eleme
 @pytest.mark.parametrize("dialect", thinned(QUOTIENTS, 3))
 @ELEMENT
 def test_and_so_at_all_mantissas_of_an_exponent(element: Format, dialect: str) -> None:
-    """But for one of `nearest`: the quotient of float32 by 7 that is nearest to √½ from above rounds to below it."""
+    """Exception of `nearest`: the quotient by 7 just above √½ rounds to a number below √½."""
     x = (np.arange(1 << 23, dtype=np.int32) + (130 << 23)).view(np.float32)
     differ = np.nonzero(found_codes(x, element, dialect) != mx_exponents.codes_of_quotient(x, element, dialect))[0]
     sevenths = element.max == 1.75 * 2.0 ** EMAX[element]
@@ -97,7 +97,7 @@ def test_a_larger_amax_never_has_a_smaller_scale(element: Format, dialect: str) 
 
 @ELEMENT
 def test_the_rules_that_saturate_and_those_that_never_do(element: Format) -> None:
-    """te never lets an element above the largest number; ocp does exactly where te is one above it."""
+    """No scaled element of te exceeds the largest number; elements of ocp do if the exponent of te is larger by 1."""
     x = amaxes()
     x = x[(x > 2.0**-100) & (x < 2.0**120)]
     te, ocp = (found_codes(x, element, dialect).astype(int) for dialect in ("te", "ocp"))

@@ -52,7 +52,7 @@ def test_6_wins_where_4_is_further(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("numbers", [(6.0, -6.0), (6.0, 4.5, 4.0), (0.0, 0.0)])
 def test_a_tie_goes_to_6(name: str, numbers: tuple[float, ...]) -> None:
-    """No error under either; an error of ½ under each; nothing at all."""
+    """No error under both scales; an error of ½ under both; a block of zeros."""
     q = chosen(block(*numbers), name)
     assert q.scales.tolist() == [[SCALE_6 if any(numbers) else 0]]
 
@@ -60,7 +60,7 @@ def test_a_tie_goes_to_6(name: str, numbers: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("kind", ["", "-2d", "-rowscaled"])
 @pytest.mark.parametrize("most", [448, 256])
 def test_absolute_and_squared_errors_choose_differently(kind: str, most: int) -> None:
-    """Under 6 only the 5 is off, by 1; under 4 it is off by ½ and each 2 by ¼: 1 < 5/4, but 1 > 7/16."""
+    """Under 6 the error of the 5 is 1; under 4 its error is ½, and ¼ for each 2: 1 < 5/4, but 1 > 7/16."""
     x = block(6.0, 5.0, 2.0, 2.0, 2.0)
     assert chosen(x, f"nvfp4{kind}-4over6-{most}-mae").scales.tolist() == [[SCALE_6]]
     assert chosen(x, f"nvfp4{kind}-4over6-{most}-mse").scales.tolist() == [[SCALE_4]]
@@ -79,7 +79,7 @@ def test_448_has_no_room_for_4_in_the_largest_block_and_256_has(kind: str, error
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_block_chooses_for_itself_but_a_tile_as_one(name: str) -> None:
-    """Nine rows that gain by 4 and seven that lose as much: in 2-D the nine decide."""
+    """Nine rows gain by 4, and seven rows lose as much: in 2-D the sum of the nine is larger."""
     rows = [block(6.0, 4.5) if i < 9 else block(6.0, 4.0) for i in range(16)]
     x = torch.cat([torch.cat(rows), torch.cat(rows[::-1])], dim=1)
     scales = chosen(x, name).scales
@@ -93,7 +93,7 @@ def test_each_block_chooses_for_itself_but_a_tile_as_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", thinned(NAMES, 3))
 def test_every_element_of_a_block_is_counted(name: str) -> None:
-    """4.5 in any one place is a gain for 4; beside it, a 4 in any other makes a tie."""
+    """4.5 at any place is a gain for 4; with a 4 at a second place the errors tie."""
     for one in range(1, 16):
         x = block(6.0)
         x[0, one] = 4.5
@@ -115,7 +115,7 @@ def test_every_row_of_a_tile_is_counted(name: str) -> None:
         assert (chosen(x, name).scales == SCALE_6).all()
 
 
-# Roundings. Blocks found by search, whose two errors lie within a rounding of each other under amax 300, E = 448.
+# Roundings. Blocks, found by search, with two errors that differ by a rounding under amax 300, E = 448.
 
 ORDER_OF_ELEMENTS = [
     6.0, 4.504636764526367, -3.558403968811035, 4.486494541168213, -1.881685495376587, -0.7667354941368103,
@@ -183,7 +183,7 @@ def fused(errors: list[f32]) -> f32:
     return total
 
 
-def test_the_errors_of_a_block_are_added_in_the_order_of_its_elements() -> None:
+def test_errors_of_a_block_are_added_in_order() -> None:
     x = np.array(ORDER_OF_ELEMENTS, f32)
     four, six = candidates(x)
     errors = [[abs(e) for e in differences(x, stored)] for stored in (four, six)]

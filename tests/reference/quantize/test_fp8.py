@@ -98,7 +98,7 @@ def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, ki
 @pytest.mark.parametrize("kind", ["", "-pow2", "-eps1e-06", "-pow2-eps1e-06"])
 @ELEMENTS
 def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str) -> None:
-    """FLT_MAX where the quotient is infinite, whatever the dtype of x; the stored scale is the inverse."""
+    """FLT_MAX if the quotient is infinite, for any dtype of x; the stored scale is the inverse."""
     recipe = find_recipe(f"fp8-current-{element.name.lower()}{kind}")
     amax = torch.cat([edges(element), torch.tensor([math.nan])])
     found = tensor_scale(amax, recipe, torch.float16)
@@ -114,7 +114,7 @@ def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str
     ("float32", torch.finfo(torch.float32).max), ("bfloat16", torch.finfo(torch.bfloat16).max),
     ("float16", 448 * 2.0**24),  # its smallest number has a finite quotient, which is not cut to 65504
 ])  # fmt: skip
-def test_an_infinite_quotient_becomes_the_largest_number_of_the_input(dtype: str, scale: float) -> None:
+def test_an_infinite_quotient_becomes_the_largest_input(dtype: str, scale: float) -> None:
     tiny = 2.0**-24 if dtype == "float16" else 2.0**-133
     x = torch.full((1, 128), tiny, dtype=DTYPES[dtype])
     assert quantize(x, "fp8-block-1x128-e4m3-fp32").scales.item() == fp8.inverse(scale)
@@ -157,7 +157,7 @@ def test_special_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
 def test_a_nan_that_propagates_makes_the_scale_1(name: str) -> None:
-    """docs/numerics.md#fp8-with-float32-scales: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be
+    """docs/numerics.md#fp8-with-float32-scales: scale = 1 if amax is NaN; 300 does not saturate, and would be
     scaled otherwise."""
     recipe = dataclasses.replace(find_recipe(name), nan="propagate")
     q = quantize(torch.tensor([[math.nan, 300.0]]), recipe)
@@ -234,7 +234,7 @@ def test_dequantize_is_one_product_and_one_cast(name: str, dtype: str) -> None:
 
 
 @ELEMENTS
-def test_every_code_comes_back_exactly_under_a_scale_of_a_power_of_two(element: Format) -> None:
+def test_every_code_survives_a_scale_of_a_power_of_two(element: Format) -> None:
     values = torch.tensor([[v for v in element.values if math.isfinite(v)]])
     for power in (-20, 0, 30):
         q = quantize(values * 2.0**power, f"fp8-current-{element.name.lower()}")
@@ -247,7 +247,7 @@ def test_every_code_comes_back_exactly_under_a_scale_of_a_power_of_two(element: 
 
 @pytest.mark.parametrize("shape", [(130, 200), (1, 1), (3, 129), (0, 0), (0, 128), (128, 0)])
 @pytest.mark.parametrize("name", ALL)
-def test_each_half_is_what_quantize_gives_and_codes_are_transposed(name: str, shape: tuple[int, int]) -> None:
+def test_each_half_is_quantize_with_transposed_codes(name: str, shape: tuple[int, int]) -> None:
     x = matrix("spread", 5, *shape).bfloat16()
     row, column = quantize_both(x, name, scale=scale_of(name))
     for half, alone in ((row, x), (column, x.T.contiguous())):
@@ -280,7 +280,7 @@ SIZES = {"plain": [16, 128, 32], "no multiples": [1, 130, 5, 70], "empty": [0, 7
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("name", thinned(ALL, 2))
 def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
-    """Each begins a block of its own, and has a scale of its own where a tensor has one."""
+    """Each number begins a block, or is a tensor with a separate scale."""
     x = matrix("spread", 6, sum(sizes), 45)
     scale = torch.arange(1.0, len(sizes) + 1) * 0.7 if name.startswith("fp8-delayed") else None
     grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise, scale=scale)

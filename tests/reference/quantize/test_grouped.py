@@ -1,4 +1,4 @@
-"""Sections: each is what `quantize` gives for it, and `gemm_grouped` multiplies each by its own matrix."""
+"""Sections: every section is the result of `quantize`, and `gemm_grouped` multiplies a section by its matrix."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: l
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("name", thinned(["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"], 3))
-def test_blocks_are_counted_through_all_sections_for_the_random_bits(
-    name: str, columnwise: bool, sizes: list[int]
-) -> None:
+def test_random_bits_count_the_blocks_of_all_sections(name: str, columnwise: bool, sizes: list[int]) -> None:
     sizes = [2 * size for size in sizes]
     x = source(sizes, 38).bfloat16()
     expected, first = [], 0
@@ -126,7 +124,7 @@ def test_a_given_amax_is_that_of_its_section(columnwise: bool) -> None:
     check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise, amax=amax), x, sizes, expected)
 
 
-def test_more_dimensions_are_rows_and_a_view_gives_the_bytes_of_its_copy() -> None:
+def test_more_dimensions_are_rows_and_views_equal_copies() -> None:
     sizes = torch.tensor([5, 7])
     x = matrix("normal", 3, 34, 12).T
     flat = quantize_grouped(x.contiguous(), sizes, "nvfp4")
@@ -145,7 +143,7 @@ def test_sections_of_no_columns_or_one(columns: int) -> None:
         check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise), x, sizes, expected)
 
 
-def test_what_is_left_behind_the_last_columnwise_section_is_not_used() -> None:
+def test_bytes_behind_the_last_section_are_not_used() -> None:
     sizes = [3, 20]
     x = source(sizes, 33)
     q = quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=True)

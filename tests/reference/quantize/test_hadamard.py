@@ -100,8 +100,8 @@ def test_of_integers_every_order_gives_the_same(group: int) -> None:
 
 
 @EVERY
-def test_of_spread_exponents_it_lies_within_the_error_of_its_additions(group: int) -> None:
-    """Exponents over 2^±30. log2(group) additions on every path round, each by u at most: the rest is one rounding."""
+def test_spread_exponents_lie_within_the_rounding_error(group: int) -> None:
+    """Exponents over 2^±30. log2(group) additions on every path round by at most u; then follows a single rounding."""
     x = matrix("spread", group, 24, 128).bfloat16()
     sums = exact(x, group)
     sizes = [[sum(map(Fraction, part)) for part in row] for row in x.double().abs().view(24, -1, group).tolist()]
@@ -114,8 +114,8 @@ def test_of_spread_exponents_it_lies_within_the_error_of_its_additions(group: in
 
 
 @pytest.mark.parametrize("group", RHT_GROUPS[1:])
-def test_where_exponents_are_far_apart_it_is_not_the_exact_sum_rounded_once(group: int) -> None:
-    """1 + 2^-30 is 1 in float32, so that 1 + 2^-30 − 1 leaves nothing."""
+def test_far_exponents_round_more_than_once(group: int) -> None:
+    """1 + 2^-30 is 1 in float32, and 1 + 2^-30 − 1 is 0."""
     x = torch.zeros(1, group)
     x[0, :3] = torch.tensor([1.0, 2.0**-30, -1.0])
     once = rounding.nearest(sum(Fraction(v) for v in x[0].tolist()) * hadamard.coefficient(group), "bfloat16")
@@ -160,7 +160,7 @@ def test_a_group_is_rotated_by_itself(group: int) -> None:
     assert torch.equal(dirty[others], whole[others])
 
 
-def test_a_view_gives_the_numbers_of_its_copy_and_comes_back_unchanged() -> None:
+def test_a_view_equals_its_copy_and_stays() -> None:
     base = matrix("normal", 2, 64, 64).bfloat16()
     for view in (base.T, base[::2], base[:, ::2], base[:, 16:48], base[:1].expand(5, -1)):
         copy = view.clone(memory_format=torch.contiguous_format)
@@ -171,7 +171,7 @@ def test_a_view_gives_the_numbers_of_its_copy_and_comes_back_unchanged() -> None
 
 
 def test_a_large_matrix_is_its_rows() -> None:
-    """More than one of the slabs that the reference works on at once."""
+    """More than a slab of the reference."""
     x = matrix("normal", 3, 300, 1024).bfloat16()
     parts = [transform(x[rows : rows + 37], "nvfp4-rht") for rows in range(0, 300, 37)]
     assert torch.equal(transform(x, "nvfp4-rht"), torch.cat(parts))

@@ -24,7 +24,7 @@ def place(i: int, j: int, columns: int) -> int:
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:
-    """Bytes from 1 to 255, so that no padding is among them."""
+    """Bytes from 1 to 255, different from padding."""
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     return torch.randint(1, 256, (rows, columns), dtype=torch.uint8, generator=generator)
 
@@ -40,7 +40,7 @@ def test_swizzle_gives_the_golden_bytes_and_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_byte_lies_where_the_formula_says_and_padding_is_zero(shape: tuple[int, int]) -> None:
+def test_every_byte_lies_at_its_index_and_padding_is_zero(shape: tuple[int, int]) -> None:
     scales = numbered(*shape)
     swizzled = swizzle(scales)
     assert (
@@ -54,7 +54,7 @@ def test_every_byte_lies_where_the_formula_says_and_padding_is_zero(shape: tuple
     assert torch.equal(unswizzle(swizzled, shape), scales)
 
 
-def test_the_formula_puts_every_byte_of_the_padded_scales_in_a_place_of_its_own() -> None:
+def test_the_formula_is_a_permutation() -> None:
     places = [place(i, j, 12) for i in range(384) for j in range(12)]
     assert sorted(places) == list(range(384 * 12))
 

@@ -319,7 +319,7 @@ def near_grid(element: Format) -> torch.Tensor:
 
 
 def enumerated(x: torch.Tensor, element: Format) -> torch.Tensor:
-    """Each number under each byte: (n,) float32 to (n, 256)."""
+    """Every number under every byte: (n,) float32 to (n, 256)."""
     wide = x.unsqueeze(1).expand(-1, 256).contiguous()
     return stochastic(wide, element, BYTES.expand_as(wide).contiguous())
 

@@ -1,6 +1,6 @@
 """A third opinion: NVIDIA's own cuda_fp4.h, cuda_fp6.h and cuda_fp8.h, compiled for the host.
 
-`encode` promises what `cvt.rn.satfinite` does, and these headers are NVIDIA's software for it.
+`encode` promises the result of `cvt.rn.satfinite`, and these headers are NVIDIA's software for the instruction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.reference.mx_exponents import NAMES
 from tests.reference.quantize.test_exponents import amaxes
 from tests.reference.samples import every_input
 
-# Reads float32 numbers or codes from stdin and writes what the header named by the first argument makes of each.
+# Reads float32 numbers or codes from stdin and writes the results of the header that the first argument names.
 PROGRAM = r"""
 #include <cstdint>
 #include <cstdio>
@@ -73,7 +73,7 @@ int main(int, char** argv) {
 
 
 def header_folder() -> Path | None:
-    """Where the CUDA headers are: CUDA_HOME or CUDA_PATH, else what cuda-pathfinder finds, else beside nvcc."""
+    """Folder of the CUDA headers: of CUDA_HOME or CUDA_PATH, else by cuda-pathfinder, else beside nvcc."""
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = [root / "include" for root in roots]
     try:
@@ -90,7 +90,7 @@ def header_folder() -> Path | None:
 
 @pytest.fixture(scope="module")
 def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program, or a skip that says what is missing."""
+    """The compiled program, or a skip with the missing tool as reason."""
     include = header_folder()
     if include is None:
         pytest.skip("no cuda_fp4.h: set CUDA_HOME to a CUDA toolkit (12.8 or later), or put its nvcc on PATH")

@@ -30,9 +30,7 @@ def test_rows_are_aligned_as_numerics_md_says(name: str, alignment: int) -> None
 
 @EVERY
 @pytest.mark.parametrize(("name", "alignment"), ALIGNMENTS.items())
-def test_each_section_is_followed_by_zeros_up_to_the_alignment_and_comes_back(
-    name: str, alignment: int, sizes: list[int]
-) -> None:
+def test_sections_are_padded_with_zeros_and_cut_again(name: str, alignment: int, sizes: list[int]) -> None:
     x = matrix("any", 1, sum(sizes), 7).view(torch.int32)
     padded, aligned = pad_sections(x, torch.tensor(sizes), name)
     assert aligned.dtype == torch.int64
@@ -53,7 +51,7 @@ def test_the_dtype_and_further_dimensions_are_kept(dtype: torch.dtype) -> None:
     assert torch.equal(unpad_sections(padded, torch.tensor([2, 3]), "fp8-current-e4m3"), x)
 
 
-def test_a_view_gives_what_its_copy_gives_and_inputs_come_back_unchanged() -> None:
+def test_views_equal_copies_and_inputs_stay() -> None:
     base, sizes = matrix("normal", 2, 20, 10), torch.tensor([3, 7])
     for view in (base[::2], base[:10, ::2], base.T):
         copy = view.clone(memory_format=torch.contiguous_format)

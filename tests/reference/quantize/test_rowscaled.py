@@ -45,7 +45,7 @@ def test_the_columnwise_half_has_an_amax_for_each_column() -> None:
 
 
 def test_a_large_matrix_is_its_rows() -> None:
-    """More than one of the slabs that the reference works on at once."""
+    """More than a slab of the reference."""
     x = matrix("normal", 2, 300, 1024) * torch.arange(1, 301).unsqueeze(1)
     for name in ("nvfp4-rowscaled", "nvfp4-rowscaled-4over6-448-mse"):
         q = quantize(x, name)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: its probability by all 256 bytes, which byte is whose, the generator's words, errors."""
+"""Stochastic rounding: the probability by all 256 bytes, the byte of an element, words of the generator, errors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ONE = torch.tensor([2688.0])  # an amax under which S_enc is 1
 
 
 def enumerated(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Each number under each byte: (n,) float32 to (n, 256)."""
+    """Every number under every byte: (n,) float32 to (n, 256)."""
     x = magnitudes.unsqueeze(1).expand(-1, 256).contiguous()
     return stochastic(x, E2M1, BYTES.expand_as(x).contiguous())
 
 
 def near_grid() -> torch.Tensor:
-    """float32: each point of the grid, and up to 3 ulp to either side of it."""
+    """float32: grid points ± 3 ulp."""
     found = [np.float32(point) for point in GRID]
     for limit in (np.float32(math.inf), np.float32(0)):
         near = found[: len(GRID)]
@@ -70,7 +70,7 @@ def test_as_many_bytes_round_up_as_the_distance_has_256ths(magnitudes: torch.Ten
 
 
 @EVERY
-def test_a_larger_byte_never_rounds_lower_and_a_larger_number_neither(magnitudes: torch.Tensor) -> None:
+def test_rounding_is_monotone_in_number_and_byte(magnitudes: torch.Tensor) -> None:
     rounded = enumerated(magnitudes.sort().values)
     assert (rounded.diff(dim=1) >= 0).all()
     assert (rounded.diff(dim=0) >= 0).all()
@@ -149,11 +149,11 @@ def test_the_inputs_come_back_unchanged() -> None:
     assert random.tolist() == [1, 200, 3]
 
 
-# Which byte is whose.
+# The byte of each element.
 
 
 def quarters(rows: int, columns: int) -> torch.Tensor:
-    """¼, which rounds up by bytes from 128 on, but for a 6 at the start of each block, which keeps its scale at 1."""
+    """¼ rounds up by bytes from 128 on; a 6 at the start of each block keeps its scale at 1."""
     x = torch.full((rows, columns), 0.25)
     x[:, ::16] = 6.0
     return x
@@ -219,7 +219,7 @@ def test_a_seed_and_an_offset_stand_for_the_words_of_philox(name: str, shape: tu
 
 
 def test_a_large_matrix_counts_its_blocks_through() -> None:
-    """More than one of the slabs that the reference works on at once; no two blocks have the same words."""
+    """More than a slab of the reference; blocks have different words."""
     x = quarters(300, 1024)
     q = quantize(x, "nvfp4-sr", amax=ONE, random=(5, 6))
     made = philox.philox_words(5, 6, 300, 1024)
@@ -227,7 +227,7 @@ def test_a_large_matrix_counts_its_blocks_through() -> None:
     assert_same(q, quantize(x, "nvfp4-sr", amax=ONE, random=torch.from_numpy(made.view(np.int32))))
 
 
-def test_seed_and_offset_each_change_the_codes_and_the_same_ones_repeat_them() -> None:
+def test_seed_and_offset_determine_the_codes() -> None:
     x = quarters(16, 64)
     codes = [
         quantize(x, "nvfp4-sr", amax=ONE, random=random).codes

@@ -1,6 +1,6 @@
-"""A third opinion on the MX formats: torchao's `to_mx`, whose four modes are the dialects ocp, te, even and ceil.
+"""A third opinion on the MX formats: torchao's `to_mx`, with the dialects ocp, te, even and ceil as modes.
 
-What is known to be wrong or different there is asserted by name, so that a release that changes it shows.
+Known differences are asserted by name, so that a release with a change shows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_scales_and_codes_are_torchaos(torchao: Any, element: Format, dialect: s
 
 
 def blocks(dtype: torch.dtype) -> torch.Tensor:
-    """A block for each amax of `amaxes`, in which every rule changes its mind, with random numbers below it."""
+    """A block for each amax of `amaxes`, with random smaller numbers."""
     amax = torch.from_numpy(amaxes()).to(dtype)
     amax = amax[amax.isfinite()].float().unique().to(dtype)
     x = (torch.rand(len(amax), 32, generator=torch.Generator().manual_seed(0)) * 2 - 1).to(dtype) * amax.unsqueeze(1)
@@ -91,7 +91,7 @@ def blocks(dtype: torch.dtype) -> torch.Tensor:
 def test_every_exponent_and_threshold_has_torchaos_scale(
     torchao: Any, element: Format, dialect: str, dtype: torch.dtype
 ) -> None:
-    """But float32 in RCEIL: the next test. And codes, but those of blocks whose scale is 2^-127: the one after it."""
+    """Except float32 in RCEIL (next test), and codes of blocks with the scale 2^-127 (second test below)."""
     x = blocks(dtype)
     scales, codes = theirs(torchao, x, element, dialect)
     mine, elements = ours(x, element, dialect)
@@ -105,7 +105,7 @@ def test_every_exponent_and_threshold_has_torchaos_scale(
 def test_rceil_is_one_too_small_just_above_a_largest_number(torchao: Any, element: Format) -> None:
     """torchao 0.18 rounds up log2 of float32, which is a whole number up to half its ulp above max·2^k.
 
-    There the largest element exceeds max·scale, which cvt.rp and exact arithmetic forbid, and is clipped.
+    Then the largest element exceeds max·scale and is clipped, unlike with cvt.rp or in exact arithmetic.
     """
     x = blocks(torch.float32)
     amax = x[:, 5].double()
@@ -129,9 +129,7 @@ def test_rceil_is_one_too_small_just_above_a_largest_number(torchao: Any, elemen
 
 @MODE
 @ELEMENT
-def test_blocks_under_the_smallest_scale_are_divided_by_more_than_it(
-    torchao: Any, element: Format, dialect: str
-) -> None:
+def test_blocks_below_the_smallest_scale(torchao: Any, element: Format, dialect: str) -> None:
     """torchao 0.18 divides elements under code 0, 2^-127, by 2^-126, in RCEIL by 1: they decode to half, and to 0."""
     amax = float(element.max * 2.0**-128)
     x = torch.zeros(1, 32)

@@ -1,4 +1,4 @@
-"""2-D NVFP4: one scale for a tile of 16×16, and the columnwise half the transpose of the rowwise one."""
+"""2-D NVFP4: a scale for each tile of 16×16, and a columnwise half that is the transpose of the rowwise half."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_scale_is_that_of_the_tiles_amax(shape: tuple[int, int]) -> None:
             assert q.scales[top, block] == quantize(amax.view(1, 1), "nvfp4", amax=q.amax).scales[0, 0]
 
 
-def test_each_element_of_a_tile_can_set_its_scale_and_no_other_tiles() -> None:
+def test_each_element_of_a_tile_can_set_its_scale() -> None:
     for row in range(32):
         for column in range(32):
             x = torch.ones(32, 32)
@@ -61,12 +61,12 @@ def test_the_columnwise_half_is_the_transpose(name: str, family: str, shape: tup
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", MATRICES)
-def test_without_4over6_that_is_the_transpose_quantized_by_itself(family: str, shape: tuple[int, int]) -> None:
+def test_without_4over6_the_half_is_the_quantized_transpose(family: str, shape: tuple[int, int]) -> None:
     x = matrix(family, 4, *shape)
     assert_same(quantize_both(x, "nvfp4-2d", rowwise=False)[1], quantize(x.T.contiguous(), "nvfp4-2d"))
 
 
-def test_a_rotation_turns_the_columnwise_half_before_it_is_cut_into_tiles() -> None:
+def test_the_columnwise_half_is_rotated_before_its_tiles() -> None:
     x = matrix("normal", 5, 64, 40).bfloat16()
     row, column = quantize_both(x, "nvfp4-2d-rht")
     assert_same(row, quantize(x, "nvfp4-2d"))
