@@ -1,4 +1,4 @@
-"""Operands of a GEMM made of codes and scales themselves: whole value sets, and every layout in memory."""
+"""Operands of a GEMM, made of codes and scales: whole value sets, and every layout in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.native.ops import GroupedQuantized, Quantized
+from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import pack, swizzle
 from narrowgauge.spec.formats import E4M3, E8M0, Format
 from narrowgauge.spec.quantized import scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from tests.native.samples import matrix
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 """A recipe for each element format."""
@@ -26,6 +28,7 @@ MX_PAIRS = (
     ("mxfp8-e4m3@ocp", "mxfp6-e3m2@nearest"),
 )  # fmt: skip
 PAIRS = MX_PAIRS + FP8_PAIRS
+NVFP4_PAIRS = (("nvfp4", "nvfp4-2d"), ("nvfp4-rowscaled", "nvfp4"))
 
 
 def finite_codes(fmt: Format) -> torch.Tensor:
@@ -45,8 +48,11 @@ def operand(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe | str) -> 
 
 
 def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread: int = 6) -> Quantized:
-    """Random finite codes, and random scales within 2^±spread; all rows of a tile have the same scale."""
+    """Random finite codes and scales within 2^±spread, equal in the rows of a tile. NVFP4: quantized numbers."""
     recipe = find_recipe(name)
+    if recipe.scale is E4M3:
+        x = matrix("outliers", max(1, rows), max(1, columns), torch.float32, seed)[:rows, :columns]
+        return reference.quantize(x, recipe)
     generator = torch.Generator().manual_seed(seed)
     known = finite_codes(recipe.element)
     codes = known[torch.randint(len(known), (rows, columns), generator=generator)]
@@ -82,9 +88,11 @@ def stored_swizzled(q: Quantized) -> Quantized:
 
 def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantized:
     """Random operands as sections, section below section."""
+    if find_recipe(name).scale is E4M3:
+        x = matrix("outliers", max(1, sum(sizes)), columns, torch.float32)[: sum(sizes)]
+        return reference.quantize_grouped(x, torch.tensor(sizes), name)
     parts = [random_operand(name, rows, columns, seed=number) for number, rows in enumerate(sizes)]
     amaxes = None if parts[0].amax is None else torch.ones(len(sizes))
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     recipe = find_recipe(name)
-    assert recipe.scale is not E4M3
     return GroupedQuantized(codes, scales, amaxes, recipe, (sum(sizes), columns), torch.tensor(sizes), amaxes)

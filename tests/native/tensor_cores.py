@@ -10,10 +10,8 @@ import torch
 
 from narrowgauge.native.gemm import paths
 from narrowgauge.native.ops import Quantized
-from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
-from tests.native.operands import random_operand
-from tests.native.samples import assert_equal, matrix
+from tests.native.samples import assert_equal
 
 ORDER = paths.ORDERS[paths.TENSOR]
 PAIRS = (
@@ -35,13 +33,6 @@ def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr("narrowgauge.native.gemm.gemm.path_of", path_of)
         yield
-
-
-def operand(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
-    """Numbers of very different size: sums are truncated."""
-    if not name.startswith("nvfp4"):
-        return random_operand(name, rows, columns, seed)
-    return reference.quantize(matrix("outliers", rows, columns, torch.float32, seed=seed), name)
 
 
 def assert_bits(multiply: Callable[..., torch.Tensor], a: Quantized, b: Quantized, **epilogue: object) -> None:

@@ -24,7 +24,7 @@ from tests.native.gemm.test_gemm_skinny import E4M3
 from tests.native.gemm.test_gemm_skinny import operands as skinny_operands
 from tests.native.gemm.test_gemm_wgmma_fp8 import PAIRS as WGMMA_PAIRS
 from tests.native.guards import embedded, guarded_outputs
-from tests.native.operands import PAIRS, random_operand, random_sections, stored_transposed
+from tests.native.operands import NVFP4_PAIRS, PAIRS, random_operand, random_sections, stored_transposed
 from tests.native.quantize.test_delayed import histories, scales_for
 from tests.native.samples import (
     DTYPES,
@@ -191,9 +191,9 @@ def test_transform_swizzle_update_and_pad(guarded: Guarded) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 9, 31), (65, 66, 130)])
 def test_gemm(m: int, n: int, k: int, out_dtype: torch.dtype, guarded: Guarded) -> None:
     c, bias = matrix("normal", m, n, out_dtype), matrix("normal", 1, n, out_dtype).view(n)
-    a, b = (reference.quantize(matrix("outliers", rows, k, torch.float32), "nvfp4") for rows in (m, n))
-    products = [(a, b), *((random_operand(x, m, k, 1), random_operand(y, n, k, 2)) for x, y in PAIRS[:: 1 + (m > 9)])]
-    products.append(tuple(map(stored_transposed, products[1])))
+    pairs = (*NVFP4_PAIRS, *PAIRS[:: 1 + (m > 9)])
+    products = [(random_operand(left, m, k, 1), random_operand(right, n, k, 2)) for left, right in pairs]
+    products.append(tuple(map(stored_transposed, products[len(NVFP4_PAIRS)])))
     for a, b in products:
         y = guarded(ops.gemm, a, b, out_dtype=out_dtype, c=c, bias=bias)
         assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
@@ -204,9 +204,7 @@ def test_gemm(m: int, n: int, k: int, out_dtype: torch.dtype, guarded: Guarded) 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "fp8-current-e4m3"])
 def test_gemm_grouped(name: str, sizes: list[int], guarded: Guarded) -> None:
     for (n, k), dtype in product(((1, 1), (66, 31)), DTYPES):
-        x = matrix("outliers", sum(sizes), k, torch.bfloat16)
-        a = reference.quantize_grouped(x, torch.tensor(sizes), name)
-        b = [reference.quantize(matrix("normal", n, k, torch.bfloat16, seed=seed), name) for seed in range(len(sizes))]
+        a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed in range(len(sizes))]
         c, bias = matrix("normal", sum(sizes), n, dtype), matrix("normal", len(sizes), n, dtype)
         y = guarded(ops.gemm_grouped, a, b, out_dtype=dtype, c=c, bias=bias)
         assert_equal(y, declared.gemm_grouped(a, b, out_dtype=dtype, c=c, bias=bias))
@@ -229,7 +227,7 @@ def test_gemm_quantized(name: str, m: int, n: int, k: int, guarded: Guarded) -> 
 )
 def test_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     for left, right in tensor_cores.PAIRS:
-        a, b = tensor_cores.operand(left, m, k, 1), tensor_cores.operand(right, n, k, 2)
+        a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         with tensor_cores.on_tensor_cores(monkeypatch):
             y = guarded(ops.gemm, a, b, out_dtype=torch.bfloat16)
         assert_equal(y, bounds(a, b, out_dtype=torch.bfloat16, order=tensor_cores.ORDER).expected)
@@ -262,12 +260,8 @@ def test_few_rows(name: str, wide: bool, n: int, k: int, guarded: Guarded, monke
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "fp8-block-128x128-e4m3"])
 def test_wrong_sizes_of_a_product_are_cut(name: str, sizes: list[int], guarded: Guarded) -> None:
     """The host does not see sizes on a GPU: sections end with the 20 rows of a."""
-    if name == "nvfp4":
-        a = reference.quantize_grouped(matrix("outliers", 20, 48, torch.bfloat16), torch.tensor([5, 0, 15]), name)
-        b = [reference.quantize(matrix("normal", 33, 48, torch.bfloat16, seed=seed), name) for seed in range(3)]
-    else:
-        a = random_sections(name, [5, 0, 15], 150)
-        b = [random_operand(name.replace("128x128", "1x128"), 33, 150, seed) for seed in range(3)]
+    a = random_sections(name, [5, 0, 15], 150)
+    b = [random_operand(name.replace("128x128", "1x128"), 33, 150, seed) for seed in range(3)]
     y = guarded(ops.gemm_grouped, replace(a, sizes=torch.tensor(sizes)), b, out_dtype=torch.float32)
     cut, left = [], 20
     for size in sizes:

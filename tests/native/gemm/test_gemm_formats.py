@@ -1,4 +1,4 @@
-"""gemm of MX and FP8 operands: whole value sets, the declared order bit for bit, every layout in memory."""
+"""gemm of all families: whole value sets, the declared order bit for bit, every layout in memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.native.operands import (
     FP8_PAIRS,
     MX,
     MX_PAIRS,
+    NVFP4_PAIRS,
     PAIRS,
     lattice,
     operand,
@@ -133,21 +134,23 @@ def test_products_and_blocks_are_added_in_order_of_k(left: str, right: str) -> N
     assert rounds or "mxfp4" in left, "the exact sum would not tell a wrong order from a right one"
 
 
-@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 257])
+@pytest.mark.parametrize("k", [*range(1, 18), 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 257])
 def test_any_k_is_multiplied(k: int) -> None:
-    for left, right in PAIRS:
+    for left, right in (*PAIRS, *NVFP4_PAIRS):
         a, b = operands(left, right, 5, 7, k)
         assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
 @pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 128, 129])
 def test_any_m_and_n_are_multiplied(m: int) -> None:
-    for n, (left, right) in product((1, 8, 65, 130), (("mxfp8-2d", "mxfp4"), FP8_PAIRS[1], FP8_PAIRS[2])):
+    for n, (left, right) in product(
+        (1, 8, 65, 130), (("mxfp8-2d", "mxfp4"), FP8_PAIRS[1], FP8_PAIRS[2], NVFP4_PAIRS[0])
+    ):
         a, b = operands(left, right, m, n, 40)
         assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
-@each([MX_PAIRS[0], MX_PAIRS[4], FP8_PAIRS[1], FP8_PAIRS[4]])
+@each([MX_PAIRS[0], MX_PAIRS[4], FP8_PAIRS[1], FP8_PAIRS[4], NVFP4_PAIRS[1]])
 def test_c_and_bias_are_added_in_the_order_of_the_recipe(left: str, right: str) -> None:
     a, b = operands(left, right, 66, 70, 160)
     for out_dtype, c_dtype, bias_dtype in product(DTYPES, (None, *DTYPES), (None, *DTYPES)):
@@ -237,7 +240,7 @@ SIZES = [[100, 0, 30, 70, 0], [0], [0, 0, 5], [128, 64], [129, 255, 1], [1] * 9]
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
-    for left, right in (*MX_PAIRS[:4], *FP8_PAIRS[1:]):
+    for left, right in (*MX_PAIRS[:4], *FP8_PAIRS[1:], NVFP4_PAIRS[0]):
         a = random_sections(left, sizes, 150)
         b = [random_operand(right, 70, 150, seed=10 + number) for number, _ in enumerate(sizes)]
         c, bias = (
@@ -272,7 +275,7 @@ def test_sections_that_were_quantized_are_multiplied(name: str) -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 64), (2, 0, 64), (0, 0, 64), (2, 3, 0), (0, 0, 0)])
 def test_an_empty_product_is_empty_or_c_and_bias(m: int, n: int, k: int) -> None:
-    for (left, right), out_dtype in product(PAIRS, DTYPES):
+    for (left, right), out_dtype in product((*PAIRS, *NVFP4_PAIRS), DTYPES):
         a, b = operands(left, right, m, n, k)
         c, bias = torch.full((m, n), 2.0), torch.arange(n).float()
         assert_equal(ops.gemm(a, b, out_dtype=out_dtype), torch.zeros(m, n, dtype=out_dtype))

@@ -14,7 +14,7 @@ import torch
 from narrowgauge.native.gemm import paths, wgmma
 from narrowgauge.native.gemm.operands import operand_fields
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
-from narrowgauge.native.ops import GroupedQuantized, Quantized
+from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.operands import element_values, scale_values
@@ -23,10 +23,9 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
 from tests.native.gemm.test_gemm_formats import SIZES, WAYS
 from tests.native.launching import ONE, Source, run
-from tests.native.operands import MX, random_operand, random_sections, stored_swizzled
-from tests.native.operands import operand as made_of
+from tests.native.operands import MX, operand, random_operand, random_sections, stored_swizzled
 from tests.native.samples import DTYPES, assert_equal, assert_same, codes_under_every_scale, matrix
-from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, on_tensor_cores, operand
+from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, on_tensor_cores
 
 FP32 = torch.float32
 CPU = torch.device("cpu")
@@ -73,7 +72,7 @@ def test_codes_are_packed_as_numbers_and_padding_as_zeros(name: str) -> None:
         rows = -(-len(codes) // columns) + 5
         every = codes.repeat(-(-rows * columns // len(codes)))[: rows * columns].view(rows, columns)
         scales = torch.ones(1, 1) if r.whole else torch.full((rows, -(-columns // 32)), 130, dtype=torch.uint8)
-        q = made_of(every, scales, r)
+        q = operand(every, scales, r)
         tiles, refused = packed(q, multiple=2)
         assert tiles.shape == (256 * -(-rows // 256), 64 * -(-columns // 64))
         expected = torch.zeros(tiles.shape, dtype=torch.float64)
@@ -97,7 +96,7 @@ def test_numbers_whose_products_leave_float32_are_refused(code: int, scale: int,
     scales = torch.full((130, 3), 127, dtype=torch.uint8)
     codes[129, 69], scales[129, 2] = code, scale
     codes[129, 64:69] = 0
-    assert packed(made_of(codes, scales, "mxfp8-e5m2"))[1] == refused
+    assert packed(operand(codes, scales, "mxfp8-e5m2"))[1] == refused
 
 
 @ON_CPU_AND_HOPPER
@@ -132,7 +131,7 @@ STAY = (PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[8])
 def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_tensor_cores(monkeypatch):
         for number, (m, n, k) in enumerate([*SHAPES, *[(300, 520, 1000)] * (ops.device == "cuda")]):
-            a, b = operand(left, m, k, 1), operand(right, n, k, 2)
+            a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
             c, bias = matrix("normal", max(1, m), n, torch.bfloat16)[:m], matrix("normal", 1, n, FP32).view(n)
             for added in ({}, {"c": c, "bias": bias}):
                 assert_bits(ops.gemm, a, b, out_dtype=DTYPES[number % 3], **added)
@@ -141,7 +140,7 @@ def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.Monk
 
 def test_some_of_these_sums_are_truncated() -> None:
     for left, right in PAIRS:
-        a, b = operand(left, 40, 150, 1), operand(right, 30, 150, 2)
+        a, b = random_operand(left, 40, 150, 1), random_operand(right, 30, 150, 2)
         y = bounds(a, b, out_dtype=FP32, order=ORDER).expected
         if left.startswith("nvfp4"):
             continue  # 25 bits hold all terms, unless single blocks are large
@@ -185,17 +184,9 @@ def test_operands_in_every_layout_are_the_same_operands(monkeypatch: pytest.Monk
         with on_tensor_cores(monkeypatch):
             for one, other in product(WAYS, WAYS):
                 assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
-    q = operand("nvfp4", 130, 96)
+    q = random_operand("nvfp4", 130, 96)
     with on_tensor_cores(monkeypatch):
         assert_bits(ops.gemm, stored_swizzled(q), q, out_dtype=FP32)
-
-
-def sections(name: str, sizes: list[int], k: int) -> GroupedQuantized:
-    if not name.startswith("nvfp4"):
-        return random_sections(name, sizes, k)
-    return ops.quantize_grouped(
-        matrix("outliers", max(1, sum(sizes)), k, FP32)[: sum(sizes)], torch.tensor(sizes), name
-    )
 
 
 @ON_CPU_AND_HOPPER
@@ -210,8 +201,8 @@ def sections(name: str, sizes: list[int], k: int) -> GroupedQuantized:
 def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, sizes in enumerate((*SIZES, [300, 1], *[[1000, 0, 24, 700]] * (ops.device == "cuda"))):
         n, k = (70, 150) if number % 2 else (300, 40)
-        a = sections(name, sizes, k)
-        b = [operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
+        a = random_sections(name, sizes, k)
+        b = [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
         b[0] = stored_swizzled(b[0]) if name == "nvfp4" else b[0]
         c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
         with on_tensor_cores(monkeypatch):
@@ -314,7 +305,7 @@ def test_tensor_cores_make_large_products_on_hopper_alone(monkeypatch: pytest.Mo
 
 
 def test_a_cpu_adds_in_order_of_blocks() -> None:
-    a = operand("nvfp4", 1024, 64)
+    a = random_operand("nvfp4", 1024, 64)
     assert ops.gemm_order(a, a) == ops.gemm_order([a, a], [a, a]) == "blocks"
 
 

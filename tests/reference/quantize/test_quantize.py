@@ -28,23 +28,24 @@ FLT_MAX = torch.finfo(torch.float32).max
 # Golden bytes of Transformer Engine.
 
 
+def both_and_alone(x: torch.Tensor, name: str) -> tuple[Quantized | None, Quantized | None]:
+    """`quantize_both`. Checks that `quantize` gives each half, if the columnwise half is the quantized transpose."""
+    recipe = find_recipe(name)
+    row, column = quantize_both(x, name)
+    assert row is not None
+    assert column is not None
+    pairs = [(row, quantize(x, recipe.rowwise))]
+    if not column.transposed and (recipe.candidates == "6" or recipe.block[0] == 1):
+        pairs.append((column, quantize(x.T.contiguous(), recipe)))
+    for half, alone in pairs:
+        assert torch.equal(half.codes, alone.codes)
+        assert torch.equal(half.scales, alone.scales)
+    return row, column
+
+
 @pytest.mark.parametrize("path", golden("quantize_*.npz"))
 def test_golden_bytes_of_every_recipe(path: Path) -> None:
-    assert_golden(path, quantize_both)
-
-
-def halves_alone(x: torch.Tensor, name: str) -> tuple[Quantized, Quantized]:
-    """Each half by a separate `quantize`, if the columnwise half is the quantized transpose."""
-    recipe = find_recipe(name)
-    column = quantize_both(x, name)[1]
-    assert column is not None
-    own = column.transposed or (recipe.block[0] > 1 and recipe.candidates != "6")
-    return quantize(x, recipe.rowwise), column if own else quantize(x.T.contiguous(), recipe)
-
-
-@pytest.mark.parametrize("path", golden("quantize_*.npz"))
-def test_golden_bytes_of_halves_alone(path: Path) -> None:
-    assert_golden(path, halves_alone)
+    assert_golden(path, both_and_alone)
 
 
 def test_the_golden_files_hold_the_variants() -> None:
