@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, keys_of
+from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -62,8 +62,7 @@ class Case:
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of the id: layout, sections and the like, and options that differ from their defaults."""
-        shown = (key.render(getattr(self, key.field)) for key in keys_of(type(self)))
-        return tuple(flag for flag in shown if flag is not None)
+        return flags_of(type(self), vars(self))
 
     def labels(self) -> dict[str, Any]:
         """The case in a saved failure; `harness.cases.operations.case_from_labels` is the inverse."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.keys import TIERS, Key, keys_of, nearest, one_of, shown
-from narrowgauge.harness.cases.operations import OPERATIONS, case_of
+from narrowgauge.harness.cases.keys import TIERS, Key, Tier, keys_of, nearest, one_of, shown
+from narrowgauge.harness.cases.operations import OPERATIONS
 
 LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
@@ -50,8 +50,7 @@ def load(path: str | Path) -> list[Case]:
 
     Raises CaseFileError if the file cannot be read, is not TOML, or has an unknown key or value.
     """
-    path = Path(path)
-    return _merged(case for table in _tables(path) for case in table.cases(str(path)))
+    return _cases([Path(path)])
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:
@@ -68,7 +67,7 @@ def load_all(paths: Sequence[str | Path]) -> list[Case]:
         files += case_files
     if paths and not files:
         raise CaseFileError(f"{', '.join(map(str, paths))}: holds known failures, and no case")
-    return _merged(case for file in files for case in load(file))
+    return _cases(files)
 
 
 def line_of(path: Path, name: str) -> int:
@@ -93,15 +92,19 @@ class _Table:
     where: str
     """File and number of the table, for messages."""
     operation: str
-    tier: str
+    tier: Tier
     values: dict[str, list[Any]]
     """Values of each key. Their product is the cases of the table."""
 
     def cases(self, file: str) -> Iterator[Case]:
         """The cases, the last key fastest. Raises CaseFileError if values of different keys exclude one another."""
+        cls = OPERATIONS[self.operation]
+        fields = {key.name: key.field for key in keys_of(cls)}
+        names = [fields[name] for name in self.values]
         for values in itertools.product(*self.values.values()):
-            point = dict(zip(self.values, values, strict=True))
-            case = case_of(self.operation, point, tier=self.tier, file=file)
+            point = dict(zip(names, values, strict=True))
+            point["shape"] = tuple(point["shape"])
+            case = cls(**point, tier=self.tier, file=file)
             if wrong := case.problem():
                 raise CaseFileError(f"{self.where}: {wrong}")
             yield case
@@ -124,14 +127,14 @@ def _tables(path: Path) -> list[_Table]:
     return tables
 
 
-def _merged(cases: Iterable[Case]) -> list[Case]:
+def _cases(files: Iterable[Path]) -> list[Case]:
     """The first case of every id, in order; quick if any case with the id is quick."""
-    merged: dict[str, Case] = {}
-    for case in cases:
-        known = merged.setdefault(case.id, case)
-        if case.tier == "quick":
-            merged[case.id] = replace(known, tier="quick")
-    return list(merged.values())
+    first: dict[str, Case] = {}
+    for case in (case for file in files for table in _tables(file) for case in table.cases(str(file))):
+        known = first.setdefault(case.id, case)
+        if case.tier == "quick" != known.tier:
+            first[case.id] = replace(known, tier="quick")
+    return list(first.values())
 
 
 def _table(table: Any, where: str) -> _Table:

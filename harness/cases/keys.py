@@ -7,7 +7,7 @@ the types in this module. cases/README.md describes the keys for people.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from types import NoneType, UnionType
@@ -226,6 +226,9 @@ class Key:
 
 
 _KEYS: dict[type[Any], tuple[Key, ...]] = {}
+_FLAG_FIELDS: dict[type[Any], tuple[str, ...]] = {}
+_FLAGS: dict[tuple[Any, ...], tuple[str, ...]] = {}
+"""Flags by the class of a case and the values of its keys: thousands of cases have the same few."""
 
 
 def keys_of(cls: type[Any]) -> tuple[Key, ...]:
@@ -235,6 +238,17 @@ def keys_of(cls: type[Any]) -> tuple[Key, ...]:
         own = {field.name: field.default for field in fields(cls) if field.name in ORDER}
         _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in sorted(own, key=ORDER.index))
     return _KEYS[cls]
+
+
+def flags_of(cls: type[Any], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The flags of a case with these values of its fields."""
+    if cls not in _FLAG_FIELDS:
+        _FLAG_FIELDS[cls] = tuple(key.field for key in keys_of(cls) if key.flag is not None)
+    known = (cls, *map(values.__getitem__, _FLAG_FIELDS[cls]))
+    if known not in _FLAGS:
+        shown = (key.render(values[key.field]) for key in keys_of(cls))
+        _FLAGS[known] = tuple(flag for flag in shown if flag is not None)
+    return _FLAGS[known]
 
 
 def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:

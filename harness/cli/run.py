@@ -88,26 +88,23 @@ def run(
     Exit status: 0 if at least one case passed and no case failed beside those of the ledger; 2 if nothing could run;
     else 1.
     """
-    from narrowgauge.harness.hosts.starter import started_early
-
     shuffles = require_schedules(schedules, device)
     if sanitize:
         require_sanitizer(device)
     require_link(link)
-    with started_early():
-        cases = load_cases(paths, source, tensors, recipes)
-        if untrusted:
-            drawn, secret, seed = _drawn(cases, tier, backend, source, secret)
-            chosen = choose_cases(drawn, "full", keyword)
-        else:
-            if fresh_host or secret is not None:
-                stop("--fresh-host and --secret belong to --untrusted; add --untrusted")
-            chosen = choose_cases(cases, tier, keyword)
-        ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
-        require_device(device)
-        require_backend(backend)
-        chosen, matrix = offered_cases(chosen, backend, device)
-        part = part_of_run(chosen, shard, durations)
+    cases = load_cases(paths, source, tensors, recipes)
+    if untrusted:
+        drawn, secret, seed = _drawn(cases, tier, backend, source, secret)
+        chosen = choose_cases(drawn, "full", keyword)
+    else:
+        if fresh_host or secret is not None:
+            stop("--fresh-host and --secret belong to --untrusted; add --untrusted")
+        chosen = choose_cases(cases, tier, keyword)
+    ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
+    require_device(device)
+    require_backend(backend)
+    chosen, matrix = offered_cases(chosen, backend, device)
+    part = part_of_run(chosen, shard, durations)
     chosen, matrix = (part.cases, []) if part else (chosen, matrix)
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.records.journal import JournalError

@@ -80,16 +80,22 @@ def _text(found: list[Tolerance], form: Form) -> str:
         return json.dumps([asdict(each) for each in found], indent=2)
     if form is Form.TABLE:
         return _tables(found)
-    import pandas
-
-    table = pandas.DataFrame(_rows(found))
-    if form is Form.CSV:
-        return table.to_csv(index=False).rstrip("\n")
     if form is Form.HTML:
-        page = table.to_html(index=False, border=0, float_format="{:.4g}".format)
-        return f'<!doctype html><meta charset="utf-8"><title>Tolerance of a GEMM</title>\n{page}'
-    lines = [list(table.columns), ["---"] * len(table.columns)]
-    lines += [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row] for row in table.to_numpy()]
+        from narrowgauge.harness.api.error_figures.tolerance_page import render
+
+        return render(found)
+    import csv
+    import io
+
+    rows = _rows(found)
+    if form is Form.CSV:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().rstrip("\n")
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,9 @@ from typing import Any
 from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair, readable
 from narrowgauge.harness.machine.process import KILLED, adopt_orphans, detach_process, end_with_parent
 
-_IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve", "narrowgauge.native.ops")
+_IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
+_KERNELS = "narrowgauge.native.ops"
+"""Imported for hosts alone, after the fork of a server that was requested first: both then import at the same time."""
 _POLL = 0.02
 """Seconds between two looks at a process that is to end."""
 
@@ -139,19 +141,6 @@ def starter() -> Starter:
     return _starter
 
 
-@contextmanager
-def started_early() -> Iterator[None]:
-    """Start the starter, which imports torch while the context prepares its work. An exception ends a new starter."""
-    earlier = _starter
-    now = starter()
-    try:
-        yield
-    except BaseException:
-        if now is not earlier:
-            close_starter()
-        raise
-
-
 def close_starter() -> None:
     """End the starter of this process, if there is one."""
     global _starter  # noqa: PLW0603
@@ -174,16 +163,18 @@ def main(descriptor: int) -> None:
         for name in _IMPORTED:
             import_module(name)
     _warm_up()
-    gc.collect()
     gc.freeze()  # a collection in a host would copy every page
-    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
     run = Connection(socket.socket(fileno=descriptor))
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
             message, (end,) = run.receive()
+            if message["op"] == "judge" and _KERNELS not in sys.modules:
+                import_module(_KERNELS)
+                gc.freeze()
             if not os.fork():
+                gc.enable()
                 close_others([end])
                 if message["op"] == "server":
                     run_and_exit(partial(import_module(message["module"]).main, end))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,5 +167,12 @@ def _counts(modulo: dict[str, dict[str, list[int]]]) -> list[str]:
     return [
         f"  by {axis} modulo 16: {' '.join(map(str, counts['16']))}"
         for axis, counts in modulo.items()
-        if any(counts["16"])
+        if uneven(counts["16"])
     ]
+
+
+def uneven(counts: Sequence[int]) -> bool:
+    """Whether counts vary more than those of elements at random places: χ² above its mean by 6 standard deviations."""
+    mean = sum(counts) / len(counts)
+    freedom = len(counts) - 1
+    return mean > 0 and sum((count - mean) ** 2 for count in counts) / mean > freedom + 6 * math.sqrt(2 * freedom)

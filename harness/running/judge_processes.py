@@ -89,6 +89,11 @@ class JudgeProcess:
                 self._status = None
 
 
+def start_server() -> None:
+    """Start the server before the first judge. It then imports the oracle while the starter imports the kernels."""
+    starter().server(__name__)
+
+
 def _send(message: dict[str, Any], descriptors: list[int]) -> None:
     """Send a message to the server. The first message starts the server."""
     with _lock:
@@ -105,10 +110,11 @@ def _send(message: dict[str, Any], descriptors: list[int]) -> None:
 def main(descriptor: int) -> None:
     """Fork a process for each message of the run, until the run ends."""
     end_with_parent()
+    gc.disable()
     for name in _IMPORTED:
         import_module(name)
-    gc.collect()
     gc.freeze()  # a collection in a judge would copy every page
+    gc.enable()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

@@ -8,8 +8,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
@@ -61,3 +64,46 @@ def opened(page: Path, profile: Path, fragment: str = "", *, flags: Sequence[str
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def said(written: Path, folder: Path, script: str, width: int, dark: bool, fragment: str = "") -> Any:
+    """What a script in the page posts to its window, at this width."""
+    html = re.sub(r"<meta http-equiv=[^>]*>", "", written.read_text(encoding="utf-8"))
+    (folder / "looks.html").write_text(html.replace("</body>", script), encoding="utf-8")
+    # A window has at least 500 px, a frame has any width.
+    frame = folder / "frame.html"
+    keep = "<script>onmessage = (event) => (document.body.dataset.said = event.data)</script>"
+    source = f"looks.html{fragment}"
+    frame.write_text(f'<body>{keep}<iframe src="{source}" width="{width}" height="900"></iframe>', encoding="utf-8")
+    flags = ("--window-size=2000,1000", f"--blink-settings=preferredColorScheme={0 if dark else 1}")
+    result = re.search(r'data-said="([^"]*)"', opened(frame, folder / "profile", flags=flags))
+    assert result
+    return json.loads(unescape(result[1]))
+
+
+_RULES = """
+<script type="module">
+  setTimeout(async () => {
+    const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+    const words = violations.flatMap(({ id, nodes }) => nodes.map(({ html }) => `${id}: ${html.slice(0, 200)}`));
+    if (document.documentElement.scrollWidth > innerWidth) words.push(`wider than ${innerWidth} px`);
+    parent.postMessage(JSON.stringify([document.documentElement.dataset.case ?? "", words]), "*");
+  }, 1500);
+</script></body>"""
+
+
+def violations(written: Path, folder: Path, width: int, *, dark: bool, fragment: str = "") -> tuple[str, list[str]]:
+    """State of the case in the page's address, and elements that violate rules of axe-core or make the page wider than
+    `width`."""
+    rules = axe()
+    assert rules
+    script = rules.read_text(encoding="utf-8").replace("</script", "<\\/script")
+    case, words = said(written, folder, f"<script>{script}</script>{_RULES}", width, dark, fragment)
+    return case, words
+
+
+needs_axe = pytest.mark.skipif(
+    CHROMIUM is None or axe() is None, reason="needs chromium in PATH and axe-playwright-python of the extra `test`"
+)
+LOOKS = [(390, True), (1280, False)]
+"""Widths of a page, and whether it is dark."""

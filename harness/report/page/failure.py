@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.report import text
-from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines
+from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines, uneven
 
 _BAND = re.compile(r"place:(row|column)s-(\d{1,9})-to-(\d{1,9})-of-(\d{1,9})")
 LONGEST = 4000
@@ -81,7 +81,10 @@ def _finding(finding: dict[str, Any]) -> dict[str, Any]:
         "keys": keys,
         "elements": [[cut(_value(element.get(key))) for key in keys] for element in elements],
         "heat": {"rows": 1, "columns": 1, **heat} if any(heat.get("counts") or []) else None,
-        "modulo": finding.get("modulo") or {},
+        "modulo": {
+            axis: {divisor: counts for divisor, counts in by.items() if uneven(counts)}
+            for axis, by in (finding.get("modulo") or {}).items()
+        },
         "steps": finding.get("steps") or [],
         "census": finding.get("census") or {},
     }

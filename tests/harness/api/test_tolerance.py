@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import narrowgauge
 from narrowgauge.harness.cli.commands import app
 from narrowgauge.native import ops as native
+from tests.harness.pages import LOOKS, needs_axe, violations
 from tests.native.gpu import needs_compiler
 
 SHAPE = (40, 512, 24)
@@ -96,6 +98,28 @@ def test_every_option_changes_the_output() -> None:
     (found,) = json.loads(run("--format", "json"))
     assert found["shape"] == [8, 64, 8]
     assert f"{found['sqnr_db']:.1f}" in outputs[0]
+
+
+@needs_axe
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+def test_accessibility_of_the_page(width: int, dark: bool, tmp_path: Path) -> None:
+    page = tmp_path / "tolerance.html"
+    page.write_text(run("--out", "bf16,fp32", "--order", "aligned-13-32", "--format", "html"), encoding="utf-8")
+    assert violations(page, tmp_path, width, dark=dark) == ("", [])
+
+
+def test_the_page_has_every_interval_in_plot_and_table() -> None:
+    found = narrowgauge.tolerance((8, 64, 8), "nvfp4", order="aligned-13-32")
+    html = run("--order", "aligned-13-32", "--format", "html")
+    for interval in found.intervals:
+        cells = [interval.order, f"{100 * interval.exact:.1f} %", f"{interval.rtol:.1e}", f"{interval.atol:.1e}"]
+        row = next(
+            line for line in html.splitlines() if line.startswith("<tr>") and f"<td>{interval.order}</td>" in line
+        )
+        assert all(f">{cell}</td>" in row for cell in cells)
+        assert all(f"<title>{each.library}: {each.ulp} ulp</title>" in html for each in interval.libraries)
+    assert html.count("normal, any order") == html.count("normal, given order") == 1
+    assert html.count('<circle class="point" cx=') == len(found.intervals) + 1  # and the legend's
 
 
 @pytest.mark.parametrize(

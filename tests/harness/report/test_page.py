@@ -20,7 +20,7 @@ from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.page import records_json as island_of
 from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.page.records_json import sorted_records
-from tests.harness.pages import CHROMIUM, axe, island, opened, rows_of
+from tests.harness.pages import CHROMIUM, LOOKS, island, needs_axe, opened, rows_of, said, violations
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
 from tests.harness.runs import run
 
@@ -187,7 +187,7 @@ KEYS = """
 </script></body>"""
 
 
-LOOKS = """
+CONTROLS = """
 <script type="module">
   const copied = [];
   document.execCommand = () => copied.push(document.activeElement.value) > 0;
@@ -215,25 +215,10 @@ LOOKS = """
 </script></body>"""
 
 
-def said(written: Path, folder: Path, script: str, width: int, dark: bool, fragment: str = "") -> Any:
-    """What a script in the page posts to its window, at this width."""
-    html = re.sub(r"<meta http-equiv=[^>]*>", "", written.read_text(encoding="utf-8"))
-    (folder / "looks.html").write_text(html.replace("</body>", script), encoding="utf-8")
-    # A window has at least 500 px, a frame has any width.
-    frame = folder / "frame.html"
-    keep = "<script>onmessage = (event) => (document.body.dataset.said = event.data)</script>"
-    source = f"looks.html{fragment}"
-    frame.write_text(f'<body>{keep}<iframe src="{source}" width="{width}" height="900"></iframe>', encoding="utf-8")
-    flags = ("--window-size=2000,1000", f"--blink-settings=preferredColorScheme={0 if dark else 1}")
-    result = re.search(r'data-said="([^"]*)"', opened(frame, folder / "profile", flags=flags))
-    assert result
-    return json.loads(unescape(result[1]))
-
-
 @browser
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False), (1920, True)])
 def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, tmp_path: Path) -> None:
-    seen = said(written, tmp_path, LOOKS, width, dark)
+    seen = said(written, tmp_path, CONTROLS, width, dark)
     assert seen["width"] == [width, True]
     assert (seen["nameless"], seen["twice"], seen["dead"], seen["error"]) == ([], [], [], "")
     assert seen["copied"][0].startswith("narrowgauge show quantize/")
@@ -243,27 +228,12 @@ def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, 
     assert not seen["filtered"].startswith("311 ")
 
 
-RULES = """
-<script type="module">
-  setTimeout(async () => {
-    const { violations } = await axe.run(document, { resultTypes: ["violations"] });
-    const words = violations.flatMap(({ id, nodes }) => nodes.map(({ html }) => `${id}: ${html.slice(0, 200)}`));
-    parent.postMessage(JSON.stringify([document.documentElement.dataset.case, words]), "*");
-  }, 1500);
-</script></body>"""
-
-
-@browser
-@pytest.mark.skipif(axe() is None, reason="axe-playwright-python of the extra `test` is not installed")
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+@needs_axe
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility(width: int, dark: bool, written: Path, tmp_path: Path) -> None:
     """No rule of axe-core is violated, with a failing case open."""
-    rules = axe()
-    assert rules
-    script = rules.read_text(encoding="utf-8").replace("</script", "<\\/script")
     fragment = f"#case={quote('quantize/nvfp4/64x128/bf16/first', safe='')}"
-    found = said(written, tmp_path, f"<script>{script}</script>{RULES}", width, dark, fragment)
-    assert found == ["open", []]
+    assert violations(written, tmp_path, width, dark=dark, fragment=fragment) == ("open", [])
 
 
 @browser

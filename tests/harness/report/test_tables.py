@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import fields, replace
@@ -113,3 +114,22 @@ def test_properties_are_documented_and_may_be_empty() -> None:
     result = dict(properties(full.to_dict()))
     assert (result["max_ulp"], result["budget"], result["known"]) == ("3", "1.5", "why (https://x)")
     assert result["explanation"] == "explained exactly by: ties"
+
+
+def test_a_parquet_file_has_the_values_of_the_records(tmp_path: Path, monkeypatch) -> None:
+    """In parts of three rows: no value, NaN, infinity, wide text."""
+    monkeypatch.setattr(tables, "_ROWS", 3)
+    empty = Record("", "", "quantize", "", "", "", "", "", "", "native", "cpu", 0).to_dict()
+    changes = [
+        {"case": "a", "seed": 2**62 + 1, "sqnr_db": math.nan, "max_ulp": 5, "stages": [{"stage": "codes"}]},
+        {"case": "b", "message": "größer €", "sqnr_db": -math.inf, "allclose": True},
+        {"case": "c", "message": "", "sqnr_db": None, "compared": 7},
+        {"case": "d", "sqnr_db": 3.25, "allclose": False},
+    ]  # fmt: skip
+    records = [empty | change for change in changes]
+    tables.write(records, tmp_path)
+    read = pyarrow.parquet.read_table(tmp_path / "records.parquet").to_pylist()
+    for row, record in zip(read, records, strict=True):
+        for name, value in record.items():
+            expected = json.dumps(value) if name in NESTED else value
+            assert row[name] == (None if isinstance(value, float) and math.isnan(value) else expected), name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from typer.testing import CliRunner
+import pytest
 
-from narrowgauge.harness.cli import app
+from narrowgauge.harness.cli import main
 from narrowgauge.harness.hosts import starter
 
 CASE = """
@@ -28,7 +27,7 @@ from narrowgauge.harness.cli import main
 from narrowgauge.harness.report import report
 
 def unwritten(*arguments, **options):
-    raise report.ReportError("no page, torch" if "torch" in sys.modules else "no page")
+    raise report.ReportError(", ".join(["no page", *({"torch", "pandas"} & set(sys.modules))]))
 
 report.write_journaled = unwritten  # bound by the module of the run when it is imported
 sys.argv = ["narrowgauge", "run", *sys.argv[1:]]
@@ -50,13 +49,61 @@ def test_the_verdict_comes_before_the_page_and_without_torch(tmp_path):
     assert process.returncode != 0
 
 
-def test_a_usage_error_leaves_no_starter(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starter, "_starter", None)
+def test_the_processes_start_before_the_commands_are_imported(tmp_path):
+    """Torch is imported while the command reads its options and case files."""
+    code = """
+import subprocess, sys
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        print("started", {"typer", "narrowgauge.harness.cases.case"} & set(sys.modules) or "first", flush=True)
+        super().__init__(*arguments, **options)
+        print("starter", self.pid, flush=True)
+
+subprocess.Popen = Popen
+from narrowgauge.harness.cli import main
+main()
+"""
     (tmp_path / "cases.toml").write_text(CASE)
-    before = starter.children(os.getpid())
-    for options in (["-k", "nothing"], ["--device", "tpu"], ["--shard", "5/4"]):
-        result = CliRunner().invoke(app, ["run", "cases.toml", *options])
-        assert result.exit_code == 2, result.output
-        assert starter._starter is None
-    assert starter.children(os.getpid()) == before
+    command = [sys.executable, "-c", code, "run", "cases.toml", "-k", "nothing"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 2, process.stderr
+    started, pid = process.stdout.splitlines()
+    assert started == "started first"
+    assert not Path(f"/proc/{pid.split()[1]}").exists()  # a usage error ends the processes
+
+
+def test_the_help_of_a_run_starts_no_process(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["narrowgauge", "run", "--help"])
+    monkeypatch.setattr(starter, "_starter", None)
+    with pytest.raises(SystemExit):
+        main()
+    assert "--report-dir" in capsys.readouterr().out
+    assert starter._starter is None
+
+
+def test_judges_hold_no_kernels(tmp_path):
+    """The server is forked before the starter imports the kernels, and imports the oracle in the meantime."""
+    (tmp_path / "imported.py").write_text("""
+import sys
+
+def main(end):
+    from narrowgauge.harness.hosts.frames import Connection
+
+    names = ("native.ops", "reference.ops")
+    Connection(end).send({"held": [name for name in names if f"narrowgauge.{name}" in sys.modules]})
+""")
+    code = """
+from narrowgauge.harness.hosts.frames import Connection, pair
+from narrowgauge.harness.hosts.starter import starter
+from narrowgauge.harness.running.judge_processes import JudgeProcess, start_server
+
+start_server()
+starter().connect().close()
+ours, theirs = pair()
+judge = JudgeProcess("imported:main", [theirs], [])
+print(*Connection(ours).receive()[0]["held"])
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert process.stdout.split() == ["reference.ops"], process.stderr

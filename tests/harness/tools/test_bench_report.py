@@ -21,6 +21,7 @@ from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow
 from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
 from narrowgauge.harness.tools.bench.report import cells, figures, report, table
 from narrowgauge.harness.tools.bench.tasks import BenchTask
+from tests.harness.pages import LOOKS, needs_axe, violations
 from tests.paths import ROOT
 
 NASTY = """<script>alert(1)</script>&"'"""
@@ -170,6 +171,14 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     assert "1 of 1 output of peers wrong" in title
     assert "torchao: not installed (no torchao)" in html
     assert html.count("<tr") == 6
+
+
+@needs_axe
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+def test_accessibility(width: int, dark: bool, tmp_path: Path) -> None:
+    growths = [CostCurve("native", [CostPoint(n, 2.0**n, 4**n) for n in (20, 21, 22)])]
+    page = report.write(bench(COPY, row(), MATMUL, product(), wrong()), growths, {"GPU": NASTY}, tmp_path)
+    assert violations(page, tmp_path, width, dark=dark) == ("", [])
 
 
 def test_the_tables_have_every_column_and_row(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from narrowgauge.harness.tools.train import corpus, loss_figure, report
 from narrowgauge.harness.tools.train.processes import RECIPES, tasks
 from narrowgauge.harness.tools.train.train import TrainingStep, TrainingTask
 from narrowgauge.harness.tools.train.training import Training
+from tests.harness.pages import LOOKS, needs_axe, violations
 
 NASTY = """<script>alert(1)</script>&"'"""
 ENTROPY = 1.5
@@ -161,6 +162,13 @@ def test_page_and_steps(tmp_path: Path) -> None:
     }  # fmt: skip
     assert rows[4]["recipe"] == "high precision"
     assert rows[4]["loss_reference"] == ""
+
+
+@needs_axe
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+def test_accessibility(width: int, dark: bool, tmp_path: Path) -> None:
+    page = report.write(session(), {"backend": NASTY}, ENTROPY, tmp_path)
+    assert violations(page, tmp_path, width, dark=dark) == ("", [])
 
 
 def test_the_figure_has_a_place_for_every_finite_loss() -> None:

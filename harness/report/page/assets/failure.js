@@ -137,7 +137,7 @@ function heatMap({ rows, columns, counts }, bands) {
   return captioned(`wrong elements, rows down, columns across; a square is ${rows} × ${columns}. Most: ${worst}.${periods}`, map);
 }
 
-/** Counts modulo 16, 32 and 128 of rows or columns, with what has any in words. */
+/** Uneven counts modulo 16, 32 and 128 of rows or columns, with the residues in words. */
 function axisView(axis, by) {
   const divisors = Object.keys(by).sort((a, b) => a - b);
   return make("div", { className: "axis" }, ...divisors.map((divisor) => residues(axis, divisor, by[divisor])));
@@ -185,7 +185,7 @@ function census(found) {
 function budgets(counts) {
   if (!counts.length) return null;
   const label = (n) => (n === counts.length - 1 ? "above 1" : `${figure(n / 10)} to ${figure((n + 1) / 10)}`);
-  const rows = counts.map((count, n) => [label(n), count, n === counts.length - 1 ? "bar over" : "bar", false]);
+  const rows = counts.map((count, n) => [label(n), count, n === counts.length - 1 ? "bar over" : "bar inside-bound", false]);
   return bars("outputs by share of the proved budget that they use", rows.filter(([, count], n) => count || n === counts.length - 1));
 }
 

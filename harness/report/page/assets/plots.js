@@ -79,11 +79,15 @@ function plotted(title, note, ...children) {
 }
 
 const cases = (entry) => plural(entry.cases, "case");
-const depthScale = { type: "log", base: 2, label: "K, length of the sum →", tickFormat: (k) => (Number.isInteger(Math.log2(k) / depthStep()) ? String(k) : ""), ticks: 8 };
 
-/** Powers of two from one label to the next: a narrow plot has room for every second. */
-function depthStep() {
-  return document.getElementById("plots").clientWidth < 600 ? 2 : 1;
+/** The axis of K. Labels: the lengths of the points, from the largest down, as far apart as a label is wide. */
+function depthScale(points) {
+  const lengths = [...new Set(points.map(({ k }) => k))].sort((a, b) => b - a);
+  const labels = document.getElementById("plots").clientWidth < 600 ? 5 : 12;
+  const apart = Math.log2(lengths[0] / lengths.at(-1)) / labels;
+  const ticks = [];
+  for (const k of lengths) if (!ticks.length || Math.log2(ticks.at(-1) / k) >= apart) ticks.push(k);
+  return { type: "log", base: 2, label: "K, length of the sum →", ticks, tickFormat: String };
 }
 
 /** Largest error of a GEMM against K, as a share of the proved bound. */
@@ -95,7 +99,7 @@ function errorByDepth(rows) {
   const words = (p) => `K = ${p.k}, output ${p.dtype}\n${cases(p)}\nlargest error: ${figure(p.low)} to ${figure(p.high)} of the bound`;
   const over = points.filter(({ high }) => high > 1);
   const svg = plotStyle({
-    marginLeft: 48, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes.sort(bySize) }, x: depthScale,
+    marginLeft: 48, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes.sort(bySize) }, x: depthScale(points),
     y: { label: "↑ error / proved bound", domain: [0, over.length ? OUTSIDE : 1.05], ticks: [0, 0.5, 1], grid: true },
     marks: [
       Plot.rect([0], { y1: 0, y2: 1, fill: "var(--c1)", fillOpacity: 0.1 }),
@@ -120,7 +124,7 @@ function toleranceByDepth(rows) {
   const dtypes = [...new Set(points.map(({ dtype }) => dtype))].sort(bySize);
   const words = (p) => `K = ${p.k}, output ${p.dtype}\n${cases(p)}\nwidth: mean ${figure(p.mean)} ulp, widest ${figure(p.high)} ulp`;
   const svg = plotStyle({
-    marginLeft: 62, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes }, x: depthScale,
+    marginLeft: 62, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes }, x: depthScale(points),
     y: { type: "symlog", label: "↑ width, ulp of the output", grid: true, ticks: ulpTicks(d3.max(points, (p) => p.high)), tickFormat: short },
     marks: [
       Plot.ruleX(points, { x: "k", y1: "mean", y2: "high", fy: "dtype", stroke: "var(--c2)", strokeOpacity: 0.6 }),
@@ -151,18 +155,19 @@ function dotPlot(rows, value, { title, note, x, color, clip = (v) => v, extra = 
   const names = [...new Set(points.map((p) => p.name))].sort(bySize);
   const margin = labelMargin(names);
   const scale = color ?? colorScale(points.map((p) => p.series));
-  const dodge = (p) => 5 * (scale.domain.indexOf(p.series) - (scale.domain.length - 1) / 2);
+  const series = d3.group(points, (p) => p.name);
+  // The dots of a row lie around its label, in the order of the legend.
+  const dodge = (p) => {
+    const order = series.get(p.name).map((other) => scale.domain.indexOf(other.series)).sort(d3.ascending);
+    return 5 * (order.indexOf(scale.domain.indexOf(p.series)) - (order.length - 1) / 2);
+  };
   const words = (p) => `${p.name}, ${p.series}\n${cases(p)}\nsmallest ${figure(p.low)}, median ${figure(p.middle)}, largest ${figure(p.high)} ${unit}`;
-  // A mark has one offset for all its dots: a mark for each series keeps the series apart.
-  const marks = scale.domain.flatMap((series, n) => {
-    const some = points.filter((p) => p.series === series);
-    const dy = some.length ? dodge(some[0]) : 0;
-    const fill = scale.range[n];
-    return [
-      Plot.ruleY(some, { y: "name", x1: (p) => clip(p.low), x2: (p) => clip(p.high), stroke: fill, strokeWidth: 1.5, strokeOpacity: 0.7, dy }),
-      Plot.dot(some, { y: "name", x: (p) => clip(p[show]), r: 3.5, fill, dy }),
-    ];
-  });
+  // A mark has one offset for all its dots: a mark for each offset.
+  const fill = (p) => scale.range[scale.domain.indexOf(p.series)];
+  const marks = [...d3.group(points, dodge)].flatMap(([dy, some]) => [
+    Plot.ruleY(some, { y: "name", x1: (p) => clip(p.low), x2: (p) => clip(p.high), stroke: fill, strokeWidth: 1.5, strokeOpacity: 0.7, dy }),
+    Plot.dot(some, { y: "name", x: (p) => clip(p[show]), r: 3.5, fill, dy }),
+  ]);
   const svg = plotStyle({
     marginLeft: margin, x: { grid: true, labelAnchor: "center", ...x }, y: { domain: names, label: null, tickFormat: shorten(margin) },
     marks: [...extra(names), ...marks, Plot.tip(points, Plot.pointerY({ y: "name", x: (p) => clip(p[show]), title: words }))],
@@ -187,7 +192,7 @@ function wrongByRecipe(rows) {
   return dotPlot(wrong, (row) => cell("max_ulp", row), {
     title: "Largest distance of a wrong element, by recipe and dtype", unit: "ulp",
     note: "Steps (ulp) of the element's own format, cases with wrong elements. Dot: the largest of all cases; line: from the smallest to the largest.",
-    x: { type: "symlog", label: "distance, ulp →", ticks: ulpTicks(largest), tickFormat: short },
+    x: { type: "symlog", domain: [0, Math.max(10, largest)], label: "distance, ulp →", ticks: ulpTicks(largest), tickFormat: short },
   });
 }
 
@@ -237,11 +242,11 @@ function stepHistogram(rows) {
   const sorted = [...bins.values()].sort((a, b) => a.low - b.low);
   const names = sorted.map(label);
   const svg = plotStyle({
-    marginLeft: labelMargin(names), y: { domain: names, label: "ulp above the expected value" },
+    marginLeft: labelMargin(names), y: { domain: names, label: null },
     x: { label: "wrong elements →", labelAnchor: "center", grid: true, ticks: 4, tickFormat: "~s" },
     marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} ulp: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
   }, 80 + 18 * names.length);
-  return plotted("Histogram of wrong elements by ulp", `Signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
+  return plotted("Histogram of wrong elements by ulp", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
 }
 
 /** SQNR of modules under a training recipe, with the theory for outputs of FP8 products. */

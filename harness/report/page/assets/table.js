@@ -63,7 +63,7 @@ function line(row) {
     const value = cell(name, row);
     if (name === "verdict") return make("td", {}, make("span", { className: `badge ${value}` }, `${data.glyphs[value]} ${value}`));
     if (name === "case") return make("td", { className: "case" }, make("button", { type: "button", tabIndex: -1, ariaExpanded: "false" }, value));
-    if (numeric) return make("td", { className: "number" }, figure(value));
+    if (numeric) return make("td", { className: "number" }, name === "seconds" ? seconds(value) : figure(value));
     // The whole message is shown where the case is opened.
     return make("td", { className: name }, make("div", { className: "clamp" }, value));
   });
