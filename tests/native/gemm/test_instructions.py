@@ -12,9 +12,8 @@ import torch
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference.accumulators.hardware import find_hardware
 from narrowgauge.reference.accumulators.product import product
+from tests.native.devices import needs_hopper
 from tests.native.launching import Source
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 # An instruction multiplies 32 bytes of each row of a with 32 bytes of each row of b. A thread of either instruction
 # holds the same bytes of a, and the same outputs: PTX ISA, fragments of mma.m16n8k16 and of wgmma.m64n8.
@@ -167,7 +166,7 @@ def multiply(source: str, instruction: Instruction, a: torch.Tensor, b: torch.Te
     return d
 
 
-@pytest.mark.skipif(not HOPPER, reason="the GPU is no Hopper, or absent")
+@needs_hopper
 @pytest.mark.parametrize("chained", [1, 3], ids=["one step", "3 steps"])
 @pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda i: f"{i.kind} {i.a} x {i.b} to {i.out}")
 def test_every_bit_is_the_models(instruction: Instruction, chained: int, cuda_source: Source) -> None:

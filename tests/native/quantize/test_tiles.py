@@ -18,6 +18,7 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import NAMES as FP8_NAMES
 from tests.native.quantize.test_mx import ELEMENTS, RULES
 from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix, options_of
+from tests.thinned import thinned
 
 BF16 = torch.bfloat16
 SIDES = [(True, True), (True, False), (False, True)]
@@ -79,7 +80,7 @@ def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
     assert set(used) == {"quantize_mx_tiles_bf16"}
 
 
-@pytest.mark.parametrize("name", FP8_NAMES)
+@pytest.mark.parametrize("name", thinned(FP8_NAMES, 3))
 def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
     for number, family in enumerate(FAMILIES):
         r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
