@@ -294,6 +294,11 @@ def test_every_failing_group_has_a_title_and_a_command() -> None:
         assert word in out
 
 
+def test_terminal_without_glyphs() -> None:
+    out = printed(mixed(), "ascii")
+    assert out.endswith("fail 5 of 7 cases did not pass: 2 fail, 1 error, 1 crash, 1 timeout; 1 unsupported\n")
+
+
 @pytest.mark.parametrize(("case", "quoted"), [("a/b", "a/b"), ("it's", "'it'\"'\"'s'"), ("$(rm) `x`", "'$(rm) `x`'")])
 def test_reproduction_line_is_safe_in_a_shell(case: str, quoted: str) -> None:
     line = reproduction({**record(), "case": case, "backend": "a.b:C", "device": "cuda:0 x"})
