@@ -358,6 +358,11 @@ def test_durations(value: float, shown: str) -> None:
     assert text.duration(value) == shown
 
 
+@pytest.mark.parametrize(("value", "shown"), [(1, "100 %"), (1 - 1e-9, "> 99.9 %"), (1e-9, "1e-07 %"), (0, "0 %")])
+def test_shares(value: float, shown: str) -> None:
+    assert text.share(value) == shown
+
+
 def test_every_operation_has_its_stages() -> None:
     assert set(STAGES) == set(OPERATIONS) - set(MODULES)
     both = expected_stages("quantize", "both+swizzled")
