@@ -31,6 +31,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Settings
 from tests.harness import small_toml
 from tests.paths import PLUGIN, ROOT
+from tests.thinned import thinned
 
 KERNELS = """
 import os
@@ -279,7 +280,7 @@ SEQUENCES = {
 """Backends, the shapes of cases, and the shapes that the first failure needs."""
 
 
-@pytest.mark.parametrize("backend", SEQUENCES)
+@pytest.mark.parametrize("backend", thinned(SEQUENCES, 2))
 def test_a_failure_that_needs_earlier_cases(backend: str) -> None:
     """The shortest sequence is in the report, and its line fails in a fresh process."""
     shapes, after = SEQUENCES[backend]

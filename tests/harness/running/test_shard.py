@@ -25,7 +25,7 @@ from narrowgauge.harness.running.shard import (
     split,
 )
 from tests.harness import small_toml
-from tests.paths import PLUGIN, ROOT
+from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]
 
@@ -74,15 +74,6 @@ def test_the_costliest_go_first_to_the_shard_that_has_least():
 def test_ids_decide_between_equal_costs():
     assert split(dict.fromkeys("dbca", 1.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
     assert split(dict.fromkeys("dbca", 0.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
-
-
-def test_the_division_of_the_quick_tier_is_this_one():
-    """The loads of the shards differ by at most the estimated time of a case, and each case is in one shard."""
-    cases = select(load_all([ROOT / "cases"]), tier="quick")
-    parts = [part_of(cases, Shard(n, 4)) for n in range(1, 5)]
-    loads = [sum(map(estimated_seconds, part.cases)) for part in parts]
-    assert max(loads) - min(loads) <= max(map(estimated_seconds, cases))
-    assert len({case.id for part in parts for case in part.cases}) == sum(len(p.cases) for p in parts) == len(cases)
 
 
 def test_recorded_durations_divide_and_scale_the_estimates():
