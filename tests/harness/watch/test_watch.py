@@ -115,7 +115,7 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", thinned(["per_device", "decorated", "explicit", "implicit"], 2))
+@pytest.mark.parametrize("name", thinned(["per_device", "decorated", "explicit", "implicit"], 4))
 def test_ops_of_each_registration_are_judged_and_restored(name: str, device: str, x: torch.Tensor) -> None:
     op = torch.ops.narrowgauge_decorated.quantize if name == "decorated" else getattr(OPS, name)
     before, listed, x = table(op), registered(op), x.to(device)
