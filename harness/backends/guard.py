@@ -35,6 +35,7 @@ _FILLED = {
     _aten.new_full.default,
 }  # fmt: skip
 
+_RESIZED = {_aten.resize_.default, _aten.resize_as_.default}
 
 _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
 
@@ -112,7 +113,18 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._mark_zones(slot, forbid=True)
                     out = slot.like(result)
                     return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
-        return func(*args, **kwargs)
+        # A slot cannot grow. Tensors that `resize_` or a result given as `out` makes larger move to other memory.
+        changed = args[:1] if func in _RESIZED else kwargs.values()
+        places = [(t, t.shape, t.stride()) for t in changed if isinstance(t, torch.Tensor) and self._memory.holds(t)]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not places or "not resizable" not in str(error):
+                raise
+            for tensor, shape, stride in places:  # the failed call has changed the shape
+                storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+                tensor.set_(storage, tensor.storage_offset(), shape, stride)
+            return func(*args, **kwargs)
 
     def __enter__(self) -> Guard:
         _import_no_compiler()

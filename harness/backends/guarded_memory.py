@@ -35,7 +35,7 @@ class Allocation:
         """The next `size` bytes, between guard zones, `offset` bytes behind a multiple of `ALIGNMENT`."""
         start = self.used + ZONE + offset
         self.used += padded_size(offset + size)
-        return Slot(self, start, size, description)
+        return Slot(self, start, size, description, offset)
 
     @property
     def contents(self) -> torch.Tensor:
@@ -52,6 +52,8 @@ class Slot:
     size: int
     description: str
     """Name of the slot in messages."""
+    offset: int = 0
+    """Bytes from the begin of the storage of its tensors to the slot."""
 
     @property
     def zones(self) -> tuple[slice, slice]:
@@ -68,10 +70,20 @@ class Slot:
         """The bytes of this slot in a copy of its allocation."""
         return memory[self.start : self.start + self.size]
 
+    @property
+    def address(self) -> int:
+        """Address of the storage of its tensors."""
+        return self.memory.tensor.data_ptr() + self.start - self.offset
+
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """The slot as a tensor. It shares no version counter with tensors of other slots, so in-place writes stay
-        separate."""
-        return tensor_at(self.memory.tensor, self.start, dtype, shape, stride)
+        """The slot as a tensor with a storage of its own, which cannot grow.
+
+        A kernel may count from the begin of the storage of a tensor that it allocated, and results with one storage
+        share memory.
+        """
+        storage = self.memory.tensor.untyped_storage()[self.start - self.offset : self.start + self.size]
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, self.offset // dtype.itemsize, tuple(shape), tuple(stride))
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slot as a tensor with the dtype, shape and strides of `tensor`."""
@@ -85,22 +97,22 @@ class GuardedMemory:
         self.poison = poison
         self.slots: list[Slot] = []
         self._shared: dict[torch.device, Allocation] = {}
-        self._shared_by_address: dict[int, Allocation] = {}
-        """Shared allocations by their addresses."""
+        self._shared_slots: dict[int, Slot] = {}
+        """Slots of shared allocations by their addresses."""
 
     def allocate(self, size: int, device: torch.device, description: str) -> Slot:
         """`size` bytes of poison, between guard zones."""
         chunk = CHUNK.get(device.type, CHUNK_ELSEWHERE)
         if 2 * padded_size(size) > chunk:
-            memory = Allocation(self._poisoned(padded_size(size), device))
+            slot = Allocation(self._poisoned(padded_size(size), device)).add_slot(size, description)
         else:
             shared = self._shared.get(device)
             if shared is None or shared.used + padded_size(size) > chunk:
                 shared = self._shared[device] = Allocation(self._poisoned(chunk, device))
-                self._shared_by_address[shared.tensor.data_ptr()] = shared
-            memory = shared
-        self.slots.append(memory.add_slot(size, description))
-        return self.slots[-1]
+            slot = shared.add_slot(size, description)
+            self._shared_slots[slot.address] = slot
+        self.slots.append(slot)
+        return slot
 
     def _poisoned(self, size: int, device: torch.device) -> torch.Tensor:
         return torch.full((size,), self.poison, dtype=torch.uint8, device=device)
@@ -131,19 +143,23 @@ class GuardedMemory:
     def copy_out(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy of a result on `device`, with its strides. A shared allocation is copied as a whole, once."""
         tensor = tensor.detach()
-        memory = (
-            self._shared_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
-        )
-        if memory is None and tensor.layout == torch.strided and not tensor.is_contiguous():
+        slot = self._shared_slots.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
+        if slot is None and tensor.layout == torch.strided and not tensor.is_contiguous():
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             copy_elements(tensor, found)
             return found
-        if memory is None:
+        if slot is None:
             return tensor.to(device, copy=True)
+        memory = slot.memory
         if memory.copy is None:
             memory.copy = memory.tensor[: memory.used].to(device, copy=True)
-        start = int(tensor.storage_offset()) * tensor.element_size()
+        start = slot.start + int(tensor.storage_offset()) * tensor.element_size()
         return tensor_at(memory.copy, start, tensor.dtype, tensor.shape, tensor.stride())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of a tensor is a slot."""
+        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        return any(slot.address == address for slot in self.slots)
 
     def overwritten_zones(self, intact: torch.Tensor | None = None) -> list[str]:
         """A sentence for every overwritten guard zone. Zones of the allocation `intact` are skipped."""

@@ -124,7 +124,3 @@ class Opened:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns once of a read-only buffer
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def part(self, start: int, size: int) -> torch.Tensor:
-        """The bytes from `start` as a tensor with its own storage, for memory of a CPU."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=size)

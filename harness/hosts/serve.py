@@ -315,8 +315,8 @@ class _Slots:
 
     def __init__(self, memory: dict[int, Opened], device: torch.device) -> None:
         self._memory, self._device = memory, device
-        self._storages: dict[int, tuple[torch.Tensor, int]] = {}
-        """Memory of each slot, uint8, and the first byte of the slot in its storage."""
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """A storage for each slot: a kernel sees the storage offset of the judge's tensor."""
         self._addresses: set[int] = set()
         """Addresses of the storages."""
         self._copies: list[tuple[Allocation, torch.Tensor, list[Slot]]] = []
@@ -330,23 +330,23 @@ class _Slots:
         slots = []
         if span["kind"] == "cpu" and self._device.type == "cuda":
             allocation = Allocation(memory.bytes[span["start"] : span["end"]].to(self._device))
-            self._addresses.add(allocation.tensor.data_ptr())
             for number, start, size, name in span["slots"]:
                 slots.append(Slot(allocation, start - span["start"], size, name))
-                self._storages[number] = (allocation.tensor, start - span["start"])
+                self._add(number, allocation.tensor, start - span["start"], size)
             self._copies.append((allocation, allocation.tensor.clone(), slots))
             return []
         allocation = Allocation(memory.bytes)
         for number, start, size, name in span["slots"]:
+            self._add(number, memory.bytes, start, size)
             if span["kind"] == "cpu":
-                # A storage for each slot: a kernel sees the storage offset of the judge's tensor.
-                self._storages[number] = (memory.part(start, size), 0)
-                self._addresses.add(memory.bytes.data_ptr() + start)
                 slots.append(Slot(allocation, start, size, name))
-            else:
-                self._storages[number] = (memory.bytes, start)
-                self._addresses.add(memory.bytes.data_ptr())
         return slots
+
+    def _add(self, number: int, memory: torch.Tensor, start: int, size: int) -> None:
+        """Add the slot of `size` bytes from `start` of a memory."""
+        storage = memory.untyped_storage()[start : start + size]
+        self._storages[number] = storage
+        self._addresses.add(storage.data_ptr())
 
     def tensor(self, place: list[Any]) -> torch.Tensor:
         """The tensor of an argument: slot, first byte in the slot, dtype, shape, stride. No slot: an empty tensor."""
@@ -354,10 +354,9 @@ class _Slots:
         dtype = codec.DTYPES[name]
         if number is None:
             return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
-        memory, start = self._storages[number]
-        tensor = torch.empty(0, dtype=dtype, device=memory.device)
-        offset = (start + byte) // dtype.itemsize
-        return tensor.set_(memory.untyped_storage(), offset, tuple(shape), tuple(stride))
+        storage = self._storages[number]
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, byte // dtype.itemsize, tuple(shape), tuple(stride))
 
     def hold(self, address: int) -> bool:
         """Whether a storage at this address is that of a slot."""
