@@ -142,8 +142,10 @@ def _judge(
     if original is not None and usable:
         try:
             judge_weights(layer, original, judged, amaxes)
-            # The weights decide what statistics only suggest.
-            judged.findings = [f for f in judged.findings if f.severity != "warning" or f not in found]
+            # The weights decide what statistics only suggest. Beside failures, a suggestion may be the cause.
+            failed = {f.kind for f in judged.findings if f.severity == "fail" and f not in found}
+            suggested = [f for f in found if f.severity == "warning" and (not failed or f.kind in failed)]
+            judged.findings = [f for f in judged.findings if f not in suggested]
         except CheckpointError as error:
             judged.findings.append(Finding("warning", "not-compared", layer.codes.name, f"is not compared: {error}"))
     return judged, scan
@@ -184,11 +186,9 @@ def _originals(layers: list[Layer], weights: str | Path | None) -> dict[str, Sto
         names = (f"{layer.name}.weight", layer.name, layer.codes.name)
         if tensor := next((tensors[name] for name in names if name in tensors and tensors[name].is_float), None):
             found[layer.name] = tensor
-    if not found:
+    if not found and layers:
         raise CheckpointError(
             f"{weights}: has no weights of the quantized matrices, such as {layers[0].name}.weight; it holds "
             f"{', '.join(list(tensors)[:5]) or 'nothing'}"
-            if layers
-            else f"{weights}: no matrix of the checkpoint can be compared"
         )
     return found

@@ -182,13 +182,13 @@ def _weight(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | M
 def _four_bits(
     checkpoint: Checkpoint, base: str, codes: StoredTensor, layout: str, second: str, kind: str
 ) -> Layer | Missing:
-    """Packed E2M1 codes with scales in `weight_scale`: E4M3 for 16 elements, or E8M0 for 32."""
+    """Packed E2M1 codes with scales in `weight_scale`: E4M3 for 16 elements, or E8M0 for 32 without a tensor scale."""
     scales = checkpoint.tensors.get(f"{base}.weight_scale")
     if scales is None:
         return _no_scales(base, codes, f"{base}.weight_scale")
     shape = codes.rows, codes.columns if codes.dtype == "F4" else 2 * codes.columns
-    if scales.dtype == "F8_E4M3":
-        tensor_scale = checkpoint.tensors.get(f"{base}.{second}")
+    tensor_scale = checkpoint.tensors.get(f"{base}.{second}")
+    if scales.dtype == "F8_E4M3" or tensor_scale is not None:  # MXFP4 has no tensor scale
         return Layer(base, layout, E2M1, E4M3, (1, 16), shape, codes, scales, tensor_scale, kind)
     return Layer(base, layout, E2M1, E8M0, (1, 32), shape, codes, scales)
 

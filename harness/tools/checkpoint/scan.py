@@ -21,6 +21,8 @@ SLAB = 1 << 23
 """Bytes of codes that are read at once."""
 SAMPLE = 1 << 19
 """Bytes of each slab whose codes are counted for the statistics."""
+_LARGEST_WEIGHT = 2688.0
+"""Magnitude that a scale of 1 for the tensor allows in NVFP4. Larger weights are named in a warning."""
 FALSE_ALARM = 1e-9
 """Probability that the statistics of a checkpoint warn of a right one, under their stated assumption, all together."""
 
@@ -78,7 +80,7 @@ class Scan:
     nan_scales: _Count = field(default_factory=_Count)
     negative_scales: _Count = field(default_factory=_Count)
     lost: _Count = field(default_factory=_Count)
-    """Blocks with scale 0 and a code that is not 0."""
+    """Blocks with scale 0, of E8M0 scale byte 0, and a code that is not 0."""
     nan_codes: _Count = field(default_factory=_Count)
     low_top: _Count = field(default_factory=_Count)
     """Blocks without a code of the largest magnitude, although their scale is a normal number."""
@@ -111,6 +113,7 @@ class Scan:
         self.histogram += torch.bincount(sample.reshape(-1), minlength=256)
         if layer.element is E2M1:
             table = _difference_table()
+            sample = _as_stored(sample, layer)
             sums = table.index_select(0, sample.reshape(-1).int()).view(sample.shape).sum(0, dtype=torch.int64)
             self.differences = sums if self.differences is None else self.differences + sums
         else:
@@ -129,7 +132,7 @@ class Scan:
             magnitude, full = scales.masked_fill(nan, 0).clamp(min=0), torch.zeros_like(nan)
         elif layer.scale is E8M0:
             nan, full, clamped = scales == 0xFF, scales == 0xFE, (scales < 3) | (scales > 252)
-            negative = zero = torch.zeros_like(nan)
+            negative, zero = torch.zeros_like(nan), scales == 0  # 2^-127
             magnitude = scales.masked_fill(nan, 0)
         else:  # of a tiny or a saturated E4M3 scale, dialects say nothing about the largest code
             magnitude = scales & 0x7F
@@ -189,6 +192,15 @@ def _sampled(codes: torch.Tensor) -> int:
     return max(1, SAMPLE // max(1, codes.shape[1]))
 
 
+def _as_stored(codes: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Packed codes as the file has them: in GGML blocks, element i is low and i + half high."""
+    if layer.layout != "GGUF":
+        return codes
+    width = layer.block[1]
+    halves = torch.stack([codes & 0xF, codes >> 4], 2).view(len(codes), -1, 2, width // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(codes.shape)
+
+
 def _difference_table() -> torch.Tensor:
     byte = torch.arange(256)
     return ((byte & 0x7) - (byte >> 4 & 0x7)).to(torch.int8)
@@ -225,7 +237,11 @@ def findings_of(scan: Scan, tests: int) -> list[Finding]:
         add("fail", "never-written", scales, "every scale is 0 and the codes are not: the matrix decodes to "
             "zeros; the scales were never written", scan.lost,
             "a scale above 0 in the block of the largest weight")  # fmt: skip
-    elif scan.lost.count:
+    elif scan.lost.count and layer.scale is E8M0 and not scan.equal:
+        add("warning", "never-written", scales, "blocks with scale 0x00 = 2^-127 hold codes other than 0, and decode "
+            "to numbers below 2^-124: their scales were never written. Assumption of the warning: no block of the "
+            "weights has so small numbers alone", scan.lost)  # fmt: skip
+    elif scan.lost.count and layer.scale is not E8M0:
         add("fail" if layer.scale is FP32 else "note", "zero-scale", scales,
             "blocks with scale 0 hold codes other than 0, and decode to zeros", scan.lost,
             "scale 0 only for tiny weights" if layer.scale is E4M3 else "a scale above 0")  # fmt: skip
@@ -244,6 +260,10 @@ def findings_of(scan: Scan, tests: int) -> list[Finding]:
         add("fail", "never-written", scales, f"every scale is {_shown(scan)}, although the largest codes of the blocks "
             "differ: the scales were never written, or one scale was used for all blocks", scan.low_top,
             f"a block with this scale has a code of magnitude {_top(layer)} or more")  # fmt: skip
+    elif constant and layer.scale is not E4M3 and values and scan.first_scale == (1.0 if layer.scale is FP32 else 127):
+        add("warning", "never-written", scales, f"every one of {scan.blocks} block scales is {_shown(scan)}, as memory "
+            "filled with ones has it: the scales were never written. Assumption of the warning: not every block of "
+            f"the weights has an amax of {layer.element.max / 2:g} to {2 * layer.element.max:g}")  # fmt: skip
     elif constant and layer.scale is not FP32 and scan.tops > 1:
         log_p = (1 - scan.tops) * math.log(2)
         chance = layer.scale is E8M0 or log_p >= math.log(FALSE_ALARM / max(1, tests))
@@ -276,7 +296,13 @@ def _shown(scan: Scan) -> str:
 def _tensor_scale(layer: Layer, scan: Scan) -> list[Finding]:
     """Findings about the tensor scale of NVFP4, and about the size of the decoded numbers."""
     if not layer.tensor_scale_is:
-        return []
+        scales = layer.codes.name if layer.scales is None else layer.scales.name
+        largest = scan.largest * layer.element.max
+        text = (
+            f"block scales are up to {scan.largest:.4g}, so the largest weight would be {largest:.4g}: the scales are "
+            "inverted, or their exponents have another bias. Assumption of the warning: weights are below 2688"
+        )
+        return [Finding("warning", "inverted", scales, text)] if largest > _LARGEST_WEIGHT else []
     names = {"encode": "weight_global_scale", "decode": "weight_scale_2"}
     if layer.tensor_scale is None:
         name = f"{layer.name}.{names[layer.tensor_scale_is]}"
@@ -339,6 +365,21 @@ def _statistics(layer: Layer, scan: Scan, tests: int) -> list[Finding]:
                             f"code {unused} ({E2M1.value(unused):g}) never occurs, and code {other} occurs {max(pair)} "
                             f"times; {_p(log_p)} if signs are fair and independent")
                 )  # fmt: skip
+    if layer.scale is FP32 and layer.element is not E2M1:
+        # The largest weight of a block has the largest code. Of further weights, half of the neighbouring code's range
+        # has the largest code if no weight saturates.
+        top = layer.element.max_code
+        more = int(counts[top] + counts[top + half]) - scan.blocks
+        trials = more + int(counts[top - 1] + counts[top - 1 + half])
+        if 2 * more > trials:
+            log_p = float(binomial(*torch.tensor([more, trials, 0.5], dtype=torch.float64)))
+            if log_p < level:
+                text = (
+                    f"{more + scan.blocks} codes in {scan.blocks} blocks are the largest, {layer.element.max:g}, and "
+                    f"{trials - more} the next: the scales are too small, and weights saturate; {_p(log_p)} if large "
+                    "weights are not more frequent than small ones"
+                )
+                found.append(Finding("warning", "saturated", layer.codes.name, text))
     if layer.scale is E4M3 and 0 < scan.sampled_full < scan.sampled:
         # Codes of magnitude 6 beyond the one of every block, in blocks with the largest scale and in the rest.
         others, rest = layer.block[1] - 1, scan.sampled - scan.sampled_full
@@ -379,7 +420,7 @@ def _p(log_p: float) -> str:
     return f"p <= 1e{math.ceil(log_p / math.log(10))}"
 
 
-TESTS = 11
+TESTS = 12
 """Statistical tests of a layer, at most."""
 
 

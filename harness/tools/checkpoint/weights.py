@@ -100,8 +100,10 @@ class _Judged:
     input_codes: int = 0
     """Codes that are right only with quotients rounded to the dtype of the weights."""
     first_code: str = ""
-    swapped: bool = False
-    """Whether the wrong codes of the first wrong slab are right with swapped nibbles."""
+    order: str = ""
+    """Other order of the nibbles, in words, with which the codes of the first wrong slab are right."""
+    tensor_form: str = ""
+    """Form of the tensor scale, such as `amax/448`, if it is no form of a layout."""
     signal: float = 0.0
     error: float = 0.0
     scales: int = 0
@@ -141,6 +143,7 @@ def judge_weights(layer: Layer, tensor: StoredTensor, result: LayerResult, amaxe
         raise CheckpointError(f"{layer.tensor_scale} holds {stored.numel()} numbers; with weights one is judged")
     if stored is not None:
         judged.findings += _judge_tensor_scale(layer, float(stored), amax, tensor, amaxes)
+        judged.tensor_form = _tensor_form(float(stored), amax)
     for start, stop in ranges:
         _judge_slab(layer, weights.rows(start, stop), start, stop, stored, amax, judged)
     _conclude(layer, judged, result)
@@ -177,15 +180,32 @@ def _judge_slab(
                 f"row {start + row}, column {column}: code 0x{byte:X} = {layer.element.value(byte):g}, "
                 f"weight {value!r}, weight over scale {scaled:.8g}"
             )
-            if layer.element is E2M1:
-                swapped = unpack(swap_nibbles(codes), layer.shape[1])
-                judged.swapped = not bool(_wrong_codes(layer, x, swapped, factors, float32).any())
+            for order, moved in _orders(layer, codes, single).items():
+                if not judged.order and not bool(_wrong_codes(layer, x, moved, factors, float32).any()):
+                    judged.order = order
         judged.codes += count
     values = decode(single, layer.element).double() * factors
     exact = x.double()
     fine = values.isfinite() & exact.isfinite()
     judged.signal += float(exact.where(fine, 0).square().sum())
     judged.error += float((values - exact).where(fine, 0).square().sum())
+
+
+def _orders(layer: Layer, codes: torch.Tensor, single: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Codes of other orders of the nibbles, by the words of a finding."""
+    width = layer.block[1]
+    if layer.element is not E2M1:
+        return {}
+    if single.shape[1] % width:
+        return {"swapped nibbles": unpack(swap_nibbles(codes), layer.shape[1])}
+    halves = single.view(len(single), -1, 2, width // 2)
+    pairs = single.view(len(single), -1, width // 2, 2)
+    exchanged, swapped = halves.flip(2).reshape(single.shape), pairs.flip(3).reshape(single.shape)
+    if layer.layout == "GGUF":
+        other = f"elements 2i and 2i + 1 in a byte, not i and i + {width // 2} as in GGML"
+        return {"swapped nibbles": exchanged, other: halves.transpose(2, 3).reshape(single.shape)}
+    other = f"elements i and i + {width // 2} of a block in a byte, as in GGML"
+    return {"swapped nibbles": swapped, other: pairs.transpose(2, 3).reshape(single.shape)}
 
 
 def _decode_factors(layer: Layer, scales: torch.Tensor, stored: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
@@ -303,6 +323,18 @@ def _judge_tensor_scale(
     return [Finding("warning", "saturated", name, text, expected=exact)]
 
 
+def _tensor_form(stored: float, amax: float) -> str:
+    """The form in which a tensor scale is this amax, or the empty string."""
+    if not amax:
+        return ""
+    for divisor in (1.0, 6.0, 448.0):
+        name = f"/{divisor:g}" if divisor > 1 else ""
+        for form, number in ((f"amax{name}", amax / divisor), (f"{divisor:g}/amax", divisor / amax)):
+            if abs(stored / number - 1) <= 2.0**-22:
+                return form
+    return ""
+
+
 def _float_scales(layer: Layer, x: torch.Tensor, scales: torch.Tensor, amax: float, judged: _Judged) -> None:
     """Count float32 scales of amax over the largest number, up to float32 roundings, or powers of two above it."""
     height, width = layer.block
@@ -334,12 +366,12 @@ def _conclude(layer: Layer, judged: _Judged, result: LayerResult) -> None:
     if judged.codes:
         text = "codes are not the weights rounded under the stored scales, in any order of operations"
         text += (
-            "; with swapped nibbles they are"
-            if judged.swapped
+            f"; with {judged.order} they are"
+            if judged.order
             else ", and not with swapped nibbles" * (layer.element is E2M1)
         )
-        text += "" if judged.swapped else ": other weights, weights changed by calibration (GPTQ, AWQ), or wrong codes"
-        kind = "nibbles" if judged.swapped else "codes-given-scales"
+        text += "" if judged.order else ": other weights, weights changed by calibration (GPTQ, AWQ), or wrong codes"
+        kind = "nibbles" if judged.order else "codes-given-scales"
         result.findings.append(
             Finding("fail", kind, layer.codes.name, text, judged.codes, result.compared, judged.first_code)
         )
@@ -351,6 +383,10 @@ def _conclude(layer: Layer, judged: _Judged, result: LayerResult) -> None:
     if not zeros and judged.error >= judged.signal:
         text = f"the decoded matrix is further from the weights than zeros are: SQNR {result.sqnr_db} dB"
         result.findings.append(Finding("fail", "worse-than-zeros", layer.codes.name, text, expected="above 0 dB"))
+        if judged.tensor_form and layer.tensor_scale is not None:
+            formula = {"encode": "2688/amax", "decode": "amax/2688"}[layer.tensor_scale_is]
+            text = f"is {judged.tensor_form} of the weights; the layout {layer.layout} has {formula}"
+            result.findings.insert(0, Finding("fail", "tensor-scale", layer.tensor_scale.name, text, expected=formula))
     if layer.scale is FP32:
         given = judged.scales - judged.absmax if layer.block[0] else 1 - min(1, judged.absmax)
         expected, first = f"amax/{layer.element.max:g}, or the power of two above", ""

@@ -10,6 +10,8 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.tools.dialect.differences import Difference, classified
@@ -25,6 +27,7 @@ from narrowgauge.harness.tools.dialect.rules import (
 )
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec import dialects as named
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _ORDER = ("tensor_scale", "block_scale", "scale_rounding", "statistics")
@@ -48,6 +51,9 @@ _ON_ALL_ROWS = 3
 """Number of rules for the elements that are tried on all rows."""
 _NEAR = 3
 """Number of dialects from which the differences of a rule are counted."""
+_OF_ORDER, _OF_FORM = 4, 100
+"""Number of rules for the scales with each order of operations, and with each form of the tensor scale, that are ranked
+on all inputs."""
 _STARTS_OF_FORM = 2
 """Number of starting points of the search for the scales with each form of the tensor scale."""
 _COUPLED = (
@@ -196,11 +202,9 @@ def _known(differences: list[Difference]) -> bool:
 
 def _agreement(rules: Rules, recipe: Recipe) -> Agreement:
     plain = with_fields(recipe) or recipe
-    explained = alike = 0
-    for number in range(len(rules.observed.stacks)):
-        unequal = rules.unequal_by_input(number, plain)
-        explained += sum(score == Score(0, 0) for score in unequal)
-        alike += sum(score.major == 0 for score in unequal)
+    unequal = [scales + codes for scales, codes in rules.by_input(plain)]
+    explained = sum(score == Score(0, 0) for score in unequal)
+    alike = sum(score.major == 0 for score in unequal)
     return Agreement(recipe.dialect, recipe, rules.scale_score(plain), rules.code_score(plain), explained, alike)
 
 
@@ -242,7 +246,17 @@ def _orders(rules: Rules, starts: list[Recipe]) -> list[Recipe]:
     base = min(starts, key=rules.scale_score)
     found = (_with_scales(base, _FIRST_SCALES, values) for values in _values(base, _FIRST_SCALES))
     orders = dict.fromkeys([*starts, *(recipe for recipe in found if recipe is not None)])
-    return sorted(orders, key=rules.sampled_scale_score)
+    # The inputs of a single dtype choose the rules that are compared on all inputs: the best of every order.
+    stacks = rules.observed.stacks
+    one = next((number for number, stack in enumerate(stacks) if stack.x.dtype is torch.bfloat16), 0)
+    known, near = set(starts), list[Recipe]()
+    seen: Counter[Any] = Counter()
+    for recipe in sorted(orders, key=lambda recipe: rules.sampled_scale_score(recipe, slice(one, one + 1))):
+        order = tuple(getattr(recipe, name) for name in _ORDER)
+        seen.update((order, recipe.tensor_scale))
+        if recipe in known or (seen[order] <= _OF_ORDER and seen[recipe.tensor_scale] <= _OF_FORM):
+            near.append(recipe)
+    return sorted(near, key=rules.sampled_scale_score)
 
 
 def _values(base: Recipe, names: tuple[str, ...]) -> Iterable[tuple[Any, ...]]:
@@ -257,23 +271,34 @@ def _values(base: Recipe, names: tuple[str, ...]) -> Iterable[tuple[Any, ...]]:
 @lru_cache(maxsize=16)
 def _forms(base: Recipe) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Forms of the tensor scale with forms of the block scale, and roundings, of recipes like `base`."""
-    pairs = product(CHOICES["tensor_scale"], CHOICES["block_scale"])
-    roundings = [r for r in CHOICES["scale_rounding"] if with_fields(base, scale_rounding=r) is not None]
-    return [pair for pair in pairs if _with_scales(base, _ORDER[:2], pair) is not None], roundings
+    tried = product(CHOICES["tensor_scale"], CHOICES["block_scale"], CHOICES["scale_rounding"])
+    found = [form for form in tried if _with_scales(base, _ORDER[:3], form) is not None]
+    return list(dict.fromkeys(form[:2] for form in found)), list(dict.fromkeys(form[2] for form in found))
 
 
 @lru_cache(maxsize=1 << 16)
 def _with_scales(base: Recipe, names: tuple[str, ...], values: tuple[Any, ...]) -> Recipe | None:
-    """`base` with other choices of the scales, and if they need it with another form of elements or zero block."""
+    """`base` with other choices of the scales, and if they need it with another form of elements, zero block or largest
+    scale."""
     changed = dict(zip(names, values, strict=True))
     if (changed.get("tensor_scale", base.tensor_scale) == "given") != (base.tensor_scale == "given"):
         return None
-    for element, zero in product((None, *_ANY_ELEMENTS), (None, "keep")):
+    factor = _factor(changed.get("block_scale", base.block_scale))
+    largest = (None, "float32") if base.scale is FP32 else (None,)
+    for element, zero, most in product((None, *_ANY_ELEMENTS), (None, "keep"), largest):
+        if _factor(element or base.element_scale) != factor:
+            continue  # no recipe divides blocks and elements by different factors of the tensor
         more: dict[str, Any] = {} if element is None else {"element_scale": element, "zero_scale": "infinity"}
-        recipe = with_fields(base, **(more | ({} if zero is None else {"zero_block": zero}) | changed))
+        more |= {} if zero is None else {"zero_block": zero}
+        more |= {} if most is None else {"largest_scale": most}
+        recipe = with_fields(base, **(more | changed))
         if recipe is not None:
             return recipe
     return None
+
+
+def _factor(expression: str) -> str:
+    return next((factor for factor in ("enc", "dec") if factor in expression), "")
 
 
 def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
@@ -443,5 +468,5 @@ def _separating(drawn: list[Given], given: Rules, other: Recipe) -> list[Given]:
         dtype = stack.names[0].split(" ")[1]
         inputs = [one for one in drawn if one.dtype == dtype]
         scores = given.unequal_by_input(number, other)
-        found += [one for one, score in zip(inputs, scores, strict=True) if score != Score(0, 0)]
+        found += [one for one, score in zip(inputs, scores, strict=True) if sum(score, Score(0, 0)) != Score(0, 0)]
     return found[:2]

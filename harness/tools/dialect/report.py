@@ -11,6 +11,7 @@ from rich.table import Table
 from narrowgauge.harness.report.terminal import print_table
 from narrowgauge.harness.report.text import number, plural, share
 from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
+from narrowgauge.harness.tools.dialect.rules import Score
 from narrowgauge.harness.tools.dialect.versions import versions
 
 _FEW = 3
@@ -106,7 +107,10 @@ def rows(fit: Fit) -> list[dict[str, Any]]:
     """For each input the bytes that differ from the nearest dialect, and from the rule."""
     found = []
     for index_of_stack, stack in enumerate(fit.observed.stacks):
-        unequal = [fit.rules.unequal_by_input(index_of_stack, rule) for rule in (fit.nearest.plain, fit.rule)]
+        unequal = [
+            [sum(pair, Score(0, 0)) for pair in fit.rules.unequal_by_input(index_of_stack, rule)]
+            for rule in (fit.nearest.plain, fit.rule)
+        ]
         for index, name in enumerate(stack.names):
             dialect, rule = (of_rule[index] for of_rule in unequal)
             found.append(

@@ -33,10 +33,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     and field.name not in (*_NOT_SEEN, "block", "transform", "delayed")
 } | {"smallest_amax": (0.0, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
 """Values of every field that a fit chooses."""
+_FIELDS = tuple(field.name for field in fields(Recipe))
 SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)
 """Fields that decide the tensor scale and the block scales."""
 _STEP = 5
 """Every row with this distance serves the first choice among many rules: odd, because rows of inputs have patterns."""
+_FEW = 64
+"""Share of places, 1 in so many, below which the codes of these places alone are compared."""
 _SIGN_BIT = -(1 << 31)
 """Sign of a float32 number as int32."""
 _KEPT = 48
@@ -240,26 +243,24 @@ class Rules:
 
     def scale_score(self, recipe: Recipe) -> Score:
         """Block scales, and shown tensor scales, in which the backend differs from the rule."""
-        return _cached(self._scale_scores, tuple(getattr(recipe, name) for name in SCALE_FIELDS),
-                       lambda: self._score_scales(recipe))  # fmt: skip
+        return _cached(self._scale_scores, _scale_key(recipe), lambda: self._score_scales(recipe))
 
-    def sampled_scale_score(self, recipe: Recipe) -> Score:
-        """`scale_score` of a part of the rows."""
-        return self._score_scales(recipe, 1 if recipe.whole or recipe.candidates != "6" else _STEP)
+    def sampled_scale_score(self, recipe: Recipe, stacks: slice = slice(None)) -> Score:
+        """`scale_score` of a part of the rows of these stacks."""
+        return self._score_scales(recipe, 1 if recipe.whole or recipe.candidates != "6" else _STEP, stacks)
 
-    def _score_scales(self, recipe: Recipe, step: int = 1) -> Score:
+    def _score_scales(self, recipe: Recipe, step: int = 1, stacks: slice = slice(None)) -> Score:
         major = minor = 0
-        for number, stack in enumerate(self.observed.stacks):
+        for number, stack in list(enumerate(self.observed.stacks))[stacks]:
             made, refused = self.scales(number, recipe, step)
             kernel = self._own(number, "scales", stack.scales, recipe.scale)[::step]
             own = canonical(made, FP32) if recipe.scale is FP32 else made  # the reference has one zero and one NaN
             wrong = own != kernel
             if refused is not None:
                 wrong |= refused.unsqueeze(1)
-            count = int(wrong.sum())
-            major += count
-            minor += int((raw(made) != raw(stack.scales[::step])).sum()) - count if refused is None else 0
-        return Score(major, max(minor, 0))
+            major += int(wrong.sum())
+            minor += int(((raw(made) != raw(stack.scales[::step])) & ~wrong).sum())
+        return Score(major, minor)
 
     def code_score(self, recipe: Recipe) -> Score:
         """Codes in which the backend differs from the rule under the backend's own scales."""
@@ -293,26 +294,38 @@ class Rules:
         for number, stack in enumerate(self.observed.stacks):
             made = self.codes(number, recipe, step)
             unequal = made != stack.codes[::step]
-            special = ~self.scaled(number, recipe)[::step].isfinite() if ordinary else None
-            if special is not None:
-                unequal &= ~special
+            if ordinary:
+                unequal &= self.scaled(number, recipe)[::step].isfinite()
             count = int(unequal.sum())
-            if not count:
-                continue
-            kernel = self._own(number, "codes", stack.codes, recipe.element)[::step]
-            other = canonical(made, recipe.element) != kernel
-            if special is not None:
-                other &= ~special
-            of_value = int((other & ~self.dead(number)[::step]).sum())
-            major, minor = major + of_value, minor + count - of_value
+            if count:
+                of_value = self._of_value(number, recipe, made, unequal, count, step)
+                major, minor = major + of_value, minor + count - of_value
         return Score(major, minor)
+
+    def _of_value(
+        self, number: int, recipe: Recipe, made: torch.Tensor, unequal: torch.Tensor, count: int, step: int = 1
+    ) -> int:
+        """Number of the `count` places with `unequal` codes that also differ from `made` in value."""
+        kernel = self._own(number, "codes", self.observed.stacks[number].codes, recipe.element)[::step]
+        dead = self.dead(number)[::step]
+        if count * _FEW > unequal.numel():
+            return int(((canonical(made, recipe.element) != kernel) & ~dead & unequal).sum())
+        places = unequal.nonzero(as_tuple=True)
+        return int(((canonical(made[places], recipe.element) != kernel[places]) & ~dead[places]).sum())
 
     def score(self, recipe: Recipe) -> Score:
         """All bytes in which the backend differs from the rule."""
         return self.scale_score(recipe) + self.code_score(recipe)
 
-    def unequal_by_input(self, number: int, recipe: Recipe) -> list[Score]:
-        """Differing bytes of every input of a stack."""
+    def by_input(self, recipe: Recipe) -> list[tuple[Score, Score]]:
+        """Differing block scales and codes of every input. The sums are kept for `scale_score` and `code_score`."""
+        found = [pair for number in range(len(self.observed.stacks)) for pair in self.unequal_by_input(number, recipe)]
+        self._scale_scores[_scale_key(recipe)] = sum((scales for scales, _ in found), Score(0, 0))
+        self._code_scores[self._code_key(recipe)] = sum((codes for _, codes in found), Score(0, 0))
+        return found
+
+    def unequal_by_input(self, number: int, recipe: Recipe) -> list[tuple[Score, Score]]:
+        """Differing block scales and codes of every input of a stack."""
         stack = self.observed.stacks[number]
         count = len(stack.names)
         made, refused = self.scales(number, recipe)
@@ -323,11 +336,10 @@ class Rules:
         codes = self.codes(number, recipe)
         unequal_codes = codes != stack.codes
         kernel = self._own(number, "codes", stack.codes, recipe.element)
-        major_codes = (canonical(codes, recipe.element) != kernel) & ~self.dead(number)
-        sums = [t.view(count, -1).sum(1) for t in (major, unequal | major, major_codes, unequal_codes)]
-        return [
-            Score(int(a + c), int(b - a + d - c)) for a, b, c, d in zip(*(part.tolist() for part in sums), strict=True)
-        ]
+        of_value = (canonical(codes, recipe.element) != kernel) & ~self.dead(number)
+        bytes_of = (major, unequal | major, of_value, unequal_codes)
+        sums = zip(*(found.view(count, -1).sum(1).tolist() for found in bytes_of), strict=True)
+        return [(Score(a, b - a), Score(c, d - c)) for a, b, c, d in sums]
 
     def _own(self, number: int, what: str, codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         key = (number, what)
@@ -341,7 +353,7 @@ def with_fields(recipe: Recipe, **values: Any) -> Recipe | None:
 
     Order of operations of `dequantize` and `gemm`, which `quantize` does not show, follow the levels of scales.
     """
-    stored = {field.name: getattr(recipe, field.name) for field in fields(Recipe)} | values
+    stored = {name: getattr(recipe, name) for name in _FIELDS} | values
     stored["packing"] = "low-first"
     if stored["tensor_scale"] == "none" or recipe.spans_k:
         stored["decode"], stored["alpha"] = "s", "s_a*s_b" if recipe.spans_k else "1"
@@ -356,6 +368,11 @@ def with_fields(recipe: Recipe, **values: Any) -> Recipe | None:
 def spread(numbers: torch.Tensor, rows: int) -> torch.Tensor:
     """Numbers of inputs or rows, repeated for each of `rows` rows."""
     return numbers.repeat_interleave(rows // len(numbers), 0) if len(numbers) != rows else numbers
+
+
+def _scale_key(recipe: Recipe) -> tuple[Any, ...]:
+    """Everything that decides the tensor scale and the block scales."""
+    return tuple(getattr(recipe, name) for name in SCALE_FIELDS)
 
 
 def _cached(cache: dict[Hashable, Score], key: Hashable, made: Callable[[], Score]) -> Score:

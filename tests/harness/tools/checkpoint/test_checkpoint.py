@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,8 +18,10 @@ from narrowgauge.harness.tools.checkpoint.files import CheckpointError, open_che
 from narrowgauge.harness.tools.checkpoint.findings import Finding
 from narrowgauge.harness.tools.checkpoint.judge import Result, judge_checkpoint
 from narrowgauge.reference import ops
+from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import swap_nibbles
 from narrowgauge.spec.dialects import DIALECTS
+from narrowgauge.spec.formats import E4M3
 from tests.harness.tools.checkpoint import samples, sparse_checkpoint
 from tests.harness.tools.checkpoint.samples import LAYERS, Tensors, save
 
@@ -233,7 +236,106 @@ def test_defects_of_other_layouts(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def saturated_fp8(t: Tensors) -> None:
+    weight, scales = samples.weights(200, 300)[f"{FIRST}.weight"].float(), t[f"{FIRST}.weight_scale_inv"] / 4
+    factors = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    t[f"{FIRST}.weight"] = encode((weight / factors).contiguous(), E4M3).view(torch.float8_e4m3fn)
+    t[f"{FIRST}.weight_scale_inv"] = scales
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "text"),
+    [
+        (lambda t: t.update({f"{FIRST}.weight_scale_inv": 1 / t[f"{FIRST}.weight_scale_inv"]}), "inverted", "weight"),
+        (lambda t: t[f"{FIRST}.weight_scale_inv"].fill_(1), "never-written", "every one of 6 block scales is 1.0"),
+        (saturated_fp8, "saturated", "codes in 6 blocks are the largest, 448"),
+    ],
+    ids=["inverted", "ones", "saturated"],
+)
+def test_a_defect_of_float32_scales_is_a_warning(
+    tmp_path: Path, defect: Callable[[Tensors], None], kind: str, text: str
+) -> None:
+    tensors = samples.deepseek()
+    defect(tensors)
+    (finding,) = judge_checkpoint(save(tmp_path / "model.safetensors", tensors)).all_findings
+    assert (finding.severity, finding.kind) == ("warning", kind)
+    assert text in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("scales", "kind", "text"),
+    [
+        (lambda s: s[1].zero_(), "never-written", "blocks with scale 0x00 = 2^-127"),
+        (lambda s: s.fill_(127), "never-written", "every one of 1536 block scales is 0x7F = 1"),
+        (lambda s: s.sub_(127), "inverted", "another bias"),
+    ],
+    ids=["an expert of zeros", "ones", "no bias"],
+)
+def test_a_defect_of_exponents_is_a_warning(
+    tmp_path: Path, scales: Callable[[torch.Tensor], object], kind: str, text: str
+) -> None:
+    stored, originals = samples.gpt_oss()
+    scales(stored[next(name for name in stored if name.endswith("scales"))])
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
+    (finding,) = judge_checkpoint(path).all_findings
+    assert (finding.severity, finding.kind) == ("warning", kind)
+    assert text in finding.sentence
+    # Beside the wrong codes, the warning stays: it names the cause.
+    assert {"codes-given-scales", kind} <= kinds(judge_checkpoint(path, weights=weights))
+
+
+def test_a_tensor_scale_names_nvfp4_with_scales_of_a_wrong_dtype(tmp_path: Path) -> None:
+    tensors = samples.nvfp4("ModelOpt")
+    tensors[f"{FIRST}.weight_scale"] = tensors[f"{FIRST}.weight_scale"].view(torch.uint8)
+    finding = worst(judge_checkpoint(save(tmp_path / "model.safetensors", tensors)))
+    assert "dtype U8; a scale of E4M3 has F8_E4M3" in finding.sentence
+
+
+def test_missing_scales_are_a_finding_beside_weights(tmp_path: Path) -> None:
+    stored, originals = samples.gpt_oss()
+    del stored[next(name for name in stored if name.endswith("scales"))]
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
+    result = judge_checkpoint(path, weights=weights)
+    assert (worst(result).kind, result.passed()) == ("scales", False)
+
+
 # ---- defects, with weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("divisor", "form"), [(1, "amax"), (6, "amax/6"), (448, "amax/448")])
+def test_another_form_of_the_tensor_scale_is_named(tmp_path: Path, divisor: int, form: str) -> None:
+    tensors, original = samples.nvfp4("ModelOpt"), samples.weights()
+    tensors[f"{FIRST}.weight_scale_2"] = original[f"{FIRST}.weight"].float().abs().amax().view(1) / divisor
+    weights = save(tmp_path / "bf16.safetensors", original)
+    finding = worst(judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights))
+    assert (finding.kind, finding.expected) == ("tensor-scale", "amax/2688")
+    assert f"is {form} of the weights" in finding.sentence
+
+
+@pytest.mark.parametrize(("recipe", "kind", "scales"), [("mxfp4@gguf", 39, 1), ("nvfp4@mlx-one-level", 40, 4)])
+def test_the_order_of_ggml_nibbles(tmp_path: Path, recipe: str, kind: int, scales: int) -> None:
+    stored = {}
+    for name, weight in samples.weights().items():
+        blocks = np.frombuffer(samples.gguf_blocks(recipe, weight), np.uint8).reshape(-1, 17 if kind == 39 else 36)
+        if name.startswith(FIRST):
+            blocks = np.concatenate([blocks[:, :scales], (blocks[:, scales:] << 4) | (blocks[:, scales:] >> 4)], 1)
+        stored[name] = ((96, 256), kind, blocks.tobytes())
+    path = samples.save_gguf(tmp_path / "model.gguf", stored)
+    assert kinds(judge_checkpoint(path)) == {"nibbles"}
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(path, weights=weights)
+    assert (worst(result).kind, {x.verdict for x in result.layers}) == ("nibbles", {"fail", "pass"})
+
+
+def test_blocks_in_the_order_of_ggml_are_named(tmp_path: Path) -> None:
+    stored, originals = samples.gpt_oss()
+    name = next(name for name in stored if name.endswith("blocks"))
+    single = torch.stack([stored[name] & 15, stored[name] >> 4], -1).flatten(-2)
+    stored[name] = single[..., :16] | (single[..., 16:] << 4)
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
+    finding = worst(judge_checkpoint(path, weights=weights))
+    assert finding.kind == "nibbles"
+    assert "elements i and i + 16 of a block in a byte, as in GGML" in finding.sentence
 
 
 @pytest.mark.parametrize(
