@@ -123,6 +123,48 @@ def test_a_given_decode_scale_is_stored_as_it_is() -> None:
         assert torch.equal(bits(q.scales.flatten()), bits(1 / scale if dialect == "te" else scale))
 
 
+def codes_by_torch(scaled: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes by the conversion of torch, saturating, with the positive NaN."""
+    codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(scaled.isnan(), 0x7F)
+
+
+EVERY_BFLOAT16 = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dialect", [name for name in FP8_DIALECTS["row"] if name not in ("te", "torchao")])
+def test_every_bfloat16_amax_has_the_scale_amax_over_448(dialect: str) -> None:
+    """Each number is a row: its amax, and the quotient by its own scale, in torch's own arithmetic."""
+    recipe = find_recipe(f"fp8-row-e4m3@{dialect}")
+    x = EVERY_BFLOAT16[EVERY_BFLOAT16.isfinite()].view(-1, 1)
+    scale = x.float().abs().clamp(min=recipe.smallest_amax) / torch.tensor(448.0)
+    if recipe.statistics == "input":
+        scale = scale.bfloat16().float()
+    if recipe.zero_block == "eps":
+        scale = scale.masked_fill(scale == 0, 2.0**-7)
+    scaled = x.float() * (1 / scale) if recipe.element_scale == "x*(1/s)" else x.float() / scale
+    if recipe.element_scale == "R(x/s)":
+        scaled = scaled.bfloat16().float()
+    codes = codes_by_torch(scaled)
+    if recipe.negative_zero == "rounded":
+        codes = codes.masked_fill(scaled == 0, 0)
+    q = quantize(x, recipe)
+    assert torch.equal(bits(q.scales), bits(scale))
+    assert torch.equal(q.codes, codes)
+
+
+@pytest.mark.parametrize("scale", [0.0344, 1.0, 2.0**-130, 1e30])
+@pytest.mark.parametrize("dialect", FP8_DIALECTS["static"])
+def test_every_bfloat16_number_has_the_code_of_a_static_scale(dialect: str, scale: float) -> None:
+    x, given = EVERY_BFLOAT16.view(256, 256), torch.tensor([scale])
+    number = x.float()
+    scaled = {"te": number * given, "vllm": number * (1 / given)}.get(dialect, number / given)
+    codes = codes_by_torch(scaled)
+    if dialect == "compressed-tensors":
+        codes = codes.masked_fill(scaled == 0, 0)
+    assert torch.equal(quantize(x, f"fp8-static-e4m3@{dialect}", scale=given).codes, codes)
+
+
 def test_a_row_scale_spans_k_and_rows_are_independent() -> None:
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(5).view(-1, 1)
     q = quantize(x, "fp8-row-e4m3")
