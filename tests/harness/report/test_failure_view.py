@@ -10,6 +10,7 @@ import torch
 from narrowgauge.harness.checks import finding
 from narrowgauge.harness.report import markdown
 from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, explanation_lines, first_failure
+from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.text import explanation
 from tests.harness.runs import record
 
@@ -37,6 +38,24 @@ def test_a_terminal_shows_steps_and_census_behind_the_elements() -> None:
     assert lines[7] == f"  {LINES[1]}"
     assert lines[-3] == f"  {LINES[0]}"
     assert sum(line.startswith("  special values") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ([4469, 4326, 4430, 4353] * 4, False),  # elements at random places
+        ([5] * 16, False),
+        ([0] * 7 + [2] + [0] * 8, False),
+        ([0] * 16, False),
+        ([0] * 4 + [9] * 4 + [0] * 8, True),
+        ([1000] * 15 + [1400], True),
+        ([0] * 7 + [40] + [0] * 8, True),
+    ],
+)
+def test_counts_are_shown_only_if_they_are_uneven(counts: list[int], shown: bool) -> None:
+    wrong = failing(found(modulo={"row": {"16": counts}}))
+    assert ("  by row modulo 16: " in first_failure(wrong)) is shown
+    assert bool(failure(wrong, [])["findings"][0]["modulo"]["row"]) is shown
 
 
 def test_markdown_shows_the_first_wrong_stage_behind_the_command() -> None:

@@ -114,8 +114,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
     passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
+    products = (
+        record(f"k{k}", operation="gemm", shape=f"64x{k}x64", dtype="bf16xbf16-fp32", budget_max=0.5) for k in (48, 96)
+    )
     path = tmp_path_factory.mktemp("page") / "index.html"
-    records = [first | {"baseline": "it passed"}, *alike, *mixed(), *passing]
+    records = [first | {"baseline": "it passed"}, *alike, *mixed(), *products, *passing]
     for seconds in (7.0, 5.0):
         past = update(run(*records[: 300 + int(seconds)], elapsed=seconds), path.parent / history.NAME, complete=True)[
             1
@@ -155,7 +158,7 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     assert shown.count('<rect class="band"') == 2  # of 32 rows
     assert "Bars at the edge: rows 4 to 7 of every 16." in shown
     assert "row modulo 16" in shown
-    assert "1 of 311 cases" in html
+    assert "1 of 313 cases" in html
     assert 'aria-label="quantize nvfp4 bf16: ' in html
     assert "Histogram of wrong elements by ulp" in html
     assert all(f"{title} by run</h3>" in html for title in ("Failed cases", "distance of a wrong element", "Time"))
@@ -164,10 +167,11 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
 @browser
 def test_the_address_filters_and_sorts(written: Path, profile: Path) -> None:
     html = without_error(opened(written, profile, "#words=bf16+p1&verdicts=pass&sort=seconds&order=descending"))
-    assert "111 of 311 cases" in html
+    assert "111 of 313 cases" in html
     body = html[html.index('<table id="table">') :]
     assert re.findall(r"bf16/(p\d+)</button>", body)[:3] == ["p199", "p198", "p197"]
     assert 'aria-sort="descending"' in body
+    assert '<td class="number">199 ms</td>' in body
     assert body.count("<tr data-row=") == 100  # not all rows at once
 
 
@@ -201,6 +205,9 @@ CONTROLS = """
     nameless: [...document.querySelectorAll("button, select, input")].filter(
       (e) => !(e.ariaLabel || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML),
     twice: [...document.querySelectorAll("[id]")].map((e) => e.id).filter((id, n, all) => all.indexOf(id) !== n),
+    lengths: [...document.querySelectorAll("figure")].filter((e) => e.textContent.startsWith("Error of GEMM outputs"))
+      .flatMap((e) => [...e.querySelectorAll("text")].map((label) => label.textContent))
+      .filter((label) => /^\\d{2,}$/.test(label)),
     dead: [...document.querySelectorAll('nav a[href^="#"]')].map((a) => a.hash).filter(
       (hash) => !document.querySelector(hash)),
     error: document.documentElement.dataset.error ?? "",
@@ -223,9 +230,10 @@ def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, 
     assert (seen["nameless"], seen["twice"], seen["dead"], seen["error"]) == ([], [], [], "")
     assert seen["copied"][0].startswith("narrowgauge show quantize/")
     assert seen["plots"] >= 1
+    assert sorted(seen["lengths"]) == ["48", "96"]  # no powers of two, and the only ones
     assert seen["dimmed"] == seen["cells"] - 1
-    assert re.fullmatch(r"\d+ of 311 cases", seen["filtered"])
-    assert not seen["filtered"].startswith("311 ")
+    assert re.fullmatch(r"\d+ of 313 cases", seen["filtered"])
+    assert not seen["filtered"].startswith("313 ")
 
 
 @needs_axe
