@@ -451,7 +451,7 @@ def test_a_report_that_does_not_fit_leaves_the_journal(written_run, small_disk):
     assert [path.name for path in written_run.iterdir()] == [JOURNAL_NAME]
 
 
-def test_a_run_ends_with_one_error_where_its_journal_does_not_fit(folder, monkeypatch):
+def test_a_run_ends_if_its_journal_does_not_fit(folder, monkeypatch):
     """The command ends with status 2. The records before stay, and the run counts as incomplete."""
     select(folder, (16, 28))
     records = [record_of(n, backend="reference") for n in (16, 28)]
