@@ -50,7 +50,7 @@ def compare_runs(
             html.write_text(render(comparison, str(a), str(b)), encoding="utf-8")
         except OSError as error:
             stop(f"{html}: cannot be written: {error.strerror}")
-    show(comparison, Console(), page_of(b))
+    show(comparison, Console(), page_of(b), page_of(a))
     raise typer.Exit(0 if comparison.no_worse else 1)
 
 

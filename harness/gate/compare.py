@@ -51,6 +51,8 @@ class OperationTime:
 
 NOT_FINITE, OTHER_BYTES = "not finite", "other bytes of the same inputs"
 """Kinds whose cases are no change of a figure."""
+ONLY_A = "only in A"
+"""Kind of the cases that the report of B has not."""
 TIME_COLUMNS = ("operation", "cases", "A", "B", "B / A", "median of cases")
 
 
@@ -113,7 +115,7 @@ def compare(a: RecordedRun, b: RecordedRun) -> RunComparison:
             for case, (x, y) in not_finite_figures.items()
             if x or y
         ],
-        "only in A": [(case, before[case]["verdict"]) for case in only_a],
+        ONLY_A: [(case, before[case]["verdict"]) for case in only_a],
         "only in B": [(case, after[case]["verdict"] + failure_reason(after[case])) for case in only_b],
         OTHER_BYTES: [
             (case, f"{after[case]['output_digest']}, was {before[case]['output_digest']}") for case in different_outputs
@@ -189,9 +191,9 @@ def _times(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Operation
     ]  # fmt: skip
 
 
-def show(comparison: RunComparison, console: Console, page: Path | None = None) -> None:
+def show(comparison: RunComparison, console: Console, page: Path | None = None, page_a: Path | None = None) -> None:
     """Print a comparison: both runs, their differences with addresses on `page`, the report of B, their times, and the
-    sentence."""
+    sentence. Cases that only A has are on `page_a`."""
     for columns, rows in (
         (("", "A", "B"), comparison.heads),
         (TIME_COLUMNS, [time.cells() for time in comparison.times]),
@@ -201,7 +203,8 @@ def show(comparison: RunComparison, console: Console, page: Path | None = None) 
             table.add_row(*map(Text, row))
         if rows:
             console.print(table)
-    print_kinds(comparison.kinds, console, "bold", comparison.groups, page)
+    for kind, lines in comparison.kinds.items():
+        print_kinds({kind: lines}, console, "bold", comparison.groups, page_a if kind == ONLY_A else page)
     print_text(comparison.outputs, console)
     style = "blue" if comparison.no_worse else "bold red"
     console.print(comparison.sentence, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -48,6 +48,15 @@ def printed(a: RecordedRun, b: RecordedRun) -> str:
     return console.file.getvalue()
 
 
+def test_an_address_is_in_the_report_that_has_the_case() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    show(compare(A, B), console, Path("b.html"), Path("a.html"))
+    assert isinstance(console.file, io.StringIO)
+    addresses = re.findall(r"report: (\w\.html)#case=\S*2F(\w+)\n", console.file.getvalue())
+    assert {("a.html", "ties"), ("b.html", "zeros"), ("b.html", "inf")} <= set(addresses)
+    assert [page for page, _ in addresses].count("a.html") == 1
+
+
 def test_what_differs() -> None:
     comparison = compare(A, B)
     assert {kind: [": ".join(line) for line in lines] for kind, lines in comparison.kinds.items()} == KINDS
@@ -140,6 +149,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert comparison.exit_code == 0
     assert "B is nowhere worse than A" in html.read_text(encoding="utf-8")
     assert f"A is {a}, B is {a}" in html.read_text(encoding="utf-8")
+
+
+def test_the_command_finds_both_reports(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", run(record(), product())), saved(tmp_path / "b", run(product()))
+    for name in "ab":
+        (tmp_path / name / "index.html").touch()
+    comparison = narrowgauge("compare", a, b)
+    assert f"report: {tmp_path}/a/index.html#case=quantize" in comparison.stdout
+    assert f"report: {tmp_path}/b/index.html" not in comparison.stdout
 
 
 def test_what_the_command_cannot_do(tmp_path: Path) -> None:
