@@ -57,6 +57,18 @@ def in_wide_rows(x: Tensor) -> Tensor:
     return pad(x.view(torch.uint8) if x.element_size() == 1 else x, (0, 5))[..., : x.shape[-1]].view(x.dtype)
 
 
+def from_its_storage(x: Tensor) -> Tensor:
+    """Every third number of a new tensor, at an offset from the begin of the storage."""
+    room = torch.empty(5 + 3 * x.numel(), dtype=x.dtype)
+    strides = (3 * x.shape[1], 3) if x.dim() == 2 else (3,)
+    return room.as_strided(x.shape, strides, 5).copy_(x)
+
+
+def in_a_workspace(x: Tensor) -> Tensor:
+    """A workspace that grows to the size of the result."""
+    return torch.empty(1, dtype=x.dtype).resize_(x.numel()).view(x.shape).copy_(x)
+
+
 def every_other(x: Tensor) -> Tensor:
     """Every other number of a larger tensor, from its second row on."""
     room = x.new_zeros(x.shape[0] + 1, *(2 * n for n in x.shape[1:]))[1:]
@@ -675,6 +687,8 @@ QUANTIZERS: dict[str, Doors] = {
     "column-major codes and scales": nvfp4(layout=column_major),
     "rows of a larger pitch": nvfp4(by_search, layout=in_wide_rows),
     "every other byte": nvfp4(layout=every_other),
+    "an offset from the begin of the storage": nvfp4(layout=from_its_storage),
+    "a workspace that grows": nvfp4(by_search, layout=in_a_workspace),
     "expanded scales": nvfp4(layout=expanded),
     "int8 codes and scales": nvfp4(give=lambda codes, scales, amax: (codes.view(torch.int8), scales.view(torch.int8))),
     "torch's narrow dtypes": nvfp4(
@@ -713,7 +727,10 @@ def table() -> Iterator[tuple[str, Doors, list[Case]]]:
     yield "stochastic: splitmix64", stochastic(sha_like_bytes), STOCHASTIC_CASES
     for number, (name, add) in enumerate(SUMS.items()):
         yield f"GEMM: {name}", gemm(add), GEMM_CASES + MX_INF_CASES[number % 2 :: 2]
-    for name, layout in {"column-major": column_major, "wide rows": in_wide_rows, "every other": every_other}.items():
+    for name, layout in {
+        "column-major": column_major, "wide rows": in_wide_rows, "every other": every_other,
+        "an offset from the begin of the storage": from_its_storage, "a workspace that grows": in_a_workspace,
+    }.items():  # fmt: skip
         yield f"GEMM: {name}", gemm(pairwise, layout), GEMM_CASES
     yield "GEMM: α and c in one rounding", gemm(in_turn, fused=True), GEMM_CASES
     yield "GEMM: declared in order", gemm(in_turn) | {"declares": {"gemm": "sequential"}}, GEMM_CASES
