@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from narrowgauge import adapt
 from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.local_host import LocalHost
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized, read_conventions
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.arguments import Random
@@ -99,19 +98,10 @@ class FunctionBackend(Backend):
 
     def _read(self, result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
         """A result in the conventions. Raises TypeError and ValueError."""
-        if isinstance(result, Quantized):
-            return result
-        if isinstance(result, tuple | list) and 2 <= len(result) <= 3:
-            result = dict(zip(QUANTIZED_PARTS, result, strict=False))
-        if not isinstance(result, Mapping) or not {"codes", "scales"} <= result.keys() <= set(QUANTIZED_PARTS):
-            raise TypeError(
-                f"{type(result).__name__}; give (codes, scales), (codes, scales, amax), a mapping with keys among "
-                f"{', '.join(QUANTIZED_PARTS)}, or a Quantized"
-            )
         true_amax = None
         if self._conventions["tensor_scale_is"] != "amax" and recipe.tensor_scale not in ("none", "given"):
             true_amax = ops.quantize(x, recipe, random=(0, 0) if recipe.rounding == "stochastic" else None).amax
-        return adapt.quantized(**result, recipe=recipe, shape=x.shape, true_amax=true_amax, **self._conventions)
+        return read_conventions(result, x.shape, recipe, self._conventions, true_amax=true_amax)
 
     # ---- methods of the host -----------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from narrowgauge.harness.cases.keys import nearest
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
 LIBRARIES = (
-    "comfy-kitchen", "compressed-tensors", "deepgemm", "gguf", "jax", "mlx", "modelopt", "torch", "torchao",
+    "comfy-kitchen", "compressed-tensors", "deepgemm", "flashinfer", "gguf", "jax", "microxcaling", "mlx", "modelopt",
+    "torch", "torchao", "transformer-engine", "vllm",
 )  # fmt: skip
 """Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 

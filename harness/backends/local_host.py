@@ -8,12 +8,13 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, PreparedRun, Tensors
 from narrowgauge.harness.backends.loading import error_location
-from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.results import BackendError, Unsupported, checked_conventions, read_conventions
 from narrowgauge.harness.backends.transfer import tensors_in, to_device
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
 from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from narrowgauge.harness.backends.module_driver import Plan, Step
+    from narrowgauge.spec.quantized import Quantized
 
 Variation = Callable[[], AbstractContextManager[Any] | None]
 
@@ -49,6 +51,8 @@ class LocalHost:
             (getattr(implementation, "dialects", None), getattr(implementation, "constraints", {})),
             takes_shuffles=_takes_shuffles(getattr(implementation, "variations", None)),
         )  # fmt: skip
+        declared = getattr(implementation, "conventions", None)
+        self._conventions = None if declared is None else checked_conventions(name, declared)
         self.aliases: list[dict[str, str]] = []
         self._variations: list[Variation] = []
 
@@ -98,6 +102,30 @@ class LocalHost:
         A function without an argument for an optional keyword raises Unsupported. The signature decides: a TypeError
         from the inside of the function is an error.
         """
+        if name == "quantize" and self._conventions is not None:
+            return self._quantized(function, *arguments, **options)
+        return self._called(name, function, *arguments, **options)
+
+    def _quantized(self, function: Callable[..., Any], x: torch.Tensor, recipe: Any, **options: Any) -> Quantized:
+        """The result of `quantize`, read by the declared conventions. With layout 128x4 the function is never asked for
+        swizzled scales, because it always stores them so."""
+        from narrowgauge import adapt
+
+        conventions = self._conventions or {}
+        tiles = conventions.get("layout") == "128x4"
+        asked = options.get("swizzled", False)
+        given = {key: value for key, value in options.items() if not (tiles and key == "swizzled")}
+        result = self._called("quantize", function, x, recipe, **given)
+        read = conventions if tiles or not asked else {**conventions, "layout": "128x4"}
+        try:
+            q = read_conventions(result, x.shape, recipe, read)
+        except (TypeError, ValueError) as error:
+            raise BackendError(
+                f"quantize gave a result that does not fit the conventions {dict(read)}: {error}"
+            ) from error
+        return q if asked or not q.swizzled else replace(q, scales=adapt.stored_as(q).scales, swizzled=False)
+
+    def _called(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if missing := _missing_keyword(function, options):
             raise Unsupported(f"{name} of backend {self.facts.name} has no argument {missing!r}")
         before = read_environment() if self._restores else {}

@@ -96,6 +96,49 @@ def as_quantized(
     )
 
 
+CONVENTIONS = ("nibbles", "layout", "transposed", "tensor_scale_is")
+"""Keys of the attribute `conventions` of a backend: arguments of `narrowgauge.adapt.quantized`."""
+
+
+def checked_conventions(name: str, given: Any) -> dict[str, Any]:
+    """The attribute `conventions` of the backend `name`. Raises BackendError for an unknown key or value."""
+    from narrowgauge.adapt.conventions import check_choice
+
+    if not isinstance(given, Mapping) or not set(given) <= set(CONVENTIONS):
+        raise BackendError(
+            f"backend {name}: conventions is {given!r}; it maps {', '.join(CONVENTIONS)} to values of "
+            "narrowgauge.adapt.CONVENTIONS"
+        )
+    try:
+        for key in set(given) - {"transposed"}:
+            check_choice(key, given[key])
+    except ValueError as error:
+        raise BackendError(f"backend {name}: conventions: {error}") from None
+    return dict(given)
+
+
+def read_conventions(
+    result: Any, shape: Sequence[int], recipe: Recipe, conventions: Mapping[str, Any], *, true_amax: Any = None
+) -> Quantized:
+    """A result of `quantize` for an input of `shape`, stored in the conventions of a library.
+
+    The result is a mapping with keys among codes, scales, amax and tensor_scale, a tuple in that order, or a Quantized,
+    which is returned unchanged. Raises TypeError and ValueError as `narrowgauge.adapt.quantized` does.
+    """
+    from narrowgauge import adapt
+
+    if isinstance(result, Quantized):
+        return result
+    if isinstance(result, tuple | list) and 2 <= len(result) <= len(QUANTIZED_PARTS):
+        result = dict(zip(QUANTIZED_PARTS, result, strict=False))
+    if not isinstance(result, Mapping) or not {"codes", "scales"} <= result.keys() <= set(QUANTIZED_PARTS):
+        raise TypeError(
+            f"{type_name(result)}; give (codes, scales), (codes, scales, amax), a mapping with keys among "
+            f"{', '.join(QUANTIZED_PARTS)}, or a Quantized"
+        )
+    return adapt.quantized(**result, recipe=recipe, shape=shape, true_amax=true_amax, **conventions)
+
+
 def scale_dtype(recipe: Recipe) -> torch.dtype:
     """Dtype of stored block scales: float32 for float32 scales, else uint8."""
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Nibbles = Literal["low-first", "high-first", "unpacked"]
+Nibbles = Literal["low-first", "high-first", "halves", "unpacked"]
 """Places of the codes of 4 bits."""
 Layout = Literal["linear", "padded", "128x4", "8x4"]
 """Order of the block scales in memory."""
@@ -30,6 +30,8 @@ CONVENTIONS = (
     Convention("nibbles", "low-first", "element 2j in the low nibble of byte j, element 2j + 1 in the high nibble",
                "Transformer Engine, torchao, modelopt, compressed-tensors, vLLM, FlashInfer, cuBLAS"),
     Convention("nibbles", "high-first", "element 2j in the high nibble of byte j", "breccia, comfy-kitchen"),
+    Convention("nibbles", "halves", "byte j of a block of 2h elements: element j in the low nibble, element j + h in the "
+               "high nibble", "GGML (gguf, llama.cpp)"),
     Convention("nibbles", "unpacked", "one code in a byte or integer, below 16", "ml_dtypes, JAX arrays in memory"),
     Convention("codes", "bytes", "uint8 or int8", "Transformer Engine, FlashInfer, vLLM, modelopt"),
     Convention("codes", "narrow dtype", "float4_e2m1fn_x2 (two codes in a byte), float8_e4m3fn, float8_e5m2, or the "
@@ -40,8 +42,9 @@ CONVENTIONS = (
     Convention("scales", "bytes", "uint8 or int8 codes of the scale format", "Transformer Engine, FlashInfer, mlx"),
     Convention("scales", "narrow dtype", "float8_e4m3fn for E4M3 scales, float8_e8m0fnu for E8M0 and for float32 "
                "scales that are powers of two", "torch, torchao, compressed-tensors, modelopt, vLLM"),
-    Convention("scales", "words", "words of 32 or 64 bits, lowest byte first: four or eight scale codes of a row",
-               "DeepGEMM (packed UE8M0)"),
+    Convention("scales", "words", "words of 32 or 64 bits, lowest byte first: four or eight E4M3 or E8M0 codes of a "
+               "row; for float32 scales E8M0 codes. Spare bytes of the last word need layout padded",
+               "DeepGEMM, vLLM (packed UE8M0)"),
     Convention("scales", "numbers", "values of the scale format in float32, bfloat16, float16 or float64: powers of "
                "two for E8M0; float32 for float32 scales", "DeepGEMM, DeepSeek, emulations"),
     Convention("layout", "linear", "a row of scales for each row, no padding",

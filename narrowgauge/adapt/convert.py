@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
-from narrowgauge.adapt.number_codes import codes_of_numbers, holds_numbers, numbers_of_exponents, stored_bytes
+from narrowgauge.adapt.number_codes import (
+    codes_of_numbers,
+    holds_numbers,
+    holds_words,
+    numbers_of_exponents,
+    stored_bytes,
+)
 from narrowgauge.adapt.scale_layouts import TILE_ROWS, from_tiles, tiled_shape, to_tiles
 from narrowgauge.adapt.tensor_scales import amax_and_tensor_scale
 from narrowgauge.adapt.tensors import tensor
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -106,14 +112,16 @@ def stored_as(
 
     The inverse of `quantized` with the same arguments. Layouts 128x4 and 8x4 have the padded shape (⌈R/tile⌉·tile,
     ⌈C/4⌉·4) of linear scales (R, C) and padding 0; `padded` has the shape of 128x4 for bytes, and 4 columns for
-    float32. Raises ValueError for an unknown convention, and for tiles of float32 scales.
+    float32. Raises ValueError for an unknown convention, for tiles of float32 scales, and for halves of a partial block.
     """
     check_choice("layout", layout)
     check_choice("nibbles", nibbles)
     recipe = q.recipe
     codes = q.codes.T if q.transposed else q.codes
     if recipe.element.bits == 4:
-        codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles)
+        if nibbles == "halves":
+            _check_halves(q.shape[1], recipe)
+        codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles, recipe.block[1])
     rows, columns = scales_shape(q.shape, recipe)
     scales = q.scales
     if q.swizzled:
@@ -156,10 +164,21 @@ def _codes(
             f"codes {tuple(given.shape)} have a number for each element of {shape}; give nibbles='unpacked', or packed "
             f"codes {packed_shape}"
         )
+    if nibbles == "halves":
+        _check_halves(shape[1], recipe)
     packed = _shaped(stored, "codes", packed_shape, transposed, f"packed codes of {shape}")
+    if nibbles == "halves":
+        return _packed(_unpacked(packed, shape[1], nibbles, recipe.block[1]), recipe.packing)
     if nibbles != recipe.packing:
         packed = (packed >> 4) | (packed << 4)
     return packed
+
+
+def _check_halves(columns: int, recipe: Recipe) -> None:
+    if columns % recipe.block[1]:
+        raise ValueError(
+            f"nibbles 'halves' needs whole blocks of {recipe.block[1]} elements, and K is {columns}; pad the rows"
+        )
 
 
 def _single_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -179,18 +198,24 @@ def _single_codes(codes: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.uint8)
 
 
-def _packed(codes: torch.Tensor, nibbles: str) -> torch.Tensor:
-    """Codes below 16, uint8 (M, K), two in a byte in the order `nibbles`; unchanged for `unpacked`."""
+def _packed(codes: torch.Tensor, nibbles: str, block: int = 0) -> torch.Tensor:
+    """Codes below 16, uint8 (M, K), two in a byte in the order `nibbles`; unchanged for `unpacked`. `halves` needs the
+    number of elements of a block."""
     if nibbles == "unpacked":
         return codes
+    if nibbles == "halves":
+        low, high = codes.unflatten(1, (-1, 2, block // 2)).unbind(2)
+        return (low | (high << 4)).flatten(1)
     padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     first, second = padded[:, ::2], padded[:, 1::2]
     return first | (second << 4) if nibbles == "low-first" else second | (first << 4)
 
 
-def _unpacked(packed: torch.Tensor, columns: int, nibbles: str) -> torch.Tensor:
+def _unpacked(packed: torch.Tensor, columns: int, nibbles: str, block: int = 0) -> torch.Tensor:
     """The inverse of `_packed`: codes (M, K), K = `columns`."""
     low, high = packed & 0xF, packed >> 4
+    if nibbles == "halves":
+        return torch.stack([half.unflatten(1, (-1, block // 2)) for half in (low, high)], 2).flatten(1)
     pair = [low, high] if nibbles == "low-first" else [high, low]
     return torch.stack(pair, -1).flatten(1)[:, :columns]
 
@@ -204,13 +229,16 @@ def _stored_scales(
     """Scales in their layout with their padding, 2-D: uint8 codes, numbers of the scale format, or float32 scales."""
     if recipe.scale is not FP32:
         stored = given if holds_numbers(given) else stored_bytes(given, recipe.scale, "scales")
-    elif given.dtype == torch.float8_e8m0fnu:
-        stored = numbers_of_exponents(given)
+    elif given.dtype == torch.float8_e8m0fnu or holds_words(given):
+        stored = numbers_of_exponents(stored_bytes(given, E8M0, "scales"))
     elif given.dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = given.float()
     else:
         name = str(given.dtype).removeprefix("torch.")
-        raise TypeError(f"scales: recipe {recipe} has float32 scales, not {name}; give float32 or float8_e8m0fnu")
+        raise TypeError(
+            f"scales: recipe {recipe} has float32 scales, not {name}; give float32, float8_e8m0fnu "
+            "or words of four E8M0 codes"
+        )
     if recipe.whole and stored.numel() == 1:
         stored = stored.reshape(1, 1)
     linear = scales_shape(shape, recipe)

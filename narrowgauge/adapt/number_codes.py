@@ -27,7 +27,8 @@ def stored_bytes(stored: torch.Tensor, fmt: Format, name: str) -> torch.Tensor:
     if stored.dtype in (torch.uint8, torch.int8) or _NARROW.get(stored.dtype) == fmt.name:
         return stored.view(torch.uint8)
     if stored.dtype in _WORDS and stored.dim():
-        return stored.contiguous().view(torch.uint8)
+        *rows, words = stored.shape  # a column of words is contiguous with any stride, which view refuses
+        return stored.contiguous().flatten().view(torch.uint8).view(*rows, words * stored.element_size())
     raise TypeError(
         f"{name}: {_dtype_name(stored)} does not hold codes of {fmt.name}; give uint8 codes, words of 32 bits, "
         f"{_narrow_name(fmt)}or the numbers in float32"
@@ -37,6 +38,11 @@ def stored_bytes(stored: torch.Tensor, fmt: Format, name: str) -> torch.Tensor:
 def holds_numbers(stored: torch.Tensor) -> bool:
     """Whether a tensor holds numbers, not codes."""
     return stored.dtype in _NUMBERS
+
+
+def holds_words(stored: torch.Tensor) -> bool:
+    """Whether a tensor holds words with several codes."""
+    return stored.dtype in _WORDS
 
 
 def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Tensor:
@@ -70,9 +76,9 @@ def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Ten
 
 
 def numbers_of_exponents(stored: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers 2^(c − 127) of a float8_e8m0fnu tensor with codes c; NaN of code 255."""
+    """The float32 numbers 2^(c − 127) of codes c of E8M0, uint8; NaN of code 255."""
     bits = torch.tensor([*_magnitudes(E8M0), _NAN_BITS], dtype=torch.int32, device=stored.device)
-    return bits[stored.view(torch.uint8).long()].view(torch.float32)
+    return bits[stored.long()].view(torch.float32)
 
 
 def _magnitudes(fmt: Format) -> list[int]:

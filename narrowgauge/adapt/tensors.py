@@ -17,7 +17,8 @@ def tensor(value: Any) -> torch.Tensor:
     """`value` as a tensor of the same shape on the same device, without a gradient.
 
     value: a torch tensor; a numpy array, also of an ml_dtypes dtype; or an object with `__dlpack__`, such as an array
-    of CuPy, JAX or MLX. float4_e2m1fn and the float6 dtypes of ml_dtypes become uint8 with one code in a byte; the
+    of CuPy, JAX or MLX. An array with a dtype that DLPack does not bring to torch is converted by `__array__`, which
+    makes a copy on the CPU. float4_e2m1fn and the float6 dtypes of ml_dtypes become uint8 with one code in a byte; the
     remaining dtypes become the torch dtype of the same name. The tensor shares the memory of `value`, except for numpy
     arrays that are read-only, byte-swapped or have negative strides.
 
@@ -32,6 +33,8 @@ def tensor(value: Any) -> torch.Tensor:
         try:
             return _plain(torch.utils.dlpack.from_dlpack(value))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            if hasattr(value, "__array__"):  # float4_e2m1fn of JAX, which DLPack hands to torch only in packed form
+                return _from_numpy(np.asarray(value))
             raise TypeError(
                 f"torch cannot take over this {_type_name(value)} by DLPack ({error}); view it as uint8 first"
             ) from error

@@ -23,7 +23,7 @@ RECIPES = (
     "mxfp6-e2m3", "mxfp6-e3m2", "fp8-block-1x128", "fp8-block-128x128", "fp8-current", "fp8-current-e5m2",
 )  # fmt: skip
 LAYOUTS = ("linear", "padded", "128x4", "8x4")
-NIBBLES = ("low-first", "high-first", "unpacked")
+NIBBLES = ("low-first", "high-first", "halves", "unpacked")
 NARROW = {"E2M1": torch.float4_e2m1fn_x2, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -57,6 +57,8 @@ def same(got: Quantized, q: Quantized) -> bool:
     transposed=st.booleans(),
 )
 def test_round_trip(recipe: str, rows: int, columns: int, layout: Any, nibbles: Any, transposed: bool) -> None:
+    if nibbles == "halves":
+        columns = -(-columns // 32) * 32
     q = oracle(recipe, (rows, columns))
     if q.recipe.scale is FP32 and "x4" in layout:
         layout = "padded"
@@ -84,7 +86,7 @@ def test_columnwise_halves_are_transposed(recipe: str, swizzled: bool) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_option_changes_a_result(recipe: str) -> None:
-    q = oracle(recipe, (200, 300))
+    q = oracle(recipe, (200, 320))
     whole, packed = q.recipe.whole, q.recipe.element.bits == 4
     layouts = LAYOUTS[:2] if q.recipe.scale is FP32 else LAYOUTS
     scales = [
@@ -119,6 +121,26 @@ def test_nibbles_describe_the_bytes_for_every_recipe() -> None:
     for dtype in (torch.uint8, torch.int64, torch.uint32):
         single = torch.tensor([[1, 2, 15]], dtype=dtype)
         assert adapt.quantized(single, scales, "nvfp4", (1, 3), nibbles="unpacked").codes.tolist() == [[0x21, 0x0F]]
+
+
+@pytest.mark.parametrize(("recipe", "half"), [("nvfp4", 8), ("mxfp4", 16), ("nvfp4@breccia", 8)])
+def test_halves_are_the_halves_of_a_block(recipe: str, half: int) -> None:
+    """Byte j of a GGML block has element j in its low nibble and element j + h in its high nibble."""
+    q = oracle(recipe, (3, 64))
+    single = adapt.stored_as(q, nibbles="unpacked").codes
+    stored = torch.empty(3, 32, dtype=torch.uint8)
+    for block in range(32 // half):
+        for j in range(half):
+            first = 2 * half * block
+            stored[:, half * block + j] = single[:, first + j] | (single[:, first + half + j] << 4)
+    assert torch.equal(adapt.stored_as(q, nibbles="halves").codes, stored)
+    assert same(adapt.quantized(stored, q.scales, recipe, q.shape, nibbles="halves"), q)
+    message = "halves' needs whole blocks of .* elements, and K is 40; pad the rows"
+    odd = oracle(recipe, (3, 40))
+    with pytest.raises(ValueError, match=message):
+        adapt.stored_as(odd, nibbles="halves")
+    with pytest.raises(ValueError, match=message):
+        adapt.quantized(odd.codes, odd.scales, recipe, odd.shape, nibbles="halves")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -168,6 +190,18 @@ def test_powers_of_two_as_e8m0_for_float32_scales() -> None:
     q = oracle("fp8-block-1x128")
     exponents = (q.scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
     assert same(adapt.quantized(q.codes, exponents, q.recipe, q.shape), q)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64])
+def test_words_of_e8m0_for_float32_scales(dtype: torch.dtype) -> None:
+    q = oracle("fp8-block-1x128", (5, 640))  # 5 scales of a row, in 8 bytes
+    exponents = torch.nn.functional.pad((q.scales.view(torch.int32) >> 23).to(torch.uint8), (0, 3), value=9)
+    words = exponents.view(dtype)
+    columns_first = torch.empty(words.shape[::-1], dtype=dtype).T.copy_(words)
+    for stored in (words, columns_first):
+        assert same(adapt.quantized(q.codes, stored, q.recipe, q.shape, layout="padded"), q)
+    with pytest.raises(ValueError, match=r"have shape \(5, 5\); scales have \(5, 8\)"):
+        adapt.quantized(q.codes, words, q.recipe, q.shape)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
@@ -231,7 +265,7 @@ def test_bytes_in_the_right_place_are_no_copy() -> None:
     ("arguments", "message"),
     [
         ({"layout": "swizzled"}, "layout is 'swizzled'; it can be 'linear', 'padded', '128x4', '8x4'"),
-        ({"nibbles": "low"}, "nibbles is 'low'; it can be 'low-first', 'high-first', 'unpacked'"),
+        ({"nibbles": "low"}, "nibbles is 'low'; it can be 'low-first', 'high-first', 'halves', 'unpacked'"),
         ({"tensor_scale_is": "inverse"}, "tensor_scale_is is 'inverse'; it can be 'amax', 'encode', 'decode'"),
         ({"shape": (16,)}, r"shape is \(M, K\) or \(…, K\) of the input, not \(16,\)"),
         ({"recipe": "nvfp5"}, "nvfp5"),

@@ -83,7 +83,7 @@ def test_strides_and_empty_tensors() -> None:
 
 def test_e8m0_bytes_give_the_bits_of_float32_powers_of_two() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    bits = numbers_of_exponents(codes.view(torch.float8_e8m0fnu)).view(torch.int32)
+    bits = numbers_of_exponents(codes).view(torch.int32)
     expected = [struct.unpack("<i", struct.pack("<f", math.ldexp(1.0, code - 127)))[0] for code in range(255)]
     assert bits.tolist() == [*expected, 0x7FC00000]
 
@@ -94,9 +94,7 @@ def test_subnormal_scales_survive_a_processor_that_flushes_them() -> None:
     try:
         tiny = torch.tensor([[0x00400000]], dtype=torch.int32).view(torch.float32)
         assert codes_of_numbers(tiny, E8M0, "x").tolist() == [[0]]
-        assert numbers_of_exponents(torch.zeros(1, dtype=torch.uint8).view(torch.float8_e8m0fnu)).view(
-            torch.int32
-        ).tolist() == [0x00400000]
+        assert numbers_of_exponents(torch.zeros(1, dtype=torch.uint8)).view(torch.int32).tolist() == [0x00400000]
     finally:
         torch.set_flush_denormal(False)
 

@@ -1,9 +1,13 @@
-"""What the adapters share: loading a library, and refusing arguments that a library does not take."""
+"""Parts shared by the adapters: loading a library, and refusing arguments that a library does not take."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +19,56 @@ def library(module: str, install: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{module} is not installed ({error}); {install}") from error
+
+
+def plain_library(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """A Python module of a library whose compiled parts may be missing, and which the module does not need.
+
+    The library is imported as usual, if it can be. Else the module is loaded without the `__init__` of the packages
+    around it, which import the compiled parts. `stand_ins`: attributes of the modules that take the place of modules of
+    the library, by name. Raises ModuleNotFoundError with the remedy `install` if the library is missing.
+    """
+    if module not in _LOADED:
+        _LOADED[module] = _load(module, install, stand_ins or {})
+    return _LOADED[module]
+
+
+_LOADED: dict[str, Any] = {}
+"""Modules that `plain_library` has loaded."""
+
+
+def _load(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
+    top, *inner = module.split(".")
+    found = importlib.util.find_spec(top)
+    if found is None:
+        raise ModuleNotFoundError(f"{top} is not installed; {install}")
+    own = {top, *(name.partition(".")[0] for name in stand_ins)}
+    before = {name: loaded for name, loaded in sys.modules.items() if name.partition(".")[0] in own}
+    try:
+        return importlib.import_module(module)
+    except Exception:  # of any kind: a missing package, a missing shared library, no driver
+        _forget(own, before)
+    try:
+        folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+        for depth in range(len(inner)):
+            name = ".".join([top, *inner[:depth]])
+            sys.modules[name] = package = ModuleType(name)
+            package.__path__ = [str(folder.joinpath(*inner[:depth])) for folder in folders]
+        for name, attributes in stand_ins.items():
+            sys.modules[name] = stand_in = ModuleType(name)
+            vars(stand_in).update(attributes)
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{module} cannot be imported ({error}); {install}") from error
+    finally:
+        _forget(own, before)
+
+
+def _forget(own: set[str], before: Mapping[str, ModuleType]) -> None:
+    """Bring back the modules of the packages `own` as they were, so that a later import of the library starts anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 def base_name(recipe: Any, known: Iterable[str], options: dict[str, Any]) -> str:

@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge import adapt
 from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
-from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.20.0"
@@ -23,12 +21,13 @@ class Backend:
 
     dialects: ClassVar = dict.fromkeys((*_PRESETS, *_STRATEGIES), ("compressed-tensors",))
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+    conventions: ClassVar = {"tensor_scale_is": "encode"}
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
         library("compressed_tensors", _INSTALL)
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         module = library("compressed_tensors.quantization", _INSTALL)
@@ -41,8 +40,7 @@ class Backend:
             dims = (1,) if strategy == "channel" else (0, 1)
             scale, zero = utils.calculate_qparams(x.amin(dims, keepdim=True), x.amax(dims, keepdim=True), arguments)
             shaped = (scale.view(1), zero.view(1)) if scale.numel() == 1 else (scale, zero)
-            codes = quantize(x, *shaped, arguments, dtype=torch.float8_e4m3fn)
-            return adapt.quantized(codes, scale, recipe, x.shape)
+            return quantize(x, *shaped, arguments, dtype=torch.float8_e4m3fn), scale
         preset, block = _PRESETS[name]
         arguments = module.preset_name_to_scheme(preset, ["Linear"]).weights
         blocks = x.view(x.shape[0], -1, block)
@@ -50,9 +48,8 @@ class Backend:
         scales, zeros = utils.calculate_qparams(blocks.amin(-1), blocks.amax(-1), arguments, global_scale=encode)
         values = quantize(x, scales, zeros, arguments, global_scale=encode)
         if encode is None:
-            codes = values.float() if name == "mxfp4" else values.to(torch.float8_e4m3fn)
-            return adapt.quantized(codes, scales.float(), recipe, x.shape)
-        return adapt.quantized(
-            values.float(), scales.to(torch.float8_e4m3fn), recipe, x.shape, amax=amax(x),
-            tensor_scale=encode.float().view(1), tensor_scale_is="encode",
-        )  # fmt: skip
+            return values.float() if name == "mxfp4" else values.to(torch.float8_e4m3fn), scales.float()
+        return {
+            "codes": values.float(), "scales": scales.to(torch.float8_e4m3fn), "amax": amax(x),
+            "tensor_scale": encode.float().view(1),
+        }  # fmt: skip

@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge import adapt
-from narrowgauge.harness.backends.adapters.common import base_name, library, matrix
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.harness.backends.adapters.common import base_name, matrix, plain_library
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "git 54e2261"
@@ -25,19 +23,27 @@ _CASTS = {
 
 
 class Backend:
-    """The casts that make the operands of its GEMMs."""
+    """The casts that make the operands of its GEMMs. `deepgemm:packed` asks for four E8M0 scales in a word."""
 
     dialects: ClassVar = dict.fromkeys(_CASTS, "deepgemm")
     constraints: ClassVar = {"K": 128, "usage": ["rowwise"]}
 
+    def __init__(self, variant: str = "") -> None:
+        if variant not in ("", "packed"):
+            raise ValueError(f"no variant {variant!r}; deepgemm has packed")
+        self._packed = variant == "packed"
+        self.conventions = {"layout": "padded" if self._packed else "linear"}
+
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
-        library("deep_gemm.utils.math", _INSTALL)
+        plain_library("deep_gemm.utils.math", _INSTALL)
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         function, powers, block = _CASTS[base_name(recipe, _CASTS, options)]
         x = matrix(x, block=block)
-        math = library("deep_gemm.utils.math", _INSTALL)
-        codes, scales = getattr(math, function)(x, powers, gran_k=block)
-        return adapt.quantized(codes, scales, recipe, x.shape)
+        packed = {"use_packed_ue8m0": True} if self._packed else {}
+        if packed and ("token" not in function or not powers or x.shape[1] // block % 4):
+            raise NotImplementedError(f"no packed scales for {recipe} of shape {tuple(x.shape)}")
+        math = plain_library("deep_gemm.utils.math", _INSTALL)
+        return getattr(math, function)(x, powers, gran_k=block, **packed)

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge import adapt
 from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
-from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.10.2"
@@ -24,6 +22,7 @@ class Backend:
     dialects: ClassVar = {"nvfp4": "jax", "mxfp8-e4m3": "te"}
     declares: ClassVar = {"subnormals": "flushed"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+    conventions: ClassVar = {"nibbles": "unpacked"}
 
     def check(self, device: torch.device) -> None:
         """Raise an error if JAX is missing or `device` is not the CPU."""
@@ -31,17 +30,15 @@ class Backend:
         if device.type != "cpu":
             raise ValueError(f"device {device}: this adapter runs JAX on the CPU; use --device cpu")
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         mode, block = _MODES[base_name(recipe, _MODES, options)]
         x = matrix(x, block=block)
         largest = amax(x) if mode == "nvfp4" else None
         decode = None if largest is None else largest / torch.tensor(2688.0)
-        values, scales = _compiled(mode)(_array(x), None if decode is None else _array(decode[0]))
-        return adapt.quantized(
-            _bytes(values), _bytes(scales), recipe, x.shape, nibbles="unpacked" if mode == "nvfp4" else "low-first",
-            amax=largest,
-        )  # fmt: skip
+        array = library("jax.numpy", _INSTALL).from_dlpack
+        codes, scales = _compiled(mode)(array(x), None if decode is None else array(decode)[0])
+        return codes, scales, largest
 
 
 @cache
@@ -50,19 +47,3 @@ def _compiled(mode: str) -> Any:
     jax = library("jax", _INSTALL)
     quantize = library("jax._src.cudnn.scaled_matmul_stablehlo", _INSTALL).quantize
     return jax.jit(lambda x, decode: quantize(x, jax.nn.get_scaled_dot_general_config(mode, decode)))
-
-
-def _array(x: torch.Tensor) -> Any:
-    """A tensor as a JAX array; bfloat16 passes through float32, which is exact."""
-    jnp = library("jax.numpy", _INSTALL)
-    if x.dtype is torch.bfloat16:
-        return jnp.asarray(x.float().numpy()).astype(jnp.bfloat16)
-    return jnp.asarray(x.numpy())
-
-
-def _bytes(values: Any) -> torch.Tensor:
-    """The codes of a JAX array with a narrow dtype, uint8: one code in a byte."""
-    import numpy
-
-    array = numpy.array(values)
-    return torch.from_numpy(array.view(numpy.uint8).copy())

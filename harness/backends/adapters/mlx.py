@@ -22,6 +22,7 @@ class Backend:
 
     dialects: ClassVar = {"nvfp4": ("mlx-one-level", "mlx"), "mxfp4": "mlx", "mxfp8-e4m3": "mlx"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+    conventions: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, variant: str = "") -> None:
         if variant not in ("", "global"):
@@ -34,17 +35,15 @@ class Backend:
         if device.type != "cpu":
             raise ValueError(f"device {device}: this adapter runs MLX on the CPU; use --device cpu")
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K) in the mode of `recipe`. Raises NotImplementedError for other recipes, shapes and options."""
         mode, block = _MODES[base_name(recipe, _MODES, options)]
         x = matrix(x, block=block)
         mx = library("mlx.core", _INSTALL)
         if mode == "nvfp4" and (recipe.dialect == "mlx" or self._global):
             largest = amax(x)
-            words, scales, *_ = mx.quantize(_array(x), mode=mode, global_scale=_array(largest[0]))
-            return adapt.quantized(_torch(words), _torch(scales), recipe, x.shape, amax=largest)
-        words, scales, *_ = mx.quantize(_array(x), mode=mode)
-        return adapt.quantized(_torch(words), _torch(scales), recipe, x.shape)
+            return *mx.quantize(mx.array(x), mode=mode, global_scale=mx.array(largest)[0])[:2], largest
+        return mx.quantize(mx.array(x), mode=mode)[:2]
 
     def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """Values of `q` in `dtype`. With a global scale MLX multiplies by s·(amax/2688), which no recipe has."""
@@ -52,29 +51,5 @@ class Backend:
             raise NotImplementedError("no recipe decodes with s*(amax/2688), as MLX does with a global scale")
         mode, _ = _MODES[base_name(q.recipe, _MODES, {})]
         mx = library("mlx.core", _INSTALL)
-        values = mx.dequantize(_words(q), _array(q.scales), mode=mode, dtype=getattr(mx, str(dtype)[6:]))
-        return _torch(values)
-
-
-def _array(x: torch.Tensor) -> Any:
-    """A tensor as an MLX array; bfloat16 passes through float32, which is exact."""
-    mx = library("mlx.core", _INSTALL)
-    if x.dtype is torch.bfloat16:
-        return mx.array(x.float().numpy()).astype(mx.bfloat16)
-    return mx.array(x.contiguous().numpy())
-
-
-def _words(q: Quantized) -> Any:
-    return _array(q.codes.contiguous().view(torch.int32)).view(library("mlx.core", _INSTALL).uint32)
-
-
-def _torch(x: Any) -> torch.Tensor:
-    """An MLX array as a tensor with memory of its own."""
-    mx = library("mlx.core", _INSTALL)
-    if x.dtype == mx.bfloat16:
-        return _torch(x.astype(mx.float32)).bfloat16()
-    if x.dtype == mx.uint32:
-        x = x.view(mx.uint8)
-    import numpy
-
-    return torch.from_numpy(numpy.array(x))
+        words = mx.array(q.codes.contiguous().view(torch.int32)).view(mx.uint32)
+        return adapt.tensor(mx.dequantize(words, mx.array(q.scales), mode=mode, dtype=getattr(mx, str(dtype)[6:])))

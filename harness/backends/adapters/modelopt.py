@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge import adapt
 from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
-from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.47.0"
@@ -24,22 +22,22 @@ class Backend:
 
     dialects: ClassVar = dict.fromkeys(("nvfp4", "mxfp4", "mxfp8-e4m3", *_FP8), ("modelopt",))
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+    conventions: ClassVar = {"tensor_scale_is": "decode"}
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
         library("modelopt.torch.quantization.qtensor", _INSTALL)
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         types = library("modelopt.torch.quantization.qtensor", _INSTALL)
         x = matrix(x, block={"nvfp4": 16, "fp8-block-1x128-e4m3-fp32": 128}.get(name, 32))
         if name == "nvfp4":
             result, scales, decode = types.NVFP4QTensor.quantize(x, 16)
-            return adapt.quantized(
-                result._quantized_data, scales, recipe, x.shape, amax=amax(x), tensor_scale=decode.view(1),
-                tensor_scale_is="decode",
-            )  # fmt: skip
+            return {
+                "codes": result._quantized_data, "scales": scales, "amax": amax(x), "tensor_scale": decode.view(1),
+            }  # fmt: skip
         if name in _FP8:
             fp8 = library("modelopt.torch.quantization.qtensor.fp8_tensor", _INSTALL).FP8QTensor
             result, scales = fp8.quantize(x, **_FP8[name])
@@ -47,4 +45,4 @@ class Backend:
             mxfp4 = name == "mxfp4"
             result, scales = types.MXFP4QTensor.quantize(x, 32) if mxfp4 else types.MXFP8QTensor.quantize(x)
             scales = scales.reshape(x.shape[0], -1)
-        return adapt.quantized(result._quantized_data, scales, recipe, x.shape)
+        return result._quantized_data, scales

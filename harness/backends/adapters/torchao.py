@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge import adapt
 from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
-from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.18.0"
@@ -31,6 +29,7 @@ class Backend:
         **dict.fromkeys(_FP8[2:], ("torchao-affine", "torchao")),
     }
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+    conventions: ClassVar = {"tensor_scale_is": "decode"}
 
     def __init__(self, variant: str = "") -> None:
         if variant and variant not in VARIANTS:
@@ -41,15 +40,15 @@ class Backend:
         """Raise ModuleNotFoundError if the library is missing."""
         library("torchao", _INSTALL)
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes, dtypes and options."""
         name = base_name(recipe, self.dialects, options)
         dialect = recipe.dialect
         if name == "nvfp4":
-            return _nvfp4(x, recipe, one_level="torchao-one-level" in (dialect, f"torchao-{self._variant}"))
+            return _nvfp4(x, one_level="torchao-one-level" in (dialect, f"torchao-{self._variant}"))
         if name in _MX:
             mode = _MODES.get(dialect) or (self._variant if self._variant in _MODES.values() else "rceil")
-            return _mx(x, recipe, _MX[name], mode)
+            return _mx(x, _MX[name], mode)
         training = dialect == "torchao" or (dialect == "te" and self._variant == "training")
         return (_training if training else _affine)(matrix(x, block=recipe_block(name)[1]), recipe)
 
@@ -59,26 +58,24 @@ def recipe_block(name: str) -> tuple[int, int]:
     return {"fp8-block-1x128-e4m3-fp32": (1, 128), "fp8-block-128x128-e4m3-fp32": (128, 128)}.get(name, (1, 1))
 
 
-def _nvfp4(x: torch.Tensor, recipe: Recipe, *, one_level: bool) -> Quantized:
+def _nvfp4(x: torch.Tensor, *, one_level: bool) -> Any:
     module = library("torchao.prototype.mx_formats.nvfp4_tensor", _INSTALL)
     x = _no_fp16(matrix(x, block=16))
     largest = amax(x)
     decode = None if one_level else module.per_tensor_amax_to_scale(largest)
     scales, codes = module.nvfp4_quantize(x, per_tensor_scale=decode)
-    if one_level:
-        return adapt.quantized(codes, scales, recipe, x.shape)
-    return adapt.quantized(codes, scales, recipe, x.shape, amax=largest, tensor_scale=decode, tensor_scale_is="decode")
+    return {"codes": codes, "scales": scales} | ({} if one_level else {"amax": largest, "tensor_scale": decode})
 
 
-def _mx(x: torch.Tensor, recipe: Recipe, element: Any, mode: str) -> Quantized:
+def _mx(x: torch.Tensor, element: Any, mode: str) -> Any:
     module = library("torchao.prototype.mx_formats.mx_tensor", _INSTALL)
     x = _no_fp16(matrix(x, block=32))
     element = getattr(torch, element) if isinstance(element, str) else element
     scales, codes = module.to_mx(x, element, 32, module.ScaleCalculationMode(mode))
-    return adapt.quantized(codes.view(torch.uint8), scales, recipe, x.shape)
+    return codes.view(torch.uint8), scales
 
 
-def _affine(x: torch.Tensor, recipe: Recipe) -> Quantized:
+def _affine(x: torch.Tensor, recipe: Recipe) -> Any:
     module = library("torchao.quantization.quant_primitives", _INSTALL)
     rows, columns = recipe_block(str(recipe).partition("@")[0])
     if (rows, columns) == (1, 1):
@@ -86,11 +83,10 @@ def _affine(x: torch.Tensor, recipe: Recipe) -> Quantized:
     if x.shape[0] % rows:
         raise NotImplementedError(f"shape {tuple(x.shape)}: the library takes M % {rows} = 0")
     scale = module._choose_scale_float8(x, [rows, columns], torch.float8_e4m3fn)
-    codes = module._quantize_affine_float8(x, scale, torch.float8_e4m3fn)
-    return adapt.quantized(codes, scale, recipe, x.shape)
+    return module._quantize_affine_float8(x, scale, torch.float8_e4m3fn), scale
 
 
-def _training(x: torch.Tensor, recipe: Recipe) -> Quantized:
+def _training(x: torch.Tensor, recipe: Recipe) -> Any:
     cast = library("torchao.float8.float8_scaling_utils", _INSTALL).hp_tensor_to_float8_dynamic
     granularity = library("torchao.float8.config", _INSTALL).ScalingGranularity
     row = "row" in recipe.name
@@ -98,7 +94,7 @@ def _training(x: torch.Tensor, recipe: Recipe) -> Quantized:
         x, torch.float8_e4m3fn, None, scaling_granularity=granularity.AXISWISE if row else granularity.TENSORWISE,
         axiswise_dim=-1 if row else None,
     )  # fmt: skip
-    return adapt.quantized(result._data, 1.0 / result._scale, recipe, x.shape)
+    return result._data, 1.0 / result._scale
 
 
 def _no_fp16(x: torch.Tensor) -> torch.Tensor:

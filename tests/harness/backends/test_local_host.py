@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from narrowgauge import adapt
 from narrowgauge.harness.backends import local_host
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guard import POISON
@@ -22,6 +23,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import ModuleInputs, make_inputs
 from narrowgauge.harness.operations.modules.modules import given_of, plan_of
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
 
 CPU = torch.device("cpu")
 
@@ -55,6 +57,75 @@ def test_variations_have_numbers_and_shuffles_are_requested() -> None:
         with host.prepare({"x": torch.ones(4)}, CPU, POISON[0]).running(number) as given:
             host.call("transform", given["x"])
     assert entered == ["cpu 1", "cpu 0"]
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_declared_conventions_read_the_result(swizzled: bool) -> None:
+    """A library with tiles of scales, swapped nibbles and decode scales."""
+    x, seen = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)), []
+
+    def quantize(x: torch.Tensor, recipe: Any, **options: Any) -> dict[str, Any]:
+        seen.append(options)
+        q = reference.quantize(x, recipe)
+        codes, scales = adapt.stored_as(q, nibbles="high-first", layout="128x4")
+        return {"codes": codes, "scales": scales, "amax": q.amax, "tensor_scale": q.tensor_scale}
+
+    recipe = find_recipe("nvfp4@modelopt")
+    conventions = {"nibbles": "high-first", "layout": "128x4", "tensor_scale_is": "decode"}
+    backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions=conventions))
+    got, q = backend.quantize(x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+    assert seen == [{}]  # the library always makes tiles
+    assert got.swizzled is swizzled
+    for name in ("codes", "scales", "amax", "tensor_scale"):
+        assert torch.equal(getattr(got, name), getattr(q, name)), name
+    wrong = Backend.local("b", SimpleNamespace(quantize=quantize, conventions=conventions | {"nibbles": "low-first"}))
+    assert not torch.equal(wrong.quantize(x, recipe).codes, q.codes)
+
+
+def test_linear_conventions_pass_on_the_request_for_tiles() -> None:
+    def quantize(x: torch.Tensor, recipe: Any, swizzled: bool = False) -> Any:
+        q = reference.quantize(x, recipe, swizzled=swizzled)
+        return adapt.stored_as(q, nibbles="halves").codes, q.scales
+
+    recipe, x = find_recipe("mxfp4"), torch.randn(8, 64)
+    backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions={"nibbles": "halves"}))
+    for swizzled in (False, True):
+        got, q = backend.quantize(x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+        assert torch.equal(got.codes, q.codes)
+        assert torch.equal(got.scales, q.scales)
+    without = SimpleNamespace(quantize=lambda x, recipe: quantize(x, recipe), conventions={"nibbles": "halves"})
+    with pytest.raises(Unsupported, match="no argument 'swizzled'"):
+        Backend.local("b", without).quantize(x, recipe, swizzled=True)
+
+
+@pytest.mark.parametrize(
+    ("conventions", "message"),
+    [
+        ({"nibble": "halves"}, "conventions is {'nibble': 'halves'}; it maps nibbles, layout, transposed"),
+        ({"layout": "tiles"}, "conventions: layout is 'tiles'; it can be 'linear', 'padded'"),
+        ("high-first", "conventions is 'high-first'; it maps"),
+    ],
+)
+def test_wrong_conventions_are_named(conventions: Any, message: str) -> None:
+    with pytest.raises(BackendError, match=f"backend b: {message}"):
+        LocalHost("b", SimpleNamespace(quantize=print, conventions=conventions))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda q: q.codes, "Tensor; give .codes, scales."),
+        (lambda q: {"codes": q.codes}, "dict; give .codes, scales."),
+        (lambda q: (q.codes, q.scales[:-1]), r"have shape \(8, 2\); scales have \(7, 2\)"),
+    ],
+)
+def test_a_result_that_does_not_fit_its_conventions_is_an_error(result: Any, message: str) -> None:
+    def quantize(x: torch.Tensor, recipe: Any) -> Any:
+        return result(reference.quantize(x, recipe))
+
+    backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions={}))
+    with pytest.raises(BackendError, match=f"does not fit the conventions {{}}: .*{message}"):
+        backend.quantize(torch.ones(8, 64), find_recipe("mxfp4"))
 
 
 @pytest.mark.parametrize(
