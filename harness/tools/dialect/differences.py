@@ -31,6 +31,8 @@ KINDS = {
     "codes beyond the range": "codes of numbers above the largest element under their scale, which the rule saturates",
     "codes of infinity": "codes of elements that are infinite",
     "rounding of ties": "codes of elements exactly between two codes: the other neighbour",
+    "rounding below the first tie": "the smallest code above 0 of the float32 number below its tie with 0: floor(|x| + "
+    "1/2) of float32 numbers, whose sum is rounded to the tie",
 }
 """Known classes. Further classes, `scale rule` and `element rule`, are not explained."""
 _SMALLEST_NORMAL = 2.0**-126
@@ -166,6 +168,7 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("codes by subnormal numbers", _subnormal(stack.x.float()) | _below(rules, number, rule, len(stack.x))),
         ("codes beyond the range", scaled.abs() > fmt.max),
         ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt)),
+        ("rounding below the first tie", _below_first_tie(scaled, kernel, oracle, fmt)),
         ("element rule", torch.ones_like(wrong)),
     ]
     for kind, holds in kinds:
@@ -219,3 +222,12 @@ def _other_neighbour(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.T
     apart = (kernel.int() - oracle.int()).abs() == 1
     from_zero = ((kernel == 0) | (oracle == 0)) & ((a.abs() + e.abs()) == fmt.value(1))
     return valid & (apart | from_zero) & (scaled.double() == middle)
+
+
+def _below_first_tie(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Elements that are the float32 number below the tie of 0 and code 1, with code 1 in place of 0. Above 1/2 of the
+    smallest number the sum |x| + 1/2 is exact beside ties."""
+    tie = scaled.new_tensor(fmt.value(1) / 2)
+    magnitudes = fmt.sign_code - 1
+    codes = (kernel & magnitudes == 1) & (oracle & magnitudes == 0)
+    return codes & (scaled.abs() == torch.nextafter(tie, torch.zeros_like(tie)))

@@ -8,7 +8,10 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import Backend
+import narrowgauge
+from narrowgauge.harness.backends.adapters import common
+from narrowgauge.harness.backends.adapters.common import plain_library
+from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.backends.loading import LIBRARIES, check_name, load_implementation
 from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.reference import ops as reference
@@ -16,7 +19,8 @@ from narrowgauge.spec.recipes import find_recipe
 
 MODULES = {
     "comfy-kitchen": "comfy_kitchen", "compressed-tensors": "compressed_tensors", "deepgemm": "deep_gemm",
-    "gguf": "gguf", "jax": "jax", "mlx": "mlx.core", "modelopt": "modelopt", "torchao": "torchao",
+    "flashinfer": "flashinfer", "gguf": "gguf", "jax": "jax", "microxcaling": "mx", "mlx": "mlx.core",
+    "modelopt": "modelopt", "torchao": "torchao", "transformer-engine": "transformer_engine", "vllm": "vllm",
 }  # fmt: skip
 """Module of each library."""
 
@@ -49,7 +53,7 @@ def test_loading_imports_no_library():
 def test_a_missing_library_is_one_error_with_its_remedy(name):
     if installed(name):
         pytest.skip(f"{name} is installed")
-    with pytest.raises(BackendError, match=rf"backend {name} cannot run on cpu: .*pip install"):
+    with pytest.raises(BackendError, match=rf"backend {name} cannot run on cpu: .*(pip install|on PYTHONPATH)"):
         load_implementation(name, "cpu")
 
 
@@ -64,15 +68,96 @@ def test_an_unknown_name_lists_the_libraries():
         check_name("torcha")
 
 
-@pytest.mark.parametrize("name", sorted({*MODULES} - {"deepgemm"}))
+@pytest.fixture
+def broken_library(tmp_path, monkeypatch):
+    """A library whose `__init__` needs a missing extension, and whose inner module needs a class of another module."""
+    files = {
+        "broken_library/__init__.py": "import missing_extension",
+        "broken_library/quantizers/__init__.py": "raise RuntimeError('no driver')",
+        "broken_library/quantizers/plain.py": "from broken_library.base import Base\nclass Quantizer(Base): pass",
+        "broken_library/base.py": "import missing_extension",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(common, "_LOADED", {})
+    importlib.invalidate_caches()
+
+
+def test_a_plain_module_loads_without_the_compiled_parts(broken_library):
+    class Base:
+        pass
+
+    before = set(sys.modules)
+    name = "broken_library.quantizers.plain"
+    module = plain_library(name, "pip install it", {"broken_library.base": {"Base": Base}})
+    assert module.Quantizer.__mro__[1] is Base
+    assert plain_library(name, "pip install it") is module
+    assert not {name for name in set(sys.modules) - before if name.startswith("broken_library")}
+    with pytest.raises(ModuleNotFoundError, match="missing_extension"):  # the next import starts anew
+        importlib.import_module("broken_library")
+
+
+def test_a_plain_module_without_its_library_names_the_remedy(broken_library):
+    with pytest.raises(ModuleNotFoundError, match="no_such_library is not installed; pip install it"):
+        plain_library("no_such_library.part", "pip install it")
+    with pytest.raises(ModuleNotFoundError, match=r"quantizers.plain cannot be imported .*; pip install it"):
+        plain_library("broken_library.quantizers.plain", "pip install it")
+
+
+def test_a_library_that_can_be_imported_is_imported():
+    import json.decoder
+
+    assert plain_library("json.decoder", "") is json.decoder
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "microxcaling", "mlx", "torchao"])
+def test_an_unknown_variant_names_the_variants(name):
+    with pytest.raises(BackendError, match=rf"no variant 'other'; {name} has "):
+        load_implementation(f"{name}:other")
+
+
+@pytest.mark.parametrize("name", sorted({*MODULES}))
 def test_bytes_of_an_installed_library_are_those_of_its_dialects(name):
     if not installed(name):
         pytest.skip(f"{name} is not installed")
     backend = Backend.local(name, load_implementation(name, "cpu"))
-    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1))
+    x = x if backend.offer.constraints.get("dtype") == ["fp32"] else x.bfloat16()
     for base, dialects in backend.offer.dialects.items():
         for dialect in dialects:
             recipe = find_recipe(base if dialect == "te" else f"{base}@{dialect}")
             q, expected = backend.quantize(x, recipe), reference.quantize(x, recipe)
             assert torch.equal(q.scales, expected.scales), recipe
             assert torch.equal(q.codes, expected.codes), recipe
+
+
+def test_packed_scales_of_deepgemm_are_its_scales():
+    """Four UE8M0 scales in a word, by the library's own packing."""
+    if not installed("deepgemm"):
+        pytest.skip("deepgemm is not installed")
+    x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain, packed = (Backend.local(name, load_implementation(name, "cpu")) for name in ("deepgemm", "deepgemm:packed"))
+    for name in ("fp8-block-1x128-e4m3-pow2@deepgemm", "mxfp8-e4m3@deepgemm", "mxfp4@deepgemm"):
+        assert torch.equal(plain.quantize(x, find_recipe(name)).scales, packed.quantize(x, find_recipe(name)).scales)
+    with pytest.raises(Unsupported, match="no packed scales for fp8-block-128x128"):
+        packed.quantize(x, find_recipe("fp8-block-128x128-e4m3-pow2@deepgemm"))
+
+
+def test_the_product_of_transformer_engine_is_right():
+    if not installed("transformer-engine"):
+        pytest.skip("transformer-engine is not installed")
+    backend = Backend.local("transformer-engine", load_implementation("transformer-engine", "cpu"))
+    a, b = (reference.quantize(torch.randn(rows, 256), "nvfp4@te-reference") for rows in (32, 48))
+    narrowgauge.assert_gemm(a, b, backend.call("gemm", a, b, out_dtype=torch.float32), out_dtype=torch.float32)
+    with pytest.raises(Unsupported, match="qgemm takes K % 32 = 0 and N % 8 = 0"):
+        backend.call("gemm", a, reference.quantize(torch.randn(9, 256), "nvfp4@te-reference"), out_dtype=torch.float32)
+
+
+def test_microxcaling_takes_float32():
+    if not installed("microxcaling"):
+        pytest.skip("microxcaling is not installed")
+    backend = Backend.local("microxcaling", load_implementation("microxcaling", "cpu"))
+    with pytest.raises(Unsupported, match="float32 only"):
+        backend.quantize(torch.ones(32, 32).bfloat16(), find_recipe("mxfp4@microxcaling"))

@@ -15,10 +15,11 @@ from narrowgauge.harness.backends.backend import BackendError, Unsupported, load
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.hosts.remote_host import hosted_backend
 from narrowgauge.harness.tools.dialect import inputs
+from narrowgauge.harness.tools.dialect.differences import classified
 from narrowgauge.harness.tools.dialect.fit import dialects_of, fit
 from narrowgauge.harness.tools.dialect.issue import _nearest_text, issue
 from narrowgauge.harness.tools.dialect.report import as_json, pasted, sentence, table
-from narrowgauge.harness.tools.dialect.rules import Score, with_fields
+from narrowgauge.harness.tools.dialect.rules import Rules, Score, with_fields
 from narrowgauge.harness.tools.dialect.versions import versions
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import swap_nibbles
@@ -148,6 +149,24 @@ def test_signs_of_nan_and_zero_and_dead_blocks_are_classes(few):
     assert text.startswith("trtllm, except: NaN sign: 1 024 block scales in nan bf16, the first at row 0, block 0: ")
     assert "0b11111111 = nan, where the rule has 0b01111111 = nan" in text
     assert text.endswith("This explains every byte of 6 inputs")
+
+
+def test_a_sum_with_one_half_that_is_rounded_is_a_class():
+    """floor(|x| + 1/2) in float32 rounds the number below a tie up: the sum is a tie itself."""
+    recipe = find_recipe("mxfp4")
+    x = torch.zeros(4, 32)
+    x[:, 0], x[:3, 1] = 4.0, torch.tensor([0.24999998509883880, 0.2499999701976776, 0.25])  # scale 1
+    expected = reference.quantize(x, recipe)
+    kinds = []
+    for row in range(3):
+        codes = expected.codes.clone()
+        codes[row, 0] |= 0x10  # 0.5
+        observed = inputs.observe(
+            backend(quantize=lambda x, recipe, codes=codes: (codes, expected.scales)), recipe,
+            given=[inputs.Given("few", "fp32", x)],
+        )  # fmt: skip
+        kinds += [difference.kind for difference in classified(Rules(observed), recipe)]
+    assert kinds == ["rounding below the first tie", "element rule", "rounding of ties"]
 
 
 def test_an_unknown_rule_is_not_explained(few):

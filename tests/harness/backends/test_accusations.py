@@ -1,0 +1,86 @@
+"""Every claim of docs/conformance.md that a library is wrong: the byte of the library, and a third opinion.
+
+The third opinion is ml_dtypes, or exact rational numbers. It shares no code with the reference.
+"""
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.loading import load_implementation
+from narrowgauge.reference.quantize.layout import elements, linear_scales
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.backends.test_adapters import installed
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+ABOVE = float(np.nextafter(np.float32(448 * 256), np.float32(np.inf)))
+"""The float32 number above 448·2^8."""
+BELOW = float(np.nextafter(np.float32(0.25), np.float32(0)))
+"""The float32 number below a tie of E2M1."""
+
+
+def code(value):
+    """The E2M1 code of a value, by ml_dtypes."""
+    return int(np.array([value], np.float64).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)[0])
+
+
+def round_up(amax, most):
+    """The E8M0 code of the smallest 2^k with amax ≤ most·2^k, at least 0, in exact rational numbers."""
+    quotient, k = Fraction(amax) / Fraction(most), -127
+    while Fraction(2) ** k < quotient:
+        k += 1
+    return k + 127
+
+
+def round_down(amax, emax):
+    """The E8M0 code of the largest 2^k with 2^(k + emax) ≤ amax, at least 0, in exact rational numbers."""
+    k = 127
+    while k > -127 and Fraction(2) ** (k + emax) > Fraction(amax):
+        k -= 1
+    return k + 127
+
+
+NAN_SCALE = int(np.array([math.nan], np.float32).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)[0])
+ACCUSATIONS = {
+    # library, recipe, dtype, elements of a block, stage, place: the byte of the library, and the third opinion
+    "logarithm": ("torchao", "mxfp8-e4m3", "float32", [ABOVE], "scales", 0, 135, round_up(ABOVE, 448)),
+    "logarithm of modelopt": ("modelopt", "mxfp8-e4m3", "float32", [ABOVE], "scales", 0, 135, round_up(ABOVE, 448)),
+    "logarithm of vLLM": ("vllm", "mxfp8-e4m3", "float32", [ABOVE], "scales", 0, 135, round_up(ABOVE, 448)),
+    "logarithm of comfy-kitchen": (
+        "comfy-kitchen", "mxfp8-e4m3", "float32", [ABOVE], "scales", 0, 135, round_up(ABOVE, 448),
+    ),
+    "zero of modelopt": ("modelopt", "mxfp4", "float32", [4.0, 0.0], "codes", 1, 8, code(0.0)),
+    "tie of modelopt": ("modelopt", "mxfp4", "float32", [4.0, 0.75], "codes", 1, 1, code(0.75)),
+    "NaN of modelopt": ("modelopt", "mxfp4", "float32", [4.0, math.nan], "scales", 0, 0, NAN_SCALE),
+    "NaN of gguf": ("gguf", "mxfp4", "float32", [4.0, math.nan], "scales", 0, 0, NAN_SCALE),
+    "small block of gguf": ("gguf", "mxfp4", "float32", [2.0**-130], "scales", 0, 251, round_down(2.0**-130, 2)),
+    "small block of mlx": ("mlx", "mxfp8-e4m3", "float32", [2.0**-130], "scales", 0, 245, round_up(2.0**-130, 448)),
+    "sum of microxcaling": ("microxcaling", "mxfp4", "float32", [4.0, BELOW], "codes", 1, 1, code(BELOW)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCUSATIONS)
+def test_the_third_opinion_is_against_the_library(name):
+    library, recipe, dtype, values, stage, place, byte, opinion = ACCUSATIONS[name]
+    assert byte != opinion
+    if not installed(library):
+        pytest.skip(f"{library} is not installed")
+    backend = Backend.local(library, load_implementation(library, "cpu"))
+    x = torch.zeros(32, 32, dtype=getattr(torch, dtype))
+    x[0, : len(values)] = torch.tensor(values)
+    q = backend.quantize(x, find_recipe(recipe))
+    stored = linear_scales(q) if stage == "scales" else elements(q.codes, 32, q.recipe)
+    assert int(stored[0, place]) == byte
+
+
+@pytest.mark.parametrize("name", ACCUSATIONS)
+def test_the_page_has_both_bytes(name):
+    library, recipe, *_, byte, opinion = ACCUSATIONS[name]
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {name} |")]
+    assert line.endswith(f"| `{library}` {recipe} | {byte} | {opinion} |")
