@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+WRONG: list[dict[str, Any]] = LIBRARIES.pop("wrong")
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Conformance
 
@@ -35,31 +36,29 @@ of [known classes](backends.md#dialect-of-a-quantizer) give every byte. The clas
 infinity and the ends of float32.
 
 """
-TAIL = """
+WRONG_HEAD = """
 ## What is wrong
 
 A difference from a dialect is no mistake: libraries choose their rules. Each row here is a byte that contradicts the
 library's own rule or the format, with the byte that a third opinion gives: ml_dtypes for codes of E2M1 and for NaN,
-exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input and runs where the
-library is installed.
+exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and runs where
+the library is installed.
 
 | name | input and mistake | library and recipe | its byte | third opinion |
 |---|---|---|---|---|
-| logarithm | amax one float32 number above 448·2^8: ⌈log2(amax/448)⌉ through a float32 logarithm is 8 | `torchao` mxfp8-e4m3 | 135 | 136 |
-| logarithm of modelopt | the same | `modelopt` mxfp8-e4m3 | 135 | 136 |
-| logarithm of vLLM | the same | `vllm` mxfp8-e4m3 | 135 | 136 |
-| logarithm of comfy-kitchen | the same | `comfy-kitchen` mxfp8-e4m3 | 135 | 136 |
-| zero of modelopt | +0 has the code of −0 | `modelopt` mxfp4 | 8 | 0 |
-| tie of modelopt | 0.75, between 0.5 and 1, goes to the odd code | `modelopt` mxfp4 | 1 | 2 |
-| NaN of modelopt | a block with NaN gets the smallest scale | `modelopt` mxfp4 | 0 | 255 |
-| NaN of gguf | a block with NaN gets the smallest scale | `gguf` mxfp4 | 0 | 255 |
-| small block of gguf | amax 2^-130: the exponent −132 wraps modulo 256 to 2^124 | `gguf` mxfp4 | 251 | 0 |
-| small block of mlx | amax 2^-130: the exponent wraps to 2^118 | `mlx` mxfp8-e4m3 | 245 | 0 |
-| sum of microxcaling | the number below the tie 0.25: floor(\|x\| + 1/2) rounds the sum up, so 0 becomes 0.5 | `microxcaling` mxfp4 | 1 | 0 |
-
-In bfloat16 microxcaling adds 1/2 in bfloat16 and rounds 13 of 32 768 normal random elements of MXFP4 to the wrong side.
-The adapter takes float32 alone.
 """
+WRONG_END = """
+In bfloat16 microxcaling adds 1/2 in bfloat16: 13 of 32 768 normal random elements of MXFP4 go to the wrong side. The
+adapter takes float32 alone.
+"""
+
+
+def wrong_rows() -> list[str]:
+    """The rows of the table of mistakes."""
+    return [
+        f"| {one['name']} | {one['mistake']} | `{one['library']}` {one['recipe']} | {one['byte']} | {one['opinion']} |"
+        for one in WRONG
+    ]
 
 
 def python_of(name: str, library: dict[str, Any], folder: Path) -> Path:
@@ -146,7 +145,7 @@ def assembled(rows: list[str], versions: list[str]) -> str:
         HEAD + f"{explained} of {len(rows)} surveys are explained.\n\n"
         "| backend | recipe | dialect | equal | explained, and differences (inputs) |\n|---|---|---|---|---|\n"
         + "\n".join(rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
-        + TAIL
+        + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
     )  # fmt: skip
 
 

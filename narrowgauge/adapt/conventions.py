@@ -30,8 +30,8 @@ CONVENTIONS = (
     Convention("nibbles", "low-first", "element 2j in the low nibble of byte j, element 2j + 1 in the high nibble",
                "Transformer Engine, torchao, modelopt, compressed-tensors, vLLM, FlashInfer, cuBLAS"),
     Convention("nibbles", "high-first", "element 2j in the high nibble of byte j", "breccia, comfy-kitchen"),
-    Convention("nibbles", "halves", "byte j of a block of 2h elements: element j in the low nibble, element j + h in the "
-               "high nibble", "GGML (gguf, llama.cpp)"),
+    Convention("nibbles", "halves", "byte j of a block of 2h elements: element j in the low nibble, element j + h in "
+               "the high nibble", "GGML (gguf, llama.cpp)"),
     Convention("nibbles", "unpacked", "one code in a byte or integer, below 16", "ml_dtypes, JAX arrays in memory"),
     Convention("codes", "bytes", "uint8 or int8", "Transformer Engine, FlashInfer, vLLM, modelopt"),
     Convention("codes", "narrow dtype", "float4_e2m1fn_x2 (two codes in a byte), float8_e4m3fn, float8_e5m2, or the "

@@ -112,7 +112,7 @@ def stored_as(
 
     The inverse of `quantized` with the same arguments. Layouts 128x4 and 8x4 have the padded shape (⌈R/tile⌉·tile,
     ⌈C/4⌉·4) of linear scales (R, C) and padding 0; `padded` has the shape of 128x4 for bytes, and 4 columns for
-    float32. Raises ValueError for an unknown convention, for tiles of float32 scales, and for halves of a partial block.
+    float32. Raises ValueError for an unknown convention, tiles of float32 scales, and halves of a partial block.
     """
     check_choice("layout", layout)
     check_choice("nibbles", nibbles)

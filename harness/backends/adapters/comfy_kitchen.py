@@ -17,6 +17,10 @@ _INSTALL = 'pip install "narrowgauge[comfy-kitchen]"'
 class Backend:
     """The decode scale amax/2688 is an argument of the library; this adapter divides in float32."""
 
+    calls: ClassVar = {
+        "nvfp4": "comfy_kitchen.quantize_nvfp4(x, amax / 2688)",
+        "mxfp8-e4m3": "comfy_kitchen.quantize_mxfp8(x)",
+    }
     dialects: ClassVar = {"nvfp4": "comfy-kitchen", "mxfp8-e4m3": "torchao-rceil"}
     constraints: ClassVar = {"K": 32, "M": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"nibbles": "high-first", "layout": "128x4", "tensor_scale_is": "decode"}

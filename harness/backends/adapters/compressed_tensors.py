@@ -19,6 +19,7 @@ _STRATEGIES = {"fp8-row-e4m3": "channel", "fp8-current-e4m3": "tensor"}
 class Backend:
     """Weights of a scheme; the encode scale of NVFP4 is that of the weights themselves."""
 
+    calls: ClassVar = {"": "compressed_tensors.quantization.lifecycle.forward.quantize(x, scale, zero_point, args)"}
     dialects: ClassVar = dict.fromkeys((*_PRESETS, *_STRATEGIES), ("compressed-tensors",))
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}

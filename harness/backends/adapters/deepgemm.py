@@ -25,6 +25,7 @@ _CASTS = {
 class Backend:
     """The casts that make the operands of its GEMMs. `deepgemm:packed` asks for four E8M0 scales in a word."""
 
+    calls: ClassVar = {"": "deep_gemm.utils.math.per_token_cast_to_fp8, per_block_cast_to_fp8 or per_token_cast_to_fp4"}
     dialects: ClassVar = dict.fromkeys(_CASTS, "deepgemm")
     constraints: ClassVar = {"K": 128, "usage": ["rowwise"]}
 

@@ -21,6 +21,7 @@ class Backend:
     """The global scale is an argument; the adapter computes 2688/amax as the library's example inputs do,
     but with NaN in the amax."""
 
+    calls: ClassVar = {"": "flashinfer.trace.templates.quantize.<format>_quantize_trace.reference(x, …)"}
     dialects: ClassVar = dict.fromkeys(_TEMPLATES, "flashinfer-trace")
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}

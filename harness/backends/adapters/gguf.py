@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from narrowgauge.harness.backends.adapters.common import base_name, library, matrix
@@ -16,6 +17,7 @@ _INSTALL = 'pip install "narrowgauge[gguf]"'
 class Backend:
     """A block of 32 elements has 17 bytes: the scale, then 16 bytes of codes."""
 
+    calls: ClassVar = {"": "gguf.quants.MXFP4.quantize_blocks(x.numpy().reshape(-1, 32))"}
     dialects: ClassVar = {"mxfp4": "gguf"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"nibbles": "halves"}
@@ -30,6 +32,8 @@ class Backend:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         base_name(recipe, self.dialects, options)
         x = matrix(x, block=32)
-        blocks = library("gguf", _INSTALL).quants.MXFP4.quantize_blocks(x.float().numpy().reshape(-1, 32))
+        quants = library("gguf", _INSTALL).quants
+        with numpy.errstate(all="ignore"):  # it warns of every infinity and NaN
+            blocks = quants.MXFP4.quantize_blocks(x.float().numpy().reshape(-1, 32))
         stored = torch.from_numpy(blocks).view(len(x), -1, 17)
         return stored[:, :, 1:].flatten(1), stored[:, :, 0]

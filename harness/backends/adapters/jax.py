@@ -19,6 +19,7 @@ _INSTALL = 'pip install "narrowgauge[jax]"'
 class Backend:
     """XLA flushes subnormal numbers on a CPU (docs/dialects.md)."""
 
+    calls: ClassVar = {"": "jax._src.cudnn.scaled_matmul_stablehlo.quantize(x, config)"}
     dialects: ClassVar = {"nvfp4": "jax", "mxfp8-e4m3": "te"}
     declares: ClassVar = {"subnormals": "flushed"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}

@@ -25,6 +25,7 @@ class Backend:
     """Rounding `nearest`, the default of the library, has ties away from zero: dialect `microxcaling`. Rounding `even`
     is dialect `ocp`, or the variant `microxcaling:even` for recipes without a dialect."""
 
+    calls: ClassVar = {"": "mx.mx_ops.quantize_mx_op(x, specs, element, axes=[-1], round=…)"}
     dialects: ClassVar = dict.fromkeys(_FORMATS, ("microxcaling", "ocp"))
     constraints: ClassVar = {"K": 32, "dtype": ["fp32"], "usage": ["rowwise"]}
     conventions: ClassVar[dict[str, Any]] = {}

@@ -20,6 +20,7 @@ _INSTALL = 'pip install "narrowgauge[mlx]"'
 class Backend:
     """Quantizers of MLX. NVFP4 has a global scale in dialect `mlx` and with the variant `mlx:global`, else none."""
 
+    calls: ClassVar = {"": "mlx.core.quantize(x, mode=…)"}
     dialects: ClassVar = {"nvfp4": ("mlx-one-level", "mlx"), "mxfp4": "mlx", "mxfp8-e4m3": "mlx"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar[dict[str, Any]] = {}

@@ -20,6 +20,12 @@ _FP8: dict[str, dict[str, Any]] = {
 class Backend:
     """Quantizers without calibration: amaxes are those of the input."""
 
+    calls: ClassVar = {
+        "nvfp4": "NVFP4QTensor.quantize(x, 16)",
+        "mxfp4": "MXFP4QTensor.quantize(x, 32)",
+        "mxfp8-e4m3": "MXFP8QTensor.quantize(x)",
+        "": "FP8QTensor.quantize(x, …)",
+    }
     dialects: ClassVar = dict.fromkeys(("nvfp4", "mxfp4", "mxfp8-e4m3", *_FP8), ("modelopt",))
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "decode"}

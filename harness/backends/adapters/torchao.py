@@ -22,6 +22,13 @@ VARIANTS = ("rceil", "floor", "even", "ceil", "one-level", "training")
 class Backend:
     """The dialect of a recipe chooses the function. `variant` (`torchao:floor`) chooses for recipes without one."""
 
+    calls: ClassVar = {
+        "nvfp4": "nvfp4_quantize(x, per_tensor_scale=…)",
+        "mxfp8-e4m3": "to_mx(x, torch.float8_e4m3fn, 32, mode)",
+        "mxfp8-e5m2": "to_mx(x, torch.float8_e5m2, 32, mode)",
+        "mxfp4": "to_mx(x, torch.float4_e2m1fn_x2, 32, mode)",
+        "": "_quantize_affine_float8(x, scale) or hp_tensor_to_float8_dynamic(x, …)",
+    }
     dialects: ClassVar = {
         "nvfp4": ("torchao", "torchao-one-level"),
         **dict.fromkeys(_MX, tuple(_MODES)),

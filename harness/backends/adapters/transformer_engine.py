@@ -39,6 +39,10 @@ _CURRENT: dict[str, dict[str, Any]] = {
 class Backend:
     """Rowwise results of the reference. Its kernels store -0.0 and NaN in another way: dialect `te`."""
 
+    calls: ClassVar = {
+        "": "reference_nvfp4.NVFP4QuantizerRef(…).quantize(x)",
+        **dict.fromkeys(_CURRENT, "reference_current_scaling.CurrentScalingQuantizerRef(…).quantize(x)"),
+    }
     dialects: ClassVar = {
         name: "te-reference" if name in _NVFP4 and "4over6" not in name else "te" for name in (*_NVFP4, *_CURRENT)
     }

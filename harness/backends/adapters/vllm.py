@@ -22,6 +22,11 @@ _GROUPS = {
 class Backend:
     """The emulation returns decoded elements, and takes 2688/amax as an argument."""
 
+    calls: ClassVar = {
+        "nvfp4": "nvfp4_emulation_utils.ref_nvfp4_quant(x, 2688 / amax, 16)",
+        "mxfp8-e4m3": "mxfp8_utils.mxfp8_e4m3_quantize(x)",
+        "": "QuantFP8(…).forward_native(x)",
+    }
     dialects: ClassVar = {"nvfp4": "trtllm", "mxfp8-e4m3": "modelopt", **dict.fromkeys(_GROUPS, "vllm")}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}

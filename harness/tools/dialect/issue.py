@@ -13,6 +13,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.backends.loading import LIBRARIES, load_implementation
 from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
 from narrowgauge.harness.tools.dialect.differences import KINDS, SAME_VALUES, Difference, classified
@@ -37,13 +38,32 @@ def issue(fit: Fit, backend: Backend, name: str, *, seed: int = 0) -> str:
     differences = classified(fit.rules, fit.nearest.plain)
     if not differences:
         return f"{name}: {sentence(fit)}. There is nothing to report."
-    title = f"# quantize of {fit.recipe} differs from {fit.nearest.dialect}: {', '.join(d.kind for d in differences)}"
-    parts = [title, f"Backend {name}. Versions: {line(name)}.", sentence(fit) + "."]
+    differences.sort(key=_interest)
+    kinds = [difference.kind for difference in differences if difference.kind not in SAME_VALUES]
+    listed = ", ".join(kinds[:_MOST]) or "bytes with equal values"
+    title = f"# {fit.recipe} in {name} differs from {fit.nearest.dialect}: {listed}"
+    parts = [title, f"Versions: {line(name)}.{_calls(name, fit.recipe)}"]
     for difference in differences[:_MOST]:
         parts += _part(fit, backend, name, difference, seed)
     if len(differences) > _MOST:
-        parts.append("Further differences: " + "; ".join(map(str, differences[_MOST:])) + ".")
+        parts.append("## Further differences\n\n" + "\n".join(f"- {other}" for other in differences[_MOST:]))
+    parts.append(f"## All inputs\n\n{sentence(fit)}.")
     return "\n\n".join(parts)
+
+
+def _interest(difference: Difference) -> tuple[bool, bool, bool]:
+    """Key of the order of an issue: ordinary numbers first, bytes with equal values last."""
+    special = any(word in difference.kind for word in ("special", "NaN", "infinity", "subnormal", "ends"))
+    return difference.kind in SAME_VALUES, special, difference.known
+
+
+def _calls(name: str, recipe: str) -> str:
+    """The function of the library that a built-in adapter calls, as a sentence."""
+    if name.partition(":")[0] not in LIBRARIES:
+        return ""
+    calls: dict[str, str] = getattr(load_implementation(name), "calls", {})
+    call = calls.get(recipe.partition("@")[0]) or calls.get("")
+    return f" The backend calls `{call}`." if call else ""
 
 
 def _part(fit: Fit, backend: Backend, name: str, difference: Difference, seed: int) -> list[str]:
@@ -191,9 +211,12 @@ def _opinion(x: torch.Tensor, rule: Recipe, stage: str, row: int, column: int, s
     if stage == "scales":
         if block is None:
             return "Exact numbers: none, because the amax of the block is infinite or NaN."
-        exact = block / Fraction(rule.element.max) / decode
-        formula = f"amax/{rule.element.max:g}" + ("" if decode == 1 else "/(tensor amax/2688)")
-        return f"Exact numbers: {formula} = {float(exact)!r}. {_nearest_text(exact, rule.scale)}"
+        largest = Fraction(rule.element.max)
+        if rule.block_scale == "amax*2^-emax":
+            largest = Fraction(2) ** math.floor(math.log2(largest))
+        exact = block / largest / decode
+        formula = f"amax/{float(largest):g}" + ("" if decode == 1 else "/(tensor amax/2688)")
+        return f"Exact numbers: {formula} = {float(exact)!r}. {_nearest_text(exact, rule.scale, rule.scale_rounding)}"
     assert scale is not None
     stored = float(scale) if rule.scale is FP32 else rule.scale.value(int(scale))
     value = float(x[row, column])
@@ -209,8 +232,8 @@ def _amax(x: torch.Tensor) -> Fraction | None:
     return Fraction(largest) if math.isfinite(largest) else None
 
 
-def _nearest_text(exact: Fraction, fmt: Format) -> str:
-    """The nearest numbers of a format."""
+def _nearest_text(exact: Fraction, fmt: Format, rounding: str = "") -> str:
+    """The nearest numbers of a format. `rounding`: the rule's rounding of a power of two; `up` and `down` are said."""
     if fmt is FP32:
         return f"The nearest float32 number is {float(torch.tensor(float(exact)))!r}."
     if not fmt.signed:
@@ -224,7 +247,12 @@ def _nearest_text(exact: Fraction, fmt: Format) -> str:
         if power >= highest:
             return f"The largest scale is 2^{highest} (code {fmt.max_code})."
         codes = f"codes {power - lowest} and {power - lowest + 1}"
-        return f"The powers of two around it are 2^{power} and 2^{power + 1} ({codes})."
+        text = f"The powers of two around it are 2^{power} and 2^{power + 1} ({codes})."
+        direction = rounding.removesuffix("-log2")
+        if direction in ("up", "down"):
+            up = direction == "up" and Fraction(2) ** power != exact
+            text += f" Rounded {direction} it is 2^{power + up} (code {power - lowest + up})."
+        return text
     distances = sorted((abs(Fraction(v) - abs(exact)), code) for code, v in enumerate(fmt.values[: fmt.max_code + 1]))
     (least, code), (second, other) = distances[:2]
     sign = fmt.sign_code if exact < 0 else 0

@@ -291,7 +291,8 @@ def negative_zeros(q):
 def test_an_issue_has_versions_a_program_and_exact_numbers(few, monkeypatch, capsys):
     door = backend(quantize=quantize(negative_zeros))
     text = issue(fit(door), door, "torch.kernels:Backend")
-    assert text.startswith("# quantize of nvfp4 differs from te: ")
+    assert text.startswith("# nvfp4 in torch.kernels:Backend differs from te: bytes with equal values\n")
+    assert text.splitlines()[-1].startswith("te or te-native")
     assert f"Versions: torch {torch.__version__}, Python 3." in text
     assert "Decoded values are the same." in text
     assert re.search(r"Exact numbers: x/scale = \S+ under the stored scales. The nearest number is 0b0000 = 0.0.", text)
