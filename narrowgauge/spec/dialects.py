@@ -157,9 +157,10 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
         "statistics": "input", "block_scale": "amax/max", "zero_block": "1", "element_scale": "x/s",
         "zero_scale": "infinity",
     },
-    # microxcaling with its default rounding.
+    # microxcaling, git 7bc4195, with its default rounding. Its product with the sign turns -0.0 into 0.
     "microxcaling": {
-        "block_scale": "amax*2^-emax", "scale_rounding": "down", "rounding": "nearest-away", "nan": "propagate",
+        "block_scale": "amax*2^-emax", "scale_rounding": "down-log2", "rounding": "nearest-away",
+        "negative_zero": "rounded", "nan": "propagate",
     },
     # gguf 0.19, MXFP4 only.
     "gguf": {

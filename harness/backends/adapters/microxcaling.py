@@ -22,11 +22,11 @@ _FORMATS = {
 
 
 class Backend:
-    """Rounding `nearest`, the default of the library, has ties away from zero: dialect `microxcaling`. Rounding `even`
-    is dialect `ocp`, or the variant `microxcaling:even` for recipes without a dialect."""
+    """Rounding `nearest`, the default of the library, has ties away from zero; the variant `microxcaling:even` has ties
+    to even, which is no dialect: `ocp` keeps the sign of -0.0 and rounds no logarithm."""
 
     calls: ClassVar = {"": "mx.mx_ops.quantize_mx_op(x, specs, element, axes=[-1], round=…)"}
-    dialects: ClassVar = dict.fromkeys(_FORMATS, ("microxcaling", "ocp"))
+    dialects: ClassVar = dict.fromkeys(_FORMATS, "microxcaling")
     constraints: ClassVar = {"K": 32, "dtype": ["fp32"], "usage": ["rowwise"]}
     conventions: ClassVar[dict[str, Any]] = {}
 
@@ -50,8 +50,7 @@ class Backend:
         ops = library("mx.mx_ops", _INSTALL)
         specs = library("mx.specs", _INSTALL).MxSpecs()
         specs["scale_bits"], specs["block_size"] = 8, 32
-        even = self._even or recipe.dialect == "ocp"
-        values = ops.quantize_mx_op(x, specs, element, axes=[-1], round="even" if even else "nearest")
+        values = ops.quantize_mx_op(x, specs, element, axes=[-1], round="even" if self._even else "nearest")
         blocks = x.view(len(x), -1, 32)
         largest = library("mx.formats", _INSTALL)._get_format_params(element)[2]
         exponents = ops._shared_exponents(blocks, axes=[2]).double() - largest
