@@ -204,7 +204,7 @@ def _packed(codes: torch.Tensor, nibbles: str, block: int = 0) -> torch.Tensor:
     if nibbles == "unpacked":
         return codes
     if nibbles == "halves":
-        low, high = codes.unflatten(1, (-1, 2, block // 2)).unbind(2)
+        low, high = codes.reshape(len(codes), codes.shape[1] // block, 2, block // 2).unbind(2)
         return (low | (high << 4)).flatten(1)
     padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     first, second = padded[:, ::2], padded[:, 1::2]
@@ -215,7 +215,8 @@ def _unpacked(packed: torch.Tensor, columns: int, nibbles: str, block: int = 0) 
     """The inverse of `_packed`: codes (M, K), K = `columns`."""
     low, high = packed & 0xF, packed >> 4
     if nibbles == "halves":
-        return torch.stack([half.unflatten(1, (-1, block // 2)) for half in (low, high)], 2).flatten(1)
+        shape = (len(packed), columns // block, block // 2)
+        return torch.stack([low.reshape(shape), high.reshape(shape)], 2).flatten(1)
     pair = [low, high] if nibbles == "low-first" else [high, low]
     return torch.stack(pair, -1).flatten(1)[:, :columns]
 
