@@ -22,6 +22,8 @@ ifeq ($(DEVICE),cuda)
 BASELINE ?= reports/baselines/sm_90.json
 else
 BASELINE ?= reports/baselines/host.json
+# Two workers that need the same kernel would wait for one compiler.
+BUILD = $(PY) -m narrowgauge build
 endif
 PYTHON ?= python3
 VENV := .venv
@@ -44,11 +46,13 @@ endif
 .PHONY: report test test-long lint ruff gate bench mutants mutants-harness soak train conformance docs clean
 
 report: $(READY)
+	$(BUILD)
 	$(PY) -m narrowgauge run --tier quick --device $(DEVICE)
 
 test: ruff
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
+	$(BUILD)
 	$(PY) -m pytest -n auto -m "not full and not long" --ng-device $(DEVICE)
 ifeq ($(DEVICE),cpu)
 	$(PY) -m narrowgauge gate --baseline $(BASELINE)

@@ -23,6 +23,7 @@ ORDER = (
 )  # fmt: skip
 """Folders of the harness: each imports only from itself and from earlier folders."""
 BUILDERS = {
+    "narrowgauge.harness.cli.build",  # compiles the kernels of a CPU in advance
     "narrowgauge.harness.hosts.changed_source",  # compiles kernels with a changed file
     "narrowgauge.harness.records.environment",  # names the compilers and their flags
     "narrowgauge.harness.running.sanitizer",  # builds kernels with sanitizers

@@ -10,6 +10,7 @@ import typer
 
 from narrowgauge.harness.cli.baseline import accept
 from narrowgauge.harness.cli.bench import bench
+from narrowgauge.harness.cli.build import build
 from narrowgauge.harness.cli.checkpoint import checkpoint
 from narrowgauge.harness.cli.compare import compare_runs
 from narrowgauge.harness.cli.dialect import which_dialect
@@ -52,6 +53,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "tolerance": tolerance_table,
     "checkpoint": checkpoint,
     "doctor": doctor,
+    "build": build,
     "bench": bench,
     "mutants": mutants,
     "train": train_layers,

@@ -21,13 +21,16 @@ from narrowgauge.native.runtime.sources import FOLDER, KERNELS, ToolchainError, 
 if TYPE_CHECKING:
     import numpy as np
 
+OPTIMIZATION = "-O2"
+"""Compilation takes about half the time of -O3. NVFP4 with a Hadamard transform then takes twice as long on a CPU; all
+other kernels take as long."""
 # -ffp-contract=off: a fused multiply-add rounds once, but the kernels declare two roundings. The next two flags change
 # no result, and allow vectorized comparisons and conversions. -fvisibility=hidden: otherwise GCC makes static variables
 # of inline functions and templates, among them __shared__ variables, unique in the process, and two kernels with the
 # same name would share them.
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
+    "-std=c++17", OPTIMIZATION, "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
 OPENMP = "-fopenmp"
@@ -36,12 +39,12 @@ torch's threads, which spin for some milliseconds after each operation. Threads 
 spinning threads for the cores: on two cores quantize then took 1.5 to 2 times as long (2^21 elements), as long as on
 one."""
 
-REPLACED = (*(flag for flag in FLAGS if flag != "-O3"), "-O1", "-DNARROWGAUGE_PORTABLE")
+REPLACED = (*(flag for flag in FLAGS if flag != OPTIMIZATION), "-O1", "-DNARROWGAUGE_PORTABLE")
 """Flags of kernels with a replaced file. The cases are few and small: compilation dominates the cost. The portable
 forms are compiled, because a replacement in a scalar form must take effect on a CPU with a SIMD form (simd.cuh)."""
 
 SANITIZED = (
-    *(flag for flag in FLAGS if flag != "-O3"), "-O1", "-g", "-fno-omit-frame-pointer",
+    *(flag for flag in FLAGS if flag != OPTIMIZATION), "-O1", "-g", "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DSIMT_SANITIZE",
 )  # fmt: skip
 """Flags in a process with sanitizers: findings name source lines, and the first finding ends the process."""

@@ -51,6 +51,9 @@ KERNELS = {
 }
 """Stem of a source file to its kernels."""
 
+CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "add_slices")))
+"""Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
+
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 

@@ -32,8 +32,8 @@ def compiled_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     real = host._flags
 
     def flags(source: str) -> tuple[str, ...]:
-        of_tests = source.startswith(("test_", "gemm_skinny", "gemm_wgmma"))
-        return tuple("-O1" if of_tests and flag == "-O3" else flag for flag in real(source))
+        of_tests = source not in sources.CPU_SOURCES
+        return tuple("-O1" if of_tests and flag == host.OPTIMIZATION else flag for flag in real(source))
 
     monkeypatch.setattr(host, "_flags", flags)
 
