@@ -1,4 +1,4 @@
-"""Citations and links have targets; task pages begin with the task; the site builds without a warning."""
+"""Citations and links have targets; task pages begin with the task; the site has no warning; short names of tests."""
 
 from __future__ import annotations
 
@@ -53,6 +53,16 @@ def test_every_citation_has_a_target() -> None:
             if not target.is_file() or (anchor and anchor not in anchors(target)):
                 lost.append(f"{path.relative_to(ROOT)}: docs/{page}.md#{anchor}")
     assert not lost
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files()
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "tests")
+        for name in re.findall(r"(?m)^ *(?:async )?def (test_\w{56,})", path.read_text(encoding="utf-8"))
+    ]
+    assert not found
 
 
 def test_citations_name_the_folder() -> None:

@@ -103,7 +103,7 @@ class OnlyNumpy(Refuses):
         return self.held.numpy().astype(ml_dtypes.float4_e2m1fn)
 
 
-def test_a_dtype_that_dlpack_does_not_bring_is_converted_by_numpy() -> None:
+def test_a_dtype_without_dlpack_is_converted_by_numpy() -> None:
     """float4_e2m1fn of JAX: one code in a byte."""
     assert tensor(OnlyNumpy(torch.tensor([0.5, 6.0, -1.0]))).tolist() == [1, 7, 10]
 
