@@ -12,16 +12,11 @@ import torch
 
 from narrowgauge.harness.api.inputs import inputs
 from narrowgauge.reference.accumulators.hardware import HardwareModel
-from narrowgauge.reference.accumulators.product import Composition, product
+from narrowgauge.reference.accumulators.product import DTYPES, Composition, product
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E8M0
 
-_DTYPES = {
-    "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz,
-}  # fmt: skip
-"""Dtypes of the operands in a file, by format."""
 _CODES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2}
 """Formats without a dtype: a file has their codes as uint8, two E2M1 codes in a byte, the first in the low nibble."""
 _RECIPES = {
@@ -42,18 +37,18 @@ def drawn_operands(
     for name in formats:
         model.smallest_exponent(name)
     recipes = ["nvfp4" if model.scale == "e4m3" else _RECIPES.get(name, "fp8-current-e4m3") for name in formats]
-    dtype = _DTYPES.get(formats[0], torch.bfloat16)
+    dtype = DTYPES.get(formats[0], torch.bfloat16)
     drawn = inputs(
         recipes[0], shape, family, seed, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype, operation="gemm"
     )
     tensors: dict[str, torch.Tensor] = {}
     for side, x, name, recipe in zip(_SIDES, drawn, formats, recipes, strict=True):
-        if model.block is None and name in _DTYPES:
-            limits = torch.finfo(_DTYPES[name])
-            tensors[side] = x.float().clamp(limits.min, limits.max).to(_DTYPES[name])
+        if model.block is None and name in DTYPES:
+            limits = torch.finfo(DTYPES[name])
+            tensors[side] = x.float().clamp(limits.min, limits.max).to(DTYPES[name])
             continue
         q = quantize(x, recipe)
-        tensors[side] = q.codes.view(_DTYPES[name]) if name in _DTYPES else q.codes
+        tensors[side] = q.codes.view(DTYPES[name]) if name in DTYPES else q.codes
         if model.block is not None:
             tensors[f"{side}_scales"] = q.scales
     return tensors
@@ -83,7 +78,7 @@ def predicted_product(
 
 
 def _values(side: str, tensor: torch.Tensor, name: str, columns: int) -> torch.Tensor:
-    dtype = _DTYPES.get(name, torch.uint8)
+    dtype = DTYPES.get(name, torch.uint8)
     if tensor.dtype != dtype or tensor.ndim != 2:
         raise ValueError(f"{side} is {tensor.dtype} with {tensor.ndim} dimensions; {name} is a matrix of {dtype}")
     width = -(-columns // 2) if name == "e2m1" else columns

@@ -19,6 +19,12 @@ from narrowgauge.reference.numbers.blocks import pad_columns
 from narrowgauge.reference.numbers.slabs import slabs
 from narrowgauge.spec.summation import Alignment
 
+DTYPES = {
+    "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""Dtype of the numbers of each operand format that has a dtype."""
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -95,8 +101,7 @@ def product(
 
 def _format(x: torch.Tensor, model: HardwareModel) -> str:
     """Format of the numbers of an operand, by its dtype."""
-    name = str(x.dtype).removeprefix("torch.float8_").removesuffix("fn")
-    return name if name in model.operands else model.operands[0]
+    return next((name for name in model.operands if DTYPES.get(name) == x.dtype), model.operands[0])
 
 
 def _canonical(out: torch.Tensor, model: HardwareModel) -> torch.Tensor:

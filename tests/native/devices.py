@@ -70,7 +70,10 @@ ops = Operations()
 
 
 def on_device(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Result, on the CPU, of a call on the device of the test. Checks that results lie there and inputs stay."""
+    """Result, on the CPU, of a call on the device of the test.
+
+    Checks that the results lie on this device and that the inputs do not change.
+    """
     if ops.device == "cpu":
         return call(*arguments, **options)
     inputs: list[tuple[torch.Tensor, torch.Tensor]] = []

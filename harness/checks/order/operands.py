@@ -18,11 +18,6 @@ RANGES = {
     torch.float8_e4m3fn: (8, -9), torch.float8_e5m2: (15, -7),
 }  # fmt: skip
 """For each dtype: exponents of a factor of a mask and of a factor of a small product."""
-NAMES = {
-    torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}  # fmt: skip
-"""The operand of a hardware model."""
 SPREAD = {
     torch.float32: 8, torch.bfloat16: 8, torch.float16: 3, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, FP4: 1
 }  # fmt: skip

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.harness.checks.order.masks import GemmFunction, MaskedGemm, OrderUnknown
-from narrowgauge.harness.checks.order.operands import FP4, NAMES, SPREAD, OperandDtype, rounded
+from narrowgauge.harness.checks.order.operands import FP4, SPREAD, OperandDtype, rounded
 from narrowgauge.harness.checks.order.order import Order, Slices, kind_of
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.reference.accumulators.hardware import HardwareModel
+from narrowgauge.reference.accumulators.product import DTYPES
 from narrowgauge.reference.accumulators.trees import INPUTS, Chain, NodeArithmetic, tree_sum_of_pairs
 
 _HALF = 10
@@ -197,7 +198,8 @@ def _arithmetics(gemm: MaskedGemm, tree: Chain) -> Iterator[NodeArithmetic]:
     reductions = [torch.float32]
     if gemm.out_dtype not in (torch.float32, torch.float64) and Slices.of(tree).chains > 1:
         reductions.append(gemm.out_dtype)
-    operands = tuple(NAMES[dtype] for dtype in gemm.dtypes)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    operands = tuple(names[dtype] for dtype in gemm.dtypes)
     half = gemm.out_dtype is torch.float16
     if tree.width == 1:
         for dtype in reductions:

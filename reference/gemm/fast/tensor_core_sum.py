@@ -379,7 +379,7 @@ def _align_in_float32(
 def _sums_by_matmul(device: torch.device) -> bool:
     """Whether a float32 matrix product with ones sums integers below 2^24 exactly, and faster than `torch.sum`.
 
-    So it is on a CPU, unless the user allows matrix products of float32 that round their factors.
+    True on a CPU, unless a setting of torch allows float32 matrix products to round their factors.
     """
     library = getattr(torch.backends.mkldnn, "matmul", None)
     rounding = getattr(library, "fp32_precision", "ieee") not in ("none", "ieee")

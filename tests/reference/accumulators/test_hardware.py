@@ -11,16 +11,12 @@ import torch
 
 from narrowgauge.reference.accumulators import product as accumulators_product
 from narrowgauge.reference.accumulators.hardware import HARDWARE, HardwareModel, find_hardware
-from narrowgauge.reference.accumulators.product import Composition, product
+from narrowgauge.reference.accumulators.product import DTYPES, Composition, product
 from narrowgauge.reference.numbers.decode import decode_packed
 from narrowgauge.spec.formats import E2M1
 from tests.golden import FOLDER, load
 from tests.golden.verify import problems
 
-DTYPES = {
-    "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz,
-}  # fmt: skip
 AMD_NAMES = {"fp8": "e4m3fnuz", "bf8": "e5m2fnuz"}
 VECTORS = FOLDER / "accumulators"
 RANDOM = {"tf32": 8, "bf16": 8, "fp16": 4, "e4m3": 3, "e5m2": 6, "e2m1": 1, "e4m3fnuz": 3, "e5m2fnuz": 6}
