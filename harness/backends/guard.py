@@ -34,7 +34,7 @@ _FILLED = {
     _aten.ones_like.default, _aten.new_ones.default, _aten.full.default, _aten.full_like.default,
     _aten.new_full.default,
 }  # fmt: skip
-
+_LIKE = {_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default}
 _RESIZED = {_aten.resize_.default, _aten.resize_as_.default}
 
 _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
@@ -216,8 +216,17 @@ def _dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every byte from the first element to the last belongs to one element."""
+    return tensor.layout == torch.strided and bool(_aten.is_non_overlapping_and_dense.default(tensor))
+
+
 def _meta_result(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The result of a function on the meta device: shape, strides and dtype without memory."""
+    if func in _LIKE and kwargs.keys() <= {"dtype", "device", "pin_memory"} and _is_dense(args[0]):
+        # torch's own functions import sympy, for 0.3 s in every process
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype, device="meta")
     return func(*_meta(args), **{**kwargs, "device": "meta"})  # type: ignore[no-any-return]
 
 

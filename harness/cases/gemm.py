@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, ClassVar
 
 from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
@@ -56,13 +57,6 @@ class ProductCase(Case):
     def dtype_label(self) -> str:
         return f"{self.x}x{self.w}-{self.out}"
 
-    @property
-    def _mismatch(self) -> str | None:
-        """Why the two recipes cannot be multiplied, or None."""
-        left, right = self.operand_recipes
-        reason = mismatch(left, right)
-        return f"recipe {left} and w_recipe {right} cannot be multiplied: {reason}" if reason else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCase(ProductCase):
@@ -96,7 +90,7 @@ class GemmCase(ProductCase):
             return "same is true, which multiplies x by itself: leave w_recipe out, give w as x, N as M, and layout tn"
         if self.bands and (wrong := bands_problem(self.shape[0] * self.shape[2]) or self._not_in_bands(left)):
             return wrong
-        for recipe in self.operand_recipes:
+        for recipe in (left, right):
             if recipe.transform and self.layout != "nt":
                 return (
                     f"layout is {self.layout!r}, but recipe {recipe} rotates columnwise operands, and rotations cancel "
@@ -104,7 +98,7 @@ class GemmCase(ProductCase):
                 )
             if wrong := rotation_problem(recipe, [self.x, self.w], self.shape[1], "K"):
                 return wrong
-        return self._mismatch
+        return _mismatch(*self.recipe_names)
 
     def _not_in_bands(self, recipe: Recipe) -> str | None:
         """Why the bands of the output are not judged by the same rows of x, or None."""
@@ -134,7 +128,7 @@ class GroupedGemmCase(ProductCase):
         for recipe in self.operand_recipes:
             if recipe.transform:
                 return f"recipe {recipe} rotates columnwise operands; those of a {self.operation} are rowwise"
-        return self._mismatch or sections_problem(find_recipe(self.recipe), self.sections, self.shape[0])
+        return _mismatch(*self.recipe_names) or sections_problem(find_recipe(self.recipe), self.sections, self.shape[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,3 +153,11 @@ class QuantizedGemmCase(GemmCase):
         if recipe.transform:
             return f"out_recipe {recipe} rotates; gemm_quantized rotates no output"
         return super().problem()
+
+
+@cache
+def _mismatch(x: str, w: str) -> str | None:
+    """Why recipes of these names cannot be multiplied, or None."""
+    left, right = find_recipe(x), find_recipe(w)
+    reason = mismatch(left, right)
+    return f"recipe {left} and w_recipe {right} cannot be multiplied: {reason}" if reason else None

@@ -1,6 +1,8 @@
 """Guard zones and poison: writes and reads outside of tensors, and unwritten elements."""
 
 import ctypes
+import subprocess
+import sys
 from itertools import count
 
 import pytest
@@ -271,6 +273,28 @@ def test_rare_allocations_work(allocate):
     assert (out.shape, out.dtype, out.device, out.layout) == (plain.shape, plain.dtype, plain.device, plain.layout)
     assert out.requires_grad == plain.requires_grad
     assert said(guard) == []
+
+
+def test_allocations_import_no_compiler_of_torch():
+    """sympy takes 0.3 s and torch._dynamo a second, in every kernel host."""
+    code = """
+import sys
+from tests.harness.backends.test_guard import ALLOCATIONS, within
+
+for allocate in ALLOCATIONS.values():
+    within(allocate)
+print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("layout", [torch.empty(2, 3, 4)[:, :, ::2], torch.empty(2, 1, 4).permute(1, 2, 0)])
+@pytest.mark.parametrize("options", [{}, {"memory_format": torch.contiguous_format}, {"dtype": torch.int16}])
+def test_new_tensors_are_like_those_of_torch(layout, options):
+    plain = torch.empty_like(layout, **options)
+    _, out = within(lambda x: torch.empty_like(x, **options), x=layout)
+    assert (out.shape, out.stride(), out.dtype) == (plain.shape, plain.stride(), plain.dtype)
 
 
 def test_nothing_is_guarded_once_the_run_is_over():

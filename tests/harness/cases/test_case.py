@@ -1,5 +1,6 @@
 """Case files: expansion, selection, messages for mistakes, and the committed matrix."""
 
+import gc
 import json
 import re
 from collections import Counter
@@ -52,6 +53,18 @@ def ids(cases: list[Case]) -> list[str]:
 
 
 # Expansion.
+
+
+def test_no_garbage_is_collected_while_cases_are_made():
+    """Collections would take a third of the time."""
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        assert len(load_all([CASES])) > 10_000
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+    assert len(collections) <= 2  # of the last lines
 
 
 def test_one_value_each_is_one_case(write):
