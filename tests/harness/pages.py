@@ -36,17 +36,25 @@ def _no_json(word: str) -> None:
 def rows_of(html: str) -> list[dict[str, Any]]:
     """The table of all cases, a dictionary a row."""
     content = island(html)
-    columns = {
-        column["name"]: [column["values"][n] for n in column["at"]]
-        if "at" in column
-        else column["values"] * (content["rows"] if len(column["values"]) == 1 else 1)
-        for column in content["columns"]
-    }
+    columns = {column["name"]: _values(column, content["rows"]) for column in content["columns"]}
     rows = [{name: values[n] for name, values in columns.items()} for n in range(content["rows"])]
     for row in rows:
         place = "/".join(filter(None, (row[name] for name in ("operation", "recipe", "shape", "dtype"))))
         row["case"] = row["case"].replace("\0", place)
     return rows
+
+
+def _values(column: dict[str, Any], rows: int) -> list[Any]:
+    """The value of each row."""
+    if "digits" in column:
+        digests = [column["digits"][16 * n : 16 * n + 16] for n in range(rows)]
+        return ["" if digest == "0" * 16 else digest for digest in digests]
+    at = column.get("at") or [0] * rows
+    if "runs" in column:
+        pairs = zip(column["runs"][::2], column["runs"][1::2], strict=True)
+        at = [place for place, count in pairs for _ in range(count)]
+    values: list[Any] = column["values"]
+    return values if len(values) == rows else [values[n] for n in at]
 
 
 def axe() -> Path | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Any
 
 from narrowgauge.harness.machine.timing import PHASES
@@ -36,6 +37,8 @@ _NUMERIC = (
     "compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group", "interval_ulps_max",
     "interval_ulps_mean",
 )  # fmt: skip
+_DIGESTS = ("input_digest", "output_digest")
+"""Columns of 16 hexadecimal digits, or of none."""
 TIMES = (*PHASES, "total", "core")
 """Columns `seconds_…` of a case that the page shows, in order."""
 _OFTEN_ONE = ("backend", "device", "stage", "message", "known")
@@ -53,8 +56,9 @@ def records_json(
     """`records`, sorted by `sorted_records`, and `history`, as JSON for a script element.
 
     Infinity and NaN are strings. A column has `values` with a value for each record, or distinct `values` and `at`, the
-    index of each record's value; a column with a single value has no `at`. `case` begins with a NUL in place of
-    operation, recipe, shape and dtype.
+    index of each record's value, or `runs`: an index and the number of successive records with it, and so on. A column
+    with a single value has neither. A column of digests has `digits`, 16 for each record, 0 for a record without a
+    digest. `case` begins with a NUL in place of operation, recipe, shape and dtype.
     """
     group_of = {id(record): number for number, failure_group in enumerate(groups) for record in failure_group.records}
     computed: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -149,10 +153,14 @@ def _column(name: str, values: list[Any]) -> dict[str, Any]:
     column: dict[str, Any] = {"name": name, "label": label, "numeric": numeric}
     if len(different) == 1:
         return column | {"values": different}
+    if name in _DIGESTS and all(re.fullmatch("(?:[0-9a-f]{16})?", value) for value in different):
+        return column | {"digits": "".join(value.rjust(16, "0") for value in values)}
     if 2 * len(different) > len(values):
         return column | {"values": values}
     place = {value: n for n, value in enumerate(different)}
-    return column | {"values": different, "at": [place[value] for value in values]}
+    at = [place[value] for value in values]
+    runs = list(chain.from_iterable((index, sum(1 for _ in run)) for index, run in groupby(at)))
+    return column | {"values": different} | ({"runs": runs} if len(runs) < len(at) else {"at": at})
 
 
 def _finite(value: Any) -> Any:

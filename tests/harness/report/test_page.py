@@ -59,6 +59,17 @@ def test_the_table_has_every_record_the_worst_first() -> None:
     }  # fmt: skip
 
 
+def test_columns_are_packed_without_loss() -> None:
+    digests = [f"{n * 0x123456789ABCDEF:016x}" for n in range(1, 6)]
+    records = [record(f"p{n}", input_digest=digest, seed=7) for n, digest in enumerate(digests)]
+    records += [record(f"q{n}", recipe="mxfp4", input_digest="") for n in range(2)]
+    content = {column["name"]: column for column in island(rendered(records))["columns"]}
+    assert content["recipe"]["runs"] == [0, 2, 1, 5]  # mxfp4 first
+    rows = rows_of(rendered(records))
+    assert [row["input_digest"] for row in rows] == ["", "", *digests]
+    assert [row["recipe"] for row in rows] == ["mxfp4"] * 2 + ["nvfp4"] * 5
+
+
 def test_a_line_is_kept_without_the_id_that_it_repeats() -> None:
     rows = {"\0" in row["line"]: row["line"] for row in rows_of(rendered([failing(), failing(NASTY)]))}
     assert "alert" in rows[False]
@@ -110,7 +121,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     band = {"cause": "place:rows-4-to-7-of-16", "sentence": "only in rows 4 to 7", "stage": "codes", "exact": False}
     first = failing(
         "first", mismatches=40, explanations=[*explained, band], findings=[SEEN], sweep=[1.0, 0.5],
-        budget_histogram=budget, saved="failures/a.safetensors", shrunk="1x16",
+        budget_histogram=budget, saved="failures/a.safetensors", shrunk="1x16", input_digest="0123456789abcdef",
     )  # fmt: skip
     alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
     passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
@@ -149,7 +160,7 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
         "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "elements by steps above what is expected",
         '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
         "fails at 1x16 too",
-        "equal bytes", "above 1", "<td>50 %</td>", "digest of results", "cases by the time of the kernel",
+        "equal bytes", "above 1", "<td>50 %</td>", "0123456789abcdef", "digest of results", "cases by the time of the kernel",
     ]  # fmt: skip
     places = [shown.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]

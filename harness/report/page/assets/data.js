@@ -7,8 +7,11 @@ addEventListener("securitypolicyviolation", (event) => (document.documentElement
 const data = JSON.parse(document.getElementById("records").textContent);
 const columns = Object.fromEntries(data.columns.map((column) => [column.name, column]));
 
-// A column with one value has no places among different values.
-for (const column of data.columns) if (column.values.length === 1) column.at = new Uint8Array(data.rows);
+for (const column of data.columns) {
+  if (column.digits) column.values = column.digits.match(/.{16}/g).map((digest) => (/[^0]/.test(digest) ? digest : ""));
+  if (column.values.length === 1) column.at = new Uint8Array(data.rows);
+  if (column.runs) column.at = column.runs.flatMap((place, n) => (n % 2 ? [] : Array(column.runs[n + 1]).fill(place)));
+}
 columns.case.values = Array.from({ length: data.rows }, (_, row) => cell("case", row).replace("\0", () => placeOf(row)));
 delete columns.case.at;
 
