@@ -160,7 +160,8 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
         "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "elements by steps above what is expected",
         '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
         "fails at 1x16 too",
-        "equal bytes", "above 1", "<td>50 %</td>", "0123456789abcdef", "digest of results", "cases by the time of the kernel",
+        "equal bytes", "above 1", "<td>50 %</td>", "0123456789abcdef", "digest of results",
+        "cases by the time of the kernel",
     ]  # fmt: skip
     places = [shown.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
@@ -213,6 +214,11 @@ CONTROLS = """
     copied,
     plots: document.querySelectorAll("svg.plot[aria-label]").length,
     cells: document.querySelectorAll("#heat-map td button").length,
+    unlike: [...document.querySelectorAll("#heat-map td button")].filter((cell) => {
+      const look = (element) => [getComputedStyle(element).color, getComputedStyle(element).backgroundColor].join();
+      const shown = document.querySelector(`.key .${cell.classList[1]}:not(.outside)`);
+      return !shown || look(shown) !== look(cell);
+    }).map((cell) => cell.title),
     nameless: [...document.querySelectorAll("button, select, input")].filter(
       (e) => !(e.ariaLabel || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML),
     twice: [...document.querySelectorAll("[id]")].map((e) => e.id).filter((id, n, all) => all.indexOf(id) !== n),
@@ -242,6 +248,7 @@ def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, 
     assert seen["copied"][0].startswith("narrowgauge show quantize/")
     assert seen["plots"] >= 1
     assert sorted(seen["lengths"]) == ["48", "96"]  # no powers of two, and the only ones
+    assert seen["unlike"] == []  # the legend has the colours of every cell
     assert seen["dimmed"] == seen["cells"] - 1
     assert re.fullmatch(r"\d+ of 313 cases", seen["filtered"])
     assert not seen["filtered"].startswith("313 ")

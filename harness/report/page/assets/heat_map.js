@@ -55,7 +55,7 @@ function mapCell({ prefix, label }, operation, dtype, rows) {
   for (const row of rows) counts[cell("verdict", row)] = (counts[cell("verdict", row)] ?? 0) + 1;
   const verdict = data.severity.find((name) => counts[name]);
   const verdicts = data.severity.filter((name) => counts[name]).map((name) => `${figure(counts[name])} ${name}`).join(", ");
-  const button = make("button", { type: "button", tabIndex: -1, className: verdict });
+  const button = make("button", { type: "button", tabIndex: -1, className: `cell ${verdict}` });
   button.append(make("span", {}, verdict === "pass" ? data.glyphs.pass : `${data.glyphs[verdict]} ${figure(counts[verdict])}`));
   button.title = `${operation} ${label} ${dtype}: ${verdicts}`;
   button.ariaLabel = button.title;
