@@ -164,11 +164,13 @@ def test_the_wheel_holds_one_package_with_its_data(archives: dict[str, Path]) ->
     assert not [name for name in names if "/tests/" in name or "__pycache__" in name]
 
 
+@pytest.mark.long
 def test_a_project_with_the_same_names_keeps_them(environments: dict[str, Path], project: Path) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     assert "1 passed" in run(environments["wheel"], *command, cwd=project)
 
 
+@pytest.mark.long
 def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tmp_path: Path) -> None:
     """The command of the environment, from an empty folder, with the kernels and the cases of the package. The sdist
     installs the same files (`test_sdist_and_wheel_install_the_same`)."""
@@ -205,6 +207,7 @@ def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[st
     assert installed(python, tmp_path) == before
 
 
+@pytest.mark.long
 def test_the_oracle_needs_torch_and_numpy_alone(environments: dict[str, Path], tmp_path: Path) -> None:
     """As after `pip install --no-deps narrowgauge`: every other package is refused."""
     assert run(environments["wheel"], "-c", ORACLE, cwd=tmp_path).strip()

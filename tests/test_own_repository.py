@@ -158,6 +158,7 @@ def test_the_exit_status_of_the_run(status: int, baseline: str, expected: int, t
     )
 
 
+@pytest.mark.long
 def test_a_new_repository_passes(repository: Path) -> None:
     """The run, the gate and pytest, with the files as init writes them. The baseline is of the run, to the byte."""
     status, output = run_step(RUN, repository)
@@ -187,6 +188,7 @@ def narrowgauge(folder: Path, command: list[str]) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.long
 def test_a_wrong_kernel_fails_the_job(repository: Path, tmp_path: Path) -> None:
     """The run names the table in the case file, and the gate fails the job."""
     folder = tmp_path / "wrong"

@@ -14,7 +14,6 @@ from narrowgauge.reference.ops import quantize_both
 from tests.processes import JUDGED_WRONG, WRONG, Results, run
 from tests.sharded_linear import operand_differences, sharded_linears
 from tests.shards import Sharded, differences, sharded_matrices
-from tests.thinned import thinned
 
 OF_ANOTHER = (
     r"ValueError: process {failing} of the group cannot quantize its shard; "
@@ -59,13 +58,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("world", thinned([2, 4], 2))
+@pytest.mark.parametrize("world", [2, 4])
 def test_shards_are_quantized_as_parts_of_the_whole(world: int, tmp_path: Path) -> None:
     [found] = run(tmp_path, [world], "gloo")
     assert_sharded(found)
 
 
+@pytest.mark.long
 def test_a_process_that_fails_is_shown(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"process 1:\n(.*\n)+RuntimeError: this process was asked to fail"):
         run(tmp_path, [2], "gloo", fail=True)

@@ -125,6 +125,7 @@ def test_other_values_are_refused(make: Any, message: str) -> None:
         tensor(make())
 
 
+@pytest.mark.long
 def test_fake_tensors_are_refused() -> None:
     with FakeTensorMode():
         fake = torch.ones(2)

@@ -1,8 +1,7 @@
 """Mutants of the harness and the reference: single wrong changes, each of which the tests must catch.
 
 `make mutants-harness`, or `python -m tests.mutants.run -k gate`. `mutants.toml` holds the changes. Each is applied to a
-copy of the checkout, in which the test files of the mutant run up to the first failure, without `cases/` and without
-tests marked `long`. At the end the tests that caught mutants run on an unchanged copy, where all of them must pass.
+copy of the checkout, in which the test files of the mutant run up to the first failure, without `cases/`. At the end the tests that caught mutants run on an unchanged copy, where all of them must pass.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _be_pytest(tree: Path, tests: list[str], output: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    options = ["-x", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider", "--tb=short"]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
     sys.exit(pytest.main([*options, *tests]))
 
 

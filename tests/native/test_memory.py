@@ -81,6 +81,7 @@ LAYOUTS = (lambda x: x, lambda x: embedded(x.T.contiguous()).T, sparse)
 # Quantization. A NaN propagates, so that a single NaN from outside changes the result.
 
 
+@pytest.mark.sampled(14)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("shape", [(1, 1), (17, 31), (65, 33), (128, 64), (256, 128)], ids=str)
@@ -135,6 +136,7 @@ def test_amaxes_and_random_words(rows: int, columns: int, guarded: Guarded) -> N
         assert_both_same(got, reference.quantize_both(x, name, **options))
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-sr", "mxfp4", "mxfp8-2d-sr", *fp8.KINDS])
@@ -233,6 +235,7 @@ def test_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch: pyt
         assert_equal(y, bounds(a, b, out_dtype=torch.bfloat16, order=tensor_cores.ORDER).expected)
 
 
+@pytest.mark.sampled(2)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 16), (131, 136, 144), (5, 264, 48)])
 def test_fp8_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +247,7 @@ def test_fp8_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch:
         assert_equal(y, bounds(a, b, out_dtype=torch.bfloat16, order=order).expected)
 
 
+@pytest.mark.sampled(7)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize(
     ("name", "wide", "n", "k"),

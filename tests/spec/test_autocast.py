@@ -123,6 +123,7 @@ def leaf() -> torch.Tensor:
     return torch.ones(2, requires_grad=True)
 
 
+@pytest.mark.long
 def test_the_second_forward_is_under_the_recipe_of_the_first() -> None:
     seen: list[tuple[TrainingRecipe | None, bool]] = []
 

@@ -531,6 +531,7 @@ def same_bytes(outputs: dict[Any, torch.Tensor]) -> list[tuple[Any, ...]]:
     return [pair for pair in combinations(outputs, 2) if torch.equal(*(outputs[value] for value in pair))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("option", options())
 def test_every_value_of_an_option_gives_its_own_bytes(option: str) -> None:
     outputs = {value: WITNESSES[option](with_value(option, value)) for value in options()[option]}

@@ -53,6 +53,7 @@ def wrong(*args: Any, **kwargs: Any) -> Verdict:
     return caught.value.verdict
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipes", RECIPES, ids="+".join)
 @pytest.mark.parametrize("order", [None, "blocks", "aligned-25-32"])
 def test_bounds_of_selected_outputs_equal_bounds_of_the_product(recipes: tuple[str, str], order: str | None) -> None:
@@ -69,6 +70,7 @@ def test_bounds_of_selected_outputs_equal_bounds_of_the_product(recipes: tuple[s
         assert torch.equal(getattr(part, field.name), expected[:, columns]), field.name
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipes", RECIPES, ids="+".join)
 def test_the_verdict_is_that_of_the_bounds(recipes: tuple[str, str], device: str) -> None:
@@ -190,6 +192,7 @@ def test_a_mistake_in_the_arguments_names_the_argument(
         call(**given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operands", ["decoded-float32", "decoded-bfloat16"])
 def test_declared_operands(operands: str) -> None:
     """Undeclared, the cause has the declaration; declared, the kernel passes, and `bounds` has the interval."""

@@ -40,6 +40,7 @@ def wrong(*args: Any, **kwargs: Any) -> Verdict:
     return caught.value.verdict
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", ["nvfp4-sr", "mxfp4-sr", "nvfp4-rht-sr"])
 def test_a_correct_kernel_passes(recipe: str, device: str) -> None:
@@ -98,6 +99,7 @@ def test_a_kernel_may_write_into_the_same_memory() -> None:
     ng.assert_stochastic(X, in_place)
 
 
+@pytest.mark.long
 def test_given_bits_are_judged_exactly() -> None:
     words = torch.randint(-(2**31), 2**31, (128, 64), dtype=torch.int32)
     for random in ((11, 4), words):

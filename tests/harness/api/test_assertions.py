@@ -243,6 +243,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_caller_change_no_verdict_and_are_kept(name: str) -> None:
     x = matrix().float()
@@ -278,6 +279,7 @@ def test_fake_tensors_are_refused() -> None:
         ng.assert_quantized(mode.from_tensor(x), q.codes, q.scales)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch 2.11
 def test_an_assertion_in_a_compiled_function_is_outside_it() -> None:
@@ -348,6 +350,7 @@ def test_an_error_keeps_its_verdict_when_it_is_pickled() -> None:
     assert str(copied) == str(caught.value)
 
 
+@pytest.mark.long
 def test_a_verdict_does_not_depend_on_earlier_calls() -> None:
     x = matrix()
     q = ng.quantize(x, "nvfp4")
@@ -361,6 +364,7 @@ def test_a_verdict_does_not_depend_on_earlier_calls() -> None:
 # ---- reproduction ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_command_fails_alike_in_another_process() -> None:
     x = matrix()
     q = ng.quantize(x, "nvfp4")
@@ -397,6 +401,7 @@ def command_path(verdict: Verdict) -> Path:
     return Path(json.loads(code.partition("torch.load(")[2].rstrip(")")))
 
 
+@pytest.mark.long
 def test_saved_arguments_are_plain_and_only_those_of_the_call(failures: Path) -> None:
     x = matrix(64, 64)[:32]
     q = ng.quantize(x, "nvfp4")
@@ -427,6 +432,7 @@ def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.Monke
     assert "NARROWGAUGE_FAILURES" in verdict.reproduction
 
 
+@pytest.mark.long
 def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
@@ -445,6 +451,7 @@ def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: p
     assert wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales).reproduction.startswith("not saved: NotADirectoryError")
 
 
+@pytest.mark.long
 def test_an_xdist_worker_reports_failures_and_saves_once(tmp_path: Path, failures: Path) -> None:
     text = """
         import narrowgauge

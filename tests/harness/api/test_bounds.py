@@ -72,6 +72,7 @@ def test_every_order_of_additions_lies_inside(
 DECLARED = [{"order": "blocks"}, {"accumulator": "truncating"}, {"subnormals": "flushed"}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "declared"),
     [

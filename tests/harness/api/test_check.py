@@ -37,6 +37,7 @@ def report(function: Callable[..., Any], recipe: Any = "nvfp4", **arguments: Any
 # ---- correct functions -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed-e4m3"])
 def test_the_reference_passes_every_default_case(recipe: str) -> None:
     done = check(ops.quantize, recipe)
@@ -46,6 +47,7 @@ def test_the_reference_passes_every_default_case(recipe: str) -> None:
     assert re.fullmatch(rf"quantize, quantize {recipe}: \d+ cases passed, [\d ]+ elements compared", repr(done))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("operation", "recipe"), [("dequantize", "nvfp4"), ("transform", "nvfp4-rht"), ("gemm", "nvfp4")]
 )
@@ -93,6 +95,7 @@ def test_a_quantized_a_mapping_and_tuples_are_results() -> None:
     assert "error: quantize gave a result that does not fit: tuple; give (codes, scales)" in text
 
 
+@pytest.mark.long
 def test_random_bits_given_and_own() -> None:
     given: dict[str, Any] = {"families": ["normal"], "shapes": [(128, 256)]}
 
@@ -196,6 +199,7 @@ def test_a_view_that_is_read_as_contiguous_memory_fails() -> None:
     assert "case: quantize/nvfp4/32x64/bf16/position/strided\n" in text
 
 
+@pytest.mark.long
 def test_a_local_function_is_reproduced_by_a_line_of_python() -> None:
     def local(x: torch.Tensor) -> Any:
         return checked_functions.first_column_wrong(x)
@@ -247,6 +251,7 @@ def state() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_settings_are_restored_and_the_function_sees_the_callers() -> None:
     seen = []
 

@@ -19,6 +19,7 @@ pytest_plugins = ["pytester"]
 TURNED = "nvfp4-rht"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128", TURNED])
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_tensors_are_those_of_the_case(recipe: str, seed: int) -> None:
@@ -115,6 +116,7 @@ def test_wrong_arguments_of_matrix_are_named(arguments: dict[str, Any], text: st
         matrix("nvfp4", **arguments)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 def test_pytest_shows_the_id_of_a_case(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(

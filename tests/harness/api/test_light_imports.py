@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import narrowgauge as ng
 
 REFUSED = ("pandas", "pyarrow", "jinja2", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
@@ -101,6 +103,7 @@ CALLS = {
 """A call of each public name."""
 
 
+@pytest.mark.long
 def test_public_names_need_torch_and_numpy_alone(tmp_path: Path) -> None:
     assert CALLS.keys() == {*ng.__all__}
     (tmp_path / "calls.py").write_text(PREAMBLE + "\n".join(CALLS.values()) + "\n", encoding="utf-8")

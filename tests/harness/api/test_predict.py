@@ -42,6 +42,7 @@ def test_the_file_holds_operands_and_predicted_bits(tmp_path: Path) -> None:
     assert digest(y) in again
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -68,6 +69,7 @@ def test_results_of_the_gpu_are_compared_bit_for_bit(tmp_path: Path) -> None:
     assert "1 of 128 outputs differ, the first at row 3, column 5" in predict(*usual, "--compare", other, status=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -39,6 +39,7 @@ def test_an_adapter_loads_without_its_library(name):
         assert dialects, recipe
 
 
+@pytest.mark.long
 def test_loading_imports_no_library():
     code = (
         "import sys; from narrowgauge.harness.backends.loading import LIBRARIES, load_implementation\n"
@@ -118,6 +119,7 @@ def test_an_unknown_variant_names_the_variants(name):
         load_implementation(f"{name}:other")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({*MODULES}))
 def test_bytes_of_an_installed_library_are_those_of_its_dialects(name):
     if not installed(name):

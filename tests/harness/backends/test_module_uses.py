@@ -184,6 +184,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("module", "use", "flags"), RIGHT, ids=[f"{m.__name__}-{'-'.join((u, *f))}" for m, u, f in RIGHT]
 )
@@ -284,6 +285,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("module", "use", "flags", "training", "stage", "cause"), WRONG, ids=[w[0].__name__ for w in WRONG]
 )

@@ -59,6 +59,7 @@ def test_recipes_without_cases_take_those_of_a_similar_recipe(recipe, served):
     assert [one.recipe for one in chosen] == [served]
 
 
+@pytest.mark.long
 def test_every_dialect_has_quick_cases():
     quick = [one for one in select(load_all([CASES]), tier="quick") if one.operation == "quantize"]
     tables = (DIALECTS, MX_DIALECTS, *FP8_DIALECTS.values())

@@ -76,6 +76,7 @@ MALICIOUS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", MALICIOUS)
 def test_a_malicious_case_file_is_one_error(tmp_path, name):
     text, message = MALICIOUS[name]
@@ -117,6 +118,7 @@ def test_what_is_no_number(text):
         training_recipe(f"DelayedScaling-history{text}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", ["٣,17", "3,²", "3,1_0", "3, 17", "-1,2", "3", "3,17,1", "9" * 19 + ",1"])
 def test_a_place_that_is_no_pair_of_numbers(tmp_path, place):
     path = tmp_path / "a.toml"

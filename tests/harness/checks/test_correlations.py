@@ -99,6 +99,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_generator_fails_a_test_of_its_distance(name):
     shape, generate, test = WRONG[name]

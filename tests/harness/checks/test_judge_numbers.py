@@ -84,6 +84,7 @@ def test_every_code_and_its_neighbour_are_one_step_apart(fmt):
     assert len(zeros) == (fmt.signed and fmt.negative_zero)
 
 
+@pytest.mark.sampled(2)
 @every_format
 def test_every_code_equals_itself_and_no_other(fmt):
     every = torch.arange(fmt.codes, dtype=torch.uint8)
@@ -223,6 +224,7 @@ def is_right(number, ends, expected, fused, exact, zero_sum, undetermined):
     return ends[0] <= number <= ends[1]
 
 
+@pytest.mark.sampled(5)
 @every_sixteen
 @pytest.mark.parametrize("kind", LIMITS)
 def test_every_16_bit_float_against_a_bound(kind, dtype):
@@ -247,6 +249,7 @@ def test_one_step_inside_and_outside_an_interval(dtype):
             assert (result.passed, result.max_ulp) == ((True, None) if steps <= 0 else (False, steps))
 
 
+@pytest.mark.sampled(2)
 @every_sixteen
 def test_every_16_bit_float_between_two_ends(dtype):
     x, values = words(dtype)

@@ -13,7 +13,6 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import terms
-from tests.thinned import thinned
 
 GROUPS = [2, 4, 8, 16, 32, 64, 128]
 FAMILIES = [
@@ -43,7 +42,8 @@ def outside(y: torch.Tensor, interval: Interval) -> torch.Tensor:
     return ~((y >= interval.lower) & (y <= interval.upper))
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_order_or_tree_of_additions_leaves_it(group, family):
     x = matrix(family)
@@ -84,6 +84,7 @@ def exact(row: list[float], column: int, group: int) -> tuple[Fraction, Fraction
     return sum(products, Fraction()), sum(map(abs, products), Fraction()), sum(p != 0 for p in products)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", ["normal", "spread", "subnormal", "tiles"])
 @pytest.mark.parametrize("group", [4, 16, 32])
 def test_it_is_as_narrow_as_the_rule_says(group, family):

@@ -16,7 +16,6 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, in_turn, quantize, rotating
-from tests.thinned import thinned
 
 RHT = find_recipe("nvfp4-rht")
 TRANSFORM = case_from_labels("transform", "nvfp4-rht", (64, 128), "bf16", "normal")
@@ -47,7 +46,8 @@ def cancelling(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("name", thinned(["nvfp4-rht32", "nvfp4-2d-rht32", "nvfp4-rht32-sr", "nvfp4-2d-rht32-sr"], 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", ["nvfp4-rht32", "nvfp4-2d-rht32", "nvfp4-rht32-sr", "nvfp4-2d-rht32-sr"])
 def test_scales_and_codes_that_the_order_decides_are_excused(monkeypatch, name):
     monkeypatch.setattr(
         "narrowgauge.harness.inputs.inputs.make_inputs",
@@ -111,6 +111,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["normal", "tiles", "spread"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_rotation_is_caught(wrong, family):
@@ -121,7 +122,8 @@ def test_a_wrong_rotation_is_caught(wrong, family):
     assert {"lower", "upper", "expected", "actual", "input_bits", "lane"} <= record.findings[0]["elements"][0].keys()
 
 
-@pytest.mark.parametrize("wrong", thinned(WRONG, 3))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_rotation_is_caught_through_the_codes(wrong):
     record = run_case(replace(ROTATED, inputs="tiles"), backend(**WRONG[wrong]))
     assert record.verdict == "fail"
@@ -206,6 +208,7 @@ def test_an_amax_that_is_no_bfloat16_number_is_refused():
     assert (record.verdict, record.stage) == ("fail", "amax")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("change", [{"codes": 0x10}, {"scales": 1}])
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr"])
 def test_one_wrong_byte_after_a_free_rotation_is_found(name, change):

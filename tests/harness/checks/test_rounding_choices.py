@@ -10,6 +10,7 @@ from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.spec.recipes import find_recipe
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["nvfp4-sr", "mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr"])
 def test_odds_are_what_all_256_bytes_give(name):
     recipe = find_recipe(name)

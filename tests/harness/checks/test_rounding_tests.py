@@ -23,7 +23,6 @@ from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.quantized import words_shape
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import rotating
-from tests.thinned import thinned
 
 NVFP4 = case_from_labels("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
 MX = case_from_labels("quantize", "mxfp8-e4m3-sr", (64, 96), "fp32", "normal")
@@ -76,24 +75,22 @@ def fresh(own, seed, offset):
 # Right samplers.
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "case",
-    thinned(
-        [
-            NVFP4,
-            replace(NVFP4, dtype="bf16", inputs="spread", shape=(96, 130)),
-            replace(NVFP4, inputs="e2m1-ties", dtype="bf16"),
-            replace(NVFP4, recipe="nvfp4-2d-sr", usage="both", scales="swizzled"),
-            replace(NVFP4, recipe="nvfp4-rht-sr", dtype="bf16", usage="columnwise"),
-            replace(NVFP4, recipe="nvfp4-2d-rht-sr", dtype="bf16", inputs="spread", usage="both"),
-            replace(NVFP4, inputs="nan", dtype="fp16"),
-            replace(MX, usage="columnwise"),
-            replace(MX, recipe="mxfp6-e3m2-sr", inputs="subnormal", usage="both"),
-            replace(MX, recipe="mxfp8-e5m2-sr", inputs="ties", dtype="bf16"),
-            replace(MX, recipe="mxfp4-2d-sr", inputs="outliers", dtype="bf16"),
-        ],
-        2,
-    ),
+    [
+        NVFP4,
+        replace(NVFP4, dtype="bf16", inputs="spread", shape=(96, 130)),
+        replace(NVFP4, inputs="e2m1-ties", dtype="bf16"),
+        replace(NVFP4, recipe="nvfp4-2d-sr", usage="both", scales="swizzled"),
+        replace(NVFP4, recipe="nvfp4-rht-sr", dtype="bf16", usage="columnwise"),
+        replace(NVFP4, recipe="nvfp4-2d-rht-sr", dtype="bf16", inputs="spread", usage="both"),
+        replace(NVFP4, inputs="nan", dtype="fp16"),
+        replace(MX, usage="columnwise"),
+        replace(MX, recipe="mxfp6-e3m2-sr", inputs="subnormal", usage="both"),
+        replace(MX, recipe="mxfp8-e5m2-sr", inputs="ties", dtype="bf16"),
+        replace(MX, recipe="mxfp4-2d-sr", inputs="outliers", dtype="bf16"),
+    ],
     ids=lambda case: case.id,
 )
 def test_a_right_sampler_passes(case, monkeypatch):
@@ -220,7 +217,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", thinned(WRONG, 2))
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_sampler_fails_by_the_test_that_it_fails(wrong, monkeypatch):
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW)
     door, test = WRONG[wrong]
@@ -236,6 +234,7 @@ def test_a_wrong_sampler_fails_by_the_test_that_it_fails(wrong, monkeypatch):
     assert record.mismatches == 0  # no single code is wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "test"),
     [
@@ -258,6 +257,7 @@ def test_a_single_element_that_never_moves_is_found():
     assert "one element: it went up in 0 of 512 calls, at 143/256 of a step, p <= 1e-" in record.message
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "inputs", "why"),
     [
@@ -285,6 +285,7 @@ def test_a_later_call_is_looked_at_as_the_first_is():
     assert record.message.endswith("at row 1, column 2; no random bits give them (call 1)")
 
 
+@pytest.mark.long
 def test_findings_of_a_half_made_in_place_have_coordinates_of_x():
     def both(x, recipe, *, rowwise=True, random=None, **options):
         row, column = reference.quantize_both(x, recipe, rowwise=rowwise, random=random, **options)
@@ -299,6 +300,7 @@ def test_findings_of_a_half_made_in_place_have_coordinates_of_x():
 # Further judged properties.
 
 
+@pytest.mark.long
 def test_scales_and_amax_stay_exact():
     def spoil(part):
         def quantize(x, recipe, *, random, **options):

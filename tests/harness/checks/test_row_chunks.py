@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "doors"), CASES, ids=lambda value: getattr(value, "id", ""))
 def test_a_record_does_not_depend_on_chunks(case, doors, small) -> None:
     whole = run_case(case, backend(**doors)).to_dict()

@@ -99,6 +99,7 @@ def test_chernoff_s_bound_holds():
     assert high < math.log(1e-6) < low
 
 
+@pytest.mark.long
 def test_p_values_of_a_right_sampler_are_never_too_small():
     """Of 160 seeds no more than chance allows have a p-value of at most t: for every test, and for all of them."""
     recipe = find_recipe("nvfp4-sr")

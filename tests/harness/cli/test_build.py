@@ -28,6 +28,7 @@ def run_build() -> Result:
     return CliRunner().invoke(app, ["build", "-n", "2"])
 
 
+@pytest.mark.long
 def test_build_fills_the_cache_that_calls_use(compiled: list[str], tmp_path: Path) -> None:
     result = run_build()
     assert result.exit_code == 0, result.output
@@ -38,6 +39,7 @@ def test_build_fills_the_cache_that_calls_use(compiled: list[str], tmp_path: Pat
     assert len(compiled) == 2, "kernels of the cache are compiled again"
 
 
+@pytest.mark.long
 def test_build_says_which_source_does_not_compile(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = host.text
     monkeypatch.setattr(host, "text", lambda source: real(source) + "\n#error broken" * (source == "pad"))

@@ -165,6 +165,7 @@ def imported(*arguments):
     return done.stdout, {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["list", "cases/nvfp4_gemm.toml", "-k", "1024"]])
 def test_help_and_list_import_nothing_heavy(arguments):
     printed, modules = imported(*arguments)
@@ -242,6 +243,7 @@ if not torch.cuda.is_available():
     REFUSED += [("run bench", ["--device", "cuda"], "doctor"), ("show", [QUICK[0], "--device", "cuda"], "doctor")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [(command, *row) for commands, *row in REFUSED for command in commands.split()],
@@ -253,6 +255,7 @@ def test_wrong_arguments_are_refused(command, arguments, words, folder):
     assert words in refused(command, *arguments)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("arguments", [["run", "-n", "1"], ["show", QUICK[0]]])
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -295,6 +298,7 @@ def test_a_run_that_fails_shows_the_first_failure_of_each_kind(one_process):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "status"), [([], 0), (["--strict"], 1), (["-k", "gemm"], 1), (["-k", "quantize", "--strict"], 0)]
 )
@@ -406,6 +410,7 @@ def test_show_after_other_cases():
     assert "no case is called 'x'" in refused("show", QUICK[0], "--after", "x")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -516,6 +521,7 @@ def operations(folder):
     return narrowgauge("list").stdout.splitlines()
 
 
+@pytest.mark.long
 def test_show_works_for_every_operation(operations):
     """In a terminal with 80 columns. A name is longer only if it stands alone on its line."""
     assert len(operations) == 35
@@ -531,6 +537,7 @@ def test_show_works_for_every_operation(operations):
             assert any(re.match(r"(section \d, |\w+ half, )?row 0", line) for line in lines), lines
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "output"),
     [

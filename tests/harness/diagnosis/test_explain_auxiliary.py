@@ -159,6 +159,7 @@ ROTATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("declares", [BUTTERFLY, {}], ids=["declared", "free"])
 @pytest.mark.parametrize("cause", ROTATIONS)
 def test_a_rotation(cause, declares):

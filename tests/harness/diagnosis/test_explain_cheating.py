@@ -71,6 +71,7 @@ def test_an_untrusted_run_names_a_stored_result():
     assert SAME in [explanation["cause"] for explanation in record.explanations]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_stored_result_is_named(name):
     case, change, sentence = CHANGES[name]
@@ -119,6 +120,7 @@ def test_right_and_empty_results_do_not_count():
     assert not explain_same_results(WRONG, right, other, exact=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cause", ALIAS_CAUSES)
 def test_shared_memory_is_named_if_nothing_else_gives_the_bytes(cause):
     """A deviation with the kernel's bytes comes first: a kernel may reuse its memory and have a separate mistake."""

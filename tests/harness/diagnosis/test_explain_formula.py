@@ -80,6 +80,7 @@ def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torc
     return [one.cause for one in found]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("of", RIGHT)
 def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:

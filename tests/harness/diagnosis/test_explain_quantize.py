@@ -199,6 +199,7 @@ def names(table):
     return [f"{cause}/{wanted.recipe}/{wanted.inputs}" for cause, wanted, *_ in table]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), ELEMENTS, ids=names(ELEMENTS))
 def test_elements(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -424,6 +425,7 @@ SCALES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), SCALES, ids=names(SCALES))
 def test_scales(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -500,6 +502,7 @@ TENSORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), TENSORS, ids=names(TENSORS))
 def test_tensors_and_rotations(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
@@ -625,6 +628,7 @@ def test_a_kernel_that_draws_where_it_should_round():
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("numbers", "named"),
     [
@@ -691,6 +695,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cause", "recipe", "inputs", "fields"), CHOICES)
 def test_choices_of_a_recipe(cause, recipe, inputs, fields):
     other = replace(find_recipe(recipe), **fields)
@@ -720,6 +725,7 @@ def test_two_deviations_are_named_together():
     assert is_cause(first["cause"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_deviation_of_most_wrong_elements_is_not_exact(count):
     def codes(s):

@@ -36,7 +36,6 @@ from tests.harness.wrong_steps import (
     wrong_amax,
     wrong_tensor,
 )
-from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("history")
 
@@ -80,6 +79,7 @@ def test_sections_have_one_explanation(columnwise):
     assert causes(record)[0] == "block-amax-without-fabs"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("source", "exact"), [([0, 0, 0], True), ([0, 0, 2], False)])
 def test_sections_with_the_result_of_another_section(source, exact):
     def grouped(x, sizes, recipe):
@@ -164,8 +164,9 @@ def spoiled(x, recipe, **options):
     return replace(q, codes=torch.where(mask, q.codes ^ 1, q.codes))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
-    "recipe", thinned(["nvfp4-rht-sr", "nvfp4", "mxfp8-e4m3-2d", "nvfp4-4over6-448-mse", "fp8-current-e4m3"], 2)
+    "recipe", ["nvfp4-rht-sr", "nvfp4", "mxfp8-e4m3-2d", "nvfp4-4over6-448-mse", "fp8-current-e4m3"]
 )
 def test_what_nothing_explains(recipe, history):
     recipe = recipe.replace("-e4m3-2d", "-2d")
@@ -203,6 +204,7 @@ def test_what_explained_a_case_is_tried_first(history):
     assert history.recent_causes == ["nibbles-swapped", "truncated"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("limit", "value"), [("WORK_PER_CASE", 1 << 14), ("WORK_PER_BACKEND", 1 << 14)])
 def test_the_work_is_limited(limit, value, history, monkeypatch):
     monkeypatch.setattr(explain_quantize, limit, value)
@@ -221,6 +223,7 @@ def amax_causes(quantize, seeds):
     return [(e["cause"], e["exact"]) for r in records for e in r.explanations if e["cause"].startswith("amax")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [slice(4, 8), slice(0, 8)])
 def test_the_amax_of_a_part_is_named_unless_by_chance(part):
     found = amax_causes(wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, part])), 24)

@@ -114,6 +114,7 @@ def test_a_limit_of_0_claims_no_cause_and_says_so(case) -> None:
     assert "diagnose='full'" in limit.note
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves on by 1 s with every reading, so the limit is reached at every point of the search."""
@@ -164,6 +165,7 @@ def test_shared_memory_has_no_exact_cause_after_a_stop() -> None:
         assert not alias.exact
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, ROWS - 1), (17, 30), (ROWS - 1, 0)])
 def test_a_product_that_fits_partly_has_no_exact_cause(place) -> None:
     def change(output: torch.Tensor) -> None:

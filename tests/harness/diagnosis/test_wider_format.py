@@ -120,6 +120,7 @@ def test_inputs_that_the_codes_hold_exactly_give_no_finding(inputs):
     assert record.verdict == "pass", record.message
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("widen", "scale", "inputs", "recipe"),
     [

@@ -106,6 +106,7 @@ def gate(folder: Path, lines: Lines, edit: Edit) -> Any:
     return narrowgauge("gate", "--run", folder / "damaged", "--baseline", folder / "host.json")
 
 
+@pytest.mark.long
 def test_a_run_without_damage_passes(folder: Path, lines: Lines) -> None:
     """The run has records of each kind: correct, wrong, without a result, not supported, a product, a module."""
     assert sorted(line["verdict"] for line in lines[1:]) == ["error", "fail", *["pass"] * 4, "unsupported"]
@@ -193,6 +194,7 @@ def in_entry(column: str, key: str, operation: str, value: Any = MISSING, *, ver
 OBJECTS = ("modulo", "heat", "census")
 
 
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize(("expected", "edit"), [pytest.param(*case[1:], id=case[0]) for case in columns()])
 def test_a_damaged_column_is_refused_by_name(folder: Path, lines: Lines, expected: str, edit: Edit) -> None:
     with pytest.raises(JournalError) as error:
@@ -411,6 +413,7 @@ FILES: dict[str, tuple[Edit, str]] = {
 TABLES = CONTRADICTIONS | HEADER | FILES
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("edit", "expected"), [pytest.param(*case, id=name) for name, case in TABLES.items()])
 def test_a_run_that_contradicts_itself_is_refused(folder: Path, lines: Lines, edit: Edit, expected: str) -> None:
     judged = gate(folder, lines, edit)
@@ -445,6 +448,7 @@ WORSE: dict[str, tuple[Edit, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("edit", "expected"), [pytest.param(*case, id=name) for name, case in WORSE.items()])
 def test_a_consistent_run_that_is_worse_has_another_exit_status(
     folder: Path, lines: Lines, edit: Edit, expected: str

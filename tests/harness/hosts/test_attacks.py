@@ -151,6 +151,7 @@ def test_an_attack_costs_its_own_case(name: str, way: str, folder: Path) -> None
     assert not (folder / "pickled").exists()
 
 
+@pytest.mark.long
 def test_many_attacks_in_a_run(folder: Path) -> None:
     clean = [(16, 32 * n + 16) for n in range(len(MANY_SHAPES))]
     shapes = [shape for pair in zip(clean, MANY_SHAPES.values(), strict=True) for shape in pair]

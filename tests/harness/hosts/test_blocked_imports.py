@@ -54,6 +54,7 @@ def run(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_to_the_reference_is_closed(way: str) -> None:
     code, named = WAYS[way]
@@ -65,6 +66,7 @@ def test_a_way_to_the_reference_is_closed(way: str) -> None:
     assert named in last
 
 
+@pytest.mark.long
 def test_the_same_ways_are_open_without_the_block(tmp_path: Path) -> None:
     """Otherwise the test above would pass for code that never reaches the reference."""
     open_ways = [code for way, (code, _) in WAYS.items() if way not in ("hard link", "fork", "without the finder")]
@@ -78,6 +80,7 @@ def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("--untrusted: the reference is not available to a backend: mine"), done.stderr
 
 
+@pytest.mark.long
 def test_loaded_modules_are_removed() -> None:
     code = f"""
 import narrowgauge, sys
@@ -96,6 +99,7 @@ narrowgauge.quantize
     assert done.stderr.strip().endswith("narrowgauge.reference")
 
 
+@pytest.mark.long
 def test_other_modules_and_files_stay_available(tmp_path: Path) -> None:
     (tmp_path / "reference.py").write_text("ANSWER = 42\n", encoding="utf-8")
     code = f"""

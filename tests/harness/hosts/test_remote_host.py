@@ -16,7 +16,6 @@ from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.running.runner import run_case
 from tests.paths import CASES
-from tests.thinned import thinned
 
 COMPARED = ("verdict", "stage", "input_digest", "output_digest", "stages", "compared", "mismatches", "findings")
 LARGEST = 1 << 22
@@ -57,7 +56,8 @@ def parts(case: Case, backend: Backend) -> dict[str, Any]:
     return {name: record[name] for name in COMPARED}
 
 
-@pytest.mark.parametrize("case", thinned(sample(), 12), ids=lambda case: case.id)
+@pytest.mark.sampled(216)
+@pytest.mark.parametrize("case", sample(), ids=lambda case: case.id)
 def test_a_case_has_the_same_record_in_a_host(case: Case, hosted: Callable[[str], Backend]) -> None:
     here, there = parts(case, load_backend("reference")), parts(case, hosted("reference"))
     assert there == here
@@ -137,6 +137,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
@@ -154,6 +155,7 @@ def test_a_second_run_that_differs_has_the_same_record(
     assert there["verdict"] == verdict
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -112,6 +112,7 @@ def judged(case, kind, form, device="cpu"):
         return run_case(case, backend, device=device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_hundredth_call_is_found_with_its_period(form):
     record = judged(QUANTIZE, Counting, form)
@@ -171,6 +172,7 @@ def test_results_that_are_passed_on_are_repeated_too(form):
     assert stage["compared"] == 512 + 16 + 20
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("concurrency", ["streams", "graph"])
 def test_streams_and_graphs_need_a_gpu(form, concurrency):
@@ -179,6 +181,7 @@ def test_streams_and_graphs_need_a_gpu(form, concurrency):
     assert (record.verdict, record.message) == ("unsupported", message)
 
 
+@pytest.mark.long
 def test_bytes_of_an_earlier_case_are_no_difference():
     with hosted_backend("reference") as backend:
         for shape, recipe in (((1040, 1200), "mxfp8-e4m3"), ((1030, 1100), "fp8-current-e4m3")):

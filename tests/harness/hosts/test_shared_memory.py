@@ -66,6 +66,7 @@ print(sorted(refused))
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("read_only", [True, False])
 def test_a_host_cannot_change_the_size_or_inputs(read_only: bool) -> None:
     memory = SharedFile("test", read_only=read_only, capacity=SIZE)
@@ -145,6 +146,7 @@ SHAPES = [(3, 5), (1,), (0, 4), (2, 0, 3), (0,)]
 USABLE = [name for name, dtype in DTYPES.items() if not name.startswith(("q", "bits"))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", USABLE)
 def test_every_dtype_and_shape_survives(name: str, host: RemoteHost) -> None:

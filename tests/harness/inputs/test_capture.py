@@ -182,6 +182,7 @@ def test_impossible_recipes_of_a_tensor_are_left_out_and_named(safetensors):
     assert refused(captured) == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-sr"])
 def test_captured_tensors_of_every_recipe_run(safetensors, name):
     captured = Captured.load(safetensors, ["layer.brain"])

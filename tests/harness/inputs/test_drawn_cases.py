@@ -43,6 +43,7 @@ def gemm(*shape: int, inputs: str = "normal", layout: str = "tn") -> Case:
     return case_from_labels("gemm", "nvfp4", shape, "bf16xbf16-bf16", inputs, (layout,))
 
 
+@pytest.mark.long
 def test_drawn_cases_are_valid_and_keep_the_remaining_fields() -> None:
     for case, original in zip(drawn(), quick(), strict=True):
         assert case.problem() is None, case.id
@@ -83,6 +84,7 @@ def test_families_and_alignments_vary() -> None:
     assert ragged[1] >= ragged[0]
 
 
+@pytest.mark.long
 def test_the_secret_decides_all() -> None:
     first, again, other = (drawn_sample(secret) for secret in (SECRET, SECRET, SECRET + 1))
     assert again == first
@@ -94,6 +96,7 @@ def test_the_secret_decides_all() -> None:
     assert all(0 <= secret < 2**BITS for secret in secrets)
 
 
+@pytest.mark.long
 def test_another_process_draws_the_same() -> None:
     """Python seeds its hashes in each process: no set may decide a draw."""
     code = (
@@ -133,6 +136,7 @@ def test_known_cases_are_not_drawn() -> None:
     assert drawn_cases([case], SECRET, matrix=[gemm(0, 0, 0, inputs=family) for family in families]) == [case]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_reference_passes_drawn_cases(operation: str) -> None:
     """Inputs, bounds and checks of every operation hold for drawn shapes."""

@@ -45,6 +45,7 @@ def test_every_code_and_scale_byte_is_given(recipe):
         assert len(q.scales.unique()) == (256 if q.recipe.scale is E8M0 else 128)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4"])
 def test_dequantize_of_given_codes_rounds_exact_products(recipe, dtype):
@@ -63,6 +64,7 @@ def test_dequantize_of_given_codes_rounds_exact_products(recipe, dtype):
         assert torch.equal(actual.nan_to_num(7).view(torch.uint8), expected.nan_to_num(7).view(torch.uint8))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp4"])
 def test_products_of_given_codes_agree_with_fractions(recipe):
     a, b = given(recipe, (48, 32)), given(recipe, (40, 32), "fp32")

@@ -206,6 +206,7 @@ MALICIOUS = {
 }
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("name", MALICIOUS)
 def test_a_malicious_file_is_one_error(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -250,6 +251,7 @@ def cases_of(path: Path, *names: str) -> list[Case]:
     return captured_cases(Captured.load(path, names or None))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_other_tensors_are_not_read(tmp_path, save):
     path = tmp_path / "a.npz"

@@ -84,6 +84,7 @@ def test_families_of_nvfp4_keep_their_bytes(case):
 # Every family.
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", families_of("quantize"))
 def test_any_shape_and_dtype(family, dtype):
@@ -115,6 +116,7 @@ def test_midpoints_are_all_of_them(element):
                for low, middle, high in zip(values, found, values[1:], strict=False))  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*MX, *FP8])
 def test_ties_are_exact_ties_after_scaling(name, dtype):

@@ -255,6 +255,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TORCH_CHANGES)
 def test_each_setting_of_torch_is_a_note_and_is_restored(observed: dict[str, Any], name: str) -> None:
     _, settings, parts = TORCH_CHANGES[name]
@@ -294,6 +295,7 @@ print(wrong())
 """
 
 
+@pytest.mark.long
 @known_registers
 def test_threads_of_torch_are_restored() -> None:
     upward, restored = map(int, run_python(THREADS, str(ROUNDING[UP])).split())

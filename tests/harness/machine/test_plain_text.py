@@ -56,6 +56,7 @@ def test_a_line_that_is_a_command_is_divided(text: str, expected: str) -> None:
     assert escape(expected) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["a", "€", "😀", "\x1b", "\n::", "\ud800"])
 @pytest.mark.parametrize("extra", [-1, 0, 1, 5, 100_000])
 def test_a_long_text_is_cut_and_says_by_how_much(unit: str, extra: int) -> None:

@@ -230,6 +230,7 @@ WITH_CONSEQUENCES = (
 """Defects that a later stage shows too."""
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("case", "stage", "words", "method", "defect"),
     DEFECTS,
@@ -310,6 +311,7 @@ def where_equal_four(x, recipe):
     return replace(q, scales=scales, codes=encode_elements(x, scales, q.tensor_scale, recipe))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["mae", "mse"])
 @pytest.mark.parametrize("most", [448, 256])
 def test_four_where_it_is_no_better_than_six(most, mode):

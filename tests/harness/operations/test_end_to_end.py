@@ -96,6 +96,7 @@ def test_wrong_codes_fail_in_their_stage_and_show_at_the_end(case, door, stages)
     assert record.sweep[-1] < 1
 
 
+@pytest.mark.sampled(2)
 @every_product
 def test_a_wrong_product_of_right_codes_shows_in_both_stages(case):
     def spoil(output):

@@ -14,7 +14,6 @@ from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import QUANTIZE, backend, quantize
-from tests.thinned import thinned_rows
 
 MX = replace(QUANTIZE, recipe="mxfp8-e4m3@ocp", shape=(32, 64), inputs="nan")  # of a block with a NaN, 255
 BLOCKS = replace(QUANTIZE, recipe="fp8-block-1x128-e4m3-fp32", shape=(16, 256))
@@ -85,6 +84,7 @@ def test_nan_where_the_scale_is_a_number():
 # Scales of float32.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bits", "steps"),
     [
@@ -119,9 +119,10 @@ def test_the_other_zero_is_another_scale():
 NUMBERS = [0x7FC00000, 0x7F800000, 0x80000000, 0xBF800000]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("part", "bits"),
-    [*(("amax", bits) for bits in NUMBERS), *thinned_rows((("tensor_scale", bits) for bits in NUMBERS), 2)],
+    [*(("amax", bits) for bits in NUMBERS), *(("tensor_scale", bits) for bits in NUMBERS)],
 )
 def test_a_wrong_number_of_the_tensor(part, bits):
     record = run(QUANTIZE, quantize=spoilt(part, (0,), bits))
@@ -137,6 +138,7 @@ def test_a_wrong_number_of_the_tensor(part, bits):
 ELEMENTS = ["nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_every_bit_of_a_code_counts(name):
     case = replace(QUANTIZE, recipe=name, shape=(8, 64))
@@ -149,6 +151,7 @@ def test_every_bit_of_a_code_counts(name):
         assert (element["row"], element["column"]) == (5, column)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_every_other_sign_of_zero_is_a_wrong_code(name):
     case = replace(QUANTIZE, recipe=name, shape=(4, 64), inputs="zeros")
@@ -229,6 +232,7 @@ def test_one_bit_of_a_half_that_is_made_alone(part):
     assert wrong(record)["halves"] == (f"1 of {total} {part} of the columnwise half differ when it is made alone")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("inputs", "before", "after"),
     [("nan", 0x7FC0, 0x7FC1), ("zeros", 0, -0x8000), ("normal", 0x3F80, 0x3F81)],
@@ -286,6 +290,7 @@ ZERO_STRIDES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("shape", [(1, 16), (16, 1), (1, 1), (3, 32), (0, 16), (16, 0)])
 @pytest.mark.parametrize("declares", [{}, {"random": "own"}])
 def test_an_extent_of_1_may_have_the_stride_0(shape, declares):

@@ -104,6 +104,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("case", "broken", "layout"), TURNS)
 def test_any_layout_has_the_diagnosis_of_contiguous_memory(case, broken, layout):
     right = run_case(case, backend(**methods(LAYOUTS[layout])))

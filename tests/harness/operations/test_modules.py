@@ -306,6 +306,7 @@ NAMED = {
 """The first of the explaining causes; any of several, if the options decide."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stage", "case", "doors"), WRONG, ids=[next(iter(d.values())).__name__ for *_, d in WRONG])
 def test_a_wrong_module_fails_at_its_stage(stage: str, case: Case, doors: dict[str, Any]) -> None:
     record = fails(case, stage, **doors)

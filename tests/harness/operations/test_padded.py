@@ -14,6 +14,7 @@ from tests.harness.product_cases import BLOCKS, PAIRS, REFERENCE, fails, in_bloc
 from tests.harness.sample_backends import backend
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "sections", "rows"),
     [

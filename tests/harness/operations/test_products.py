@@ -32,6 +32,7 @@ from tests.harness.sample_backends import backend
 # GEMM of every recipe.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "layout"), list(zip(PAIRS, cycle(["tn", "nn", "nt"]), strict=False)))
 def test_products_of_every_recipe_pass(recipe, layout):
     for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
@@ -40,6 +41,7 @@ def test_products_of_every_recipe_pass(recipe, layout):
         assert {"x.scales", "x.codes", "w.scales", "w.codes"} <= set(stages(record))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "fp8-block-1x128-e4m3-pow2", "fp8-current-e4m3", "fp8-delayed-e4m3"])
 @pytest.mark.parametrize("shape", [(0, 64, 32), (16, 0, 32), (16, 64, 0)])
 def test_products_of_nothing_pass(recipe, shape):
@@ -212,6 +214,7 @@ def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
     assert judged_output(x, last_block_first, {"gemm": order}).mismatches == 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("order", "others"),
     [

@@ -155,6 +155,7 @@ def test_the_command_refuses_both_on_a_gpu(option: list[str]) -> None:
     assert "`narrowgauge sanitize" in result.stderr
 
 
+@pytest.mark.long
 def test_pytest_hands_its_options_to_the_workers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.harness.running.sanitizer.check_sanitizer", lambda device: None)
     seen = []
@@ -167,6 +168,7 @@ def test_pytest_hands_its_options_to_the_workers(pytester: pytest.Pytester, monk
     assert seen == [(0, False), (3, False), (0, True)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("options", "words"), [
     (["--ng-schedules", "0"], "ERROR: --ng-schedules is 0; *"),
     (["--ng-sanitize", "--ng-device", "cuda"], "ERROR: --ng-sanitize is for kernels on a CPU, not on cuda; *"),

@@ -100,6 +100,7 @@ def session(folder: Path, *words: object, plugin: bool = True) -> tuple[int, str
     return done.returncode, re.sub(r" in \d+\.\d+s.*", "", done.stdout + done.stderr)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_project_without_cases_stays_as_it_is(name: str, tmp_path: Path) -> None:
     files, words, expected = PROJECTS[name]
@@ -112,6 +113,7 @@ def test_a_project_without_cases_stays_as_it_is(name: str, tmp_path: Path) -> No
     assert not (tmp_path / "reports").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_a_session_without_cases_imports_the_options_alone(tmp_path: Path, workers: list[str]) -> None:
     """Numpy, torch, and the rest of narrowgauge cost time; an environment variable could change the tests."""
@@ -132,6 +134,7 @@ def test_modules(request):
     assert status == 0, printed
 
 
+@pytest.mark.long
 def test_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
     """A session of cases and plain tests: a single report, and further TOML files are left alone."""
     write(tmp_path, {

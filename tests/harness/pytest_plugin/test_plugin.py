@@ -130,6 +130,7 @@ def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
     session.pytest_unconfigure()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
@@ -172,6 +173,7 @@ def test_ways_to_ask_for_cases(project):
     assert "there is no case file or folder" in result.stdout.str() + result.stderr.str()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -233,6 +235,7 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
 
 
+@pytest.mark.long
 def test_saved_failures_of_a_run_replace_those_of_the_run_before(project):
     saved = []
     for chosen in ("16x48 and fp32", "16x48 and bf16"):
@@ -263,6 +266,7 @@ def test_what_raises_is_a_failure_that_says_where(project):
     assert [row["verdict"] for row in records(project)] == ["error"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
@@ -274,6 +278,7 @@ def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
 
 
+@pytest.mark.long
 def test_junit_has_the_figures(project):
     project.runpytest_inprocess(
         "--ng-backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
@@ -294,6 +299,7 @@ def test_a_run_without_cases_leaves_no_report(project):
     assert not (project.path / "reports").exists()
 
 
+@pytest.mark.long
 def test_complete_sessions_are_in_the_history(project):
     path = project.path / "reports" / history.NAME
     arguments = ["-p", "no:xdist", "--ng-backend", "plugin_kernels:Wrong"]

@@ -70,6 +70,7 @@ def project(compiler, pytester, monkeypatch):
     return pytester
 
 
+@pytest.mark.long
 def test_known_failures_are_xfailed_and_crashes_not_launched(project, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "step.md"))
@@ -102,6 +103,7 @@ def test_known_failures_are_xfailed_and_crashes_not_launched(project, monkeypatc
     assert skipped.get("type") == "pytest.xfail"
 
 
+@pytest.mark.long
 def test_an_unexpected_pass_is_a_failure_that_names_the_entry(project):
     (project.path / "mine.toml").write_text(LEDGER.replace("16x48/bf16", "16x48").replace("16x32/*", "16x32/bf16/*"))
     result = project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "reference", "--ng-known", "mine.toml")

@@ -180,6 +180,7 @@ def narrowgauge(*arguments: object) -> Any:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.mark.long
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.toml").write_text(CASES)

@@ -79,6 +79,7 @@ MALICIOUS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", MALICIOUS)
 def test_a_malicious_failure_is_one_error(tmp_path, name):
     text, message = MALICIOUS[name]
@@ -113,6 +114,7 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_is_read_before_the_tensors(tmp_path, name):
     make, message = HEADERS[name]

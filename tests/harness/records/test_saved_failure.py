@@ -27,7 +27,6 @@ from narrowgauge.harness.running.save_failures import Keeper
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import GEMM, QUANTIZE
 from tests.paths import PLUGIN
-from tests.thinned import thinned_rows
 
 pytest_plugins = ["pytester"]
 
@@ -97,9 +96,10 @@ def show(*arguments):
 # The way back
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("case", "shape", "flags", "stage"),
-    thinned_rows([
+    [
         (LARGE, (1, 208), (), "codes"),
         (replace(LARGE, recipe="nvfp4-sr"), (1, 208), (), "codes"),
         (replace(LARGE, recipe="nvfp4-sr", random="words"), (1, 208), ("words",), "codes"),
@@ -108,7 +108,7 @@ def show(*arguments):
         (replace(GEMM, shape=(16, 64, 48), accumulate=True, bias=True), (1, 16, 21), None, "output"),
         (case_from_labels("gemm-grouped", "nvfp4", (48, 64, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias")),
          (1, 16, 21), ("rows:1", "bias"), "output"),
-    ], each=3),
+    ],
     ids=lambda value: value.id if isinstance(value, Case) else None,
 )  # fmt: skip
 def test_a_saved_failure_fails_again_at_the_same_stage(folder, case, shape, flags, stage):
@@ -157,6 +157,7 @@ SAVED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAVED, ids=[case.id for case in SAVED])
 def test_all_inputs_come_back(folder, case):
     inputs = make_inputs(case, seed=5)
@@ -179,6 +180,7 @@ def test_all_inputs_come_back(folder, case):
 # Selection
 
 
+@pytest.mark.long
 def test_one_of_a_kind_and_a_few_in_all(folder, monkeypatch):
     monkeypatch.setattr(save_failures, "MOST", 2)
     keeper = Keeper(folder / "failures")
@@ -252,6 +254,7 @@ def test_names_are_of_the_case_the_backend_the_device_and_seed(folder):
 # Runs
 
 
+@pytest.mark.long
 def test_a_run_saves_in_its_report(folder, monkeypatch):
     def in_this_process(cases, settings, on_record):
         keeper = Keeper(Path(settings.failures))
@@ -290,6 +293,7 @@ def project(pytester, monkeypatch):
     return pytester
 
 
+@pytest.mark.long
 def test_pytest_saves_in_its_report(project):
     arguments = ["--ng-backend", WRONG, "--ng-report-dir", "out"]
     result = project.runpytest_inprocess("one.toml", *arguments)
@@ -299,6 +303,7 @@ def test_pytest_saves_in_its_report(project):
     assert load(path).id == replace(LARGE, dtype="fp16").id
 
 
+@pytest.mark.long
 def test_a_timeout_that_ends_the_search_leaves_the_failure(project):
     result = project.runpytest_inprocess("one.toml", "--ng-backend", "saved_kernels:Hanging", "--timeout", "1.5")
     result.assert_outcomes(failed=1)

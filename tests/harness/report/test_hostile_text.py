@@ -87,6 +87,7 @@ def printed(records: list[dict[str, Any]], width: int) -> str:
     return file.getvalue()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", range(len(HOSTILE)))
 def test_what_a_terminal_or_a_log_gets_is_plain(hostile: list[dict[str, Any]], index: int) -> None:
     one = hostile[index]

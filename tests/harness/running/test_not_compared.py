@@ -73,6 +73,7 @@ HIDDEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "doors", "stages"), HIDDEN.values(), ids=HIDDEN)
 def test_a_stage_that_is_not_shown_is_named(case, doors, stages, tmp_path):
     record = run(case, **doors)

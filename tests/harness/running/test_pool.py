@@ -96,6 +96,7 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
     assert not running_judges()
 
 
+@pytest.mark.long
 def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
     """The judge ends the host, or the run ends a judge without an answer."""
     (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")

@@ -31,7 +31,6 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Settings
 from tests.harness import small_toml
 from tests.paths import PLUGIN, ROOT
-from tests.thinned import thinned
 
 KERNELS = """
 import os
@@ -174,6 +173,7 @@ def check(line: str, record: dict[str, Any]) -> None:
     assert f"{record['verdict']}: {record['message']}" in result.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_failures_of_all_operations_of_a_case_file_of_ones_own() -> None:
     """Wrong bytes, a crash, an exception, a dialect, stochastic rounding, a product, a module; each with its file."""
     text = small_toml.matrix(shape=[[48, 32], [96, 32]], dtype="bf16")
@@ -198,6 +198,7 @@ def test_failures_of_all_operations_of_a_case_file_of_ones_own() -> None:
         check(line, record)
 
 
+@pytest.mark.long
 def test_a_shrunk_failure_and_the_saved_file() -> None:
     (case,) = cases_of(small_toml.matrix(shape=[[128, 64]], dtype="bf16"))
     (record,) = records_of([case], "Wrong", failures="report/failures")
@@ -210,6 +211,7 @@ def test_a_shrunk_failure_and_the_saved_file() -> None:
     check(reproduction(record), record)
 
 
+@pytest.mark.long
 def test_options_of_the_kernel_host() -> None:
     """Only the third shuffle is wrong, and a kernel that asks the reference is wrong without it."""
     (case,) = cases_of(small_toml.matrix(shape=[16, 32], dtype="bf16"))
@@ -225,6 +227,7 @@ def test_options_of_the_kernel_host() -> None:
     check(reproduction(cheating), cheating)
 
 
+@pytest.mark.long
 def test_a_timeout_has_its_limit() -> None:
     (case,) = cases_of(small_toml.matrix(shape=[16, 32], dtype="bf16"))
     (record,) = records_of([case], "Slow", timeout=0.5)
@@ -232,6 +235,7 @@ def test_a_timeout_has_its_limit() -> None:
     check(reproduction(record), record)
 
 
+@pytest.mark.long
 def test_the_shipped_cases_from_a_folder_without_cases() -> None:
     """As from a wheel."""
     keyword = (
@@ -248,6 +252,7 @@ def test_the_shipped_cases_from_a_folder_without_cases() -> None:
     assert re.search(r"^1 case in ", ran.stdout, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_items_of_pytest_whose_backend_lies_beside_the_tests(folder: Path) -> None:
     """pytest adds the folder of its conftest to the path; the line names the folder."""
     kernels, conftest = folder / "tests" / "repro_kernels.py", folder / "tests" / "conftest.py"
@@ -280,7 +285,8 @@ SEQUENCES = {
 """Backends, the shapes of cases, and the shapes that the first failure needs."""
 
 
-@pytest.mark.parametrize("backend", thinned(SEQUENCES, 2))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("backend", SEQUENCES)
 def test_a_failure_that_needs_earlier_cases(backend: str) -> None:
     """The shortest sequence is in the report, and its line fails in a fresh process."""
     shapes, after = SEQUENCES[backend]
@@ -299,6 +305,7 @@ def test_a_failure_that_needs_earlier_cases(backend: str) -> None:
     assert CliRunner().invoke(app, shlex.split(alone)[1:]).exit_code == 0
 
 
+@pytest.mark.long
 def test_a_result_that_varies_is_not_said_to_need_earlier_cases() -> None:
     """Wrong in the first process only."""
     found = records_of(cases_of(small_toml.matrix(shape=[[16, 32], [16, 48], [16, 64]], dtype="bf16")), "Flaky")

@@ -21,7 +21,6 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
-from tests.thinned import thinned
 
 FLT_MAX = torch.finfo(torch.float32).max
 SIXTH = torch.tensor(1 / 6, dtype=torch.float32)
@@ -777,7 +776,8 @@ def table() -> Iterator[tuple[str, Doors, list[Case]]]:
 KERNELS = {name: (doors, selected) for name, doors, selected in table()}
 
 
-@pytest.mark.parametrize("name", thinned(KERNELS, each=3))
+@pytest.mark.sampled(87)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_passes(name):
     doors, selected = KERNELS[name]
     failed = []

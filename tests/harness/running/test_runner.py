@@ -123,6 +123,7 @@ BLAME = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("blamed", BLAME)
 def test_one_wrong_stage_is_one_finding(blamed):
     change, message = BLAME[blamed]
@@ -136,6 +137,7 @@ def test_one_wrong_stage_is_one_finding(blamed):
     assert record.max_ulp >= 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [c for c, _ in BLAME.values()], ids=BLAME)
 def test_a_hidden_scale_is_that_of_the_reference(change):
     door = kernel(**change)

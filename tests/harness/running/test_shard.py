@@ -135,6 +135,7 @@ def test_pytest_leaves_a_shard(pytester):
     result.stdout.fnmatch_lines(["*test_of_something_else", f"{len(expected) + 1}/7 tests collected*"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
     monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)

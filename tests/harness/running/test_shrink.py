@@ -46,6 +46,7 @@ def wrong_codes(where):
 LARGE = replace(QUANTIZE, shape=(160, 512))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "where", "shape"),
     [
@@ -183,6 +184,7 @@ def wrong_output(where):
     return gemm(change)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("where", "expected"),
     [

@@ -155,6 +155,7 @@ def narrowgauge(*words):
 # What a kernel does.
 
 
+@pytest.mark.long
 def test_faults_cost_their_own_cases_in_a_run_of_the_command(folder):
     result = narrowgauge("--backend", "faulty:Backend", "-n", 2, "--timeout", LIMIT)
     assert result.exit_code == 1, result.output

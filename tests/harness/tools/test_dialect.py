@@ -88,6 +88,7 @@ def test_the_reference_speaks_te():
     assert result.explained
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_dialect_of_nvfp4_is_recognised(few, name):
     result = fit(speaking(f"nvfp4@{name}"))
@@ -111,6 +112,7 @@ def test_a_recipe_that_a_dialect_cannot_have_is_left_out():
     assert set(MX_DIALECTS) >= {recipe.dialect for recipe in dialects_of(find_recipe("mxfp6-e3m2"))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     ["mxfp8-e4m3-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "fp8-delayed-e5m2", "fp8-block-128x128-e4m3-fp32"],
@@ -397,6 +399,7 @@ def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
         assert refused.stderr.startswith(f"narrowgauge: {message}")
 
 
+@pytest.mark.long
 def test_the_command_fails_if_bytes_stay_unexplained(few, wrong):
     result = command("wrong")
     assert result.exit_code == 1

@@ -80,6 +80,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [5, 9, 17, 34])
 def test_composed_rules_are_recovered(seed):
     result = check(seed)

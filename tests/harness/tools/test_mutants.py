@@ -37,7 +37,6 @@ from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
 from tests.harness import small_toml
-from tests.thinned import thinned
 
 ALL = mutants.load_all()
 
@@ -50,6 +49,7 @@ def quick() -> list[Case]:
 # ---- the files ----
 
 
+@pytest.mark.long
 def test_every_mutant_changes_its_file_and_touches_cases(quick: list[Case]) -> None:
     of_file = {file: touched_by(file, quick) for file in {mutant.file for mutant in ALL}}
     changes = {(mutant.file, mutant.cases) for mutant in ALL}
@@ -301,6 +301,7 @@ def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
     assert "caught by narrowgauge 1 of 1, by allclose " in shown
 
 
+@pytest.mark.long
 def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
     [mutant] = [mutant for mutant in ALL if mutant.name == "main-grad-overwritten"]
     [case] = [case for case in quick if case.id == "linear/MXFP8BlockScaling/3x16x80x112/bf16/lattice/accumulate"]
@@ -309,6 +310,7 @@ def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
     assert result.detections.allclose
 
 
+@pytest.mark.long
 def test_recorded_cases_run_first_and_suffice_if_all_fail(few: list[Case]) -> None:
     by_name = {case.id: case for case in few}
     failing, passing = by_name["swizzle/31x1/position"], by_name["swizzle/0x4/bytes"]
@@ -361,6 +363,7 @@ def test_recorded_names_are_names_of_mutants_and_quick_cases(quick: list[Case]) 
     assert {len(entry.cases) for entry in entries.values()} <= set(range(1, recorded.MOST + 1))
 
 
+@pytest.mark.long
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     result = examined(made("    if (quad.row >= rows - 1) return;", equivalent="No."), few)
     assert result.killed
@@ -375,6 +378,7 @@ def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     assert "made is equivalent: a >= b is not a < b for integers" in console.export_text()
 
 
+@pytest.mark.long
 def test_a_crash_and_what_does_not_compile_are_rows(few: list[Case]) -> None:
     crash = examined(made("    *reinterpret_cast<volatile int*>(blockIdx.x) = 1;"), few)
     assert (crash.check, crash.right, crash.failing[-1]["message"]) == (
@@ -424,12 +428,14 @@ def test_totals_count_what_is_not_equivalent() -> None:
     assert json.dumps(results[0].to_dict())
 
 
-@pytest.mark.parametrize("judged", thinned(sorted({(mutant.door, mutant.recipe) for mutant in ALL}), 8))
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("judged", sorted({(mutant.door, mutant.recipe) for mutant in ALL}))
 def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
     """A door and the recipes of its operands."""
     assert ConventionalTests(*judged, ops).notice(ops) == Detections(False, False, False)
 
 
+@pytest.mark.long
 def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any verdict, of the native kernels on a CPU alone."""
     given: list[str] = []
@@ -452,6 +458,7 @@ def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: 
     assert given == ["inf", "nan", "outliers"]
 
 
+@pytest.mark.long
 def test_a_search_ignores_the_recorded_cases_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command without and with --search."""
     monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")

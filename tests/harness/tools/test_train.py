@@ -26,7 +26,6 @@ from narrowgauge.harness.tools.train.model import Adam, Model, Size
 from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
 from narrowgauge.harness.tools.train.train import NAMED_STAGES, TrainingTask, train
 from narrowgauge.reference.modules import TransformerLayer
-from tests.thinned import thinned
 
 TINY = Size(hidden=32, ffn=64, heads=2, sequence=16, batch=2)
 
@@ -39,7 +38,8 @@ def model(backend: str, seed: int = 0) -> Model:
     return Model(load_backend(backend), TINY, 23, seed=seed, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("recipe", thinned(["NVFP4BlockScaling", "DelayedScaling"], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling", "DelayedScaling"])
 def test_native_agrees_at_every_step(recipe: str) -> None:
     steps = list(train(task(recipe)))
     assert len(steps) == 2
@@ -58,6 +58,7 @@ def test_native_agrees_under_other_recipes(recipe: str) -> None:
     assert [step.wrong for step in train(task(recipe, 3))] == [[]] * 3
 
 
+@pytest.mark.long
 def test_the_reference_agrees_with_itself_and_with_its_loss() -> None:
     (step,) = train(task("Float8CurrentScaling", 1, backend="reference"))
     assert step.wrong == []
@@ -77,6 +78,7 @@ class Drifting:
             return y if self.calls == 1 else y * 1.5
 
 
+@pytest.mark.long
 def test_a_layer_that_goes_wrong_is_named_with_its_step() -> None:
     first, second = train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Drifting"))
     assert first.wrong == []
@@ -155,7 +157,8 @@ def test_a_layer_that_fails_in_the_second_step_ends_its_training(fault: str, err
         next(steps)
 
 
-@pytest.mark.parametrize("fault", thinned(["Forging", "Poisoning"], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("fault", ["Forging", "Poisoning"])
 def test_what_a_backend_does_to_its_process_changes_no_verdict(fault: str) -> None:
     equal = torch.equal
     first, second = train(task("MXFP8BlockScaling", backend=f"tests.harness.tools.test_train:{fault}"))
@@ -184,6 +187,7 @@ class Dying:
         raise AssertionError
 
 
+@pytest.mark.long
 def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     seen = []
     here = "tests.harness.tools.test_train"
@@ -201,6 +205,7 @@ def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     assert fine.seconds > 0
 
 
+@pytest.mark.long
 def test_ended_trainings_are_kept_at_once_and_survive_a_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +279,7 @@ def test_the_command_refuses(message: list[str], output: str) -> None:
     assert output in done.output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("learns", "status"), [(False, 1), (True, 0)])
 def test_the_command_writes_a_report(
     learns: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ import torch
 
 import narrowgauge
 from tests.paths import ROOT
-from tests.thinned import thinned
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 OPS = torch.ops.narrowgauge_watched
@@ -114,8 +113,9 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", thinned(["per_device", "decorated", "explicit", "implicit"], 4))
+@pytest.mark.parametrize("name", ["per_device", "decorated", "explicit", "implicit"])
 def test_ops_of_each_registration_are_judged_and_restored(name: str, device: str, x: torch.Tensor) -> None:
     op = torch.ops.narrowgauge_decorated.quantize if name == "decorated" else getattr(OPS, name)
     before, listed, x = table(op), registered(op), x.to(device)
@@ -131,6 +131,7 @@ def test_ops_of_each_registration_are_judged_and_restored(name: str, device: str
     assert registered(op) == listed
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_failure_has_the_report_and_a_command(device: str, x: torch.Tensor, capsys: Any) -> None:
     with narrowgauge.watch(OPS.wrong, every=2, recipe="nvfp4", wait=120) as watched:
@@ -146,6 +147,7 @@ def test_a_failure_has_the_report_and_a_command(device: str, x: torch.Tensor, ca
         exec(code, {})
 
 
+@pytest.mark.long
 def test_arguments_that_the_op_changes(x: torch.Tensor) -> None:
     """The adapter gets inputs of before the call, and the outputs of after it as the result."""
 
@@ -180,6 +182,7 @@ def test_every_name_of_a_function_in_a_module(x: torch.Tensor, monkeypatch: pyte
     assert quantize is original
 
 
+@pytest.mark.long
 def test_errors_of_the_watcher_stay_inside(x: torch.Tensor, capsys: Any) -> None:
     def adapter(result: Any, x: torch.Tensor) -> dict[str, Any]:
         raise KeyError("of the adapter")
@@ -234,6 +237,7 @@ def test_calls_without_numbers_are_not_judged(x: torch.Tensor) -> None:
     assert "error" not in watched.summary()
 
 
+@pytest.mark.long
 def test_compiled_code_sees_no_watcher(x: torch.Tensor) -> None:
     with narrowgauge.watch(doubled, skip) as watched:
         compiled = torch.compile(lambda x: sys.modules[__name__].doubled(x) + 1, backend="eager", fullgraph=True)  # type: ignore[attr-defined]
@@ -245,6 +249,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
+@pytest.mark.long
 def test_calls_are_dropped_when_the_judge_is_behind(x: torch.Tensor) -> None:
     with narrowgauge.watch(quantize, every=1, pending=2) as watched:
         for _ in range(50):
@@ -291,6 +296,7 @@ def quantize(x):
 """
 
 
+@pytest.mark.long
 def test_the_variable(tmp_path: Path) -> None:
     for name, text in (("vw", VARIABLE), ("program", PROGRAM), ("vq", QUANTIZER)):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")

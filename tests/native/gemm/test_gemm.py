@@ -106,6 +106,7 @@ def test_c_and_bias_of_any_dtype_are_added_in_this_order(out_dtype: torch.dtype)
         assert_equal(y, reference.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["te", "te-native"])
 def test_alpha_is_formed_in_the_recipes_order(recipe: str) -> None:
     """For amaxes with different results of the two orders, and at the ends of float32."""
@@ -133,6 +134,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=[" x ".join(pair) for pair in PAIRS])
 @pytest.mark.parametrize("swizzled", [(False, False), (True, False), (False, True), (True, True)])
 def test_two_recipes_are_multiplied_with_scales_in_either_layout(

@@ -123,6 +123,7 @@ def test_overflow_of_a_term_or_a_sum() -> None:
 # The declared order.
 
 
+@pytest.mark.sampled(2)
 @EVERY_PAIR
 def test_products_and_blocks_are_added_in_order_of_k(left: str, right: str) -> None:
     rounds = False
@@ -134,6 +135,7 @@ def test_products_and_blocks_are_added_in_order_of_k(left: str, right: str) -> N
     assert rounds or "mxfp4" in left, "the exact sum would not tell a wrong order from a right one"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [*range(1, 18), 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 257])
 def test_any_k_is_multiplied(k: int) -> None:
     for left, right in (*PAIRS, *NVFP4_PAIRS):
@@ -150,6 +152,7 @@ def test_any_m_and_n_are_multiplied(m: int) -> None:
         assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
+@pytest.mark.sampled(4)
 @each([MX_PAIRS[0], MX_PAIRS[4], FP8_PAIRS[1], FP8_PAIRS[4], NVFP4_PAIRS[1]])
 def test_c_and_bias_are_added_in_the_order_of_the_recipe(left: str, right: str) -> None:
     a, b = operands(left, right, 66, 70, 160)
@@ -182,6 +185,7 @@ def test_sums_that_cannot_round_are_the_references(left: str, right: str) -> Non
             assert_equal(y + 0.0, reference.gemm(a, b, out_dtype=out_dtype) + 0.0)
 
 
+@pytest.mark.sampled(3)
 @EVERY_PAIR
 def test_outputs_lie_within_the_proved_bounds(left: str, right: str) -> None:
     a, b = operands(left, right, 20, 30, 700)
@@ -238,6 +242,7 @@ def test_columnwise_halves_are_multiplied_as_they_are_stored() -> None:
 SIZES = [[100, 0, 30, 70, 0], [0], [0, 0, 5], [128, 64], [129, 255, 1], [1] * 9]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
     for left, right in (*MX_PAIRS[:4], *FP8_PAIRS[1:], NVFP4_PAIRS[0]):

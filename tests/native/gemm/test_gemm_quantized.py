@@ -53,6 +53,7 @@ def assert_as_two(
     return got
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_every_recipe_gives_the_bytes_of_gemm_and_quantize(name: str) -> None:
     shapes = [(130, 270, 70), (33, 45, 130)] if ops.device == "cuda" or name in OUTPUTS[::4] else [(33, 45, 130)]
@@ -61,6 +62,7 @@ def test_every_recipe_gives_the_bytes_of_gemm_and_quantize(name: str) -> None:
         assert_as_two(a, b, name, DTYPES[number % 3])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("left", "right"), OPERANDS, ids=[" x ".join(pair) for pair in OPERANDS])
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_c_and_bias_are_in_the_codes(left: str, right: str, out_dtype: torch.dtype) -> None:
@@ -71,6 +73,7 @@ def test_c_and_bias_are_in_the_codes(left: str, right: str, out_dtype: torch.dty
         assert not torch.equal(found[0].codes, found[1].codes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 161])
 def test_any_m_and_n_are_quantized(n: int) -> None:
     for m, name in product((1, 31, 65, 128, 129), ("mxfp8-2d", "mxfp4", "fp8-block-1x128", "fp8-block-128x128")):

@@ -65,12 +65,14 @@ def hold_order(name: str, m: int, n: int, k: int) -> None:
         assert_equal(skinny.product(a, b, out_dtype=dtype, c=c, bias=bias), expected)
 
 
+@pytest.mark.sampled(15)
 @on_every_device("name", NAMES, 3)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
     hold_order(name, m, n, k)
 
 
+@pytest.mark.long
 def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
     lines, tiles = (random_operand(f"fp8-block-{kind}-e4m3", 130, 512, seed=3) for kind in ("1x128", "128x128"))
     for a, b in ((lines, tiles), (tiles, lines)):
@@ -90,6 +92,7 @@ def test_bounds_of_any_truncating_order() -> None:
         assert bool(within_bounds(other, limits)[:, 6].all())
 
 
+@pytest.mark.long
 def test_exact_sums_have_the_portable_bits() -> None:
     for name in ("mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
         a, b = lattice(name, 20, 512, seed=1), lattice(name, 40, 512, seed=2)
@@ -135,6 +138,7 @@ def hold_every_code_and_scale(*names: str, columns: int) -> None:
             assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
 
 
+@pytest.mark.sampled(0)
 @ON_EVERY_DEVICE
 def test_every_code_and_every_scale_is_multiplied() -> None:
     hold_every_code_and_scale("nvfp4", *E4M3[:3], columns=128)
@@ -160,6 +164,7 @@ def ends() -> Iterator[tuple[Quantized, Quantized]]:
         yield a, b
 
 
+@pytest.mark.sampled(0)
 @ON_EVERY_DEVICE
 def test_scales_of_a_are_multiplied_first_if_exact() -> None:
     for a, b in ends():
@@ -237,12 +242,14 @@ def hold_every_order(a: Quantized, b: Quantized) -> None:
             assert_equal(skinny.product(a, b, out_dtype=FP32), expected)
 
 
+@pytest.mark.long
 def test_every_order_of_threads_gives_the_same_bits() -> None:
     for name in ("nvfp4", *E4M3[:3]):
         a, b = operands(name, 17, 33, 512)
         hold_every_order(a, b)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "name", "k", "which"),
     [

@@ -31,12 +31,14 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: k % 512 == 0)
 
 
+@pytest.mark.sampled(6)
 @on_every_device("name", ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled"), 3)
 @pytest.mark.parametrize(("m", "n", "k"), WIDE_SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
     hold_order(name, m, n, k)
 
 
+@pytest.mark.long
 def test_the_order_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = operands("nvfp4", 7, 40, 2560)
     other = skinny.product(a, b, out_dtype=FP32)
@@ -44,15 +46,18 @@ def test_the_order_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(skinny.product(a, b, out_dtype=FP32), other)
 
 
+@pytest.mark.sampled(0)
 @ON_EVERY_DEVICE
 def test_every_code_and_every_scale_is_multiplied() -> None:
     hold_every_code_and_scale("nvfp4", columns=512)
 
 
+@pytest.mark.long
 def test_every_order_of_threads_gives_the_same_bits() -> None:
     hold_every_order(*operands("nvfp4", 3, 67, 2560))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "waiting",
     [

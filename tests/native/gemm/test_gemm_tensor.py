@@ -52,6 +52,7 @@ def numbers(q: Quantized) -> torch.Tensor:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [1, 4, 5])
 def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
     q = codes_under_every_scale(1.0)
@@ -263,6 +264,7 @@ def codes_of(name: str, rows: int, columns: int, codes: list[int], exponents: tu
     return Quantized(drawn, scales, None, r, (rows, columns))
 
 
+@pytest.mark.sampled(7)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
     ("name", "codes", "exponents"),
@@ -373,6 +375,7 @@ def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
     return float(total)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spread", [0, 3, 12, 38])
 def test_the_twin_of_a_product_is_exact_arithmetic(spread: int, cuda_source: Source) -> None:
     rng = np.random.default_rng(spread)

@@ -45,6 +45,7 @@ def expected(a: Quantized, b: Quantized, **options: object) -> torch.Tensor:
     return bounds(a, b, order=order, **options).expected  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(6)
 @ON_CPU_AND_HOPPER
 @ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=map(" x ".join, PAIRS))
@@ -60,6 +61,7 @@ def test_every_bit_is_the_models(left: str, right: str) -> None:
     assert names == {"aligned-13-32" if "block" in left else "aligned-13-32-128"}
 
 
+@pytest.mark.sampled(2)
 @ON_CPU_AND_HOPPER
 @ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
@@ -128,6 +130,7 @@ def test_sums_of_128_columns_are_promoted() -> None:
     assert ops.gemm(a, b, out_dtype=FP32).item() == 256 + 2.0**-6
 
 
+@pytest.mark.long
 def test_threads_in_every_order_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: FP8)
     a, b = random_operand(PAIRS[3][0], 140, 336, 1), random_operand(PAIRS[3][1], 270, 336, 2)

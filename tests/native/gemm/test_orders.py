@@ -35,7 +35,6 @@ from tests.native.samples import (
     options_of,
     sample,
 )
-from tests.thinned import thinned, thinned_rows
 
 __all__ = ["threads"]
 
@@ -116,12 +115,14 @@ def hold(calls: Callable[[], Iterator[torch.Tensor]], variations: dict[str, Any]
                 assert_equal(other, one, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_every_order_worker_and_grid_gives_the_same_bytes(dtype: torch.dtype) -> None:
     assert list(ops.variations(CPU)) == ["forward threads", "reverse threads", "shuffled threads"]
     hold(partial(outputs, dtype), {"grid": another_grid})
 
 
+@pytest.mark.sampled(2)
 def test_every_order_and_worker_gives_the_same_bytes_of_fp8(threads: int) -> None:
     hold(fp8_outputs, {})
 
@@ -186,6 +187,7 @@ def test_a_lost_barrier_of_amax(cuda_source: Source, monkeypatch: pytest.MonkeyP
     assert x[-1:].numpy().tobytes() in seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_lost_barrier_of_amaxes_of_blocks(
     rotated: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
@@ -225,7 +227,8 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize(("which", "name", "columnwise", "whole"), thinned_rows(NEEDED, 4))
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("which", "name", "columnwise", "whole"), NEEDED)
 def test_a_lost_barrier_of_quantize(
     which: int, name: str, columnwise: bool, whole: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +250,8 @@ def test_a_lost_barrier_of_quantize(
         assert len(seen_in_orders(call)) > 1
 
 
-@pytest.mark.parametrize("which", thinned(barriers("gemm_mx"), 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("which", barriers("gemm_mx"))
 def test_a_lost_barrier_of_gemm(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """First elements of a different format, whose values stay in the tables of codes."""
     first, second = (
@@ -273,7 +277,8 @@ NEEDED_BY_FP8 = [
 ]
 
 
-@pytest.mark.parametrize(("which", "name", "dtype"), thinned_rows(NEEDED_BY_FP8, 4))
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("which", "name", "dtype"), NEEDED_BY_FP8)
 def test_a_lost_barrier_of_fp8(
     which: int, name: str, dtype: torch.dtype, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def torch_cast(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 # To float32.
 
 
+@pytest.mark.sampled(2)
 @EVERY_BUILD
 def test_every_bfloat16_becomes_its_float32(cuda_source: Source, flags: Flags) -> None:
     got = convert(cuda_source(TEXT), "bf16_to_float", EVERY_HALF, flags)
@@ -152,6 +153,7 @@ def inputs(name: str) -> np.ndarray:
     )
 
 
+@pytest.mark.sampled(2)
 @EVERY_BUILD
 @EVERY_FORMAT
 def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, flags: Flags) -> None:
@@ -170,6 +172,7 @@ def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, fl
     assert set(got.tolist()) >= {sign | code for sign in (0, fmt.sign_code) for code in range(fmt.max_code + 1)}
 
 
+@pytest.mark.sampled(3)
 @EVERY_BUILD
 @EVERY_FORMAT
 def test_a_pair_is_its_two_codes_the_first_one_low(cuda_source: Source, name: str, flags: Flags) -> None:

@@ -8,7 +8,6 @@ import pytest
 from tests.native import conversions
 from tests.native.conversions import EVERY_HALF
 from tests.native.launching import Source, run
-from tests.thinned import thinned
 
 WIDTHS = {"native": (), "avx2": ("-march=x86-64-v3",), "sse2": ("-march=x86-64",)}
 EVERY_WIDTH = pytest.mark.parametrize(
@@ -138,12 +137,14 @@ def decisions() -> np.ndarray:
     return np.concatenate([conversions.bf16_values(), conversions.fp16_decisions(), conversions.bf16_decisions()])
 
 
+@pytest.mark.sampled(2)
 @EVERY_WIDTH
-@pytest.mark.parametrize("name", thinned(FORMATS, 2))
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_cast_is_that_of_one(cuda_source: Source, name: str, flags: Flags) -> None:
     assert differing(cuda_source(TEXT), f"cast_{name}", decisions(), flags) == 0
 
 
+@pytest.mark.sampled(2)
 @EVERY_WIDTH
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cast_by_random_bytes_is_that_of_one(cuda_source: Source, name: str, flags: Flags) -> None:
@@ -165,6 +166,7 @@ def test_every_code_is_decoded_as_one_is(cuda_source: Source, name: str, flags: 
     assert differing(cuda_source(TEXT), f"decode_{name}", every, flags) == 0
 
 
+@pytest.mark.sampled(7)
 @EVERY_WIDTH
 @pytest.mark.parametrize("kernel", ["narrow_float", "narrow_bf16", "narrow_fp16", "largest_of_16"])
 def test_16_are_what_each_is(cuda_source: Source, kernel: str, flags: Flags) -> None:

@@ -191,6 +191,7 @@ def test_a_step_with_several_passes_has_one_update() -> None:
 # Recomputation.
 
 
+@pytest.mark.sampled(3)
 @on_every_device("recipe", ("NVFP4BlockScaling", "MXFP8BlockScaling", "DelayedScaling"), 1)
 def test_recomputation_gives_the_same_bytes(recipe: str) -> None:
     given = steps(3, 32, 48, 32, family="normal")

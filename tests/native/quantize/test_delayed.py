@@ -68,6 +68,7 @@ def scales_for(tensors: int, some: tuple[float, ...] = SCALES) -> torch.Tensor:
     return torch.tensor(some).repeat(tensors // len(some) + 1)[:tensors].clone()
 
 
+@pytest.mark.sampled(2)
 @EVERY_RECIPE
 def test_every_tensor_has_the_exact_update(name: str) -> None:
     recipe = find_recipe(name)
@@ -80,6 +81,7 @@ def test_every_tensor_has_the_exact_update(name: str) -> None:
             assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {tensor}")
 
 
+@pytest.mark.sampled(5)
 @EVERY_RECIPE
 def test_every_pair_of_amaxes_under_every_scale(name: str) -> None:
     """The last two amaxes: zeros, subnormal, tiny and negative numbers, infinities, NaN."""
@@ -93,6 +95,7 @@ def test_every_pair_of_amaxes_under_every_scale(name: str) -> None:
         assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {last, before, scale}")
 
 
+@pytest.mark.sampled(4)
 @EVERY_RECIPE
 def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
     """Powers of two, also times the mantissa of the largest element, ± 1 ulp."""
@@ -107,6 +110,7 @@ def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
         assert_equal(scale, torch.tensor(step([amax], 1.0, recipe)[1]), f"scale of {amax}")
 
 
+@pytest.mark.sampled(4)
 @EVERY_RECIPE
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 1024, 4096])
 def test_histories_of_any_length(name: str, length: int) -> None:

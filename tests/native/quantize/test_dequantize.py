@@ -54,6 +54,7 @@ def test_the_values_are_those_of_the_formats() -> None:
     assert y.isnan().any(dim=1).nonzero().ravel().tolist() == [0x7F, 0xFF]
 
 
+@pytest.mark.sampled(2)
 @EVERY_DTYPE
 def test_any_shape_of_nvfp4(dtype: torch.dtype) -> None:
     for rows, columns in [*product((1, 2, 17, 129), (*range(1, 34), 47, 63, 65, 4097)), (0, 0), (0, 32), (5, 0)]:
@@ -101,6 +102,7 @@ def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dt
     assert_equal(reference.dequantize(q, dtype), expected)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", [*NAMES, *FP8])
 def test_any_shape_of_any_recipe(name: str) -> None:
     """Linear scales, and swizzled scales of recipes with an 8-bit scale."""

@@ -57,6 +57,7 @@ def test_every_family_has_the_bytes_of_exact_arithmetic(name: str, nan: str) -> 
         np.testing.assert_array_equal(bits(got.scales), scales.view("i4"), err_msg=family)
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).tensor_scale != "given"])
 def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
@@ -91,6 +92,7 @@ def test_every_exponent_of_an_amax(name: str) -> None:
     assert_both_same(ops.quantize_both(x, name, **options), reference.quantize_both(x, name, **options))
 
 
+@pytest.mark.sampled(3)
 @EVERY_KIND
 def test_kernels_in_the_shape_of_a_gpu(name: str, threads: int) -> None:
     """Shapes and views."""

@@ -56,6 +56,7 @@ def amaxes(recipe: Recipe) -> np.ndarray:
 # Scales.
 
 
+@pytest.mark.sampled(7)
 @ON_EVERY_DEVICE
 @EVERY_RULE
 def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> None:
@@ -69,6 +70,7 @@ def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> No
     assert set(scales) >= set(range(240))
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @EVERY_ELEMENT
 def test_rules_that_no_dialect_combines(name: str) -> None:
@@ -109,6 +111,7 @@ def test_a_scale_of_te_is_the_smallest_without_saturation(name: str) -> None:
 
 
 # On a CPU, `make test` has every element in bfloat16, and all dialects but one.
+@pytest.mark.sampled(5)
 @on_every_device("rule", list(product(RULES, (torch.bfloat16, torch.float16))), 12)
 def test_every_half_precision_number_is_rounded_as_defined(rule: tuple[str, torch.dtype]) -> None:
     """In blocks of neighbours, and as the largest element of a block; NaN and infinities too."""
@@ -141,6 +144,7 @@ def test_every_midpoint_of_the_grid_and_its_neighbours(name: str, exponent: int)
     np.testing.assert_array_equal(q.codes.numpy(), codes)
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "mxfp4-2d"])
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
@@ -185,6 +189,7 @@ def test_padding_of_a_short_block_stays_zero_with_a_nan_scale(columns: int) -> N
 # Both orientations.
 
 
+@pytest.mark.sampled(7)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_a_columnwise_half_is_the_transpose(name: str) -> None:

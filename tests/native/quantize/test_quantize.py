@@ -65,6 +65,7 @@ def halves(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("path", golden("quantize_*.npz"))
 def test_golden_bytes_of_every_recipe(path: Path) -> None:
@@ -88,6 +89,7 @@ def test_any_shape_of_any_recipe(name: str) -> None:
         assert_as_reference(sample(find_recipe(name), "outliers", rows, columns, torch.bfloat16), find_recipe(name))
 
 
+@pytest.mark.sampled(3)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["nvfp4", *fp8.KINDS])
@@ -101,6 +103,7 @@ def test_every_number_of_columns(name: str, dtype: torch.dtype) -> None:
             assert_same(ops.quantize(x, r, **options_of(r)), reference.quantize(x, r, **options_of(r)))
 
 
+@pytest.mark.sampled(3)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", NAMES)
 def test_swizzled_scales(name: str) -> None:
@@ -109,6 +112,7 @@ def test_swizzled_scales(name: str) -> None:
         assert_as_reference(x, find_recipe(name), swizzled=True)
 
 
+@pytest.mark.sampled(3)
 @ON_EVERY_DEVICE
 @EVERY_RECIPE
 def test_an_empty_matrix_gives_empty_codes(name: str) -> None:
@@ -143,6 +147,7 @@ def test_every_half_precision_number_in_nvfp4(recipe: str, dtype: torch.dtype) -
         assert_same(ops.quantize(x, RECIPES[recipe], **options), reference.quantize(x, RECIPES[recipe], **options))
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -164,6 +169,7 @@ def test_every_exponent_of_an_amax_of_nvfp4() -> None:
         assert_same(ops.quantize(x, "nvfp4"), reference.quantize(x, "nvfp4"))
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recipe", ["te", "te-2.8", "te-propagate"])
@@ -173,6 +179,7 @@ def test_a_given_amax_of_nvfp4(recipe: str, dtype: torch.dtype) -> None:
         assert_same(ops.quantize(x, RECIPES[recipe], **options), reference.quantize(x, RECIPES[recipe], **options))
 
 
+@pytest.mark.sampled(2)
 @on_every_device("name", (*TWO_LEVELS, *fp8.WHOLE), 3)
 def test_a_given_amax_replaces_the_amax_of_the_tensor(name: str) -> None:
     """An amax of the tensor, or of each row; a different amax for each half."""
@@ -285,6 +292,7 @@ def test_the_words_of_an_absent_half_may_be_missing(name: str) -> None:
 # Views.
 
 
+@pytest.mark.sampled(20)
 @on_every_device("name", (*NAMES, *fp8.KINDS), 3)
 def test_views_are_quantized_like_their_copies(name: str) -> None:
     plain, recipe = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)

@@ -79,6 +79,7 @@ def test_sections_of_any_size(name: str, columnwise: bool) -> None:
         assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise)
 
 
+@pytest.mark.sampled(12)
 @EITHER
 @pytest.mark.parametrize("name", fp8.KINDS)
 def test_fp8_sections_in_the_shape_of_a_gpu(name: str, columnwise: bool, threads: int) -> None:
@@ -87,6 +88,7 @@ def test_fp8_sections_in_the_shape_of_a_gpu(name: str, columnwise: bool, threads
         assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise)
 
 
+@pytest.mark.sampled(10)
 @ON_EVERY_DEVICE
 @EITHER
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def test_the_rows_of_a_columnwise_tile_choose_its_scale(name: str) -> None:
     assert_as_reference(nearly_tied(), [1024, 1024], find_recipe(name), columnwise=True)
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @EITHER
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def words(source: str, given: np.ndarray, flags: Flags) -> np.ndarray:
     return run(source, "words", [given], np.zeros((len(given), 4), np.uint32), len(given), flags)
 
 
+@pytest.mark.sampled(2)
 @EVERY_BUILD
 def test_philox_gives_the_published_words(cuda_source: Source, flags: Flags) -> None:
     """The known answers of Random123 1.14 for philox4x32 of 10 rounds: counter, key, words."""
@@ -103,6 +104,7 @@ def test_philox_gives_the_published_words(cuda_source: Source, flags: Flags) -> 
     ]
 
 
+@pytest.mark.sampled(2)
 @EVERY_BUILD
 def test_philox_is_the_references(cuda_source: Source, flags: Flags) -> None:
     """Every single bit of seed, offset and subsequence, and many bits at once."""
@@ -186,6 +188,7 @@ def crossings(fmt: Format) -> np.ndarray:
     return np.concatenate([conversions.around(np.append(exact.ravel(), points)), special])
 
 
+@pytest.mark.sampled(4)
 @EVERY_BUILD
 @pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_every_narrow_format_is_rounded_by_a_byte(cuda_source: Source, fmt: Format, flags: Flags) -> None:

@@ -18,7 +18,6 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import NAMES as FP8_NAMES
 from tests.native.quantize.test_mx import ELEMENTS, RULES
 from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix, options_of
-from tests.thinned import thinned
 
 BF16 = torch.bfloat16
 SIDES = [(True, True), (True, False), (False, True)]
@@ -44,6 +43,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("name", MX)
 def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: list[str]) -> None:
@@ -58,6 +58,7 @@ def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: lis
     assert set(used) == tiled | plain
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d"])
 def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread holds all rows of a tile."""
@@ -80,7 +81,8 @@ def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
     assert set(used) == {"quantize_mx_tiles_bf16"}
 
 
-@pytest.mark.parametrize("name", thinned(FP8_NAMES, 3))
+@pytest.mark.sampled(21)
+@pytest.mark.parametrize("name", FP8_NAMES)
 def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
     for number, family in enumerate(FAMILIES):
         r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
@@ -180,6 +182,7 @@ def test_general_kernels_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 # Whole lines of codes.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "fp8-block-1x128-e5m2",
                                   "fp8-current"])  # fmt: skip

@@ -61,6 +61,7 @@ def test_every_bfloat16_is_rotated_as_the_reference_does(group: int) -> None:
         assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups_that_lanes_share_are_rotated_alike(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; on a CPU a thread has whole groups."""

@@ -67,6 +67,7 @@ def expected(struct: KernelStruct, variant: dict[str, Any]) -> list[int]:
     ]
 
 
+@pytest.mark.sampled(2)
 @EVERY_FAMILY
 def test_every_field_of_a_variant_reaches_the_compiler(cuda_source: Source, family: str) -> None:
     struct, variant = VARIANTS[family]

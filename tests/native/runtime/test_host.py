@@ -72,6 +72,7 @@ extern "C" __global__ void meet(unsigned* arrived, unsigned* threads) {  // bloc
 )
 
 
+@pytest.mark.long
 @EVERY_ORDER
 def test_the_portable_forms_give_the_same_bytes(cuda_source: Source, order: str) -> None:
     x = np.random.default_rng(6).standard_normal(9 * 128, np.float32)

@@ -15,7 +15,6 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native import conversions, nvrtc
 from tests.native.launching import Source
 from tests.native.quantize import test_stochastic
-from tests.thinned import thinned_rows
 
 MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -82,6 +81,7 @@ its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whos
 truncates after a stochastic rounding."""
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
 def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str, flags: tuple[str, ...]) -> None:
     """Kernels of MX convert elements and scales by instructions of the chip, if the chip has them."""
@@ -140,6 +140,7 @@ POWER = "cvt.rp.satfinite.ue8m0x2.f32"
 FP8 = {"e4m3", "e5m2"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("target", "flags", "used"),
     [
@@ -165,9 +166,10 @@ RANDOM = "cvt.rs.satfinite.e2m1x4.f32"
 ASKED = ("-DNARROWGAUGE_CVT_RS",)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("target", "flags", "random"),
-    thinned_rows([("compute_103a", ASKED, True), ("compute_100a", ASKED, True), ("compute_103a", (), False)], 3),
+    [("compute_103a", ASKED, True), ("compute_100a", ASKED, True), ("compute_103a", (), False)],
 )
 def test_random_conversion_is_used_only_where_it_is_asked_for(
     target: str, flags: tuple[str, ...], random: bool
@@ -178,6 +180,7 @@ def test_random_conversion_is_used_only_where_it_is_asked_for(
     assert CVT["e4m3"] in found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["compute_80", "compute_90a", "compute_100", "compute_120a"])
 def test_a_chip_without_the_random_conversion_keeps_its_twin(cuda_source: Source, target: str) -> None:
     assert RANDOM not in instructions(nvrtc.ptx(cuda_source(test_stochastic.TEXT), target, *ASKED))

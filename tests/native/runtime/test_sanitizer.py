@@ -69,6 +69,7 @@ def test_every_wrong_kernel_is_one_that_is_looked_for() -> None:
     assert ["right", *FOUND] == KERNELS
 
 
+@pytest.mark.long
 def test_a_right_kernel_runs_to_its_end(found: dict[str, str]) -> None:
     assert found["right"] == ""
 

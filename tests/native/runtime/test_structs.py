@@ -30,6 +30,7 @@ def _declared() -> dict[tuple[str, str], KernelStruct]:
 DECLARED = _declared()
 
 
+@pytest.mark.long
 def test_the_compiler_has_the_same_sizes_and_offsets(tmp_path: Path) -> None:
     """All files in a single compilation, each in a separate namespace."""
     parts = [(sources.FOLDER / "cpu" / "simt.h").read_text().replace("#pragma once\n", "\n")]

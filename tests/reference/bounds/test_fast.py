@@ -26,7 +26,6 @@ from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import UNIT, Summation
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
 from tests.reference.narrow import codes
-from tests.thinned import thinned_rows
 
 FAMILIES = ("any", "data", "positive", "sparse", "lattice")
 PAIRS = [
@@ -128,7 +127,8 @@ def test_operands_without_a_certificate(left: list[list[float]], right: list[lis
 # certified_sum equals sequential_sum.
 
 
-@pytest.mark.parametrize(("names", "family"), thinned_rows(product(PAIRS, FAMILIES), 2))
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("names", "family"), product(PAIRS, FAMILIES))
 def test_certified_sum_equals_sequential_sum(names: tuple[str, str], family: str) -> None:
     """Also with zeros at the start and in between, and with earlier errors."""
     for seed, (m, n, k) in enumerate(SHAPES):
@@ -221,6 +221,7 @@ def plain_block_sums(given: DecodedOperands) -> PartialSums:
     return block_sums(given, Summation("blocks"), slice(0, given.columns), empty, None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["equal", "near"])
 def test_power_of_two_block_sums_equal_block_sums(kind: str, family: str) -> None:
@@ -260,7 +261,8 @@ def test_the_error_of_exact_blocks_starts_at_the_first_rounding(family: str) -> 
     assert rounded
 
 
-@pytest.mark.parametrize(("kind", "family"), thinned_rows(product(("equal", "near", "wide"), FAMILIES), 2))
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize(("kind", "family"), product(("equal", "near", "wide"), FAMILIES))
 def test_bounds_of_mx_are_the_same_without_the_fast_paths(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +279,7 @@ def test_bounds_of_mx_are_the_same_without_the_fast_paths(
             assert all(map(torch.equal, fast, plain))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bounds_of_promoted_sums_without_a_certificate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, names in enumerate(BLOCK_PAIRS):

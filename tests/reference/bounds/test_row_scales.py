@@ -40,6 +40,7 @@ def sums(a: Quantized, b: Quantized, seed: int) -> torch.Tensor:
     return total
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("amplitude", [1.0, 1e-18, 1e-22, 1e18])
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)

@@ -21,13 +21,12 @@ from tests.reference.adders import Adder
 from tests.reference.bounds.test_bounds import accepted, neighbour, ordinal
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
 from tests.reference.samples import operands, quantized
-from tests.thinned import thinned
 
 ORDERS = ["sequential", "blocks", "tree", "split-2", "split-3", "split-4-tree"]
 UNITS = [Adder(), Adder(truncates=True), Adder(flushes=True), Adder(truncates=True, flushes=True)]
 UNIT_IDS = ["nearest", "truncating", "flushing", "truncating and flushing"]
 every_order = pytest.mark.parametrize("order", ORDERS)
-every_unit = pytest.mark.parametrize("unit", thinned(UNITS, 3), ids=UNIT_IDS)
+every_unit = pytest.mark.parametrize("unit", UNITS, ids=UNIT_IDS)
 E4M3 = ("mxfp8-e4m3", "mxfp8-e4m3")
 
 
@@ -63,6 +62,7 @@ def output(a: Quantized, b: Quantized, sums: np.ndarray, unit: Adder) -> torch.T
 # Sound.
 
 
+@pytest.mark.sampled(14)
 @every_unit
 @every_order
 def test_a_declared_order_does_not_leave_its_bounds(order: str, unit: Adder) -> None:
@@ -74,6 +74,7 @@ def test_a_declared_order_does_not_leave_its_bounds(order: str, unit: Adder) -> 
         assert accepted(limits, limits.expected).all()
 
 
+@pytest.mark.sampled(4)
 @every_unit
 def test_no_order_of_a_unit_leaves_the_bounds_of_any(unit: Adder) -> None:
     """Every declared order and 60 random trees of each problem."""
@@ -86,6 +87,7 @@ def test_no_order_of_a_unit_leaves_the_bounds_of_any(unit: Adder) -> None:
         assert accepted(limits, output(a, b, trees, unit)).all(), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("truncates", [False, True])
 @every_order
 def test_promoted_sums_keep_to_their_order(order: str, truncates: bool) -> None:
@@ -112,6 +114,7 @@ def test_promoted_sums_keep_to_their_order(order: str, truncates: bool) -> None:
         assert accepted(limits, limits.expected).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [None, "blocks", "tree", "split-2"])
 def test_flushed_promoted_sums_stay_in_their_bounds(order: str | None) -> None:
     """Scales, P·s_a and y below 2^-126, of either sign."""
@@ -169,6 +172,7 @@ def test_an_output_may_be_flushed_at_every_step(epilogue: str, out_dtype: torch.
 # Sharp.
 
 
+@pytest.mark.sampled(12)
 @every_unit
 @every_order
 def test_the_neighbours_of_the_interval_are_rejected(order: str, unit: Adder) -> None:

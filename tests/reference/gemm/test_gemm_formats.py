@@ -27,7 +27,6 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.reference import narrow
 from tests.reference.narrow import BLOCK_PAIRS, pair
-from tests.thinned import thinned
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MX_PAIRS = list(itertools.product(narrow.MX, repeat=2))
@@ -78,7 +77,8 @@ def test_operands_in_any_layout_are_the_same(kind: str, columns: int) -> None:
 # The exact sum.
 
 
-@pytest.mark.parametrize("kind", thinned(narrow.EXPONENTS, 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", narrow.EXPONENTS)
 @pytest.mark.parametrize("names", MX_PAIRS, ids="-".join)
 def test_the_sum_is_exact_whatever_the_scales(names: tuple[str, str], kind: str) -> None:
     for seed, (k, family) in enumerate([(1, "any"), (33, "any"), (96, "any"), (96, "data"), (96, "sparse")]):
@@ -351,6 +351,7 @@ def test_the_span_of_any_two_numbers_is_found_of_their_codes(fmt: Format) -> Non
     assert (unit >= lowest_bit(values) / 2**fmt.mantissa_bits)[some].all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["equal", "near", "wide", "wild"])
 @pytest.mark.parametrize("names", MX_PAIRS[::4], ids="-".join)
 def test_the_fast_exact_sum_equals_the_plain_one(names: tuple[str, str], kind: str) -> None:

@@ -40,6 +40,7 @@ def chain(a: Quantized, b: Quantized, i: int, j: int) -> float:
     return y
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["one", "pow2", "near", "wide", "small"])
 @pytest.mark.parametrize("names", BLOCK_PAIRS, ids="-".join)
 def test_blocks_are_promoted_by_a_fused_multiply_add(names: tuple[str, str], kind: str) -> None:
@@ -290,6 +291,7 @@ def test_a_block_that_is_not_certified_is_summed_all_the_same(sign: int) -> None
 # Tiles.
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("slices", [1, 2, 3])
 @pytest.mark.parametrize("names", BLOCK_PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", ["pow2", "near"])
@@ -306,6 +308,7 @@ def test_outputs_are_the_same_in_tiles_of_any_size(
         assert torch.equal(bits(fast_promoted_sum(a, b, slices=slices)), bits(whole))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slices", [1, 2, 5])
 @pytest.mark.parametrize("names", BLOCK_PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", ["one", "pow2", "near", "wide", "small", "large", "wild"])

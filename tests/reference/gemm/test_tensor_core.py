@@ -96,6 +96,7 @@ def test_slices_joined_as_a_tree_in_the_output_dtype() -> None:
         assert not accepted(limits, bounds(a, b, out_dtype=torch.bfloat16, order=other).expected).all(), other
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["any", "data", "sparse"])
 @pytest.mark.parametrize(("fraction", "width", "promoted"), [(13, 32, None), (13, 32, 64), (25, 16, None), (10, 8, 8)])
 def test_the_simulation_agrees_with_fractions(family: str, fraction: int, width: int, promoted: int | None) -> None:
@@ -118,6 +119,7 @@ def test_the_simulation_agrees_with_fractions(family: str, fraction: int, width:
     assert (limits.tier == 1).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", ["aligned-25-16", "aligned-13-32-64", "split-2-aligned-13-8-16"])
 @pytest.mark.parametrize("names", [("mxfp4", "mxfp4"), ("mxfp8-e4m3", "mxfp6-e2m3"), FP8], ids="-".join)
 def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, monkeypatch: pytest.MonkeyPatch) -> None:

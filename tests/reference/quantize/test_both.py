@@ -10,7 +10,6 @@ from narrowgauge.spec.quantized import amax_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import assert_same
-from tests.thinned import thinned
 
 NAMES = [name for name in recipe_names() if "@" not in name and name.startswith("nvfp4")]
 TRANSPOSED = [name for name in NAMES if not ("-2d" in name and "4over6" in name)]  # test_two_dimensional.py has those
@@ -27,7 +26,8 @@ def random_of(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (words(1, *SHAPE), words(2, *SHAPE[::-1])) if find_recipe(name).rounding == "stochastic" else None
 
 
-@pytest.mark.parametrize("family", thinned(MATRICES, 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("family", MATRICES)
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
     x, random = source(name, family), random_of(name)
@@ -40,7 +40,8 @@ def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
     assert (row.recipe, column.recipe) == (find_recipe(name).rowwise, find_recipe(name))
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_a_half_alone_is_that_of_both(name: str, seeded: bool, swizzled: bool) -> None:
@@ -96,6 +97,7 @@ def test_the_rowwise_recipe_is_the_one_without_the_rotation(name: str) -> None:
     assert plain.rowwise is plain
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_amax_is_that_of_its_half(name: str) -> None:
     x, random = source(name), random_of(name)
@@ -113,6 +115,7 @@ def test_a_given_amax_is_that_of_its_half(name: str) -> None:
         assert_same(halves[1], alone)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
     base = matrix("normal", 2, 256, 256).bfloat16()

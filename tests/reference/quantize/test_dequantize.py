@@ -26,6 +26,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(bits(one)[~one.isnan()], bits(other)[~other.isnan()])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("amax", AMAXES)
 @pytest.mark.parametrize(
     ("name", "most"), [("nvfp4", 448), ("nvfp4-4over6-448-mse", 448), ("nvfp4-4over6-256-mse", 256)]

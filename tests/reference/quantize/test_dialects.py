@@ -22,7 +22,6 @@ from tests.reference.dialect_twins import quantize as twin
 from tests.reference.dialect_vectors import NEAREST, VECTORS
 from tests.reference.edges import edges
 from tests.reference.samples import every_input
-from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,8 +119,9 @@ def families() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", thinned(families(), 3))
+@pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("dialect", TWINS)
 def test_a_dialect_is_its_scalar_twin_on_every_family(dialect: str, family: str, dtype: torch.dtype) -> None:
     x = families()[family].to(dtype)

@@ -17,7 +17,6 @@ from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import recipe_names
 from tests.reference.twins import elements
-from tests.thinned import thinned
 
 NAMES = [name for name in recipe_names() if "4over6" in name and "@" not in name]
 SCALE_6, SCALE_4 = 0x38, 0x3C  # 1 and 1.5: what a block amax of 6 maps to 6 and to 4 by, under S_enc = 1
@@ -91,7 +90,8 @@ def test_each_block_chooses_for_itself_but_a_tile_as_one(name: str) -> None:
         assert scales[:, 1].tolist() == [SCALE_6] * 7 + [SCALE_4] * 9
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_element_of_a_block_is_counted(name: str) -> None:
     """4.5 at any place is a gain for 4; with a 4 at a second place the errors tie."""
     for one in range(1, 16):
@@ -104,7 +104,8 @@ def test_every_element_of_a_block_is_counted(name: str) -> None:
             assert chosen(y, name).scales.tolist() == [[SCALE_6]]
 
 
-@pytest.mark.parametrize("name", thinned([name for name in NAMES if "-2d" in name], 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", [name for name in NAMES if "-2d" in name])
 def test_every_row_of_a_tile_is_counted(name: str) -> None:
     for one, other in itertools.permutations(range(16), 2):
         x = torch.zeros(16, 16)

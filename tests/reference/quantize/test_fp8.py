@@ -19,7 +19,6 @@ from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference.samples import MATRICES, matrix
-from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 ELEMENTS = pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -58,7 +57,8 @@ def test_a_recipe_is_its_twin(name: str, eps: str, dtype: str, family: str, seed
     assert_twin(quantize(x, name + eps), x, dtype)
 
 
-@pytest.mark.parametrize("shape", thinned([(1, 300), (128, 128), (257, 5), (129, 130)], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("shape", [(1, 300), (128, 128), (257, 5), (129, 130)])
 @pytest.mark.parametrize("name", ["fp8-block-128x128-e4m3-pow2", "fp8-block-128x128-e5m2-fp32", "fp8-block-1x128"])
 def test_blocks_at_the_edges_are_of_what_there_is(name: str, shape: tuple[int, int]) -> None:
     x = matrix("spread", 1, *shape)
@@ -81,6 +81,7 @@ def edges(element: Format) -> torch.Tensor:
     return found[found.isinf() | (found < math.inf)].unique()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "fp32-eps1e-06", "pow2-eps1e-06"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @ELEMENTS
@@ -95,6 +96,7 @@ def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, ki
         assert (found.view(torch.int32) & 0x7FFFFF == 0).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["", "-pow2", "-eps1e-06", "-pow2-eps1e-06"])
 @ELEMENTS
 def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str) -> None:
@@ -191,6 +193,7 @@ def test_a_given_amax_replaces_the_tensors(name: str) -> None:
     assert torch.equal(q.amax, torch.tensor([17.3]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-130, 1e-45, 3.4028234663852886e38, 448.0, 0.1])
 @pytest.mark.parametrize("family", MATRICES)
 @ELEMENTS
@@ -220,6 +223,7 @@ def test_every_delayed_recipe_quantizes_alike(name: str) -> None:
 # Back to values.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALL)
 def test_dequantize_is_one_product_and_one_cast(name: str, dtype: str) -> None:
@@ -276,9 +280,10 @@ def test_each_half_is_quantize_with_transposed_codes(name: str, shape: tuple[int
 SIZES = {"plain": [16, 128, 32], "no multiples": [1, 130, 5, 70], "empty": [0, 7, 0, 40, 0], "none": [0, 0]}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", thinned(ALL, 2))
+@pytest.mark.parametrize("name", ALL)
 def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
     """Each number begins a block, or is a tensor with a separate scale."""
     x = matrix("spread", 6, sum(sizes), 45)

@@ -15,7 +15,6 @@ from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference.samples import matrix
 from tests.reference.twins import assert_same
-from tests.thinned import thinned
 
 NAMES = [
     name
@@ -69,18 +68,20 @@ def check(q: GroupedQuantized, x: torch.Tensor, sizes: list[int], expected: list
     assert torch.equal(q.scales, torch.cat(scales))
 
 
+@pytest.mark.sampled(4)
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", thinned(["nvfp4", "nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse"], 2))
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse"])
 def test_each_section_is_quantized_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
     x = source(sizes, 37)
     expected = [quantize(part.contiguous(), name) for part in sections_of(x, sizes, columnwise)]
     check(quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise), x, sizes, expected)
 
 
+@pytest.mark.sampled(4)
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", thinned(["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"], 2))
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"])
 def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
     rotation = find_recipe(name).transform
     assert rotation is not None
@@ -90,9 +91,10 @@ def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: l
     check(quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise), x, sizes, expected)
 
 
+@pytest.mark.sampled(3)
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", thinned(["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"], 3))
+@pytest.mark.parametrize("name", ["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"])
 def test_random_bits_count_the_blocks_of_all_sections(name: str, columnwise: bool, sizes: list[int]) -> None:
     sizes = [2 * size for size in sizes]
     x = source(sizes, 38).bfloat16()
@@ -169,8 +171,9 @@ def matrices(count: int, rows: int, columns: int, name: str) -> list[Quantized]:
     return [quantize(matrix("normal", 10 + n, rows, columns).bfloat16(), name) for n in range(count)]
 
 
+@pytest.mark.sampled(4)
 @EVERY
-@pytest.mark.parametrize("added", thinned(["", "c", "bias", "c and bias"], 2))
+@pytest.mark.parametrize("added", ["", "c", "bias", "c and bias"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], added: str, out_dtype: torch.dtype) -> None:
     a = quantize_grouped(source(sizes, 40), torch.tensor(sizes), "nvfp4")

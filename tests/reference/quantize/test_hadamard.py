@@ -85,6 +85,7 @@ def test_it_is_its_scalar_twin_in_the_declared_order(group: int, family: str, si
     assert torch.equal(bits(found)[~found.isnan()], bits(expected.bfloat16())[~expected.isnan()])
 
 
+@pytest.mark.sampled(3)
 @EVERY
 def test_of_randn_it_is_the_exact_sum_rounded_once(group: int) -> None:
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(group)).bfloat16()
@@ -99,6 +100,7 @@ def test_of_integers_every_order_gives_the_same(group: int) -> None:
     assert transform(x, name(group)).tolist() == expected
 
 
+@pytest.mark.sampled(4)
 @EVERY
 def test_spread_exponents_lie_within_the_rounding_error(group: int) -> None:
     """Exponents over 2^±30. log2(group) additions on every path round by at most u; then follows a single rounding."""

@@ -17,7 +17,6 @@ from narrowgauge.spec.formats import E2M1
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.golden import FOLDER, bits, load
-from tests.thinned import thinned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORDED = load(FOLDER / "libraries.npz")
@@ -71,7 +70,8 @@ def inputs() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float32", "float16"], 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", FP8)
 def test_a_dialect_of_fp8_is_its_scalar_definition(name: str, dtype: str) -> None:
     recipe = find_recipe(name)
@@ -85,7 +85,8 @@ def test_a_dialect_of_fp8_is_its_scalar_definition(name: str, dtype: str) -> Non
         np.testing.assert_array_equal(q.codes.numpy(), codes)
 
 
-@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float32", "float16"], 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", MX)
 def test_a_dialect_of_mx_is_its_scalar_definition(name: str, dtype: str) -> None:
     recipe = find_recipe(name)

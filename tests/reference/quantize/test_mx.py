@@ -25,7 +25,6 @@ from tests.golden import bits
 from tests.reference.mx_exponents import DIALECTS, ELEMENTS, NAMES
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import rowwise_elements
-from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
@@ -45,6 +44,7 @@ def random_of(name: str, rows: int, columns: int, seed: int = 1) -> torch.Tensor
 # Twins.
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @SETTINGS
 @given(
@@ -65,6 +65,7 @@ def test_a_recipe_is_its_twin(
     assert q.tensor_scale is None
 
 
+@pytest.mark.sampled(2)
 @ELEMENT
 def test_tiles_of_32_rows_and_their_tails_are_the_twins(element: Format) -> None:
     x = matrix("spread", 5, 70, 40)
@@ -139,6 +140,7 @@ def test_a_nan_makes_its_block_or_tile_nan() -> None:
 # Elements.
 
 
+@pytest.mark.sampled(2)
 @ELEMENT
 def test_every_value_under_every_scale_is_kept(element: Format) -> None:
     """All codes by all scales without overflow of float32; the largest number of a block determines its scale."""
@@ -205,8 +207,9 @@ def test_ocp_saturates_numbers_that_te_does_not(element: Format) -> None:
 # Halves, layouts, sections.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(64, 96), (1, 1), (33, 70), (130, 3), (3, 130), (0, 0), (0, 40), (40, 0)])
-@pytest.mark.parametrize("name", thinned(ALL, 2))
+@pytest.mark.parametrize("name", ALL)
 def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
     """The columnwise half of MXFP8 and MXFP6 is stored like x, the half of MXFP4 like the transpose."""
     x, recipe = matrix("spread", 1, *shape), find_recipe(name)
@@ -268,9 +271,10 @@ SIZES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", thinned(NEAREST, 2))
+@pytest.mark.parametrize("name", NEAREST)
 def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
     x = matrix("spread", 4, sum(sizes), 45)
     grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise)
@@ -402,7 +406,8 @@ def test_gfloat_rounds_so_too(element: Format) -> None:
     np.testing.assert_array_equal(enumerated(numbers, element).numpy(), rounded)
 
 
-@pytest.mark.parametrize("name", thinned([name for name in ALL if name.endswith("-sr")], 3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", [name for name in ALL if name.endswith("-sr")])
 def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
     recipe = find_recipe(name)
     x = matrix("ties", 6, 35, 70)

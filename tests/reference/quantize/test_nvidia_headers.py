@@ -115,6 +115,7 @@ def formats(*some: Format) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fmt", some, ids=lambda fmt: fmt.name)
 
 
+@pytest.mark.sampled(2)
 @formats(E2M1, E2M3, E3M2, E4M3, E5M2)
 def test_encode_is_nvidias_cast_with_satfinite(headers: Path, fmt: Format) -> None:
     x = every_input(fmt)  # NaN of every payload and infinities among them

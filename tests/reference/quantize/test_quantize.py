@@ -43,6 +43,7 @@ def both_and_alone(x: torch.Tensor, name: str) -> tuple[Quantized | None, Quanti
     return row, column
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", golden("quantize_*.npz"))
 def test_golden_bytes_of_every_recipe(path: Path) -> None:
     assert_golden(path, both_and_alone)
@@ -111,6 +112,7 @@ def test_quantize_with_a_given_amax_is_its_scalar_twin(x: np.ndarray, amax: floa
     assert_twin(q, torch.from_numpy(x), amax=given_amax)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_half_precision_number_is_its_scalar_twin(dtype: torch.dtype) -> None:
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -8,7 +8,6 @@ import torch
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both
 from tests.reference.samples import MATRICES, matrix
 from tests.reference.twins import assert_same
-from tests.thinned import thinned
 
 NAMES = {"nvfp4-rowscaled": "nvfp4"} | {
     f"nvfp4-rowscaled-4over6-{most}-{error}": f"nvfp4-4over6-{most}-{error}"
@@ -17,8 +16,9 @@ NAMES = {"nvfp4-rowscaled": "nvfp4"} | {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("columns", [1, 16, 37, 80])
-@pytest.mark.parametrize("family", thinned(MATRICES, 3))
+@pytest.mark.parametrize("family", MATRICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_row_is_what_the_plain_recipe_makes_of_it_alone(name: str, family: str, columns: int) -> None:
     x = matrix(family, columns, 9, columns)

@@ -35,6 +35,7 @@ def raw(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", recipe_names())
 @pytest.mark.parametrize(("shape", "elements"), [((19, 128), 1), ((131, 256), 1 << 13)])
 def test_the_size_of_a_slab_changes_no_byte(

@@ -19,7 +19,6 @@ from narrowgauge.spec.formats import E2M1
 from tests.golden import bits
 from tests.reference.samples import matrix, words
 from tests.reference.twins import assert_same, assert_twin, elements
-from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 BYTES = torch.arange(256).to(torch.uint8)
@@ -57,6 +56,7 @@ EVERY = pytest.mark.parametrize("magnitudes", MAGNITUDES.values(), ids=MAGNITUDE
 # Probability.
 
 
+@pytest.mark.sampled(2)
 @EVERY
 def test_as_many_bytes_round_up_as_the_distance_has_256ths(magnitudes: torch.Tensor) -> None:
     """P(up) = ⌊256·f⌋/256, f the exact distance from the point below in steps; else the point below. Above 6, 6."""
@@ -126,7 +126,8 @@ def test_it_is_its_scalar_twin(x: float, byte: int) -> None:
     assert math.isnan(x) or torch.equal(bits(found), bits(torch.tensor([E2M1.value(expected)])))
 
 
-@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gfloat_rounds_so_too(dtype: torch.dtype) -> None:
     """Its `StochasticFastest` adds the bits to the exact distance, which no number here makes round."""
     why = "gfloat is not installed: pip install gfloat"

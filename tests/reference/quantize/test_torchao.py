@@ -22,7 +22,6 @@ from tests.reference.mx_exponents import ELEMENTS, NAMES
 from tests.reference.quantize.test_exponents import amaxes
 from tests.reference.samples import boundaries, matrix
 from tests.reference.twins import rowwise_elements
-from tests.thinned import thinned
 
 MODES = {"ocp": "FLOOR", "te": "RCEIL", "even": "EVEN", "ceil": "CEIL"}
 DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E3M2: "fp6_e3m2", E2M3: "fp6_e2m3",
@@ -85,7 +84,8 @@ def blocks(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16], 2), ids=str)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @MODE
 @ELEMENT
 def test_every_exponent_and_threshold_has_torchaos_scale(

@@ -41,6 +41,7 @@ def hardware(name: str, **composition: object) -> Gemm:
     return gemm
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "composition", "declares", "fields"),
     [
@@ -153,6 +154,7 @@ def test_e2m1_sums_are_exact_in_any_order() -> None:
         accumulation_order(gemm, 8, 64, 6, dtype=(dtype, torch.float8_e4m3fn))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tree", "columns", "declares"),
     [
@@ -207,6 +209,7 @@ def random_chain(columns: list[int], generator: random.Random) -> Chain:
     return Chain(first, tuple((part,) for part in parts[1:])) if len(parts) > 1 else random_chain(parts, generator)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_synthetic_orders_are_recovered(seed: int) -> None:
     generator = random.Random(seed)
@@ -270,6 +273,7 @@ def two_operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 20, generator=generator), torch.randn(5, 20, generator=generator)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inputs", ["exact", "truncated", "ties-away", "nearest-even"])
 def test_the_conversion_of_operands_to_tf32_is_found(inputs: str) -> None:
     """By a GEMM of the published model, whose operands are rounded by another formula."""
@@ -383,6 +387,7 @@ def test_arguments_are_checked(shape: tuple[int, int, int], dtype: torch.dtype, 
         accumulation_order(lambda a, b: a @ b.T, *shape, dtype=dtype)
 
 
+@pytest.mark.long
 def test_the_command_says_the_order_of_a_backend() -> None:
     invoke = CliRunner().invoke
     found = invoke(app, ["order", "native", "--gemm", "8x64x8", "--picture"])
