@@ -640,7 +640,7 @@ def test_declared_operands_that_are_not_decoded():
     assert causes(record)[0] == "operands-not-decoded"
 
 
-GAINS = product(((1.004, "1.004"), (0.5, "0.5"), (1 - 2.0**-9, "0.998")), ("nvfp4", "mxfp8-e4m3"), ("fp32", "bf16"))
+GAINS = [*product(((1.004, "1.004"), (0.5, "0.5"), (1 - 2.0**-9, "0.998")), ("nvfp4", "mxfp8-e4m3"), ("fp32", "bf16"))]
 
 
 @pytest.mark.sampled(15)

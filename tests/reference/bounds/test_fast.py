@@ -128,7 +128,7 @@ def test_operands_without_a_certificate(left: list[list[float]], right: list[lis
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize(("names", "family"), product(PAIRS, FAMILIES))
+@pytest.mark.parametrize(("names", "family"), list(product(PAIRS, FAMILIES)))
 def test_certified_sum_equals_sequential_sum(names: tuple[str, str], family: str) -> None:
     """Also with zeros at the start and in between, and with earlier errors."""
     for seed, (m, n, k) in enumerate(SHAPES):
@@ -262,7 +262,7 @@ def test_the_error_of_exact_blocks_starts_at_the_first_rounding(family: str) -> 
 
 
 @pytest.mark.sampled(14)
-@pytest.mark.parametrize(("kind", "family"), product(("equal", "near", "wide"), FAMILIES))
+@pytest.mark.parametrize(("kind", "family"), list(product(("equal", "near", "wide"), FAMILIES)))
 def test_bounds_of_mx_are_the_same_without_the_fast_paths(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
