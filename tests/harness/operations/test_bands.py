@@ -76,7 +76,7 @@ ENDS = (FAR[0], FAR[0] - 1, FAR[1], (ROWS - 1) * COLUMNS)
 
 
 @pytest.mark.sampled(18)
-@pytest.mark.parametrize(("recipe", "element"), product(RECIPES, ENDS))
+@pytest.mark.parametrize(("recipe", "element"), list(product(RECIPES, ENDS)))
 def test_a_short_index_fails_and_the_message_has_the_rows(recipe: str, element: int) -> None:
     record = fails(case_of(recipe), "codes", quantize=wrong_from(element))
     assert "0 to 127, 256 to 511, 896 to 1023" in record.message
