@@ -64,6 +64,8 @@ _COUPLED = (
     ("rounding", "nan_code"),
 )
 """Fields that often change together, because a recipe excludes some of their combinations."""
+_FORM = ("tensor_scale", "block_scale", "element_scale", "zero_scale")
+"""Fields of the form of a rule with one scale for a tensor, whose values exclude each other."""
 
 
 @dataclass
@@ -162,7 +164,7 @@ def fit(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: int
     recipe = find_recipe(name)
     dialects = dialects_of(recipe)
     result = fitted(observe(backend, recipe, device=device, seed=seed), dialects)
-    return _separated(backend, result, device, seed) if result.alternatives else result
+    return _separated(backend, result, device, seed) if result.changes and result.explained else result
 
 
 def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
@@ -191,9 +193,7 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
         if doubtful and (named_alone := next(whole, None)) is not None:
             rule, nearest, changes = named_alone.plain, named_alone, {}
     differences = classified(rules, rule)
-    explained = _known(differences)
-    alternatives = _alternatives(rules, rule) if changes and explained else {}
-    return Fit(str(observed.recipe), rules, agreements, rule, nearest, changes, alternatives, differences)
+    return Fit(str(observed.recipe), rules, agreements, rule, nearest, changes, {}, differences)
 
 
 def _known(differences: list[Difference]) -> bool:
@@ -247,11 +247,9 @@ def _orders(rules: Rules, starts: list[Recipe]) -> list[Recipe]:
     found = (_with_scales(base, _FIRST_SCALES, values) for values in _values(base, _FIRST_SCALES))
     orders = dict.fromkeys([*starts, *(recipe for recipe in found if recipe is not None)])
     # The inputs of a single dtype choose the rules that are compared on all inputs: the best of every order.
-    stacks = rules.observed.stacks
-    one = next((number for number, stack in enumerate(stacks) if stack.x.dtype is torch.bfloat16), 0)
     known, near = set(starts), list[Recipe]()
     seen: Counter[Any] = Counter()
-    for recipe in sorted(orders, key=lambda recipe: rules.sampled_scale_score(recipe, slice(one, one + 1))):
+    for recipe in sorted(orders, key=lambda recipe: rules.sampled_scale_score(recipe, rules.one_dtype)):
         order = tuple(getattr(recipe, name) for name in _ORDER)
         seen.update((order, recipe.tensor_scale))
         if recipe in known or (seen[order] <= _OF_ORDER and seen[recipe.tensor_scale] <= _OF_FORM):
@@ -303,10 +301,15 @@ def _factor(expression: str) -> str:
 
 def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
     """One of `starts` with the choices of the elements, whichever has the best score."""
+
+    @lru_cache(maxsize=None)
+    def by_one(recipe: Recipe) -> Score:
+        return rules.ordinary_code_score(recipe, rules.one_dtype)
+
     first: list[Recipe] = []
     for start in starts:
         # The choice for a scale of 0 under the first tensor scale serves the other tensor scales.
-        known = min(first, key=rules.ordinary_code_score) if first else None
+        known = min(first, key=by_one) if first else None
         for values in product(*(CHOICES[name] for name in _FIRST_ELEMENTS)):
             changed = dict(zip(_FIRST_ELEMENTS, values, strict=True))
             if known is not None and changed["zero_scale"] != _zero_scale_of(known, start, changed):
@@ -316,13 +319,14 @@ def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
                 first += [recipe] if recipe is not None else []
     # The best of every form and rounding, then the choices that only few codes show, on a part of the rows.
     kinds: dict[Any, Recipe] = {}
-    for candidate in sorted(first, key=rules.ordinary_code_score):
+    for candidate in sorted(first, key=by_one):
         kinds.setdefault((rules.tensor_key(candidate), candidate.element_scale, candidate.rounding), candidate)
     ends: list[Recipe] = []
-    least = rules.ordinary_code_score(next(iter(kinds.values()))).major
-    for candidate in list(kinds.values())[:_STARTS]:
-        if rules.ordinary_code_score(candidate).major > _BEHIND * (least + 100):
+    ranked = sorted((rules.ordinary_code_score(kind), number) for number, kind in enumerate(kinds.values()))
+    for score, number in ranked[:_STARTS]:
+        if score.major > _BEHIND * (ranked[0][0].major + 100):
             break
+        candidate = list(kinds.values())[number]
         ends.append(_descend(candidate, _LAST_ELEMENTS, rules.sampled_code_score, _with_elements))
         if rules.sampled_code_score(ends[-1]) == rules.code_score(ends[-1]) == Score(0, 0):
             return ends[-1]
@@ -397,24 +401,35 @@ def _changes(dialect: Recipe, rule: Recipe) -> dict[str, tuple[Any, Any]]:
     return {name: (theirs, own) for name, (theirs, own) in pairs.items() if theirs != own}
 
 
-def _alternatives(rules: Rules, rule: Recipe) -> dict[str, list[Any]]:
-    """For each field the other values with the same score: the inputs do not separate them."""
+def _alternatives(rules: Rules, rule: Recipe) -> list[tuple[str, Any, Recipe]]:
+    """Fields, other values, and the rules with them that have the same score: the inputs do not separate them."""
     least = rules.score(rule)
-    found: dict[str, list[Any]] = {}
+    found: list[tuple[str, Any, Recipe]] = []
     for name, choices in CHOICES.items():
-        if name == "tensor_limit" and rule.tensor_scale in ("none", "given"):
-            continue  # there is no tensor scale to limit
         for value in choices:
             if value == getattr(rule, name) or (value == "stochastic" or rule.rounding == "stochastic"):
                 continue
-            recipe = with_fields(rule, **{name: value})
-            if recipe is None:
-                continue
-            if name not in ELEMENT_FIELDS and rules.scale_score(recipe) > rules.scale_score(rule):
-                continue
-            if rules.score(recipe) == least:
-                found.setdefault(name, []).append(value)
+            for recipe in _with_value(rule, name, value):
+                if name not in ELEMENT_FIELDS and rules.scale_score(recipe) > rules.scale_score(rule):
+                    continue
+                if rules.score(recipe) == least:
+                    found.append((name, value, recipe))
+                    break
     return found
+
+
+def _with_value(rule: Recipe, name: str, value: Any) -> Iterable[Recipe]:
+    """`rule` with another value of a field. If the value excludes other fields: with each choice of those fields."""
+    plain = with_fields(rule, **{name: value})
+    if plain is not None:
+        return [] if plain == rule else [plain]
+    excluding = {"element_scale": _FORM[3:], "tensor_scale": _FORM[1:] if rule.whole else ()}
+    others = excluding.get(name, ())
+    found = (
+        with_fields(rule, **{name: value}, **dict(zip(others, values, strict=True)))
+        for values in product(*(CHOICES[other] for other in others))
+    )
+    return (recipe for recipe in found if recipe is not None)
 
 
 def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
@@ -425,21 +440,26 @@ def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
     recipe, rule = result.observed.recipe, result.rule
     drawn = probes(recipe, seed, device)
     given = _given(rule, recipe, drawn, device)
+    rejected: set[Recipe] = set()
     remaining: dict[str, list[Any]] = {}
-    for name, values in result.alternatives.items():
-        for value in values:
-            other = with_fields(rule, **{name: value})
-            if other is None or given is None:
-                continue
-            asked = _separating(drawn, given, other)
-            try:
-                seen = Rules(observe(backend, recipe, device=device, given=asked)) if asked else None
-            except (BackendError, Unsupported, HostLost):
-                seen = None
-            if seen is None:
-                remaining.setdefault(name, []).append(value)
-            elif seen.score(other) < seen.score(rule):
-                rule, given = other, _given(other, recipe, drawn, device)
+    queue = _alternatives(result.rules, rule)
+    while queue:
+        name, value, other = queue.pop(0)
+        if other in rejected:
+            continue
+        asked = [] if given is None else _separating(drawn, given, other)
+        try:
+            seen = Rules(observe(backend, recipe, device=device, given=asked)) if asked else None
+        except (BackendError, Unsupported, HostLost):
+            seen = None
+        if seen is None or seen.score(other) == seen.score(rule):
+            remaining.setdefault(name, []).append(value)
+        elif seen.score(other) > seen.score(rule):
+            rejected.add(other)
+        else:  # the alternatives of the better rule may be others
+            rejected.add(rule)
+            rule, given, remaining = other, _given(other, recipe, drawn, device), {}
+            queue = _alternatives(result.rules, rule)
     return replace(
         result,
         rule=rule,

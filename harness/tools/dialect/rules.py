@@ -38,12 +38,13 @@ SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)
 """Fields that decide the tensor scale and the block scales."""
 _STEP = 5
 """Every row with this distance serves the first choice among many rules: odd, because rows of inputs have patterns."""
-_FEW = 64
-"""Share of places, 1 in so many, below which the codes of these places alone are compared."""
+_KINDS = (1.0, 0.0, torch.inf, torch.nan)
+"""A number of each kind of scaled elements that the special codes distinguish."""
+_INFINITY_BITS = 0x7F800000
 _SIGN_BIT = -(1 << 31)
 """Sign of a float32 number as int32."""
 _KEPT = 48
-"""Number of scaled matrices, and of rounded ones, in memory."""
+"""Number of scaled matrices in memory."""
 
 
 @dataclass(frozen=True, order=True)
@@ -90,11 +91,15 @@ class Rules:
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
+        one = next((i for i, stack in enumerate(observed.stacks) if stack.x.dtype is torch.bfloat16), 0)
+        self.one_dtype = slice(one, one + 1)
+        """The stack whose inputs alone choose among many rules: bfloat16 if the backend takes it."""
         self._scale_scores: dict[Hashable, Score] = {}
         self._code_scores: dict[Hashable, Score] = {}
         self._blocks: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scaled: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
-        self._rounded: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._tables: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+        self._own_codes: dict[tuple[int, int], torch.Tensor] = {}
         self._dead: dict[int, torch.Tensor] = {}
         self._canonical: dict[Hashable, torch.Tensor] = {}
 
@@ -200,18 +205,15 @@ class Rules:
         statistics = recipe.statistics if recipe.element_scale.startswith("R(") else ""
         return number, recipe.element_scale, recipe.zero_scale, statistics, bits, own
 
-    def codes(self, number: int, recipe: Recipe, step: int = 1) -> torch.Tensor:
-        """Codes of every row, or every `step`-th row, of a stack under the backend's own scales."""
+    def codes(self, number: int, recipe: Recipe) -> torch.Tensor:
+        """Codes of a stack under the backend's own scales."""
+        return special_codes_(self.rounded(number, recipe), self.scaled(number, recipe), recipe)
+
+    def rounded(self, number: int, recipe: Recipe, step: int = 1) -> torch.Tensor:
+        """Codes of every `step`-th row of a stack, by the rounding alone."""
+        random = self.observed.stacks[number].random
         scaled = self.scaled(number, recipe)[::step]
-        key = (self._scaled_key(number, recipe), recipe.rounding, step)
-        rounded = self._rounded.get(key)
-        if rounded is None:
-            random = self.observed.stacks[number].random
-            rounded = rounded_codes(scaled, recipe, None if random is None else random[::step])
-            self._rounded[key] = rounded
-            if len(self._rounded) > _KEPT:
-                self._rounded.popitem(last=False)
-        return special_codes_(rounded.clone(), scaled, recipe)
+        return rounded_codes(scaled, recipe, None if random is None else random[::step])
 
     def dead(self, number: int) -> torch.Tensor:
         """bool (n·M, K): elements of blocks whose stored scale is 0 or NaN: no code has a value of its own there."""
@@ -272,16 +274,12 @@ class Rules:
             self._code_scores, ("sampled", *self._code_key(recipe)), lambda: self._score_codes(recipe, _STEP)
         )
 
-    def ordinary_code_score(self, recipe: Recipe) -> Score:
+    def ordinary_code_score(self, recipe: Recipe, stacks: slice = slice(None)) -> Score:
         """`sampled_code_score` of the elements that are finite before they are rounded.
 
         The codes of all others have choices of their own, which would hide the form and the rounding.
         """
-        return _cached(
-            self._code_scores,
-            ("ordinary", *self._code_key(recipe)),
-            lambda: self._score_codes(recipe, _STEP, ordinary=True),
-        )
+        return self._score_codes(recipe, _STEP, stacks, ordinary=True)
 
     def _code_key(self, recipe: Recipe) -> tuple[Hashable, ...]:
         """Everything that decides `codes`."""
@@ -289,29 +287,40 @@ class Rules:
         choices = tuple(getattr(recipe, name) for name in ("rounding", "negative_zero", "nan_code"))
         return (choices, *(self._scaled_key(number, recipe) for number in numbers))
 
-    def _score_codes(self, recipe: Recipe, step: int = 1, *, ordinary: bool = False) -> Score:
+    def _score_codes(
+        self, recipe: Recipe, step: int = 1, stacks: slice = slice(None), *, ordinary: bool = False
+    ) -> Score:
         major = minor = 0
-        for number, stack in enumerate(self.observed.stacks):
-            made = self.codes(number, recipe, step)
-            unequal = made != stack.codes[::step]
+        for number in range(len(self.observed.stacks))[stacks]:
+            rounded, scaled, kernel, alive, counts = self._counts(number, recipe, step)
+            made = special_codes_(rounded.clone(), scaled, recipe)
+            unequal = made != kernel
             if ordinary:
-                unequal &= self.scaled(number, recipe)[::step].isfinite()
-            count = int(unequal.sum())
-            if count:
-                of_value = self._of_value(number, recipe, made, unequal, count, step)
-                major, minor = major + of_value, minor + count - of_value
+                unequal &= scaled.isfinite()
+            of_value = unequal & alive & (canonical(made, recipe.element) != canonical(kernel, recipe.element))
+            count = int(counts[of_value].sum())
+            major, minor = major + count, minor + int(counts[unequal].sum()) - count
         return Score(major, minor)
 
-    def _of_value(
-        self, number: int, recipe: Recipe, made: torch.Tensor, unequal: torch.Tensor, count: int, step: int = 1
-    ) -> int:
-        """Number of the `count` places with `unequal` codes that also differ from `made` in value."""
-        kernel = self._own(number, "codes", self.observed.stacks[number].codes, recipe.element)[::step]
-        dead = self.dead(number)[::step]
-        if count * _FEW > unequal.numel():
-            return int(((canonical(made, recipe.element) != kernel) & ~dead & unequal).sum())
-        places = unequal.nonzero(as_tuple=True)
-        return int(((canonical(made[places], recipe.element) != kernel[places]) & ~dead[places]).sum())
+    def _counts(self, number: int, recipe: Recipe, step: int) -> tuple[torch.Tensor, ...]:
+        """How often each combination occurs in every `step`-th row of a stack: rounded code, kind of the scaled element
+        (a number of this kind), code of the backend, and whether the block scale is neither 0 nor NaN."""
+        key = (self._scaled_key(number, recipe), recipe.rounding, step)
+        if key not in self._tables:
+            codes = 16 if recipe.element.bits == 4 else 256
+            own = (number, step)
+            if own not in self._own_codes:
+                kernel, dead = self.observed.stacks[number].codes[::step].int(), self.dead(number)[::step].int()
+                self._own_codes[own] = kernel * 2 + dead
+            bits = self.scaled(number, recipe)[::step].view(torch.int32) & ~_SIGN_BIT
+            kind = (bits == 0).byte().add_(bits == _INFINITY_BITS, alpha=2).add_(bits > _INFINITY_BITS, alpha=3)
+            mixed = self.rounded(number, recipe, step).int().mul_(len(_KINDS)).add_(kind)
+            table = torch.bincount(mixed.mul_(2 * codes).add_(self._own_codes[own]).flatten())
+            seen = table.nonzero().flatten()
+            kinds = seen.new_tensor(_KINDS, dtype=torch.float32)[seen // (2 * codes) % len(_KINDS)]
+            rounded = (seen // (2 * codes * len(_KINDS))).byte()
+            self._tables[key] = (rounded, kinds, (seen // 2 % codes).byte(), seen % 2 == 0, table[seen])
+        return self._tables[key]
 
     def score(self, recipe: Recipe) -> Score:
         """All bytes in which the backend differs from the rule."""
@@ -355,6 +364,8 @@ def with_fields(recipe: Recipe, **values: Any) -> Recipe | None:
     """
     stored = {name: getattr(recipe, name) for name in _FIELDS} | values
     stored["packing"] = "low-first"
+    if stored["tensor_scale"] in ("none", "given"):  # no amax gives a tensor scale that has a limit
+        stored["tensor_limit"] = "none"
     if stored["tensor_scale"] == "none" or recipe.spans_k:
         stored["decode"], stored["alpha"] = "s", "s_a*s_b" if recipe.spans_k else "1"
     else:

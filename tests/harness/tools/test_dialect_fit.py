@@ -81,7 +81,7 @@ def one_thread():
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("seed", [5, 9, 17, 34])
+@pytest.mark.parametrize("seed", [5, 9, 17, 34, 93, 124])
 def test_composed_rules_are_recovered(seed):
     result = check(seed)
     assert result.changes
