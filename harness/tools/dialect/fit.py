@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
@@ -302,7 +300,7 @@ def _factor(expression: str) -> str:
 def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
     """One of `starts` with the choices of the elements, whichever has the best score."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def by_one(recipe: Recipe) -> Score:
         return rules.ordinary_code_score(recipe, rules.one_dtype)
 
