@@ -53,7 +53,7 @@ NOT_FINITE, OTHER_BYTES = "not finite", "other bytes of the same inputs"
 """Kinds whose cases are no change of a figure."""
 ONLY_A = "only in A"
 """Kind of the cases that the report of B has not."""
-TIME_COLUMNS = ("operation", "cases", "A", "B", "B / A", "median of cases")
+TIME_COLUMNS = ("time of", "cases", "A", "B", "B / A", "median B / A of a case")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _cases(run: RecordedRun) -> str:
 
 def _outputs(common: int, same_inputs: int, different_outputs: int) -> str:
     return (
-        f"of {plural(common, 'case')} in both, {number(same_inputs)} with the same inputs: "
-        f"{number(same_inputs - different_outputs)} with the same bytes, {number(different_outputs)} with others"
+        f"{plural(common, 'case')} in both runs, {number(same_inputs)} of them with results of the same inputs: "
+        f"{number(same_inputs - different_outputs)} with equal bytes, {number(different_outputs)} with other bytes"
     )
 
 
@@ -203,6 +203,7 @@ def show(comparison: RunComparison, console: Console, page: Path | None = None, 
             table.add_row(*map(Text, row))
         if rows:
             console.print(table)
+            console.print()
     for kind, lines in comparison.kinds.items():
         print_kinds({kind: lines}, console, "bold", comparison.groups, page_a if kind == ONLY_A else page)
     print_text(comparison.outputs, console)

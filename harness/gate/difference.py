@@ -102,11 +102,14 @@ def _change_group(
 ) -> ChangeGroup:
     both = [record["case"] for record in records if record["case"] in before and record["case"] in after]
     changed = changes(*(total(side[case] for case in both) for side in (before, after))) if both else []
+    if changed:  # it begins with the verdict, as the cause of a case without a result does
+        cause = cause.removeprefix(f"{records[0]['verdict']}: ")
     start = ": ".join(filter(None, (cause, changes_text(changed))))
     every = "all " if len(records) > 1 else ""
     title = "; ".join(filter(None, (start, f"{plural(len(records), 'case')}, {every}{common(records)}")))
     notes = [(record["case"], "" if start else sentences[record["case"]]) for record in records]
-    return ChangeGroup(title, notes, " ".join(sentence(records[0]).split()))
+    reason = " ".join(sentence(records[0]).split())
+    return ChangeGroup(title, notes, "" if reason in title else reason)
 
 
 LISTED = 50

@@ -129,12 +129,13 @@ def _elements(elements: list[dict[str, Any]]) -> list[str]:
     if not elements:
         return []
     names = list(dict.fromkeys(key for element in elements for key in element))
-    rows = [names, *([str(element.get(name, "")) for name in names] for element in elements)]
-    label = max(len(name) for name in names)
-    widths = [max(len(row[i]) for i in range(len(names))) for row in rows[1:]]
+    columns = [[str(element.get(name, "")) for name in names] for element in elements]
+    labels = ["element" if name == "which" else name for name in names]
+    label_width = max(map(len, labels))
+    widths = [max(map(len, column)) for column in columns]
     return [
-        "  " + "  ".join([name.ljust(label), *(row[i].rjust(w) for row, w in zip(rows[1:], widths, strict=True))])
-        for i, name in enumerate(names)
+        "  " + "  ".join([label.ljust(label_width), *(c[i].rjust(w) for c, w in zip(columns, widths, strict=True))])
+        for i, label in enumerate(labels)
     ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, outcome
+from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, elements_compared, outcome
 
 _FORMULA = re.compile(r"[=+\-@\t\r\n＝＋－＠]")
 """Start of a cell that a spreadsheet evaluates as a formula, also in full-width characters."""
@@ -110,7 +110,7 @@ def _summary(key: tuple[str, ...], members: Sequence[dict[str, Any]]) -> dict[st
         **dict(zip(("operation", "recipe", "dtype"), key, strict=True)),
         "cases": len(members),
         **{name: outcomes.count(name) for name in OUTCOMES},
-        "compared": of(sum, "compared"),
+        "compared": sum(map(elements_compared, members)),
         "mismatches": of(sum, "mismatches"),
         "max_ulp": of(max, "max_ulp"),
         "exact_share": of(fmean, "exact_share"),

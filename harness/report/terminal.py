@@ -94,7 +94,7 @@ def print_table(
 
 
 def _print_rows(rows: list[dict[str, Any]], console: Console, marks: dict[str, str]) -> None:
-    header = ["", "passed", "compared", "wrong", "ulp", "budget", "time"]
+    header = ["", "passed", "compared", "wrong", "ulp", "error/bound", "time"]
     cells = []
     for row in rows:
         name = " ".join(filter(None, (row[key] for key in ("operation", "recipe", "dtype"))))

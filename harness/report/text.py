@@ -175,7 +175,7 @@ def not_compared(records: list[dict[str, Any]]) -> str:
     """
     cases: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    stages: Counter[str] = Counter()
+    stages: Counter[tuple[str, str]] = Counter()
     for record in records:
         if record["verdict"] not in ("pass", "fail"):
             cases[record["verdict"]] += 1
@@ -187,20 +187,28 @@ def not_compared(records: list[dict[str, Any]]) -> str:
             cases["without a compared element"] += 1
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
         expected = dict.fromkeys([*expected_stages(record["operation"], record["flags"], record["recipe"]), *shown])
-        stages.update(f"{record['operation']} {stage}" for stage in expected if not shown.get(stage))
+        stages.update((record["operation"], stage) for stage in expected if not shown.get(stage))
     parts = []
     if cases:
-        parts.append("cases: " + ", ".join(f"{number(count)} {verdict}" for verdict, count in sorted(cases.items())))
+        verdicts = ", ".join(f"{number(count)} {verdict}" for verdict, count in sorted(cases.items()))
+        parts.append(f"{plural(cases.total(), 'case')} ({verdicts})")
     if reasons:
         reason_texts = [f"{reason} ({number(count)})" for reason, count in reasons.most_common(REASONS)]
         if len(reasons) > REASONS:
             reason_texts.append(plural(len(reasons) - REASONS, "more reason"))
         parts.append(f"not supported: {', '.join(reason_texts)}")
     if stages:
-        listed = (f"{stage} in {plural(count, 'case')}" for stage, count in stages.most_common())
+        alike: dict[tuple[str, int], list[str]] = {}
+        for (operation, stage), count in stages.most_common():
+            alike.setdefault((operation, count), []).append(stage)
+        listed = (
+            f"{operation} {', '.join(names)} ({plural(count, 'case')}{' each' if len(names) > 1 else ''})"
+            for (operation, count), names in alike.items()
+        )
         parts.append(f"stages not observed: {', '.join(listed)}")
-    otherwise = "no case and no stage" if records else "everything"
-    return f"Not compared: {'; '.join(parts) or otherwise}."
+    if records and not parts:
+        return "Every stage of every case was compared."
+    return f"Not compared: {'; '.join(parts) or 'everything'}."
 
 
 def note_counts(records: Iterable[dict[str, Any]]) -> str:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
@@ -27,7 +36,7 @@ from narrowgauge.harness.report.failure_view import first_failure
 from narrowgauge.harness.report.groups import group
 from narrowgauge.harness.report.report import print_summary, write_journaled
 from narrowgauge.harness.report.terminal import print_text
-from narrowgauge.harness.report.text import plural
+from narrowgauge.harness.report.text import duration, number, plural
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.shard import Part
 
@@ -96,7 +105,9 @@ def run_session(
     if missing:
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
-    console.print(f"{plural(len(records), 'case')} in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
+    console.print(
+        f"{plural(len(records), 'case')} in {duration(elapsed)}; report: {page}", markup=False, soft_wrap=True
+    )
     for line in coverage.lines(matrix, records):
         console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
@@ -112,10 +123,16 @@ def print_result(records: list[dict[str, Any]], console: Console, *, details: bo
 def progress_bar(console: Console) -> Progress:
     """Progress bar of cases: counts, done, elapsed time, remaining time. It fits into 80 columns."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(), _TimeLeft(),
     )  # fmt: skip
     return Progress(*columns, console=console)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The estimated remaining time as `0:00:12 left`; nothing at the end."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.finished else super().render(task).append(" left")
 
 
 def _unpacked(path: str, cases: Sequence[Case]) -> AbstractContextManager[str]:
@@ -173,7 +190,9 @@ def _print_failure(records: list[dict[str, Any]], console: Console) -> None:
     failed = [r for r in records if outcome(r) not in ("pass", "unsupported", "known")]
     for failure_group in group(failed)[:1]:
         record = failure_group.records[0]
-        console.print(f"\n{record['case']}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        title = f"\nThe worst of {number(len(failed))} failures:" if len(failed) > 1 else ""
+        console.print(title, style="dim", highlight=False)
+        console.print(record["case"], style="bold red", markup=False, highlight=False, soft_wrap=True)
         for line in first_failure(record).splitlines():
             # Elements stay in columns, and commands on one line. In a file all lines stay whole, to be searched.
             command = line.startswith(("reproduce:", "tensors:", " ")) or " narrowgauge show " in line

@@ -95,14 +95,30 @@ _RULES = """
     const { violations } = await axe.run(document, { resultTypes: ["violations"] });
     const words = violations.flatMap(({ id, nodes }) => nodes.map(({ html }) => `${id}: ${html.slice(0, 200)}`));
     if (document.documentElement.scrollWidth > innerWidth) words.push(`wider than ${innerWidth} px`);
+    for (const svg of document.querySelectorAll("svg")) {
+      const inside = svg.getBoundingClientRect();
+      const labels = [...svg.querySelectorAll("text")].filter((label) => label.textContent.trim());
+      const places = labels.map((label) => label.getBoundingClientRect());
+      places.forEach((a, n) => {
+        const [left, right] = [inside.left - a.left, a.right - inside.right];
+        const cut = Math.max(left, right, inside.top - a.top, a.bottom - inside.bottom);
+        if (inside.width && cut > 1) words.push(`cut off: ${labels[n].textContent}`);
+        for (const [m, b] of places.slice(0, n).entries()) {
+          const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+          const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+          if (Math.min(wide, high) <= 2) continue;
+          words.push(`one over the other: ${labels[m].textContent}, ${labels[n].textContent}`);
+        }
+      });
+    }
     parent.postMessage(JSON.stringify([document.documentElement.dataset.case ?? "", words]), "*");
   }, 1500);
 </script></body>"""
 
 
 def violations(written: Path, folder: Path, width: int, *, dark: bool, fragment: str = "") -> tuple[str, list[str]]:
-    """State of the case in the page's address, and elements that violate rules of axe-core or make the page wider than
-    `width`."""
+    """State of the case in the page's address, and elements that violate rules of axe-core, make the page wider than
+    `width`, or are labels of a plot that are cut off or overlap."""
     rules = axe()
     assert rules
     script = rules.read_text(encoding="utf-8").replace("</script", "<\\/script")
@@ -113,5 +129,5 @@ def violations(written: Path, folder: Path, width: int, *, dark: bool, fragment:
 needs_axe = pytest.mark.skipif(
     CHROMIUM is None or axe() is None, reason="needs chromium in PATH and axe-playwright-python of the extra `test`"
 )
-LOOKS = [(390, True), (1280, False)]
+LOOKS = [(390, True), (1280, False), (1920, True)]
 """Widths of a page, and whether it is dark."""

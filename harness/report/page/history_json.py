@@ -5,8 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from narrowgauge.harness.report.text import number
+
 _PASSED = ("pass", "unsupported", "known")
 """Outcomes of a case that is no failure."""
+
+
+def since_last_run(rows: Sequence[dict[str, Any]]) -> str:
+    """Sentence on the changes from the run before to the last run of `rows`, as of `runs_json`. Empty if the history
+    has a single run."""
+    numbers = list({row["id"]: None for row in rows})[-2:]
+    if len(numbers) < 2:
+        return ""
+    old, new = ([row for row in rows if row["id"] == number] for number in numbers)
+
+    def figures(run: Sequence[dict[str, Any]]) -> dict[str, int]:
+        cases = sum(row["cases"] for row in run)
+        return {
+            "{} failed cases": cases - sum(row[name] for row in run for name in _PASSED),
+            "largest error {} ulp": max(row["max_ulp"] or 0 for row in run),
+            "{} cases": cases,
+        }
+
+    before = figures(old)
+    changes = [
+        f"{words.format(number(now))}, was {number(before[words])}"
+        for words, now in figures(new).items()
+        if now != before[words]
+    ]
+    commit = old[0]["commit_id"][:7] or "no commit"
+    run = f"the run before ({commit}{' with uncommitted changes' if old[0]['dirty'] else ''}, {old[0]['time'][:10]})"
+    return f"Since {run}: {'; '.join(changes) or 'as many failed cases, the same largest error'}."
 
 
 def runs_json(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.groups import SHOWN, Group, group
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.page.failure import cut
-from narrowgauge.harness.report.page.history_json import runs_json
+from narrowgauge.harness.report.page.history_json import runs_json, since_last_run
 from narrowgauge.harness.report.page.records_json import records_json, sorted_records
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -22,6 +22,8 @@ _SCRIPTS = (
 """Scripts, joined into one module in this order."""
 _VENDORED = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 """d3 and Observable Plot, unchanged from npm, with their licences beside them."""
+_FIRST_GROUPS = 3
+"""Largest number of groups of failures that are named below the verdict."""
 
 
 def render(
@@ -47,7 +49,9 @@ def render(
         environment=environment,
         script="\n".join(map(_read, (*_VENDORED, *_SCRIPTS))),
         groups=[_group(failure_group) | {"row": row[id(failure_group.records[0])]} for failure_group in groups[:SHOWN]],
+        first_groups=_FIRST_GROUPS,
         groups_left=groups[SHOWN:],
+        since=since_last_run(past),
         counts=text.verdict_counts(records),
         accuracy=accuracy,
         accuracies=accuracy.rows(records),
@@ -65,9 +69,12 @@ def _read(name: str) -> str:
 
 def _group(failure_group: Group) -> dict[str, Any]:
     worst = failure_group.records[0]
+    title = failure_group.title.removeprefix(f"{failure_group.verdict}: ")
+    gist = cut(text.explanation(failure_group.explanation) or text.sentence(worst))
     return {
         "verdict": failure_group.verdict,
-        "title": failure_group.title,
+        "title": title,
+        "gist": "" if gist in title else gist,
         "cases": len(failure_group.records),
         "mismatches": failure_group.mismatches,
         "sentence": cut(text.sentence(worst)),

@@ -60,7 +60,9 @@ def test_an_address_is_in_the_report_that_has_the_case() -> None:
 def test_what_differs() -> None:
     comparison = compare(A, B)
     assert {kind: [": ".join(line) for line in lines] for kind, lines in comparison.kinds.items()} == KINDS
-    assert comparison.outputs == "of 5 cases in both, 4 with the same inputs: 3 with the same bytes, 1 with others"
+    assert comparison.outputs == (
+        "5 cases in both runs, 4 of them with results of the same inputs: 3 with equal bytes, 1 with other bytes"
+    )
     assert comparison.heads == [
         ("backend", "native", "mine:Backend"),
         ("architecture", "host", "sm_90"),
@@ -93,6 +95,13 @@ def test_the_terminal_says_all_of_it() -> None:
     assert output.splitlines()[-1].startswith(
         "B is worse than A; verdict changed: 1; figures worse: 1; figures better: 1"
     )
+
+
+def test_a_case_without_a_result_says_its_verdict_and_message_once() -> None:
+    crashed = record(verdict="crash", message="the process died", stages=[], compared=0, output_digest="")
+    output = printed(run(record()), run(crashed))
+    assert "\n  the process died: crash, was pass; " in output
+    assert output.count("the process died") == 1
 
 
 def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:

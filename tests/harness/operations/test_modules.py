@@ -76,7 +76,7 @@ def test_every_stage_of_every_step_is_judged() -> None:
     found = [entry["stage"] for entry in record.stages]
     assert found == STAGES[:2] + [f"step {n} {stage}" for n in (1, 2) for stage in STAGES[2:]]
     assert all(entry["compared"] for entry in record.stages)
-    assert not_compared([record.to_dict()]) == "Not compared: no case and no stage."
+    assert not_compared([record.to_dict()]) == "Every stage of every case was compared."
     assert record.sqnr_db == float("inf")  # end to end, the reference against itself
 
 
@@ -371,7 +371,7 @@ def test_a_module_without_reports_is_judged_by_its_results() -> None:
     assert compared == ["memory", "repeat", *(f"step {n} {name}" for n in (1, 2) for name in ends)]
     halves = [f"{operand}{half}" for half in ("", " columnwise") for operand in ("x", "w", "dy")]
     assert {entry["stage"] for entry in record.stages if not entry["compared"]} == set(halves)
-    assert "stages not observed: linear x in 1 case, " in not_compared([record.to_dict()])
+    assert "stages not observed: linear x" in not_compared([record.to_dict()])
     fails(linear("MXFP8BlockScaling", "bias"), "step 1 dx", Linear=SilentWrong)
 
 

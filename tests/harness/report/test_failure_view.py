@@ -34,7 +34,7 @@ def failing(*findings: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_terminal_shows_steps_and_census_behind_the_elements() -> None:
     lines = first_failure(failing(found(), found("values", census={}))).splitlines()
-    assert lines[3:7] == ["codes (exact): 37 codes differ", "  which  first", "  row        3", f"  {LINES[0]}"]
+    assert lines[3:7] == ["codes (exact): 37 codes differ", "  element  first", "  row          3", f"  {LINES[0]}"]
     assert lines[7] == f"  {LINES[1]}"
     assert lines[-3] == f"  {LINES[0]}"
     assert sum(line.startswith("  special values") for line in lines) == 1

@@ -19,6 +19,7 @@ from narrowgauge.harness.report.groups import SEVERITY, group
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.page import records_json as island_of
 from narrowgauge.harness.report.page.failure import failure
+from narrowgauge.harness.report.page.history_json import since_last_run
 from narrowgauge.harness.report.page.records_json import sorted_records
 from tests.harness.pages import CHROMIUM, LOOKS, island, needs_axe, opened, rows_of, said, violations
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
@@ -68,6 +69,30 @@ def test_columns_are_packed_without_loss() -> None:
     rows = rows_of(rendered(records))
     assert [row["input_digest"] for row in rows] == ["", "", *digests]
     assert [row["recipe"] for row in rows] == ["mxfp4"] * 2 + ["nvfp4"] * 5
+
+
+def test_the_first_groups_are_named_below_the_verdict() -> None:
+    crashed = record("gone", verdict="crash", message="the process died", compared=0)
+    records = [failing(), crashed, *(failing(recipe=f"mxfp{n}") for n in (4, 6, 8)), record("p")]
+    html = rendered(records)
+    first = html[html.index('<ul class="first">') : html.index('<dl class="environment">')]
+    assert re.findall(r'href="#(group-\d|groups)">', first) == ["group-1", "group-2", "group-3", "groups"]
+    assert ">2 more groups</a>" in first
+    summary = next(line for line in html.splitlines() if "the process died" in line and line.startswith("<summary>"))
+    assert summary.count("the process died") == summary.count("crash</span>") == 1  # no sentence twice
+    assert '<ul class="first">' not in rendered([record()])
+
+
+def test_the_page_says_what_changed_since_the_run_before(tmp_path: Path) -> None:
+    past: list[dict[str, Any]] = []
+    for records in ([record("a"), record("b")], [record("a"), failing("b", max_ulp=3)], [record("a"), failing("b")]):
+        past = update(run(*records, elapsed=1.0), tmp_path / history.NAME, complete=True)[1]
+        html = page.render(records, ENVIRONMENT, 1.0, past)
+    before = r"Since the run before \(\w+( with uncommitted changes)?, [\d-]{10}\)"
+    assert re.search(before + r": largest error 1 ulp, was 3\.", html)
+    assert since_last_run(past[:1]) == ""
+    same = since_last_run(past + [{**row, "id": 9} for row in past if row["id"] == past[-1]["id"]])
+    assert same.endswith(": as many failed cases, the same largest error.")
 
 
 def test_a_line_is_kept_without_the_id_that_it_repeats() -> None:
@@ -126,7 +151,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
     passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
     products = (
-        record(f"k{k}", operation="gemm", shape=f"64x{k}x64", dtype="bf16xbf16-fp32", budget_max=0.5) for k in (48, 96)
+        record(
+            f"k{k}", operation="gemm", recipe="mxfp8-e4m3", shape=f"64x{k}x64", dtype="bf16xbf16-fp32", budget_max=0.5
+        )
+        for k in (48, 96)
     )
     path = tmp_path_factory.mktemp("page") / "index.html"
     records = [first | {"baseline": "it passed"}, *alike, *mixed(), *products, *passing]
@@ -234,13 +262,17 @@ CONTROLS = """
     document.querySelector("#heat-map td button.fail").click();
     before.filtered = document.getElementById("shown").textContent;
     before.dimmed = document.querySelectorAll("#heat-map .outside").length;
-    setTimeout(() => parent.postMessage(JSON.stringify(before), "*"), 300);
+    document.querySelector('.first a[href="#group-2"]').click();
+    setTimeout(() => {
+      before.opened = [...document.querySelectorAll("details.group")].filter((e) => e.open).map((e) => e.id);
+      parent.postMessage(JSON.stringify(before), "*");
+    }, 300);
   }, 1500);
 </script></body>"""
 
 
 @browser
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False), (1920, True)])
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, tmp_path: Path) -> None:
     seen = said(written, tmp_path, CONTROLS, width, dark)
     assert seen["width"] == [width, True]
@@ -248,6 +280,7 @@ def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, 
     assert seen["copied"][0].startswith("narrowgauge show quantize/")
     assert seen["plots"] >= 1
     assert sorted(seen["lengths"]) == ["48", "96"]  # no powers of two, and the only ones
+    assert seen["opened"] == ["group-1", "group-2"]  # the first is open from the start
     assert seen["unlike"] == []  # the legend has the colours of every cell
     assert seen["dimmed"] == seen["cells"] - 1
     assert re.fullmatch(r"\d+ of 313 cases", seen["filtered"])

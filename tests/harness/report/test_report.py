@@ -170,17 +170,17 @@ def test_markdown_groups_and_limits(tmp_path: Path) -> None:
 
 def test_not_compared(tmp_path: Path) -> None:
     shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
-    assert text.not_compared([record(stages=shown)]) == "Not compared: no case and no stage."
+    assert text.not_compared([record(stages=shown)]) == "Every stage of every case was compared."
     empty = [{"stage": stage, "compared": 0} for stage in STAGES["quantize"]]
-    assert text.not_compared([record(shape="0x128", stages=empty)]) == "Not compared: no case and no stage."
+    assert text.not_compared([record(shape="0x128", stages=empty)]) == "Every stage of every case was compared."
     assert text.not_compared([]) == "Not compared: everything."
     hidden = [{"stage": "amax", "compared": 0}, *shown[2:]]
     unknown = record("c", operation="other", stages=[{"stage": "one", "compared": 0}])
     without = [record(verdict, verdict=verdict, compared=0) for verdict in VERDICTS[2:]]
     records = [record("a", stages=hidden), record("b", stages=shown[1:]), record(compared=0, stages=shown), unknown]
     line = (
-        "cases: 1 crash, 1 error, 1 timeout, 1 unsupported, 1 without a compared element; stages not observed: "
-        "quantize amax in 2 cases, quantize tensor scale in 1 case, other one in 1 case."
+        "5 cases (1 crash, 1 error, 1 timeout, 1 unsupported, 1 without a compared element); stages not observed: "
+        "quantize amax (2 cases), quantize tensor scale (1 case), other one (1 case)."
     )
     assert text.not_compared([*records, *without]) == f"Not compared: {line}"
     assert line in write([*records, *without], tmp_path)
@@ -264,6 +264,12 @@ def test_a_passing_run_is_a_line_for_each_operation() -> None:
         ("quantize", "42 recipes", 42), ("transform", "nvfp4 (3 recipes)", 3),
     ]  # fmt: skip
     assert sum(row["compared"] for row in rows) == sum(one["compared"] for one in records)
+    # The guards and the repeated call are no comparison with an expected value, in a row as in the last line.
+    stages = [
+        {"stage": "codes", "rule": "exact", "compared": 1000},
+        {"stage": "memory", "rule": "guard", "compared": 24},
+    ]
+    assert tables.summary([record(stages=stages)])[0]["compared"] == 1000
     out = printed(records, width=80)
     assert len(out.splitlines()) < 10
     for title in (accuracy.TITLE, times.TITLE):
@@ -376,7 +382,7 @@ def test_every_operation_has_its_stages() -> None:
     assert set(STAGES["gemm-quantized"]) > {*STAGES["gemm"], "output.scales", "fused.scales"}
     shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
     assert text.not_compared([record(flags="both", stages=shown)]) == (
-        "Not compared: stages not observed: quantize halves in 1 case."
+        "Not compared: stages not observed: quantize halves (1 case)."
     )
 
 

@@ -80,8 +80,9 @@ def test_a_stage_that_is_not_shown_is_named(case, doors, stages, tmp_path):
     assert (record["verdict"], record["message"]) == ("pass", "")
     shown = [entry["stage"] for entry in record["stages"]]
     assert not set(stages) & set(shown)
-    listed = ", ".join(f"{case.operation} {stage} in 1 case" for stage in stages)
-    line = f"Not compared: stages not observed: {listed}." if stages else "Not compared: no case and no stage."
+    counts = "1 case each" if len(stages) > 1 else "1 case"
+    listed = f"{case.operation} {', '.join(stages)} ({counts})"
+    line = f"Not compared: stages not observed: {listed}." if stages else "Every stage of every case was compared."
     assert text.not_compared([record]) == line
     for said in everywhere([record], tmp_path):
         assert line in said
@@ -92,8 +93,7 @@ def test_stages_are_counted_over_cases_the_commonest_first():
     records = [run(case, quantize=reference.quantize) for case in cases]
     records.append(run(QUANTIZE, quantize=quantize(without_amax), dequantize=reference.dequantize))
     assert text.not_compared(records) == (
-        "Not compared: stages not observed: quantize values in 3 cases, quantize amax in 1 case, "
-        "quantize tensor scale in 1 case."
+        "Not compared: stages not observed: quantize values (3 cases), quantize amax, tensor scale (1 case each)."
     )
 
 
@@ -105,7 +105,7 @@ def test_a_missing_method_is_named_and_fails_only_if_strict(tmp_path):
     assert [record["verdict"] for record in records] == ["pass", "unsupported"]
     assert (succeeded(records), succeeded(records, strict=True)) == (True, False)
     assert not succeeded(records[1:])
-    line = "Not compared: cases: 1 unsupported; not supported: backend wrong has no gemm (1)."
+    line = "Not compared: 1 case (1 unsupported); not supported: backend wrong has no gemm (1)."
     for said in everywhere(records, tmp_path):
         assert line in said
         assert "1 case passed" in said
@@ -125,7 +125,7 @@ def test_reasons_are_counted_and_the_rarest_left_out():
     records += [run(QUANTIZE, quantize=refusing(f"the {number}")) for number in ("first", "second")]
     kinds = ", ".join(f"no kernel for {number} (2)" for number in range(text.REASONS))
     assert text.not_compared(records) == (
-        f"Not compared: cases: {len(records)} unsupported; not supported: {kinds}, 2 more reasons."
+        f"Not compared: {len(records)} cases ({len(records)} unsupported); not supported: {kinds}, 2 more reasons."
     )
 
 
@@ -149,7 +149,7 @@ def test_a_case_that_compares_nothing_is_an_error(monkeypatch, stages, tmp_path)
     assert (record["verdict"], record["message"]) == ("error", "nothing was compared")
     assert elements_compared(record) == 0
     for said in everywhere([record], tmp_path):
-        assert "Not compared: cases: 1 error." in said
+        assert "Not compared: 1 case (1 error)." in said
         assert "1 of 1 case did not pass" in said
     for said in everywhere([record], tmp_path)[:2]:
         assert "nothing was compared" in said

@@ -91,9 +91,9 @@ function bars(words, rows) {
   const body = rows.map(([label, count, kind, outside]) => {
     const length = outside ? 0 : Math.max(count ? 1 : 0, Math.round((160 * count) / most));
     const bar = shape("svg", { width: 160, height: 11, "aria-hidden": "true" });
-    if (outside) bar.append(shape("text", { x: 0, y: 10, class: "aside" }, "not drawn"));
     bar.append(shape("rect", { class: kind, width: length, height: 11 }));
-    return make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, bar), make("td", { className: "number" }, figure(count)));
+    const drawn = outside ? make("span", { className: "aside" }, "not drawn") : bar;
+    return make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, drawn), make("td", { className: "number" }, figure(count)));
   });
   return captioned(words, make("table", { className: "bars" }, make("tbody", {}, ...body)));
 }

@@ -19,8 +19,19 @@ for (const details of document.querySelectorAll("details.group")) {
   openGroup(details);
 }
 
+/** Open the group of failures that the address names. */
+function openNamedGroup() {
+  const details = document.getElementById(location.hash.slice(1));
+  if (!details?.matches(".group")) return;
+  details.open = true;
+  details.scrollIntoView();
+}
+
 addEventListener("hashchange", () => {
-  if (!asksForState()) return;
+  if (!asksForState()) {
+    openNamedGroup();
+    return;
+  }
   read();
   show();
   if (!state.case) document.getElementById("cases").scrollIntoView();
@@ -28,6 +39,7 @@ addEventListener("hashchange", () => {
 
 read();
 show();
+openNamedGroup();
 document.documentElement.dataset.loaded = Math.round(performance.now());
 
 // What lies below is made as soon as nothing else is to do.

@@ -43,15 +43,27 @@ function plotStyle(options, height) {
   });
 }
 
+const ink = document.createElement("canvas").getContext("2d");
+
+/** Pixels of a label in the font of the plots. */
+function labelWidth(label) {
+  ink.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  return ink.measureText(label).width;
+}
+
 /** Margin for the longest label, at most 46 % of the width; longer labels end in an ellipsis. */
 function labelMargin(labels) {
   const width = document.getElementById("plots").clientWidth;
-  return Math.round(Math.min(0.46 * width, 16 + 7 * (d3.max(labels, (label) => label.length) ?? 0)));
+  return Math.ceil(Math.min(0.46 * width, 14 + (d3.max(labels, labelWidth) ?? 0)));
 }
 
 function shorten(margin) {
-  const most = Math.floor((margin - 14) / 6.7);
-  return (label) => (label.length > most ? `${label.slice(0, most - 1)}…` : label);
+  return (label) => {
+    if (labelWidth(label) <= margin - 14) return label;
+    let most = label.length - 1;
+    while (most > 1 && labelWidth(`${label.slice(0, most)}…`) > margin - 14) most--;
+    return `${label.slice(0, most)}…`;
+  };
 }
 
 function colorScale(names) {
@@ -99,7 +111,7 @@ function errorByDepth(rows) {
   const words = (p) => `K = ${p.k}, output ${p.dtype}\n${cases(p)}\nlargest error: ${figure(p.low)} to ${figure(p.high)} of the bound`;
   const over = points.filter(({ high }) => high > 1);
   const svg = plotStyle({
-    marginLeft: 48, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes.sort(bySize) }, x: depthScale(points),
+    marginLeft: 48, marginRight: 68, fy: { label: "output", padding: 0.15, domain: dtypes.sort(bySize) }, x: depthScale(points),
     y: { label: "↑ error / proved bound", domain: [0, over.length ? OUTSIDE : 1.05], ticks: [0, 0.5, 1], grid: true },
     marks: [
       Plot.rect([0], { y1: 0, y2: 1, fill: "var(--c1)", fillOpacity: 0.1 }),
@@ -124,7 +136,7 @@ function toleranceByDepth(rows) {
   const dtypes = [...new Set(points.map(({ dtype }) => dtype))].sort(bySize);
   const words = (p) => `K = ${p.k}, output ${p.dtype}\n${cases(p)}\nwidth: mean ${figure(p.mean)} ulp, widest ${figure(p.high)} ulp`;
   const svg = plotStyle({
-    marginLeft: 62, marginRight: 52, fy: { label: "output", padding: 0.15, domain: dtypes }, x: depthScale(points),
+    marginLeft: 62, marginRight: 68, fy: { label: "output", padding: 0.15, domain: dtypes }, x: depthScale(points),
     y: { type: "symlog", label: "↑ width, ulp of the output", grid: true, ticks: ulpTicks(d3.max(points, (p) => p.high)), tickFormat: short },
     marks: [
       Plot.ruleX(points, { x: "k", y1: "mean", y2: "high", fy: "dtype", stroke: "var(--c2)", strokeOpacity: 0.6 }),
@@ -169,7 +181,7 @@ function dotPlot(rows, value, { title, note, x, color, clip = (v) => v, extra = 
     Plot.dot(some, { y: "name", x: (p) => clip(p[show]), r: 3.5, fill, dy }),
   ]);
   const svg = plotStyle({
-    marginLeft: margin, x: { grid: true, labelAnchor: "center", ...x }, y: { domain: names, label: null, tickFormat: shorten(margin) },
+    marginLeft: margin, x: { grid: true, labelAnchor: "center", labelOffset: 36, ...x }, y: { domain: names, label: null, tickFormat: shorten(margin) },
     marks: [...extra(names), ...marks, Plot.tip(points, Plot.pointerY({ y: "name", x: (p) => clip(p[show]), title: words }))],
   }, 80 + names.length * Math.max(20, 6 * scale.domain.length));
   return plotted(title, note, legend(scale, color ? "tensor:" : "dtype of the result:"), svg);
@@ -213,7 +225,7 @@ function budgetHistogram(rows) {
   const words = (b) => `${b.dtype}: ${b.over ? "above the bound" : `${b.low} to ${b.high} of the bound`}\n${figure(b.count)} outputs, ${figure(b.share)} %`;
   const shown = bins.filter((b) => !b.over || b.count);
   const svg = plotStyle({
-    marginLeft: 48, marginRight: 52, fy: { label: "output", padding: 0.15, domain: groups.map(([dtype]) => dtype) },
+    marginLeft: 48, marginRight: 68, fy: { label: "output", padding: 0.15, domain: groups.map(([dtype]) => dtype) },
     x: { label: "|output − centre| / proved bound →", ticks: [0, 0.25, 0.5, 0.75, 1], tickFormat: String }, y: { label: "↑ outputs, %", grid: true, ticks: 4 },
     marks: [
       Plot.rect(shown, { x1: "low", x2: "high", y1: 0, y2: "share", fy: "dtype", inset: 0.5, fill: (b) => (b.over ? "var(--fail)" : "var(--c1)"), title: words, tip: true }),
@@ -243,7 +255,7 @@ function stepHistogram(rows) {
   const names = sorted.map(label);
   const svg = plotStyle({
     marginLeft: labelMargin(names), y: { domain: names, label: null },
-    x: { label: "wrong elements →", labelAnchor: "center", grid: true, ticks: 4, tickFormat: "~s" },
+    x: { label: "wrong elements →", labelAnchor: "center", labelOffset: 36, grid: true, ticks: 4, tickFormat: (count) => (count ? d3.format("~s")(count) : "0") },
     marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} ulp: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
   }, 80 + 18 * names.length);
   return plotted("Histogram of wrong elements by ulp", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
