@@ -213,6 +213,7 @@ def test_the_oracle_needs_torch_and_numpy_alone(environments: dict[str, Path], t
     assert run(environments["wheel"], "-c", ORACLE, cwd=tmp_path).strip()
 
 
+@pytest.mark.long
 def test_sdist_and_wheel_install_the_same(environments: dict[str, Path], tmp_path: Path) -> None:
     wheel, sdist = (installed(environments[kind], tmp_path) for kind in ("wheel", "sdist"))
     assert wheel.keys() == sdist.keys()

@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("world", [2, 4])
 def test_shards_are_quantized_as_parts_of_the_whole(world: int, tmp_path: Path) -> None:

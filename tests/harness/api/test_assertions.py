@@ -268,6 +268,7 @@ def test_settings_of_the_caller_change_no_verdict_and_are_kept(name: str) -> Non
 # ---- fake tensors, graphs, custom ops --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_fake_tensors_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -133,6 +133,7 @@ def library() -> Iterator[Library]:
     library._destroy()
 
 
+@pytest.mark.long
 def test_a_custom_op_beside_opcheck(library: Library) -> None:
     @custom_op("ng_check::decorated", mutates_args=())
     def decorated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,6 +170,7 @@ def test_failures_are_grouped_by_cause() -> None:
     assert "raise NotImplementedError, or choose shapes" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "case", "sentence"),
     [

@@ -275,6 +275,7 @@ def test_rare_allocations_work(allocate):
     assert said(guard) == []
 
 
+@pytest.mark.long
 def test_allocations_import_no_compiler_of_torch():
     """sympy takes 0.3 s and torch._dynamo a second, in every kernel host."""
     code = """
@@ -289,6 +290,7 @@ print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [torch.empty(2, 3, 4)[:, :, ::2], torch.empty(2, 1, 4).permute(1, 2, 0)])
 @pytest.mark.parametrize("options", [{}, {"memory_format": torch.contiguous_format}, {"dtype": torch.int16}])
 def test_new_tensors_are_like_those_of_torch(layout, options):
@@ -305,6 +307,7 @@ def test_nothing_is_guarded_once_the_run_is_over():
     assert said(guard) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="this torch compiles nothing within any guard"
 )

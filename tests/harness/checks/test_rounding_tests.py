@@ -117,6 +117,7 @@ def test_a_backend_that_draws_from_torch_repeats(monkeypatch):
     assert run_case(case, black_box(quantize=drawing(fresh)), seed=1).p_value != found[0].p_value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -66,7 +66,7 @@ print(sorted(refused))
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("read_only", [True, False])
 def test_a_host_cannot_change_the_size_or_inputs(read_only: bool) -> None:
     memory = SharedFile("test", read_only=read_only, capacity=SIZE)

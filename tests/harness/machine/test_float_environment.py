@@ -267,6 +267,7 @@ def test_each_setting_of_torch_is_a_note_and_is_restored(observed: dict[str, Any
     assert not observed[name]["initialised"]
 
 
+@pytest.mark.long
 @known_registers
 @pytest.mark.parametrize("name", REGISTER_CHANGES)
 def test_flushed_subnormals_are_a_note_and_are_restored(observed: dict[str, Any], name: str) -> None:

@@ -98,6 +98,7 @@ KINDS = [
 SLOW = layer("DelayedScaling-history2", "steps:3", "accumulate", "delayed-wgrad", "recompute")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*KINDS, pytest.param(SLOW, marks=pytest.mark.long)], ids=lambda case: case.id)
 def test_the_reference_passes(case: Case) -> None:
     record = passes(case)

@@ -100,7 +100,7 @@ def session(folder: Path, *words: object, plugin: bool = True) -> tuple[int, str
     return done.returncode, re.sub(r" in \d+\.\d+s.*", "", done.stdout + done.stderr)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_project_without_cases_stays_as_it_is(name: str, tmp_path: Path) -> None:
     files, words, expected = PROJECTS[name]

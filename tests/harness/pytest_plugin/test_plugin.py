@@ -173,7 +173,7 @@ def test_ways_to_ask_for_cases(project):
     assert "there is no case file or folder" in result.stdout.str() + result.stderr.str()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "message"),
     [

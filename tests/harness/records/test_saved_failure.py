@@ -96,7 +96,7 @@ def show(*arguments):
 # The way back
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "shape", "flags", "stage"),
     [

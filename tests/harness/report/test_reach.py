@@ -1,5 +1,7 @@
 """A report holds 20 000 records: its page is small."""
 
+import pytest
+
 from narrowgauge.harness.report.page import page
 from tests.harness.reach import FAILING, RECORDS, many_records, measure
 
@@ -14,6 +16,7 @@ def test_the_records_are_distinct_and_the_same_every_time():
     assert records[:50] == list(many_records(50))
 
 
+@pytest.mark.long
 def test_the_page_of_20_000_records_is_below_4_5_megabytes():
     """A tenth of the records fail, each with its findings."""
     assert len(page.render(list(many_records(RECORDS)), {}, None).encode()) < MOST

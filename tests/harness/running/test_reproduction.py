@@ -285,7 +285,7 @@ SEQUENCES = {
 """Backends, the shapes of cases, and the shapes that the first failure needs."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.long
 @pytest.mark.parametrize("backend", SEQUENCES)
 def test_a_failure_that_needs_earlier_cases(backend: str) -> None:
     """The shortest sequence is in the report, and its line fails in a fresh process."""

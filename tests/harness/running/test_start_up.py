@@ -82,6 +82,7 @@ def test_the_help_of_a_run_starts_no_process(monkeypatch, capsys):
     assert starter._starter is None
 
 
+@pytest.mark.long
 def test_judges_hold_no_kernels(tmp_path):
     """The server is forked before the starter imports the kernels, and imports the oracle in the meantime."""
     (tmp_path / "imported.py").write_text("""

@@ -164,6 +164,7 @@ def test_faults_cost_their_own_cases_in_a_run_of_the_command(folder):
     assert "26x32" in Path("reports/latest/index.html").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "workers",
     [pytest.param([], marks=pytest.mark.long, id="in one process"), pytest.param(["-n", "1"], id="by a worker")],
@@ -485,6 +486,7 @@ def in_pytest(pytester, monkeypatch, folder):
     return pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 def test_pytest_ends_if_its_journal_does_not_fit(folder, pytester, monkeypatch):
     add = Journal.add

@@ -235,6 +235,7 @@ def test_inputs_that_a_backend_does_not_take_are_left_out(few):
     )
 
 
+@pytest.mark.long
 def test_an_input_that_ends_the_host_is_left_out(few, monkeypatch, tmp_path):
     (tmp_path / "ending_kernels.py").write_text(
         "import os\n\nfrom narrowgauge.reference import ops\n\n\nclass Backend:\n    def quantize(self, x, recipe):\n"

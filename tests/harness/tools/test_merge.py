@@ -74,6 +74,7 @@ def without_times(records):
     return sorted(records, key=lambda record: record["case"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "status"), [pytest.param("reference", 0, marks=pytest.mark.long), ("merge_kernels:Backend", 1)]
 )

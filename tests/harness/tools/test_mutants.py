@@ -153,6 +153,7 @@ def test_two_of_one_name_and_none_at_all_are_refused(tmp_path: Path) -> None:
 # ---- the text of a kernel file, replaced within a process ----
 
 
+@pytest.mark.long
 def test_a_replaced_text_is_compiled_into_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
@@ -204,6 +205,7 @@ def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
 # ---- selected cases ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags_apart", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_source_that_a_case_launches_is_known(
     flags_apart: bool, quick: list[Case], monkeypatch: pytest.MonkeyPatch
@@ -287,6 +289,7 @@ def examined(mutant: Mutant, cases: list[Case], timeout: float = 60.0) -> Mutant
     return result
 
 
+@pytest.mark.long
 def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
     result = examined(made("    if (quad.row >= rows) return;"), few)
     assert (result.killed, result.right, result.check, result.stage) == (True, True, "repeat", "repeat")
@@ -428,7 +431,7 @@ def test_totals_count_what_is_not_equivalent() -> None:
     assert json.dumps(results[0].to_dict())
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.long
 @pytest.mark.parametrize("judged", sorted({(mutant.door, mutant.recipe) for mutant in ALL}))
 def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
     """A door and the recipes of its operands."""

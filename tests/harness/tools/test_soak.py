@@ -67,6 +67,7 @@ def held(cases):
     return {part for case in cases for part in case_features(case)}
 
 
+@pytest.mark.long
 def test_a_tenth_of_the_quick_tier_has_every_feature(matrix, tenth):
     assert len(matrix) / 10 <= len(tenth) < len(matrix) / 10 + 1
     assert len({case.id for case in tenth}) == len(tenth)

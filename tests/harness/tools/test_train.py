@@ -38,7 +38,7 @@ def model(backend: str, seed: int = 0) -> Model:
     return Model(load_backend(backend), TINY, 23, seed=seed, device=torch.device("cpu"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["NVFP4BlockScaling", "DelayedScaling"])
 def test_native_agrees_at_every_step(recipe: str) -> None:
     steps = list(train(task(recipe)))
@@ -142,6 +142,7 @@ class Cutting(Faulty):
         return y[:, :1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -157,7 +158,7 @@ def test_a_layer_that_fails_in_the_second_step_ends_its_training(fault: str, err
         next(steps)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["Forging", "Poisoning"])
 def test_what_a_backend_does_to_its_process_changes_no_verdict(fault: str) -> None:
     equal = torch.equal

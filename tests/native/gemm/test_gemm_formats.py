@@ -224,6 +224,7 @@ def test_operands_in_every_layout_are_the_same_operands(left: str, right: str, m
         assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
 
 
+@pytest.mark.long
 def test_columnwise_halves_are_multiplied_as_they_are_stored() -> None:
     """The product of two transposes, as of a weight's gradient."""
     x, y = matrix("outliers", 70, 45, torch.bfloat16), matrix("normal", 70, 50, torch.bfloat16)

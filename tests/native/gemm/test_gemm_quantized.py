@@ -62,7 +62,7 @@ def test_every_recipe_gives_the_bytes_of_gemm_and_quantize(name: str) -> None:
         assert_as_two(a, b, name, DTYPES[number % 3])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("left", "right"), OPERANDS, ids=[" x ".join(pair) for pair in OPERANDS])
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_c_and_bias_are_in_the_codes(left: str, right: str, out_dtype: torch.dtype) -> None:

@@ -79,6 +79,7 @@ def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
 
 
+@pytest.mark.long
 def test_bounds_of_any_truncating_order() -> None:
     """The bounds are narrow enough to see the last bit of a row of codes."""
     for name in ("nvfp4", *E4M3[::3]):

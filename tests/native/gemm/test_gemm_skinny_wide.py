@@ -57,7 +57,7 @@ def test_every_order_of_threads_gives_the_same_bits() -> None:
     hold_every_order(*operands("nvfp4", 3, 67, 2560))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "waiting",
     [

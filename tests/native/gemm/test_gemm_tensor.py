@@ -64,6 +64,7 @@ def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
     assert not refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*MX, "fp8-current-e4m3", "fp8-current-e5m2"])
 def test_codes_are_packed_as_numbers_and_padding_as_zeros(name: str) -> None:
     r = find_recipe(name)

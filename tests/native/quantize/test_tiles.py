@@ -81,7 +81,7 @@ def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
     assert set(used) == {"quantize_mx_tiles_bf16"}
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.long
 @pytest.mark.parametrize("name", FP8_NAMES)
 def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
     for number, family in enumerate(FAMILIES):
