@@ -19,8 +19,9 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     without an exact explanation. Records without any explanation are left out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
-    the operation, the recipe and the first wrong stage of a record that it explains. Otherwise the explanation is a
-    copy that is not exact, and its sentence has the number of records that it explains.
+    the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the
+    bytes of all these records. Otherwise the explanation is a copy that is not exact, and its sentence has the number
+    of records that it explains, or the sentences of the other causes.
     """
     records = list(records)
     failing = [record for record in records if record["explanations"]]
@@ -38,9 +39,22 @@ def _of_all(
     alike = [record for record in records if _kind(record) in kinds]
     explained = sum(_explained_exactly(record, explanation["cause"]) for record in alike)
     if explained == len(alike):
-        return explanation
+        return _with_rivals(explanation, members)
     sentence = f"{explanation['sentence']}; explains {explained} of {len(alike)} cases that fail at this stage"
     return {**explanation, "sentence": sentence, "exact": False}
+
+
+def _with_rivals(explanation: dict[str, Any], members: list[dict[str, Any]]) -> dict[str, Any]:
+    """The exact explanation of `members`, made inexact if the records cannot separate it from other causes."""
+    rivals = [
+        entry["sentence"]
+        for entry in members[0]["explanations"]
+        if entry["cause"] != explanation["cause"]
+        and all(_explained_exactly(record, entry["cause"]) for record in members)
+    ]
+    if not rivals:
+        return explanation
+    return {**explanation, "sentence": "; or: ".join([explanation["sentence"], *rivals]), "exact": False}
 
 
 def _kind(record: dict[str, Any]) -> tuple[str, str, str]:

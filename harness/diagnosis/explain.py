@@ -13,6 +13,7 @@ from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fuse
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quantize
+from narrowgauge.harness.diagnosis.quantize.further_inputs import FurtherRun
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -24,6 +25,7 @@ def explain(
     *,
     runs: Callable[[], tuple[Run, Run] | None] | None = None,
     limit: TimeLimit | None = None,
+    further: FurtherRun | None = None,
 ) -> list[Explanation]:
     """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
     that do not depend on the inputs, then signatures.
@@ -32,13 +34,14 @@ def explain(
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
     the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations and
     replaces the limits of work of `history`; afterwards its `note` says what was left out. None: the limits of work.
+    `further`: runs the case on inputs of other families, which an exact deviation of a quantizer must explain too.
     """
     limit = TimeLimit(bounds_work=True) if limit is None else limit
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
         return []
     explanations = explain_memory(outcome, wrong_stage)
-    explanations += explain_quantize(outcome, wrong_stage, history, limit)
+    explanations += explain_quantize(outcome, wrong_stage, history, limit, further)
     explanations += explain_fused_output(outcome, wrong_stage)
     explanations += explain_gemm(outcome, wrong_stage, history, limit)
     explanations += explain_auxiliary(outcome, wrong_stage, limit)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.harness.report import text
+from narrowgauge.harness.report.failure_view import explanation_lines
 
 PROPERTIES = {
     "verdict": "verdict", "stage": "stage", "compared": "compared", "mismatches": "mismatches", "recipe": "recipe",
@@ -18,7 +18,7 @@ PROPERTIES = {
 def properties(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Properties of a case: `PROPERTIES` and `explanation`. A value that was not measured is empty."""
     values = [(name, "" if record[column] is None else str(record[column])) for name, column in PROPERTIES.items()]
-    return [*values, ("explanation", text.explanation(next(iter(record["explanations"]), None)))]
+    return [*values, ("explanation", next(iter(explanation_lines(record["explanations"])), ""))]
 
 
 def add_properties(config: pytest.Config, report: pytest.TestReport, record: dict[str, Any]) -> None:

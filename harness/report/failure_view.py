@@ -109,19 +109,20 @@ def group_saved_lines(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def explanation_lines(explanations: list[dict[str, Any]], *, every: bool = False) -> list[str]:
-    """Explanations of a record: earlier calls that it needs, the simplest deviation with exactly its bytes, possible
-    causes, and patterns of its wrong elements.
+    """Explanations of a record: earlier calls that it needs, the deviation with exactly its bytes, possible causes, and
+    patterns of its wrong elements.
 
-    Less simple deviations with the same bytes are counted. `every`: each of them has a line of its own.
+    The simplest of several deviations with exactly the bytes comes first; the others are counted. `every`:
+    each of them has its own line.
     """
     earlier = [entry["sentence"] for entry in explanations if entry["cause"] in OF_EARLIER_CASES]
     explanations = [entry for entry in explanations if entry["cause"] not in OF_EARLIER_CASES]
     exact = [entry["sentence"] for entry in explanations if entry["exact"]]
-    lines = [f"explained exactly by: {exact[0]}"] if exact else []
+    lines = [f"{'explained exactly by' if len(exact) == 1 else 'explained by one of'}: {exact[0]}"] if exact else []
     if every or len(exact) == _SHOWN_CAUSES:
-        lines += [f"              or by: {sentence}" for sentence in exact[1:]]
+        lines += [f"                 or: {sentence}" for sentence in exact[1:]]
     elif len(exact) > _SHOWN_CAUSES:
-        lines.append(f"              or by: {len(exact) - 1} less simple causes with the same bytes")
+        lines.append(f"                 or: {len(exact) - 1} less simple causes with the same bytes")
     return earlier + lines + [explanation(entry) for entry in explanations if not entry["exact"]]
 
 

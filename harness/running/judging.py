@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import FAMILIES
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.explain_memory import Run
@@ -39,12 +41,13 @@ def explained(
     *,
     runs: Callable[[], tuple[Run, Run] | None] | None = None,
     limit: TimeLimit | None = None,
+    further: Callable[[str], Outcome | None] | None = None,
     part: bool = False,
 ) -> list[dict[str, Any]]:
     """Explanations of a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict.
 
-    `runs` and `limit`: as of `harness.diagnosis.explain.explain`. `part`: the outcome is of a part of the inputs of a
-    case before, and is no further evidence.
+    `runs`, `limit` and `further`: as of `harness.diagnosis.explain.explain`. `part`: the outcome is of a part of
+    the inputs of a case before, and is no further evidence.
     """
     from narrowgauge.harness.diagnosis.explain import explain
     from narrowgauge.harness.diagnosis.search.history import history_of
@@ -52,7 +55,8 @@ def explained(
     history = history_of(backend)
     evidence, signs = len(history.left_out), dict(history.signs)
     try:
-        return [explanation.to_dict() for explanation in explain(outcome, history, runs=runs, limit=limit)]
+        explanations = explain(outcome, history, runs=runs, limit=limit, further=further)
+        return [explanation.to_dict() for explanation in explanations]
     except HostLost:
         raise
     except Exception as error:
@@ -78,3 +82,26 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
         return None
     first = Run(inputs.named(), outcome.outputs, judge(case, inputs, reference).outputs)
     return first, Run(others.named(), other.outputs, judge(case, others, reference).outputs)
+
+
+class FurtherCases:
+    """Runs a failing case again on inputs of other families."""
+
+    def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int) -> None:
+        self._case, self._device, self._backend, self._seed = case, inputs.x.device.type, backend, seed
+        self._lost = False
+
+    def __call__(self, family: str) -> Outcome | None:
+        """The outcome on inputs of `family`. None if the operation has no such inputs, or the backend no result."""
+        from narrowgauge.harness.inputs.inputs import make_inputs
+
+        case = replace(self._case, inputs=family, repeats=0, concurrency="sequential")
+        if self._lost or case.operation not in FAMILIES[family].operations or case.problem() is not None:
+            return None
+        try:
+            return judge(case, make_inputs(case, seed=self._seed).to(self._device), self._backend)
+        except HostLost:  # the next call starts a new host
+            self._lost = True
+        except (BackendError, Unsupported, ValueError):
+            pass
+        return None

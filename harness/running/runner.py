@@ -18,7 +18,7 @@ from narrowgauge.harness.machine.float_environment import read_environment, requ
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
-from narrowgauge.harness.running.judging import explained, judge, two_runs
+from narrowgauge.harness.running.judging import FurtherCases, explained, judge, two_runs
 
 if TYPE_CHECKING:
     import torch
@@ -156,8 +156,9 @@ def _measure(
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
+                further = FurtherCases(case, inputs, backend, seed)
                 limit = TimeLimit(diagnosis, bounds_work=True, of_process=True, remedy=_WITHOUT_LIMIT)
-                record.explanations = explained(outcome, backend, runs=again, limit=limit)
+                record.explanations = explained(outcome, backend, runs=again, limit=limit, further=further)
                 if limit.note:
                     record.notes.append({"cause": "diagnosis-stopped", "sentence": limit.note})
                 if with_earlier is not None and with_earlier():

@@ -254,8 +254,8 @@ class _Search:
         if _first_wrong(outcome) != self.stage:
             return False
         if self.cause:
-            first = next(iter(explained(outcome, self.backend, part=True)), {"cause": ""})
-            if first["cause"] != self.cause:
+            explanations = explained(outcome, self.backend, part=True)
+            if self.cause not in [entry["cause"] for entry in explanations if entry["exact"]]:
                 return False
         self.windows, self.found, self.inputs, self.outcome = wanted, case, inputs, outcome
         return True

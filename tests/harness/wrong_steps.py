@@ -16,7 +16,7 @@ from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes, row_amax, stored_scales
-from narrowgauge.spec.formats import E4M3
+from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.harness.sample_backends import backend
@@ -64,7 +64,7 @@ STEPS: dict[str, Callable[[Steps], Any]] = {
     ),
     "scaled": lambda s: scale_elements(s.x, s.factors, s.tensor, s.recipe),
     "codes": lambda s: element_codes(s.scaled, s.recipe, s.bytes),
-    "stored": lambda s: pack(s.codes) if s.recipe.element.bits == 4 else s.codes,
+    "stored": lambda s: packed(s) if s.recipe.element.bits == 4 else s.codes,
     "layout": lambda s: reference.swizzle(s.scales),
 }
 
@@ -104,6 +104,19 @@ def grid(fmt):
     return torch.tensor(fmt.values[: fmt.max_code + 1])
 
 
+def nearest_by_distance(values, fmt, *, tie_up):
+    """Codes by the distance to every point of the grid: ties up or down, never to even."""
+    points = grid(fmt).double()
+    distance = (values.abs().double().unsqueeze(-1) - points).abs()
+    count = len(points)
+    code = count - 1 - distance.flip(-1).argmin(-1) if tie_up else distance.argmin(-1)
+    return code.to(torch.uint8) | values.signbit().byte() * fmt.sign_code
+
+
+def ties_away(s):
+    return nearest_by_distance(s.scaled, E2M1, tie_up=True)
+
+
 def cut_down(values, fmt):
     points = grid(fmt).double()
     code = (values.abs().double().unsqueeze(-1) >= points).sum(-1) - 1
@@ -114,9 +127,18 @@ def unclamped(s):
     return (decode(s.scales, E4M3) * s.tensor.reciprocal()).reciprocal()
 
 
+def packed(s):
+    return pack(s.codes) if s.recipe.packing == "low-first" else exchanged(s)
+
+
+def truncated_to(bits):
+    """Function to the upper `bits` bits of float32 numbers."""
+    return lambda x: (x.view(torch.int32) >> (32 - bits) << (32 - bits)).view(torch.float32)
+
+
 def exchanged(s):
-    packed = pack(s.codes)
-    return packed >> 4 | packed << 4
+    low_first = pack(s.codes)
+    return low_first >> 4 | low_first << 4
 
 
 def by_lane(keep):

@@ -46,6 +46,9 @@ class QuantizeDeviation:
     """Whether rows of the stages in `ROW_STAGES` depend only on the same rows of the matrix."""
     exact: bool = True
     """Whether the deviation predicts the bytes. If not, it only describes how the bytes can arise."""
+    of_case: bool = False
+    """Whether the deviation holds numbers of the case, such as the amax of an earlier call. It says nothing about other
+    inputs."""
     implausible: bool = False
     """Whether the mistake is less plausible than a choice of an existing library."""
 

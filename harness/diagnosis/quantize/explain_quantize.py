@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
+from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, FurtherRun, confirmed
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
@@ -23,16 +25,20 @@ MAX_EXPLANATIONS = 5
 
 
 def explain_quantize(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: TimeLimit
+    outcome: Outcome,
+    wrong_stage: StageResult,
+    history: SearchHistory,
+    limit: TimeLimit,
+    further: FurtherRun | None = None,
 ) -> list[Explanation]:
     """Deviations of a quantizer that give the bytes of all matrices with the stage `wrong_stage`.
 
     Every stage of a matrix is replayed on the kernel's result of the stage before. A deviation is exact if it gives
-    every byte of these matrices, and the bytes of the case's other matrices with wrong stages. If no single deviation
-    is, pairs of those that explain a part are tried. If no pair is, the explanations are possible causes: deviations
-    that give the bytes of the first wrong stage alone, or the deviation that explains most of the wrong elements. The
-    result has at most `MAX_EXPLANATIONS`, the simplest first. It is empty if the stage is not a stage of a quantized
-    matrix.
+    every byte of these matrices, the bytes of the case's other matrices with wrong stages, and the bytes of the case on
+    the further inputs of `further`. If no single deviation gives the bytes, pairs of those that explain a part are
+    tried. If no pair does, the explanations are possible causes: deviations that give the bytes of the first wrong
+    stage alone, or the deviation that explains most of the wrong elements. The result has at most `MAX_EXPLANATIONS`,
+    the simplest first. It is empty if the stage is not a stage of a quantized matrix.
     """
     start, point, name = wrong_stage.stage.rpartition(".")
     search = _search_of(outcome, start + point, history, limit)
@@ -42,7 +48,12 @@ def explain_quantize(
     if deviations:
         others = _other_matrices(outcome, start + point)
         elsewhere = {prefix: _search_of(outcome, prefix, history, limit) for prefix in others}
-        return [_explanation_of_all(deviation, wrong_stage.stage, elsewhere) for deviation in deviations]
+        refuted_by = ""
+        if further is not None:
+            deviations, refuted_by = search.confirm(deviations, start + point, further)
+        simplest = simplest_of_causes(deviations)
+        explanations = [_explanation_of_all(deviation, wrong_stage.stage, elsewhere) for deviation in simplest]
+        return [_without_proof(each, refuted_by) if refuted_by else each for each in explanations]
     if not search.is_exhausted:
         matches = partial_matches(search.matrices, search.deviations, limit)
         if (pair := explaining_pair(search.matrices, matches)) is not None:
@@ -54,7 +65,14 @@ def explain_quantize(
     if len(search.wrong_stages) == 1:
         return []
     unexplained = [stage for stage in search.wrong_stages if stage != name]
-    return [_with_reason(deviation, wrong_stage.stage, unexplained) for deviation in search.explain([name])]
+    simplest = simplest_of_causes(search.explain([name]))
+    return [_with_reason(deviation, wrong_stage.stage, unexplained) for deviation in simplest]
+
+
+def simplest_of_causes(deviations: Sequence[QuantizeDeviation]) -> list[QuantizeDeviation]:
+    """The first deviation of each cause, at most `MAX_EXPLANATIONS`."""
+    first = {deviation.cause: deviation for deviation in reversed(deviations)}
+    return [each for each in deviations if first[each.cause] is each][:MAX_EXPLANATIONS]
 
 
 def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: TimeLimit) -> _Search | None:
@@ -92,6 +110,11 @@ def _with_reason(deviation: QuantizeDeviation, stage: str, unexplained: Sequence
     return Explanation(deviation.cause, sentence, stage, exact=False)
 
 
+def _without_proof(explanation: Explanation, family: str) -> Explanation:
+    sentence = f"{explanation.sentence}; does not give the bytes of inputs {family}"
+    return replace(explanation, sentence=sentence, exact=False) if explanation.exact else explanation
+
+
 def _explanation_of_pair(first: QuantizeDeviation, second: QuantizeDeviation, stage: str) -> Explanation:
     causes = ",".join(sorted((first.cause, second.cause)))
     return Explanation(f"both:{causes}", f"{first.sentence}; and {second.sentence}", stage, exact=True)
@@ -113,7 +136,7 @@ class _Search:
         self.wrong_stages = [s for s in failed_stages if any(bool(mask.any()) for mask in self._wrong_masks(s))]
 
     def explain(self, stages: list[str]) -> list[QuantizeDeviation]:
-        """Deviations that give the bytes of `stages`.
+        """Deviations that give the bytes of `stages`, the simplest first. A cause can have several.
 
         If `stages` are all wrong stages, a deviation must also give the bytes of every other stage that it changes.
         Recent causes are tried first. After `SEARCHES` searches of this recipe and stage with a result, only recent
@@ -137,11 +160,9 @@ class _Search:
                 if rank not in tried_ranks and self._explains(deviation, stages, all_stages=all_stages):
                     matching.append((rank, deviation))
             history.searches[(*key, bool(matching))] += not self.limit.reached
-        best: dict[str, QuantizeDeviation] = {}
-        for _, deviation in sorted(matching, key=lambda match: (not match[1].exact, match[0])):
-            best.setdefault(deviation.cause, deviation)
-        history.remember(list(best)[:MAX_EXPLANATIONS])
-        return list(best.values())[:MAX_EXPLANATIONS]
+        found = [deviation for _, deviation in sorted(matching, key=lambda match: (not match[1].exact, match[0]))]
+        history.remember([deviation.cause for deviation in simplest_of_causes(found)])
+        return found
 
     def has_cause(self, cause: str) -> bool:
         """Whether a deviation with this cause gives the bytes of all wrong stages."""
@@ -149,6 +170,27 @@ class _Search:
             deviation.cause == cause and self._explains(deviation, self.wrong_stages, all_stages=True)
             for deviation in self.deviations
         )
+
+    def confirm(
+        self, deviations: list[QuantizeDeviation], prefix: str, further: FurtherRun
+    ) -> tuple[list[QuantizeDeviation], str]:
+        """The deviations without those that further inputs refute; or all, and the family that refutes all of them.
+
+        Large matrices do not run again. Neither do cases of a recipe, dtype and stage whose deviations are those of an
+        earlier case.
+        """
+        tested = [deviation for deviation in deviations if deviation.exact and not deviation.of_case]
+        if not tested or sum(matrix.element_count for matrix in self.matrices) > LARGEST:
+            return deviations, ""
+        names = [(deviation.cause, deviation.sentence) for deviation in tested]
+        matrix = self.matrices[0].subject.matrix
+        key = (str(self.recipe), str(matrix.dtype), prefix, *self.wrong_stages, *names)
+        if key not in self.history.confirmed:
+            kept, refuted_by = confirmed(tested, prefix, further)
+            self.history.confirmed[key] = {(each.cause, each.sentence) for each in kept}, refuted_by
+        kept_names, refuted_by = self.history.confirmed[key]
+        remaining = [each for each in deviations if each not in tested or (each.cause, each.sentence) in kept_names]
+        return (remaining, "") if any(each.exact for each in remaining) else (deviations, refuted_by)
 
     @cached_property
     def deviations(self) -> list[QuantizeDeviation]:

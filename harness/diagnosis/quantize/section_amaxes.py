@@ -26,7 +26,7 @@ def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quanti
         yield QuantizeDeviation(
             "amax-of-first-section", f"every section is quantized with the amax of the first{phrase}",
             frozenset({"scales", "codes"}),
-            overrides={stage: partial(_stage_with_amax, amax, stage) for stage in ("scales", "codes")},
+            overrides={stage: partial(_stage_with_amax, amax, stage) for stage in ("scales", "codes")}, of_case=True,
         )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def section_result_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quan
         yield QuantizeDeviation(
             "section-of-neighbour", f"every section holds the quantized matrix of the {phrase} one", stages,
             overrides={stage: partial(_stage_of_section, others, stage) for stage in stages}, row_local=False,
+            of_case=True,
         )  # fmt: skip
 
 

@@ -37,6 +37,9 @@ class SearchHistory:
     signs: dict[bytes, tuple[bool, int, int]] = field(default_factory=dict)
     """By the bytes of wrong amaxes of earlier cases: whether each is the largest element of its tensor, or 0 if all
     elements are negative; the number of elements with a larger magnitude, and of the negative ones among them."""
+    confirmed: dict[tuple[object, ...], tuple[set[tuple[str, str]], str]] = field(default_factory=dict)
+    """Causes and sentences of the deviations that further inputs confirmed, and the family that refuted all: by recipe,
+    dtype, stages and deviations."""
     _amaxes: list[float] = field(default_factory=list)
 
     def begin_case(self, amaxes: Sequence[float]) -> None:

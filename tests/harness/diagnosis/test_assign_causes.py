@@ -32,8 +32,17 @@ def test_causes_cover_the_records_greedily(records: list[dict[str, Any]], expect
     found = [(explanation["cause"], "".join(r["case"] for r in taken)) for explanation, taken in assign_causes(records)]
     assert found == expected
     assert all(
-        any(e == explanation for e in r["explanations"]) for explanation, taken in assign_causes(records) for r in taken
+        any(e["cause"] == explanation["cause"] for e in r["explanations"])
+        for explanation, taken in assign_causes(records)
+        for r in taken
     )
+
+
+def test_records_that_do_not_separate_two_causes() -> None:
+    (explanation, _) = assign_causes([failing("a", "x", "y", "z"), failing("b", "x", "y")])[0]
+    assert (explanation["cause"], explanation["exact"], explanation["sentence"]) == ("x", False, "x; or: y")
+    (explanation, _) = assign_causes([failing("a", "x", "y"), failing("b", "z", "x")])[0]
+    assert (explanation["cause"], explanation["exact"], explanation["sentence"]) == ("x", True, "x")
 
 
 def test_an_exact_cause_explains_every_case_of_its_kind() -> None:

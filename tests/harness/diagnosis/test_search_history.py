@@ -32,6 +32,9 @@ from tests.harness.wrong_steps import (
     right_amax,
     rotated,
     signed_blocks,
+    ties_away,
+    truncated_to,
+    unclamped,
     wrong,
     wrong_amax,
     wrong_tensor,
@@ -211,6 +214,68 @@ def test_the_work_is_limited(limit, value, history, monkeypatch):
     door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
     assert causes(record_of(case("nvfp4", shape=(32, 512)), quantize=door)) == []
     assert history.work <= value
+
+
+# Further inputs.
+
+
+@pytest.mark.parametrize(
+    ("cause", "inputs", "steps"),
+    [
+        ("amax-through-fp16", "uniform", {"amax": lambda s: truncated_to(19)(right_amax(s))}),
+        ("input-truncated:bf16", "ties", {"x": lambda s: truncated_to(18)(s.matrix), "amax": right_amax}),
+    ],
+)
+def test_a_cause_must_give_the_bytes_of_further_inputs(cause, inputs, steps):
+    """Numbers cut to 18 or 19 bits: on these inputs another mistake has the same bytes."""
+    record = record_of(case("nvfp4", inputs, dtype="fp32"), quantize=wrong(**steps))
+    found = {e["cause"]: (e["exact"], e["sentence"].partition("; ")[2]) for e in record.explanations}
+    assert not found[cause][0]
+    assert found[cause][1].startswith("does not give the bytes of inputs ")
+    assert causes(record) == []
+
+
+def test_further_inputs_separate_causes():
+    steps = {"factors": lambda s: torch.nextafter(unclamped(s), torch.tensor(torch.inf))}
+    record = record_of(case("nvfp4", "e2m1-ties", dtype="fp32"), quantize=wrong(**steps))
+    assert causes(record) == ["element-factor-ulp"]
+    record = record_of(case("nvfp4", "e2m1-ties", dtype="fp32"), quantize=wrong(codes=ties_away))
+    assert causes(record) == ["ties-away"]
+
+
+def test_a_kernel_that_fails_on_further_inputs_keeps_its_causes():
+    """A kernel that raises on all further inputs, and a kernel with a second mistake for inputs with NaN."""
+
+    calls = []
+
+    def raises(x, recipe):
+        if len(calls) and not torch.equal(x, calls[0]):
+            raise RuntimeError("other inputs")
+        calls.append(x.clone())
+        return wrong(codes=ties_away)(x, recipe)
+
+    def second(s):
+        codes = ties_away(s)
+        return codes.masked_fill(s.x.isnan(), 3)
+
+    for door in (raises, wrong(codes=second)):
+        assert "ties-away" in causes(record_of(case("nvfp4", "e2m1-ties"), quantize=door))
+
+
+def test_further_inputs_run_once_for_the_same_causes(history):
+    runs = []
+
+    def quantize(x, recipe):
+        runs.append(x.shape)
+        return wrong(codes=ties_away)(x, recipe)
+
+    spent = []
+    for inputs in ("e2m1-ties", "ties", "ties"):
+        before = len(runs)
+        assert "ties-away" in causes(record_of(case("nvfp4", inputs), quantize=quantize))
+        spent.append(len(runs) - before)
+    assert spent[0] > spent[1] == spent[2]
+    assert len(history.confirmed) == 1
 
 
 # The amax of a part of a tensor, or of an earlier call.

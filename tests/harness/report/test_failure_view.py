@@ -98,12 +98,12 @@ def test_causes_are_printed_by_what_they_prove() -> None:
     }
     place = {"cause": "place:last-row", "sentence": "only in the last row", "stage": "codes", "exact": False}
     assert explanation_lines([*exact[:2], place]) == [
-        "explained exactly by: mistake 0", "              or by: mistake 1", "wrong elements: only in the last row",
+        "explained by one of: mistake 0", "                 or: mistake 1", "wrong elements: only in the last row",
     ]  # fmt: skip
     lines = explanation_lines([*exact, place])
     assert lines[:2] == [
-        "explained exactly by: mistake 0",
-        "              or by: 3 less simple causes with the same bytes",
+        "explained by one of: mistake 0",
+        "                 or: 3 less simple causes with the same bytes",
     ]
     assert len(explanation_lines([*exact, place], every=True)) == len(exact) + 1
     assert explanation_lines([part]) == ["possible cause: ties; explains 93 % of the wrong elements"]

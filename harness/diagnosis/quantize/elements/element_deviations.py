@@ -30,7 +30,7 @@ def element_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
 
 
 def _code_deviation(cause: str, sentence: str, override: Override) -> QuantizeDeviation:
-    implausible = cause.startswith("element-order") or "-through-" in cause
+    implausible = cause.startswith(("element-order", "input-truncated")) or "-through-" in cause
     return QuantizeDeviation(
         cause, f"elements: {sentence}", CODES, overrides={"codes": override}, implausible=implausible
     )
@@ -261,7 +261,7 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal, as 2^-127 is, of code 0",
             with_factors(lambda replay: flush(replay.factors)),
         )  # fmt: skip
-    for step, phrase in ((1, "larger"), (-1, "smaller")):
+    for step, phrase in ((1, "larger"), (-1, "smaller")) if recipe.scale is not E8M0 else ():  # not a power of two
         yield QuantizeDeviation(
             "element-factor-ulp", f"elements: the factor is one step of float32 {phrase}", CODES, implausible=True,
             overrides={"codes": with_factors(partial(_factors_moved, step))},
@@ -279,6 +279,15 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             f"input-through-{name}", f"rounded to {name} before they are scaled",
             partial(_scaled_through, dtype),
         )  # fmt: skip
+    yield QuantizeDeviation(
+        "input-truncated:bf16", "inputs are cut to the upper 16 bits of float32", _SCALES_AND_CODES,
+        optional_stages=_AMAX, overrides={"x": lambda replay: _upper_half(replay.kernel_matrix.subject.x)},
+        implausible=True,
+    )  # fmt: skip
+    yield _code_deviation(
+        "input-truncated:bf16", "cut to the upper 16 bits of float32 before they are scaled",
+        _scaled_upper_halves,
+    )  # fmt: skip
     yield QuantizeDeviation(
         "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _SCALES_AND_CODES,
         optional_stages=_AMAX, overrides={"x": lambda replay: flush(replay.kernel_matrix.subject.x)},
@@ -348,6 +357,14 @@ def _factors_moved(step: int, replay: Replay) -> torch.Tensor:
 
 def _factors_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
     return replay.factors.to(dtype).float().clamp(max=_LARGEST)
+
+
+def _upper_half(x: torch.Tensor) -> torch.Tensor:
+    return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(x.dtype)
+
+
+def _scaled_upper_halves(replay: Replay) -> torch.Tensor:
+    return replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, _upper_half(replay.x))))
 
 
 def _inputs_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:

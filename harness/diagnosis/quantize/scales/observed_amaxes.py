@@ -74,7 +74,7 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHi
 def _kernel_amax(cause: str, phrase: str, *, exact: bool = True) -> QuantizeDeviation:
     """The deviation with the kernel's own amax."""
     return QuantizeDeviation(
-        cause, f"{AMAX_IS} {phrase}", _AMAX, exact=exact,
+        cause, f"{AMAX_IS} {phrase}", _AMAX, exact=exact, of_case=True,
         overrides={"amax": lambda replay: replay.kernel_matrix.kernel_stages["amax"]},
     )  # fmt: skip
 
