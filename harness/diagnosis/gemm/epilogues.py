@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,11 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     yield _epilogue_deviation(
         "alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _alpha_after_cast
     )
-    yield _epilogue_deviation("alpha-times-c", "α multiplies c and the bias too", _alpha_times_addends)
+    for cause, phrase, names in (
+        ("alpha-times-c", "c and the bias", ("c", "bias")), ("alpha-times-c", "c", ("c",)),
+        ("alpha-times-bias", "the bias", ("bias",)),
+    ):  # fmt: skip
+        yield _epilogue_deviation(cause, f"α multiplies {phrase} too", _alpha_times_addends(names))
     yield _epilogue_deviation(
         "output-truncated", "outputs are truncated to the output's dtype, not rounded", _truncated
     )
@@ -78,6 +82,7 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     )
     yield _epilogue_deviation("bias-after-cast", "the bias is added after the cast of the rest", _bias_after_cast)
     yield _epilogue_deviation("bias-before-c", "the bias is added before c", _bias_before_c)
+    yield _epilogue_deviation("addends-first", "c and the bias are added to each other first", _addends_first)
     for width in _VECTORS:
         yield _epilogue_deviation(
             "bias-tail-dropped", f"the bias is not added to the columns behind the last whole {width}",
@@ -234,10 +239,21 @@ def _alpha_after_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
     return [cast_ends(candidate, parts.dtype) for candidate in candidates]
 
 
-def _alpha_times_addends(parts: GemmParts, ends: Ends) -> list[Ends]:
-    if parts.promotes:
-        return []
-    return [cast_ends(scale_ends(add_to_ends(add_to_ends(ends, parts.c), parts.bias), parts.factor), parts.dtype)]
+def _alpha_times_addends(names: Sequence[str]) -> Epilogue:
+    """α multiplies the named addends: in the sum with the accumulator, or each alone."""
+
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        addends = [getattr(parts, name) for name in names]
+        if parts.promotes or any(addend is None for addend in addends):
+            return []
+        rest = replace(parts, **dict.fromkeys(names))  # type: ignore[arg-type]
+        together, alone = ends, scale_ends(ends, parts.factor)
+        for addend in addends:
+            together, alone = add_to_ends(together, addend), add_to_ends(alone, parts.factor * addend.float())
+        scaled = replace(rest, factor=torch.ones_like(parts.factor))
+        return [*correct_epilogue(rest, together), *correct_epilogue(scaled, alone)]
+
+    return epilogue
 
 
 # ---- the addends -----------------------------------------------------------------------------------------------------
@@ -245,7 +261,7 @@ def _alpha_times_addends(parts: GemmParts, ends: Ends) -> list[Ends]:
 
 def _without_addends(**changes: None) -> Epilogue:
     def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        if all(getattr(parts, name) is None for name in changes):
+        if any(getattr(parts, name) is None for name in changes):
             return []
         return correct_epilogue(replace(parts, **changes), ends)  # type: ignore[arg-type]
 
@@ -286,6 +302,15 @@ def _bias_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
     if parts.bias is None or parts.c is None or parts.promotes:
         return []
     return correct_epilogue(replace(parts, c=parts.bias, bias=parts.c), ends)
+
+
+def _addends_first(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.bias is None or parts.c is None:
+        return []
+    addend = parts.c.float() + parts.bias.float()
+    if parts.promotes:
+        return [cast_ends(add_to_ends(ends, addend), parts.dtype)]
+    return correct_epilogue(replace(parts, c=addend, bias=None), ends)
 
 
 def _bias_without_tail(width: int) -> Epilogue:

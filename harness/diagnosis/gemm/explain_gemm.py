@@ -25,11 +25,11 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
 from narrowgauge.harness.diagnosis.gemm.other_declarations import (
     decoded_to_float16,
-    follows,
     may_have_order,
     other_declarations,
     simulated_order,
     simulated_orders,
+    wrong_reference_outputs,
 )
 from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
@@ -55,6 +55,11 @@ _LAST_CAUSES = {*NARROW, *(kind.cause for kind in KINDS), "gain"}
 _LEAST_SHARE, _LEAST_SHARED = 0.8, 16
 """Least share of the wrong outputs, and of the correct ones, that a reported deviation gives; least number of wrong
 outputs."""
+_LEAST_SEPARATED = 10
+"""Outputs of the reference that an exact deviation cannot give. Intervals that hold the reference's outputs hold small
+mistakes of any other kind too."""
+Match = tuple[str, str, bool]
+"""Cause, sentence, and whether the deviation is exact."""
 _SHARES_VERIFIED = 3
 """Deviations whose share is computed on all outputs."""
 
@@ -66,6 +71,8 @@ def explain_gemm(
 
     None if the outputs fit without a deviation: the judge compares the signs of zeros, and deviations leave them free.
     Operands wider than the codes are tried first: no deviation of the codes gives their products.
+
+    A deviation that fits is exact only if it does not fit `_LEAST_SEPARATED` outputs of the reference.
 
     If no order of summation can round an output, it fits if its bits equal those of the deviation. Otherwise it fits
     if it lies between the ends that the deviation gives for the declared order. A deviation is tried on a sample of
@@ -102,18 +109,28 @@ def explain_gemm(
         further = {rank for rank, deviation in enumerate(deviations) if not recent[rank] and search.fits(deviation)}
         matching |= further
         history.searches[key] += not further and not limit.reached
-    matches = [(deviations[rank].cause, deviations[rank].sentence) for rank in sorted(matching)]
+    matches = [
+        (deviations[rank].cause, deviations[rank].sentence, search.separates(deviations[rank]))
+        for rank in sorted(matching)
+    ]
     if not matches and search.fits(_ANY_ORDER):  # the wider bounds of further explanations would fit too
         return [Explanation(_ANY_ORDER.cause, _ANY_ORDER.sentence, wrong_stage.stage, exact=False)]
     matches += search.other_declarations(products)
     if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = search.last_matches()
-    sentences = dict(reversed(matches))
-    causes = list(dict.fromkeys(cause for cause, _ in matches))
+    matches.sort(key=lambda match: not match[2])  # a stable sort keeps the simplest first
+    simplest = {match[0]: match for match in reversed(matches)}
+    causes = list(dict.fromkeys(cause for cause, *_ in matches))
     history.remember(causes)
     if not causes and full_search:
         return search.largest_share(deviations, wrong_stage.stage)
-    return [Explanation(cause, sentences[cause], wrong_stage.stage, exact=True) for cause in causes]
+    return [_explanation(*simplest[cause], wrong_stage.stage) for cause in causes]
+
+
+def _explanation(cause: str, sentence: str, exact: bool, stage: str) -> Explanation:
+    if not exact:
+        sentence = f"{sentence}; fewer than {_LEAST_SEPARATED} outputs separate this from a correct GEMM"
+    return Explanation(cause, sentence, stage, exact)
 
 
 def _deviations(products: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
@@ -137,10 +154,8 @@ _ANY_ORDER = GemmDeviation("order-not-declared", "sums are right in some order, 
 
 def _transposed(parts: GemmParts) -> GemmParts | None:
     """The parts with the output that column after column would be. None for a single row or column."""
-    output = parts.source.output
-    if min(output.shape) < 2:
-        return None
-    return replace(parts, output=output.reshape(output.shape[::-1]).T.contiguous())
+    shape = parts.output.shape
+    return None if min(shape) < 2 else replace(parts, output=parts.output.reshape(shape[::-1]).T.contiguous())
 
 
 _SAMPLE_PASSES = ("loose sample", "sample")
@@ -188,6 +203,10 @@ class _Search:
 
         Sums are cached if operands and order are unchanged.
         """
+        return bool(self._fitting(deviation, parts, selected, key).all())
+
+    def _fitting(self, deviation: GemmDeviation, parts: GemmParts, selected: GemmParts, key: str | int) -> torch.Tensor:
+        """bool mask of the selected outputs that the deviation can give. `key`: as of `_part_fits`."""
         original = self.products[parts.number]
         if parts.left is not original.left or parts.right is not original.right or parts.order != original.order:
             sums = _sums(selected, key)
@@ -195,7 +214,19 @@ class _Search:
             if (parts.number, key) not in self._sums:
                 self._sums[parts.number, key] = _sums(selected, key)
             sums = self._sums[parts.number, key]
-        return bool(fits(selected.output, deviation.epilogue(selected, sums.ends), sums.undetermined).all())
+        return fits(selected.output, deviation.epilogue(selected, sums.ends), sums.undetermined)
+
+    def separates(self, deviation: GemmDeviation) -> bool:
+        """Whether the deviation cannot give at least `_LEAST_SEPARATED` outputs of the reference."""
+        count = 0
+        for parts in self.products:
+            changed = deviation.change(replace(parts, output=parts.source.limits.expected))
+            assert changed is not None
+            for start, slab in _slabs(changed):
+                count += int((~self._fitting(deviation, changed, slab, start)).sum())
+                if count >= _LEAST_SEPARATED:
+                    return True
+        return False
 
     def _sample(self, parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column numbers of a sample. All deviations are tried on the same sample."""
@@ -225,28 +256,27 @@ class _Search:
             history.searches[key] += 1
         return found
 
-    def other_declarations(self, products: Sequence[Product]) -> list[tuple[str, str]]:
-        """Cause and sentence of the declarations under which all outputs are correct."""
-        found = [
-            declaration[:2]
-            for declaration in other_declarations()
-            if self.limit.may_try() and follows(declaration, products)
-        ]
-        if not found and self.limit.may_try() and decoded_to_float16(self.products):
+    def other_declarations(self, products: Sequence[Product]) -> list[Match]:
+        """The declarations under which all outputs are correct."""
+        found: list[Match] = []
+        for declaration in other_declarations():
+            if self.limit.may_try() and (wrong := wrong_reference_outputs(declaration, products)) is not None:
+                found.append((*declaration[:2], wrong >= _LEAST_SEPARATED))
+        if not found and self.limit.may_try() and (wrong := decoded_to_float16(self.products)) is not None:
             sentence = "both operands are decoded to float16, with all their scales, before they are multiplied"
-            found.append(("operands-decoded-first", sentence))
+            found.append(("operands-decoded-first", sentence, wrong >= _LEAST_SEPARATED))
         return found
 
-    def last_matches(self) -> list[tuple[str, str]]:
-        """Cause and sentence of explanations that are tried if no deviation fits."""
+    def last_matches(self) -> list[Match]:
+        """Explanations that are tried if no deviation fits."""
         if partial := self._partial_sums():
             return partial
         if self.limit.may_try() and (gain := find_gain(self.products)) is not None:
-            return [("gain", gain.sentence)]
+            return [("gain", gain.sentence, True)]
         return list(self.narrow_accumulators())
 
-    def _partial_sums(self) -> list[tuple[str, str]]:
-        """Cause and sentence of partial sums in 16 bits that can give every output, for the first slices that fit."""
+    def _partial_sums(self) -> list[Match]:
+        """Partial sums in 16 bits that can give every output, for the first slices that fit."""
         left = self.products[0].left
         declared = any(
             parts.tensor_factors is not None or parts.left.shape[1] != left.shape[1] for parts in self.products
@@ -263,7 +293,7 @@ class _Search:
                 of_all = [slice_sums(parts, width) for parts in self.products]
                 kinds = [kind for kind in kinds if _fit_partial(kind, self.products, of_all)]
             if kinds:
-                return [(kind.cause, kind.sentence.format(width=width)) for kind in kinds]
+                return [(kind.cause, kind.sentence.format(width=width), True) for kind in kinds]
         return []
 
     def largest_share(self, deviations: Sequence[GemmDeviation], stage: str) -> list[Explanation]:
@@ -309,8 +339,8 @@ class _Search:
         (fitted, wrong), (kept, correct) = counts.tolist()
         return fitted / max(1, wrong), kept / correct if correct else 1.0
 
-    def narrow_accumulators(self) -> Iterator[tuple[str, str]]:
-        """Cause and sentence of the narrow accumulators that give every bit."""
+    def narrow_accumulators(self) -> Iterator[Match]:
+        """The narrow accumulators that give every bit."""
         if sum(parts.output.numel() * parts.left.shape[1] for parts in self.products) > _MAX_SIMULATED_PRODUCTS:
             return
         samples = [parts.select(*self._sample(parts)) for parts in self.products]
@@ -320,7 +350,7 @@ class _Search:
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in samples)
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in self.products)
             ):
-                yield accumulator.cause, accumulator.sentence
+                yield accumulator.cause, accumulator.sentence, True
 
 
 def _sums(parts: GemmParts, key: str | int) -> Sums:

@@ -58,23 +58,26 @@ def other_declarations() -> Iterator[Declaration]:
     )
 
 
-def follows(declaration: Declaration, products: Sequence[Product]) -> bool:
-    """Whether all outputs are correct under another declaration. False if it is the declaration of the kernel.
+def wrong_reference_outputs(declaration: Declaration, products: Sequence[Product]) -> int | None:
+    """Number of the reference's outputs that are wrong under another declaration, if all outputs of the kernel are
+    correct. None if they are not, or if it is the declaration of the kernel.
 
-    False, too, if the other declaration leaves an output undetermined: any wrong output would be correct.
+    None, too, if the other declaration leaves an output undetermined: any wrong output would be correct.
     """
+    wrong = 0
     for product in products:
         declared = summation(product.order)
         order = declaration[2](declared)
         if order == declared:
-            return False
+            return None
         limits = bounds(
             product.a, product.b, out_dtype=product.output.dtype, c=product.c, bias=product.bias, order=order
         )
         undetermined = limits.undetermined & ~product.limits.undetermined
         if bool(undetermined.any()) or not bool(within_bounds(product.output, limits).all()):
-            return False
-    return True
+            return None
+        wrong += int((~within_bounds(product.limits.expected, limits)).sum())
+    return wrong
 
 
 def simulated_orders(declared: Summation, columns: int, block: int | None = None) -> list[list[str]]:
@@ -153,17 +156,20 @@ def _accumulators(
     return (*first, *(other[0] if len(other) == 1 else other for other in others))
 
 
-def decoded_to_float16(products: Sequence[GemmParts]) -> bool:
-    """Whether all outputs are sums of operands that were decoded to float16, with all their scales."""
+def decoded_to_float16(products: Sequence[GemmParts]) -> int | None:
+    """Number of the reference's outputs that are no sums of operands decoded to float16, with all their scales. None if
+    some output of the kernel is no such sum."""
+    wrong = 0
     for parts in products:
         a, b = parts.source.a, parts.source.b
         order = Summation(flushes=parts.order.flushes)
         x, w = (decoded(q, tensor_factor(q), torch.float16) for q in (a, b))
         sums = decoded_bounds(x, w, order)
         if bool(x.unknown.any() | w.unknown.any()):
-            return False
+            return None
         one = replace(parts, factor=torch.ones_like(parts.factor))
         candidates = [cast_ends(y, parts.dtype) for y in before_last_cast(one, (sums.lower, sums.upper))]
         if not bool(fits(parts.output, candidates, sums.overflow).all()):
-            return False
-    return True
+            return None
+        wrong += int((~fits(parts.source.limits.expected, candidates, sums.overflow)).sum())
+    return wrong
