@@ -305,12 +305,9 @@ def _bias_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
 
 
 def _addends_first(parts: GemmParts, ends: Ends) -> list[Ends]:
-    if parts.bias is None or parts.c is None:
+    if parts.bias is None or parts.c is None or parts.promotes:
         return []
-    addend = parts.c.float() + parts.bias.float()
-    if parts.promotes:
-        return [cast_ends(add_to_ends(ends, addend), parts.dtype)]
-    return correct_epilogue(replace(parts, c=addend, bias=None), ends)
+    return correct_epilogue(replace(parts, c=parts.c.float() + parts.bias.float(), bias=None), ends)
 
 
 def _bias_without_tail(width: int) -> Epilogue:
