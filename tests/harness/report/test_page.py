@@ -209,7 +209,7 @@ def test_the_address_filters_and_sorts(written: Path, profile: Path) -> None:
     html = without_error(opened(written, profile, "#words=bf16+p1&verdicts=pass&sort=seconds&order=descending"))
     assert "111 of 313 cases" in html
     body = html[html.index('<table id="table">') :]
-    assert re.findall(r"bf16/(p\d+)</button>", body)[:3] == ["p199", "p198", "p197"]
+    assert re.findall(r"bf16/<wbr>(p\d+)</button>", body)[:3] == ["p199", "p198", "p197"]
     assert 'aria-sort="descending"' in body
     assert '<td class="number">199 ms</td>' in body
     assert body.count("<tr data-row=") == 100  # not all rows at once

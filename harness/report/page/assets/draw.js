@@ -42,6 +42,11 @@ function seconds(value) {
   return value < 1 ? `${figure(value * 1e3)} ms` : `${figure(value)} s`;
 }
 
+/** A case id whose lines break after its slashes. */
+function breakable(id) {
+  return id.split(/(?<=\/)/).flatMap((part, n) => (n ? [make("wbr"), part] : [part]));
+}
+
 /** A line "label: command" as a label and a command. */
 function labelled(line) {
   const [, label, rest] = line.match(/^(.*?): ((?:narrowgauge|safetensors\.).*)$/s) ?? [];

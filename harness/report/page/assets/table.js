@@ -62,7 +62,7 @@ function line(row) {
   const cells = shownColumns.map(({ name, numeric }) => {
     const value = cell(name, row);
     if (name === "verdict") return make("td", {}, make("span", { className: `badge ${value}` }, `${data.glyphs[value]} ${value}`));
-    if (name === "case") return make("td", { className: "case" }, make("button", { type: "button", tabIndex: -1, ariaExpanded: "false" }, value));
+    if (name === "case") return make("td", { className: "case" }, make("button", { type: "button", tabIndex: -1, ariaExpanded: "false" }, ...breakable(value)));
     if (numeric) return make("td", { className: "number" }, name === "seconds" ? seconds(value) : figure(value));
     // The whole message is shown where the case is opened.
     return make("td", { className: name }, make("div", { className: "clamp" }, value));
