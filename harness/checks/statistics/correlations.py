@@ -155,19 +155,23 @@ class Correlations:
     def _add_searched(self, flat: torch.Tensor, variance: torch.Tensor) -> None:
         """Add the pairs at two distances that need not be powers of two: within a call, and from call to call.
 
-        The first call, and the first two calls, choose the distance with the largest correlation, and further calls are
-        tested. These calls are independent of the choice, so the choice needs no correction of the p-value.
+        The first call, and the first two calls, choose the distance with the largest sum of products in standard
+        deviations of independent residuals, and further calls are tested. These calls are independent of the choice, so
+        the choice needs no correction of the p-value.
         """
         calls, size = flat.shape[0], flat.shape[LANES]
         if calls < 4 or size < 4:
             return
         rows = flat.flatten(1)
         spectra = torch.fft.rfft(rows[:2].double(), 2 * size)
-        within = torch.fft.irfft(spectra[0] * spectra[0].conj(), 2 * size)[1 : size // 2 + 1]
-        distance = 1 + int(within.abs().argmax())
+        within = torch.fft.irfft(spectra[0] * spectra[0].conj(), 2 * size)[1:size]
+        pairs = torch.arange(size - 1, 0, -1, device=within.device)
+        distance = 1 + int((within.abs() / pairs.sqrt()).argmax())
         self._add(f"elements {distance} apart, searched", flat[1:], variance, LANES, distance)
         between = torch.fft.irfft(spectra[0].conj() * spectra[1], 2 * size)
-        distance = int(between.abs().argmax())
+        offsets = torch.arange(2 * size, device=between.device)
+        pairs = (size - torch.minimum(offsets, 2 * size - offsets)).clamp(min=1)
+        distance = int((between.abs() / pairs.sqrt()).argmax())
         left, right = _neighbours(rows[2:])
         if distance > size:  # the element of the later call lies before the element of the earlier call
             distance, left, right = 2 * size - distance, right, left

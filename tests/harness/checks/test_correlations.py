@@ -74,6 +74,16 @@ def complement(flat):
     return torch.cat([flat[:half], ~flat[:half]])
 
 
+def rolled_half(by):
+    """A generator whose lower rows are its upper rows, rolled by some columns."""
+
+    def generate(shape, seed, offset):
+        upper = philox((shape[0] // 2, shape[1]), seed, offset)
+        return torch.cat([upper, upper.roll(by, 1)])
+
+    return generate
+
+
 WRONG = {
     "a word for 2": ((16, 256), placed(lambda flat: flat[::2].repeat_interleave(2)), "lanes 1 apart"),
     "a word for 4": ((16, 256), placed(lambda flat: flat[::4].repeat_interleave(4)), "lanes 1 apart"),
@@ -84,6 +94,8 @@ WRONG = {
     "4096 rows": ((8192, 16), placed(lambda flat: flat[: 4096 * 16].repeat(2)), "rows 4096 apart"),
     "period 96": ((16, 240), placed(lambda flat: flat[:96].repeat(40)), "apart, searched"),
     "halves": ((96, 48), placed(lambda flat: flat[: 48 * 48].repeat(2)), "rows 48 apart"),
+    "rolled half": ((16, 256), rolled_half(5), "elements 2053 apart, searched"),
+    "half rolled back": ((16, 256), rolled_half(-5), "elements 2043 apart, searched"),
     "x and -x": ((96, 48), placed(complement), "rows 48 apart"),
     "seed ignored": ((16, 256), lambda shape, seed, offset: philox(shape, 0, offset), "seeds"),
     "32 bits": (
