@@ -20,6 +20,7 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
 from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import work
 from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.keys import one_of
 from narrowgauge.harness.cases.operations import case_from_id
@@ -272,7 +273,8 @@ def _records(
     )
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
-    for case, optional in selected:
+    # The diagnosis of a small failing case tries all deviations within its time.
+    for case, optional in sorted(selected, key=lambda pair: work(pair[0])):
         backend.raised = None
         record = run_case(case, backend, device=options["device"], seed=options["seed"], sharing=sharing)
         raised = backend.raised

@@ -19,6 +19,10 @@ take a CPU five times as long. The other processes judge small ones on the CPU: 
 20 processes, they had none left while two in five of the large ones waited."""
 
 
+LONG = 1 << 20
+"""Work of a case, in elements, above which a case runs after smaller cases of its operation and recipe."""
+
+
 class Queue:
     """Tasks, of which few are judged on a GPU at once, the largest first: they take longest, and nothing waits for
     them at the end. None is begun beside others with which it would not fit into memory.
@@ -34,6 +38,7 @@ class Queue:
         self._large: list[Task] = []
         for task in tasks:
             (self._large if self._on_gpu(task) else self._small).append(task)
+        self._small = _small_first(self._small)
         self._first = [replace(task, first=True) for task in firsts(self._small)] if device == "cuda" else []
         first = {id(task.case) for task in self._first}
         self._small = [task for task in reversed(self._small) if id(task.case) not in first]
@@ -64,6 +69,23 @@ class Queue:
 
     def _on_gpu(self, task: Task) -> bool:
         return home_of(task.case, self._device) == "cuda"
+
+
+def _small_first(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with those of an operation and recipe in this order: first the small ones, then the others.
+
+    The tasks of an operation and recipe keep their places among other tasks. The diagnosis of a small failing case
+    tries all deviations within its time, and the causes that it finds are tried first for the larger cases.
+    """
+    alike: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        alike.setdefault((task.case.operation, task.case.recipe_label), []).append(task)
+    ordered = {kind: iter(sorted(members, key=_is_long)) for kind, members in alike.items()}
+    return [next(ordered[task.case.operation, task.case.recipe_label]) for task in tasks]
+
+
+def _is_long(task: Task) -> bool:
+    return work(task.case) > LONG
 
 
 def firsts(tasks: Sequence[Task]) -> list[Task]:

@@ -22,8 +22,8 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "LANES", LANES)
 
 
-def task(side: int) -> Task:
-    return Task(case_from_labels("quantize", "nvfp4", (side, 4096), "bf16", "normal"), 0)
+def task(side: int, recipe: str = "nvfp4") -> Task:
+    return Task(case_from_labels("quantize", recipe, (side, 4096), "bf16", "normal"), 0)
 
 
 def sides(tasks: list[Task | None]) -> list[int]:
@@ -34,10 +34,12 @@ SMALLS = [task(3), task(1), task(2), task(4)]
 LARGES = [task(5000), task(7000), task(6000), task(9000), task(8000)]
 
 
-def test_on_a_cpu_tasks_are_in_their_order() -> None:
+def test_on_a_cpu_small_tasks_are_first_and_in_their_order() -> None:
     waiting = Queue([LARGES[0], *SMALLS, LARGES[3]], "cpu")
-    assert sides([waiting.take() for _ in range(7)]) == [5000, 3, 1, 2, 4, 9000]
+    assert sides([waiting.take() for _ in range(7)]) == [3, 1, 2, 4, 5000, 9000]
     assert not waiting
+    waiting = Queue([LARGES[0], task(6000, "mxfp4"), SMALLS[0]], "cpu")
+    assert sides([waiting.take() for _ in range(3)]) == [3, 6000, 5000]  # each recipe has its places
 
 
 def test_few_are_judged_on_a_gpu_at_once() -> None:
@@ -67,7 +69,7 @@ def test_every_gpu_has_its_lanes() -> None:
 def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "KEPT", needed(task(4).case))
     for device in ("cpu", "cuda"):
-        waiting = Queue([task(9000), task(6000), task(5000), task(1)], device)
+        waiting = Queue([task(9000), task(6000), task(5000), task(1, "mxfp4")], device)
         waiting.room = needed(task(15000).case)
         kernels = waiting.take() if device == "cuda" else None
         first = waiting.take()
