@@ -284,7 +284,7 @@ def test_a_run_that_passes(one_process):
     assert {path.name for path in Path("reports/latest").iterdir()} == {
         "index.html", "records.csv", "records.jsonl", "records.parquet", "summary.md",
     }  # fmt: skip
-    assert re.search(r"5 cases in [0-9.]+ s; report: reports/latest/index.html\n", result.stdout)
+    assert re.search(r"5 cases in [0-9.]+ m?s; report: reports/latest/index.html\n", result.stdout)
     assert "reproduce:" not in result.stdout
 
 
