@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import torch
 
 from narrowgauge.harness.checks.finding import float_view, format_count
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
-from narrowgauge.harness.tools.dialect.rules import Rules, canonical, raw, spread
+from narrowgauge.harness.tools.dialect.rules import Rules, canonical, raw, spread, with_fields
+from narrowgauge.reference.quantize.exponents import exponent_codes
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
 
@@ -21,12 +23,16 @@ KINDS = {
     "dead blocks": "codes under a block scale of 0 or NaN, which have no value of their own",
     "scales of zeros": "block scales of blocks of zeros, whose codes are 0 under any scale",
     "scales of special amaxes": "block scales of blocks with infinity or NaN, or under an amax of 0, infinity or NaN",
+    "scales by products in float16": "block scales of float16 inputs that are those of amax·(1/max), with the reciprocal "
+    "and the product rounded to float16",
     "scales outside of float16": "block scales of float16 inputs that float16 does not have",
     "scales at the ends of float32": "block scales that the rule has below 2^-125 or above 2^124",
     "scales by subnormal numbers": "block scales under an amax, or a tensor scale, that is subnormal in float32",
     "codes of NaN": "codes of elements that are NaN",
     "codes under special amaxes": "codes of blocks with infinity or NaN, and of numbers that the rule makes NaN",
     "codes at the ends of float32": "codes under block scales, its own or the rule's, below 2^-125 or above 2^124",
+    "codes by infinite reciprocals in float16": "the largest code, or NaN of 0, of float16 inputs under a block scale "
+    "whose reciprocal is infinite in float16",
     "codes by subnormal numbers": "codes of subnormal float32 numbers, or under such a tensor scale",
     "codes beyond the range": "codes of numbers above the largest element under their scale, which the rule saturates",
     "codes of infinity": "codes of elements that are infinite",
@@ -128,6 +134,7 @@ def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("NaN sign", same),
         ("scales of zeros", zeros & ~is_nan & ~_is_nan(made, fmt)),
         ("scales of special amaxes", of_rows | special_blocks if wrong.shape == blocks.shape else of_rows),
+        ("scales by products in float16", _by_products(rules, number, rule)),
         ("scales outside of float16", _outside_of_float16(made, stack.x, fmt)),
         ("scales at the ends of float32", _at_the_ends(made, fmt)),
         ("scales by subnormal numbers", of_subnormals),
@@ -164,6 +171,7 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("codes of NaN", stack.x.isnan()),
         ("codes of infinity", stack.x.isinf()),
         ("codes under special amaxes", scaled.isnan() | rules.of_elements(number, rules.special(number, rule)[0])),
+        ("codes by infinite reciprocals in float16", _by_infinity(rules, number)),
         ("codes at the ends of float32", rules.of_elements(number, ends)),
         ("codes by subnormal numbers", _subnormal(stack.x.float()) | _below(rules, number, rule, len(stack.x))),
         ("codes beyond the range", scaled.abs() > fmt.max),
@@ -205,6 +213,27 @@ def _below(rules: Rules, number: int, rule: Recipe, rows: int) -> torch.Tensor:
 def _outside_of_float16(scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:
     outside = (scales.int() < 127 - 14) | (scales.int() > 127 + 15)
     return outside & (fmt is E8M0 and x.dtype is torch.float16)
+
+
+def _by_products(rules: Rules, number: int, rule: Recipe) -> torch.Tensor:
+    """Block scales of float16 inputs that come from R(amax·R(1/max))."""
+    stack, largest = rules.observed.stacks[number], rule.element.max
+    of_power = with_fields(rule, block_scale="amax*2^-emax", statistics="float32", smallest_amax=0.0)
+    if rule.scale is not E8M0 or of_power is None or stack.x.dtype is not torch.float16:
+        return torch.zeros_like(stack.scales, dtype=torch.bool)
+    blocks = rules.amaxes(number, rule)[0].half()
+    product = (blocks * torch.tensor(1 / largest).half()).float()
+    return exponent_codes(product * 2.0 ** (math.frexp(largest)[1] - 1), of_power) == stack.scales
+
+
+def _by_infinity(rules: Rules, number: int) -> torch.Tensor:
+    """Codes of float16 inputs times a reciprocal from 2^16 on, which is infinite."""
+    stack, fmt = rules.observed.stacks[number], rules.observed.recipe.element
+    if rules.observed.recipe.scale is not E8M0 or stack.x.dtype is not torch.float16:
+        return torch.zeros_like(stack.codes, dtype=torch.bool)
+    largest = stack.codes == fmt.max_code + stack.x.signbit().byte() * fmt.sign_code
+    made = torch.where(stack.x == 0, (stack.codes & (fmt.sign_code - 1)) > fmt.max_code, largest)
+    return made & rules.of_elements(number, stack.scales < 127 - 15)
 
 
 def _is_zero(scales: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -48,7 +48,7 @@ _BEHIND = 4
 _ON_ALL_ROWS = 3
 """Number of rules for the elements that are tried on all rows."""
 _NEAR = 3
-"""Number of dialects from which the differences of a rule are counted."""
+"""Number of dialects from which the differences of a rule are counted, nearest by bytes and by inputs."""
 _OF_ORDER, _OF_FORM = 4, 100
 """Number of rules for the scales with each order of operations, and with each form of the tensor scale, that are ranked
 on all inputs."""
@@ -187,15 +187,25 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
             rule, nearest, changes = simple[0]  # the ranking decides where fields are no facts
         # Many special bytes may outweigh the fields of a dialect. A rounding that leaves ties is none.
         doubtful = not _known(left) or ("rounding" in changes and any(d.kind == "rounding of ties" for d in left))
-        whole = (near for near in agreements[:_NEAR] if _known(classified(rules, near.plain)))
+        near_by_inputs = sorted(agreements, key=lambda agreement: -agreement.alike)[:_NEAR]
+        near_alone = (*agreements[:_NEAR], *near_by_inputs)
+        whole = (near for near in near_alone if _known(classified(rules, near.plain)))
         if doubtful and (named_alone := next(whole, None)) is not None:
             rule, nearest, changes = named_alone.plain, named_alone, {}
+        # An order of operations that explains no class of differences is no fact.
+        ordered = bool(changes) and changes.keys() <= set(_ORDER) and _known(left)
+        if ordered and _kinds(classified(rules, nearest.plain)) <= _kinds(left):
+            rule, changes = nearest.plain, {}
     differences = classified(rules, rule)
     return Fit(str(observed.recipe), rules, agreements, rule, nearest, changes, {}, differences)
 
 
 def _known(differences: list[Difference]) -> bool:
     return all(difference.known for difference in differences)
+
+
+def _kinds(differences: list[Difference]) -> set[str]:
+    return {difference.kind for difference in differences}
 
 
 def _agreement(rules: Rules, recipe: Recipe) -> Agreement:

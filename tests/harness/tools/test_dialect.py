@@ -171,6 +171,45 @@ def test_a_sum_with_one_half_that_is_rounded_is_a_class():
     assert kinds == ["rounding below the first tie", "element rule", "rounding of ties"]
 
 
+def test_arithmetic_in_float16_is_a_class():
+    """MXFP8 of JAX on a CPU: XLA multiplies by 1/448 and by 1/s, both in float16."""
+
+    def door(x, recipe):
+        if x.dtype is not torch.float16:
+            q = reference.quantize(x, "mxfp8-e4m3")
+            return q.codes, q.scales
+        product = x.abs().view(len(x), -1, 32).amax(2) * torch.tensor(1 / 448).half()
+        scales = torch.ceil(product.double().log2()).clamp(min=-127).add(127).byte()
+        inverse = torch.exp2(127 - scales.double()).half().repeat_interleave(32, 1)
+        return (x * inverse).float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+    result = fit(backend(quantize=door), "mxfp8-e4m3")
+    assert (result.nearest.dialect, result.changes, result.explained) == ("te", {}, True)
+    counts = {difference.kind: difference.count for difference in result.differences}
+    assert counts["scales by products in float16"] > 0
+    assert counts["codes by infinite reciprocals in float16"] > 0
+    # 0.87548828125 is above 1.75/2, but times R(1/448) = 0.0022316 it is 2^-9.
+    x = torch.zeros(2, 32, dtype=torch.float16)
+    x[0, 0], x[1, :2] = 0.87548828125, torch.tensor([0.003, 0.001])
+    seen = inputs.observe(backend(quantize=door), find_recipe("mxfp8-e4m3"), given=[inputs.Given("few", "fp16", x)])
+    assert seen.stacks[0].scales.flatten().tolist() == [118, 110]
+    assert seen.stacks[0].codes[1, :3].tolist() == [0x7E, 0x7E, 0x7F]
+    assert reference.quantize(x, "mxfp8-e4m3").scales.flatten().tolist() == [119, 110]
+
+
+def test_inputs_explained_find_a_dialect_too():
+    """The special bytes of inf and NaN outnumber the ties that a decode scale changes."""
+
+    def door(x, recipe):
+        scale = torch.tensor(448.0).div(x.abs().float().amax())
+        scale = torch.where(scale == torch.inf, torch.finfo(x.dtype).max, scale)
+        scale = torch.where(x.abs().amax() == 0, 1.0, scale)
+        return (x.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8), scale.reciprocal().view(1, 1)
+
+    result = fit(backend(quantize=door), "fp8-current-e4m3")
+    assert (result.nearest.dialect, result.changes, result.explained) == ("te", {}, True)
+
+
 def test_an_unknown_rule_is_not_explained(few):
     def wrong(q):
         codes = q.codes[5]
