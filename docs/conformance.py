@@ -33,7 +33,7 @@ narrowgauge dialect reference --recipe mxfp4
 inputs: families and edge cases in float32, bfloat16 and float16; a library refuses some. The column `equal` counts
 inputs with every byte equal to the nearest [dialect](dialects.md). A survey is explained if a dialect and differences
 of [known classes](backends.md#dialect-of-a-quantizer) give every byte. The classes are about signs, zeros, ties, NaN,
-infinity and the ends of float32.
+infinity, the ends of float32 and arithmetic in float16.
 
 """
 WRONG_HEAD = """

@@ -27,9 +27,9 @@ BELOW = float(np.nextafter(np.float32(0.25), np.float32(0)))
 """The float32 number below a tie of E2M1."""
 
 
-def code(value):
-    """The E2M1 code of a value, by ml_dtypes."""
-    return int(np.array([value], np.float64).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)[0])
+def code(value, element=ml_dtypes.float4_e2m1fn):
+    """The code of a value, by ml_dtypes."""
+    return int(np.array([value], np.float64).astype(element).view(np.uint8)[0])
 
 
 def round_up(amax, most):
@@ -63,6 +63,9 @@ ACCUSATIONS = {
     "NaN of gguf": ("gguf", "mxfp4", "float32", [4.0, math.nan], "scales", 0, 0, NAN_SCALE),
     "small block of gguf": ("gguf", "mxfp4", "float32", [2.0**-130], "scales", 0, 251, round_down(2.0**-130, 2)),
     "small block of mlx": ("mlx", "mxfp8-e4m3", "float32", [2.0**-130], "scales", 0, 245, round_up(2.0**-130, 448)),
+    "small block of jax": (
+        "jax", "mxfp8-e4m3", "float16", [0.003, 2.0**-10], "codes", 1, 126, code(2.0**7, ml_dtypes.float8_e4m3fn),
+    ),
     "sum of microxcaling": ("microxcaling", "mxfp4", "float32", [4.0, BELOW], "codes", 1, 1, code(BELOW)),
 }  # fmt: skip
 
