@@ -23,8 +23,8 @@ KINDS = {
     "dead blocks": "codes under a block scale of 0 or NaN, which have no value of their own",
     "scales of zeros": "block scales of blocks of zeros, whose codes are 0 under any scale",
     "scales of special amaxes": "block scales of blocks with infinity or NaN, or under an amax of 0, infinity or NaN",
-    "scales by products in float16": "block scales of float16 inputs that are those of amax·(1/max), with the reciprocal "
-    "and the product rounded to float16",
+    "scales by products in float16": "block scales of float16 inputs, computed as amax·(1/max) with the reciprocal and "
+    "the product rounded to float16",
     "scales outside of float16": "block scales of float16 inputs that float16 does not have",
     "scales at the ends of float32": "block scales that the rule has below 2^-125 or above 2^124",
     "scales by subnormal numbers": "block scales under an amax, or a tensor scale, that is subnormal in float32",

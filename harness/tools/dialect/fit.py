@@ -63,7 +63,7 @@ _COUPLED = (
 )
 """Fields that often change together, because a recipe excludes some of their combinations."""
 _FORM = ("tensor_scale", "block_scale", "element_scale", "zero_scale")
-"""Fields of the form of a rule with one scale for a tensor, whose values exclude each other."""
+"""Fields whose values exclude each other if a tensor has one scale."""
 
 
 @dataclass
@@ -410,7 +410,7 @@ def _changes(dialect: Recipe, rule: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _alternatives(rules: Rules, rule: Recipe) -> list[tuple[str, Any, Recipe]]:
-    """Fields, other values, and the rules with them that have the same score: the inputs do not separate them."""
+    """A field, another value and the rule with this value, for each such rule of equal score."""
     least = rules.score(rule)
     found: list[tuple[str, Any, Recipe]] = []
     for name, choices in CHOICES.items():
