@@ -84,6 +84,7 @@ def broken_library(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(common, "_LOADED", {})
     importlib.invalidate_caches()
+    return tmp_path / "broken_library"
 
 
 def test_a_plain_module_loads_without_the_compiled_parts(broken_library):
@@ -98,6 +99,12 @@ def test_a_plain_module_loads_without_the_compiled_parts(broken_library):
     assert not {name for name in set(sys.modules) - before if name.startswith("broken_library")}
     with pytest.raises(ModuleNotFoundError, match="missing_extension"):  # the next import starts anew
         importlib.import_module("broken_library")
+
+
+def test_a_library_without_a_driver_has_plain_modules(broken_library):
+    (broken_library / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+    (broken_library / "base.py").write_text("class Base: pass")
+    assert plain_library("broken_library.quantizers.plain", "pip install it").Quantizer.__name__ == "Quantizer"
 
 
 def test_a_plain_module_without_its_library_names_the_remedy(broken_library):
