@@ -91,6 +91,10 @@ class Starter:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def preload(self, module: str) -> None:
+        """Import a module, for all processes forked later. A module that is missing is left out."""
+        self._connection.send({"op": "preload", "module": module})
+
     def connect(self) -> socket.socket:
         """The judge's end of a new channel."""
         ours, theirs = pair()
@@ -169,7 +173,11 @@ def main(descriptor: int) -> None:
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
-            message, (end,) = run.receive()
+            message, descriptors = run.receive()
+            if message["op"] == "preload":
+                import_if_present(message["module"])
+                continue
+            (end,) = descriptors
             if message["op"] == "judge" and _KERNELS not in sys.modules:
                 import_module(_KERNELS)
                 gc.freeze()
@@ -182,6 +190,13 @@ def main(descriptor: int) -> None:
                 os._exit(0)
             os.close(end)
     _wait_for_children()
+
+
+def import_if_present(module: str) -> None:
+    """Import a module, for all forks of this process. A module that is missing is left out."""
+    with suppress(ImportError):
+        import_module(module)
+        gc.freeze()
 
 
 def process_state() -> dict[str, Any]:

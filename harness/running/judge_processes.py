@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair, readable
-from narrowgauge.harness.hosts.starter import process_state, run_and_exit, starter, take_state
+from narrowgauge.harness.hosts.starter import import_if_present, process_state, run_and_exit, starter, take_state
 from narrowgauge.harness.machine.process import detach_process, end_with_parent
 
 _IMPORTED = (
@@ -94,6 +94,13 @@ def start_server() -> None:
     starter().server(__name__)
 
 
+def preload(module: str) -> None:
+    """Import a module in the server and in the starter, for all judges and kernel hosts that start later: each would
+    import the module itself."""
+    starter().preload(module)
+    _send({"preload": module}, [])
+
+
 def _send(message: dict[str, Any], descriptors: list[int]) -> None:
     """Send a message to the server. The first message starts the server."""
     with _lock:
@@ -131,7 +138,10 @@ def main(descriptor: int) -> None:
                     message, descriptors = run.receive()
                 except FrameError:
                     return
-                _fork(message, descriptors, running)
+                if "preload" in message:
+                    import_if_present(message["preload"])
+                else:
+                    _fork(message, descriptors, running)
             elif ready in open_ends:
                 killed.add(open_ends[ready])
                 os.kill(open_ends[ready], signal.SIGKILL)

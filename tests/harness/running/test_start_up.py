@@ -21,6 +21,15 @@ dtype = "bf16"
 inputs = "normal"
 usage = "rowwise"
 """
+MODULE = """
+[[matrix]]
+operation = "linear"
+tier = "quick"
+training = "MXFP8BlockScaling"
+shape = [2, 32, 128, 256]
+dtype = "bf16"
+inputs = "normal"
+"""
 RUN = """
 import sys
 from narrowgauge.harness.cli import main
@@ -108,3 +117,20 @@ print(*Connection(ours).receive()[0]["held"])
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert process.stdout.split() == ["reference.ops"], process.stderr
+
+
+@pytest.mark.parametrize(("case", "held"), [(MODULE, True), (CASE, False)], ids=["module", "quantize"])
+def test_processes_of_module_cases_are_forked_with_sympy(case, held, tmp_path):
+    """The first backward with a gradient imports sympy, for 0.3 s of a core in each process."""
+    (tmp_path / "cases.toml").write_text(case)
+    (tmp_path / "held.py").write_text("""
+import sys
+from narrowgauge.native import ops
+
+with open("held", "w") as file:
+    file.write(str("sympy" in sys.modules))
+""")
+    command = [sys.executable, "-m", "narrowgauge", "run", "cases.toml", "--backend", "held:ops", "-n", "1"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "1 case passed" in process.stdout, process.stdout + process.stderr
+    assert (tmp_path / "held").read_text() == str(held)
