@@ -90,14 +90,12 @@ def _distance_to_bounds(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
 
 
 def _count_by_tier(wrong: torch.Tensor, tier: torch.Tensor) -> str:
-    """Number of wrong elements of each tier, as a sentence. The declared order is named only if the backend has one."""
-    exact, ordered, free = (int((wrong & (tier == number)).sum()) for number in range(3))
-    parts = [f"{format_count(exact)} of them where no order of summation can round"]
-    declared = bool((tier == 1).any())
-    if declared:
-        parts.append(f"{format_count(ordered)} that the declared order cannot give")
-    if free or not declared:
-        parts.append(f"{format_count(free)} outside the proved bound")
+    """Number of wrong elements of each tier that has any, as a sentence."""
+    reasons = (
+        "where no order of summation can round", "that the declared order cannot give", "outside the proved bound"
+    )  # fmt: skip
+    counts = [int((wrong & (tier == number)).sum()) for number in range(3)]
+    parts = [f"{format_count(count)} of them {reason}" for count, reason in zip(counts, reasons, strict=True) if count]
     return ", ".join(parts)
 
 

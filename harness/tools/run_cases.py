@@ -195,9 +195,10 @@ def _print_failure(records: list[dict[str, Any]], console: Console) -> None:
         console.print(record["case"], style="bold red", markup=False, highlight=False, soft_wrap=True)
         for line in first_failure(record).splitlines():
             # Elements stay in columns, and commands on one line. In a file all lines stay whole, to be searched.
-            command = line.startswith(("reproduce:", "tensors:", " ")) or " narrowgauge show " in line
-            if command or not console.is_terminal:
+            words = line.lstrip()
+            command = words.startswith(("reproduce:", "tensors:")) or " narrowgauge show " in line
+            if command or "  " in words or not console.is_terminal:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             else:
-                print_text(line, console, hanging=2)
+                print_text(words, console, indent=len(line) - len(words), hanging=2)
         console.print()

@@ -34,7 +34,7 @@ def test_a_wrong_element_is_named_with_its_place_and_interval() -> None:
     assert stage.mismatches == 1
     assert "1 of 1 024 outputs differ" in stage.sentence
     assert "at row 5, column 7" in stage.sentence
-    assert "1 outside the proved bound" in stage.sentence
+    assert "1 of them outside the proved bound" in stage.sentence
     assert stage.finding is not None
     (element,) = stage.finding["elements"]
     assert (element["row"], element["column"], element["rule"]) == (5, 7, "bound")

@@ -99,7 +99,7 @@ def test_fp8_blocks_that_accumulate_before_the_cast():
     options = {"shape": (48, 64, 32), "dtype": "bf16xbf16-bf16", "inputs": "lattice"}
     case = gemm_case(block, "tn", "accumulate", **options)
     record = fails(case, "output", gemm=gemm)
-    assert " of them where no order of summation can round, 0 outside the proved bound" in record.message
+    assert " of them where no order of summation can round" in record.message
     passes(gemm_case("mxfp8-e4m3", "tn", "accumulate", **options), gemm=gemm)
 
 
@@ -163,9 +163,7 @@ def test_another_order_than_the_declared_one_is_found():
     assert judged(halves, {}).passed
     found = judged(halves, BLOCKS)
     assert found.mismatches == 3
-    assert found.sentence.endswith(
-        ", all in row 0; 0 of them where no order of summation can round, 3 that the declared order cannot give"
-    )
+    assert found.sentence.endswith(", all in row 0; 3 of them that the declared order cannot give")
     assert found.finding["elements"][0]["rule"] == "order"
     assert found.figures["ordered_share"] == 0.5
 
