@@ -27,6 +27,13 @@ from narrowgauge.harness.report.github import annotate
 from narrowgauge.harness.report.text import number, plural
 
 
+_OF_RUN = (
+    "nothing ran", "nothing was compared", "interrupted", "a part", "another architecture", "another backend",
+    "another seed",
+)  # fmt: skip
+"""Kinds of a problem of the whole run, which have one line."""
+
+
 @dataclass
 class Judgement:
     """Result of the gate: lines by kind, in printed order."""
@@ -44,9 +51,12 @@ class Judgement:
         return not self.problems
 
     def sentence(self, name: str) -> str:
-        """The verdict by the baseline called `name`, with the number of lines of each kind."""
+        """The verdict by the baseline called `name`, with the number of cases of each kind."""
         counts = [f"{plural(self.same, 'case')} as accepted"]
-        counts += [f"{number(len(lines))} {kind}" for kind, lines in (self.problems | self.notes).items()]
+        counts += [
+            kind if kind in _OF_RUN else f"{number(len(lines))} {kind}"
+            for kind, lines in (self.problems | self.notes).items()
+        ]
         return f"gate {'holds' if self.passed else 'fails'} against {name}: {', '.join(counts)}"
 
     def fail(self, kind: str, line: str) -> None:

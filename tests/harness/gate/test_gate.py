@@ -213,6 +213,8 @@ def test_a_shard() -> None:
 def test_a_run_of_something_else(change: dict[str, Any], message: str) -> None:
     judgement = judge(run(record(mismatches=1), **change), baseline_of(run(record())))
     assert text(judgement.problems) == [f"{message}: no case was compared"]
+    kind = message.partition(":")[0]
+    assert judgement.sentence("a.json") == f"gate fails against a.json: 0 cases as accepted, {kind}"
 
 
 H100 = {"GPU": "NVIDIA H100 80GB HBM3, compute capability 9.0"}
