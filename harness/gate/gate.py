@@ -26,7 +26,6 @@ from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report.github import annotate
 from narrowgauge.harness.report.text import number, plural
 
-
 _OF_RUN = (
     "nothing ran", "nothing was compared", "interrupted", "a part", "another architecture", "another backend",
     "another seed",

@@ -13,10 +13,10 @@ from narrowgauge.harness.report.text import compact, number, plural
 
 RUNS = 30
 """Largest number of printed runs of a backend, device and tier: the latest runs."""
-HEADER = ("commit, time (UTC)", "cases", "pass", "failed", "ulp", "budget", "rel. error")
+HEADER = ("commit, time (UTC)", "cases", "pass", "failed", "ulp", "error/bound", "rel. error")
 NOTE = (
     "*: with uncommitted changes. failed: cases that did not pass and were neither unsupported nor known failures. "
-    "ulp: largest distance of a wrong element. budget: largest fraction of the bound that a GEMM used. "
+    "ulp: largest distance of a wrong element. error/bound: largest fraction of the bound that a GEMM used. "
     "rel. error: largest ‖kernel − reference‖ / ‖reference‖ of a case."
 )
 _QUIET = ("pass", "unsupported", "known")

@@ -27,7 +27,7 @@ LONGEST = 240
 _SHOWN = {
     "verdict": "verdict", "case": "case", "backend": "backend", "device": "device", "stage": "stage",
     "message": "message", "known": "known", "compared": "compared", "mismatches": "wrong", "max_ulp": "ulp",
-    "budget_max": "budget", "sqnr_db": "SQNR dB", "seconds": "time",
+    "budget_max": "error/bound", "sqnr_db": "SQNR dB", "seconds": "time",
 }  # fmt: skip
 _HIDDEN = (
     "operation", "recipe", "shape", "dtype", "group", "line", "interval_ulps_max", "interval_ulps_mean",

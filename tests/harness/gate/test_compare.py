@@ -97,7 +97,7 @@ def test_the_terminal_says_all_of_it() -> None:
     )
 
 
-def test_a_case_without_a_result_says_its_verdict_and_message_once() -> None:
+def test_a_case_without_a_result_says_its_message_once() -> None:
     crashed = record(verdict="crash", message="the process died", stages=[], compared=0, output_digest="")
     output = printed(run(record()), run(crashed))
     assert "\n  the process died: crash, was pass; " in output
