@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from narrowgauge.harness.tools.checkpoint.files import (
 )
 from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult
 from narrowgauge.harness.tools.checkpoint.layouts import LAYOUTS, Layer, Missing, recognise, shape_problem
-from narrowgauge.harness.tools.checkpoint.scan import TESTS, Scan, findings_of, nibble_orders, scan_layer
+from narrowgauge.harness.tools.checkpoint.pairing import scales_of_siblings
+from narrowgauge.harness.tools.checkpoint.scan import FALSE_ALARM, TESTS, Scan, findings_of, nibble_orders, scan_layer
 from narrowgauge.harness.tools.checkpoint.weights import judge_weights
 
 
@@ -100,7 +102,7 @@ def judge_checkpoint(
     siblings: dict[str, int] = {}
     for layer in layers:
         siblings[layer.name.rpartition(".")[0]] = siblings.get(layer.name.rpartition(".")[0], 0) + 1
-    tests = TESTS * len(layers) + sum(count * count for count in siblings.values())
+    tests = TESTS * len(layers) + 2 * sum(count * count for count in siblings.values())
     total, done = sum(layer.codes.size for layer in layers), 0
     amaxes: dict[str, float] = {}
     group: list[tuple[Scan, LayerResult]] = []
@@ -164,6 +166,10 @@ def _compare_siblings(group: list[tuple[Scan, LayerResult]], tests: int) -> None
     for scan, finding in nibble_orders([scan for scan, _ in group], tests):
         if not results[id(scan)].compared:  # with weights the order is known
             results[id(scan)].findings.append(finding)
+    level = math.log(FALSE_ALARM / max(1, tests))
+    for index, finding in scales_of_siblings([(scan.layer, scan.pairing) for scan, _ in group], level):
+        if not group[index][1].compared:
+            group[index][1].findings.append(finding)
 
 
 def _missing(entry: Missing, checkpoint: Checkpoint) -> Finding:

@@ -7,6 +7,7 @@ largest one. `least_top` has the bound, over all dialects of narrowgauge.spec.di
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from narrowgauge.harness.checks.statistics.tail_bounds import binomial
 from narrowgauge.harness.tools.checkpoint.files import scalar
 from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult
 from narrowgauge.harness.tools.checkpoint.layouts import Layer
+from narrowgauge.harness.tools.checkpoint.pairing import Pairing, tiled_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 
 SLAB = 1 << 23
@@ -30,7 +32,7 @@ FALSE_ALARM = 1e-9
 def slab_rows(layer: Layer) -> int:
     """Rows that are read at once: whole blocks, about `SLAB` bytes."""
     width = max(1, layer.shape[1] // (2 if layer.element is E2M1 else 1))
-    height = max(1, layer.block[0])
+    height = max(1, layer.block[0]) if layer.scale is FP32 else 128  # whole tiles of 128x4 scales
     return max(height, SLAB // width // height * height)
 
 
@@ -98,6 +100,11 @@ class Scan:
     first_scale: float | int | None = None
     largest: float = 0.0
     """Largest block scale."""
+    empty_rows: _Count = field(default_factory=_Count)
+    """Rows without a code other than 0 and -0."""
+    empty_scales: tuple[float, float] = (math.inf, -math.inf)
+    """Smallest and largest ordinary scale of these rows, as stored: equal if one rule for zeros gives them."""
+    pairing: Pairing = field(default_factory=Pairing)
     written: bool = False
     """Whether a code is neither 0 nor -0."""
     histogram: torch.Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
@@ -108,7 +115,10 @@ class Scan:
     def add(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
         """Count the rows from `start` on: codes and scales as of `Layer.read`."""
         layer = self.layer
-        self.written = self.written or bool((codes & (0x77 if layer.element is E2M1 else 0x7F)).any())
+        magnitudes = codes & (0x77 if layer.element is E2M1 else 0x7F)
+        empty = magnitudes.amax(1) == 0 if codes.shape[1] else torch.ones(len(codes), dtype=torch.bool)
+        self.written = self.written or not bool(empty.all())
+        self.empty_rows.add(empty.unsqueeze(1), start, codes, layer, "element")
         sample = codes[: _sampled(codes)]
         self.histogram += torch.bincount(sample.reshape(-1), minlength=256)
         if layer.element is E2M1:
@@ -121,6 +131,9 @@ class Scan:
         self.blocks += scales.numel()
         if scales.numel():
             self._add_blocks(codes, scales, start // max(1, layer.block[0]))
+            self._add_empty(empty, scales)
+            if layer.block[0] == 1 and layer.block[1]:
+                self.pairing.add(codes[: _sampled(codes)], scales, layer)
 
     def _add_blocks(self, codes: torch.Tensor, scales: torch.Tensor, row: int) -> None:
         layer = self.layer
@@ -155,6 +168,23 @@ class Scan:
             self.sampled_full += int(full.count_nonzero())
             nibbles = self._blocks_of(codes[: _sampled(codes)])[full]
             self.full_tops += int(((nibbles & 0x07) == 0x07).sum() + ((nibbles & 0x70) == 0x70).sum())
+
+    def _add_empty(self, empty: torch.Tensor, scales: torch.Tensor) -> None:
+        """Note the smallest and the largest ordinary scale of rows of blocks without a code other than 0."""
+        height = self.layer.block[0]
+        if not height:
+            return
+        rows = torch.nn.functional.pad(empty, (0, -len(empty) % height), value=True).view(-1, height).all(1)
+        of_rows = scales[rows]
+        if self.layer.scale is FP32:
+            ordinary = of_rows[of_rows.isfinite() & (of_rows >= 1e-30)]
+        else:
+            least = 0x08 if self.layer.scale is E4M3 else 3
+            ordinary = of_rows[(of_rows > least) & (of_rows < self.layer.scale.max_code)]
+        if ordinary.numel():
+            self.empty_scales = (
+                min(self.empty_scales[0], float(ordinary.min())), max(self.empty_scales[1], float(ordinary.max()))
+            )  # fmt: skip
 
     def _tops(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """bool, of the shape of the scales: blocks with a code that is not 0, and with a code of `least_top` or more.
@@ -252,6 +282,8 @@ def findings_of(scan: Scan, tests: int) -> list[Finding]:
             layer.codes.name,
             "every code is 0: a matrix of zeros, or codes that were never written",
         )
+    elif scan.empty_rows.count:
+        _add_empty_rows(scan, add)
     constant = scan.equal and scan.blocks > 1 and scan.largest > 0
     if constant and layer.scale is E8M0 and scan.first_scale == 0 and values:
         add("fail", "never-written", scales, "every scale is 0x00 = 2^-127 and the codes are not 0: the matrix "
@@ -281,7 +313,32 @@ def findings_of(scan: Scan, tests: int) -> list[Finding]:
             scan.low_top)  # fmt: skip
     found += _tensor_scale(layer, scan)
     found += _statistics(layer, scan, tests)
-    return found
+    return found + tiled_scales(scan.pairing, scales, math.log(FALSE_ALARM / max(1, tests)))
+
+
+def _add_empty_rows(scan: Scan, add: Callable[..., None]) -> None:
+    """A finding about rows without a code other than 0, in a matrix with other codes."""
+    rows, name, total = scan.empty_rows, scan.layer.codes.name, scan.layer.shape[0]
+    if scan.empty_scales[0] < scan.empty_scales[1]:
+        text = "rows hold code 0 alone, under scales that differ: the codes were never written"
+        if scan.low_top.count:
+            text += ". Assumption of the warning: the weights were not pruned after their scales were made"
+        expected = f"a block with an ordinary scale has a code of magnitude {_top(scan.layer)} or more"
+        add("warning" if scan.low_top.count else "fail", "never-written", name, text, rows, expected, total)
+    elif 2 * rows.count >= total:
+        add(
+            "warning",
+            "never-written",
+            name,
+            "rows hold code 0 alone: they were never written. Assumption of the "
+            "warning: no rows were pruned; padding to a power of two is less than half of the rows",
+            rows,
+            "",
+            total,
+        )
+    else:
+        add("note", "zeros", name, "rows hold code 0 alone: padding, pruned rows, or rows that were never written",
+            rows, "", total)  # fmt: skip
 
 
 def _top(layer: Layer) -> str:
@@ -420,7 +477,7 @@ def _p(log_p: float) -> str:
     return f"p <= 1e{math.ceil(log_p / math.log(10))}"
 
 
-TESTS = 12
+TESTS = 13
 """Statistical tests of a layer, at most."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from narrowgauge.harness.tools.checkpoint.findings import Finding
 from narrowgauge.harness.tools.checkpoint.judge import Result, judge_checkpoint
 from narrowgauge.reference import ops
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.quantize.layout import swap_nibbles
+from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
 from narrowgauge.spec.dialects import DIALECTS
 from narrowgauge.spec.formats import E4M3
 from tests.harness.tools.checkpoint import samples, sparse_checkpoint
@@ -216,6 +217,92 @@ def test_a_defect_is_found_without_weights(
     assert not result.passed(strict=True)
     if severity == "warning" and kind != "inverted":
         assert "p <= 1e-" in found[0].sentence
+
+
+# ---- scales and codes that do not belong together, without weights ---------------------------------------------------
+
+
+def tall(kind: str = "") -> Tensors:
+    """NVFP4 or MXFP4 of two matrices with 256 rows, whose rows and columns differ in size."""
+    draw, tensors = torch.Generator().manual_seed(3), {}
+    for name in LAYERS:
+        rows, columns = (torch.randn(*shape, generator=draw).exp() for shape in ((256, 1), (1, 1024)))
+        q = ops.quantize(torch.randn(256, 1024, generator=draw) * rows * columns * 0.02, kind or "nvfp4@modelopt")
+        tensors[f"{name}.weight"] = q.codes
+        tensors[f"{name}.weight_scale"] = q.scales if kind else q.scales.view(torch.float8_e4m3fn)
+        if not kind:
+            tensors[f"{name}.weight_scale_2"] = q.tensor_scale
+    return tensors
+
+
+def tiles(t: Tensors) -> None:
+    scales = t[f"{FIRST}.weight_scale"]
+    t[f"{FIRST}.weight_scale"] = swizzle(scales.view(torch.uint8)).view(scales.shape).view(scales.dtype)
+
+
+def scales_of_the_sibling(t: Tensors) -> None:
+    first, second = (f"{name}.weight_scale" for name in LAYERS)
+    t[first], t[second] = t[second], t[first]
+
+
+def codes_of_half(t: Tensors) -> None:
+    t[f"{FIRST}.weight"][128:] = 0
+
+
+def half(t: Tensors) -> None:
+    codes_of_half(t)
+    t[f"{FIRST}.weight_scale"].view(torch.uint8)[128:] = 0
+
+
+def padding(t: Tensors) -> None:
+    t[f"{FIRST}.weight"][129:] = 0
+    t[f"{FIRST}.weight_scale"].view(torch.uint8)[129:] = 0
+
+
+@pytest.mark.parametrize("kind", ["", "mxfp4@ocp"], ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("defect", "severity", "finding", "text"),
+    [
+        (tiles, "warning", "swizzled", "of 256 runs|of 128 runs"),
+        (scales_of_the_sibling, "warning", "sibling", "the scales are perhaps those of"),
+        (codes_of_half, "fail", "never-written", "rows hold code 0 alone, under scales that differ"),
+        (half, "warning", "never-written", "rows hold code 0 alone: they were never written"),
+        (padding, "note", "zeros", "rows hold code 0 alone: padding"),
+    ],
+)
+def test_scales_and_codes_that_do_not_belong_together(
+    tmp_path: Path, kind: str, defect: Callable[[Tensors], None], severity: str, finding: str, text: str
+) -> None:
+    tensors = tall(kind)
+    right = judge_checkpoint(save(tmp_path / "right.safetensors", tensors))
+    assert not right.all_findings
+    defect(tensors)
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors))
+    found = worst(result)
+    assert (found.severity, found.kind) == (severity, finding)
+    assert re.search(text, found.sentence)
+    assert found.count in (0, 127, 128)
+
+
+def test_a_fourier_basis_is_not_accused(tmp_path: Path) -> None:
+    """Blocks at the ends of the window are small and steep: their codes are small under small scales."""
+    n = torch.arange(1024)
+    window = torch.hann_window(1024)
+    tensors = {}
+    for name, wave in zip(LAYERS, (torch.cos, torch.sin), strict=True):
+        q = ops.quantize(wave(2 * torch.pi / 1024 * torch.arange(1, 257).view(-1, 1) * n) * window, "nvfp4@modelopt")
+        tensors[f"{name}.weight"] = q.codes
+        tensors[f"{name}.weight_scale"] = q.scales.view(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_2"] = q.tensor_scale
+    assert not kinds(judge_checkpoint(save(tmp_path / "model.safetensors", tensors)))
+
+
+def test_matrices_swapped_with_their_scales_are_right_bytes(tmp_path: Path) -> None:
+    """Each matrix is the quantization of its own values. Only weights show that the names are exchanged."""
+    tensors = tall()
+    swapped_ = {name.replace("q_proj", "?").replace("k_proj", "q_proj").replace("?", "k_proj"): t
+                for name, t in tensors.items()}  # fmt: skip
+    assert not judge_checkpoint(save(tmp_path / "model.safetensors", swapped_)).all_findings
 
 
 def test_defects_of_other_layouts(tmp_path: Path) -> None:
