@@ -18,7 +18,7 @@ CASES = 10
 LONGEST = 2000
 """Largest length of a message, a command or an id in characters. Longer text is cut."""
 _FIGURES = {
-    "compared": "compared", "mismatches": "wrong", "max_ulp": "max ulp", "budget_max": "max budget",
+    "compared": "compared", "mismatches": "wrong", "max_ulp": "max ulp", "budget_max": "error/bound",
     "exact_share": "tier 0", "ordered_share": "tier 1", "seconds": "time",
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines, uneven
 
@@ -50,7 +51,7 @@ def cut(value: str) -> str:
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     number, share = text.number, text.share
     figures = [
-        ("compared", number(record["compared"])),
+        ("compared", number(elements_compared(record))),
         ("wrong", number(record["mismatches"])),
         ("max ulp", number(record["max_ulp"])),
         ("tier 0, exact", share(record["exact_share"])),

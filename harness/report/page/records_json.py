@@ -10,7 +10,7 @@ from itertools import chain, groupby, zip_longest
 from typing import Any
 
 from narrowgauge.harness.machine.timing import PHASES
-from narrowgauge.harness.records.record import outcome
+from narrowgauge.harness.records.record import elements_compared, outcome
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.accuracy import TENSORS
 from narrowgauge.harness.report.failure_view import group_saved_lines, note_lines, reproduction
@@ -65,6 +65,7 @@ def records_json(
         "verdict": outcome,
         "case": _case,
         "message": lambda record: text.clipped(record["message"], LONGEST),
+        "compared": elements_compared,
         "group": lambda record: group_of.get(id(record)),
         "line": _line,
         "budget_histogram": lambda record: " ".join(map(str, record["budget_histogram"])),

@@ -67,6 +67,11 @@ def test_columns_are_packed_without_loss() -> None:
     content = {column["name"]: column for column in island(rendered(records))["columns"]}
     assert content["recipe"]["runs"] == [0, 2, 1, 5]  # mxfp4 first
     rows = rows_of(rendered(records))
+    guarded = [
+        {"stage": "codes", "rule": "exact", "compared": 1000},
+        {"stage": "memory", "rule": "guard", "compared": 24},
+    ]
+    assert rows_of(rendered([record(stages=guarded)]))[0]["compared"] == 1000  # as the sum in the banner
     assert [row["input_digest"] for row in rows] == ["", "", *digests]
     assert [row["recipe"] for row in rows] == ["mxfp4"] * 2 + ["nvfp4"] * 5
 
