@@ -26,7 +26,7 @@ KERNELS = {
         "quantize_nvfp4_tiles_bf16",
     ),
     "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines", "_rows") for t in _TYPED),
-    "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16"),
+    "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16", "store_scales"),
     "delayed": ("update_scale",),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),

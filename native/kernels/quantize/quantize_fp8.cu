@@ -5,7 +5,9 @@
 //   128x128. A strip of 128 rows has ceil(K/128) tiles, at least 1; ceil(M/128) strips, or with sections floor(M/128) and one
 //   more per section. THREADS is 256, on a CPU 8: there a thread processes 16 rows, and a barrier is cheap.
 //   quantize_fp8_tiles: contiguous bfloat16, aligned to 16 bytes, M and K multiples of 128, no sections. Launch: TILE_THREADS
-//   threads for every tile of 128x128.
+//   threads for every tile of 128x128. Scales of 1x128 may go to `scales_by_tile`; store_scales then stores them in order.
+//   store_scales: the scales of both outputs from `scales_by_tile`. Launch: (ceil(blocks of a line / 32), rows of tiles, 2)
+//   thread blocks of STORE_THREADS, for the larger of the two outputs.
 //   Numerics: docs/numerics.md#fp8-with-float32-scales: float32 with one rounding per operation, the scale max/amax, FP8
 //   of x times the scale, nearest even, saturating. Everything is exact to the bit.
 
@@ -55,6 +57,8 @@ struct Output {
     float* scales;  // inverse of the factors of elements. LINES: (M, ceil(K/128)). TILES: (ceil(m/128), ceil(K/128)) of each
                     // section, vertically adjacent. WHOLE: a value per section
     float* encode;      // with WHOLE, the factors of elements, per section; or null
+    float* scales_by_tile;  // with LINES, receives the scales of a tile's lines side by side, (lines / 128, blocks of a line,
+                            // 128), in place of `scales`; or null
 };
 
 struct QuantizeFp8Parameters {
@@ -336,9 +340,9 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 
 // ---- whole tiles of bfloat16 -----------------------------------------------------------------------------------------
 
-// With both outputs of 1x128 on an H200, stores of scales take a tenth of the time: four bytes occupy a sector of L2, as 32
-// bytes of codes do. Thread blocks with 2, 4 or 8 neighbouring tiles that store the scales of their rows together are slower,
-// and so are tiles in bands.
+// With both outputs of 1x128 on an H200, stores of scales took a tenth of the time: four bytes occupy a sector of L2, as 32
+// bytes of codes do. So a large matrix has its scales stored by tile first. Thread blocks with 2, 4 or 8 neighbouring tiles
+// that store the scales of their rows together are slower, and so are tiles in bands.
 constexpr int PIECE_ROWS = 8;  // 1x128, both outputs of 16384^2 on an H200: 0.324 ms, 0.333 with 4 and twice the threads
 constexpr int TILE_BLOCKS_PER_SM = 4;  // limits a thread to 64 registers: 0.334 ms, 0.336 with 3
 constexpr int PIECES_DOWN = TILE / PIECE_ROWS;
@@ -390,10 +394,13 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
                                     : amax_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, line);
             const float scale = fp8_scale(__uint_as_float(amax), settings.scale);
             shared.factors[is_row ? 0 : 1][line] = scale;
-            if (is_row) {
-                row_output.scales[(first_row + line) * tiles_across + tile_column] = 1.0f / scale;
+            const Output& output = is_row ? row_output : column_output;
+            const u32 strip = is_row ? tile_row : tile_column, block = is_row ? tile_column : tile_row;
+            const u32 blocks = is_row ? tiles_across : tiles_down;
+            if (output.scales_by_tile != nullptr) {
+                output.scales_by_tile[(static_cast<i64>(strip) * blocks + block) * TILE + line] = 1.0f / scale;
             } else {
-                column_output.scales[(first_column + line) * tiles_down + tile_row] = 1.0f / scale;
+                output.scales[(static_cast<i64>(strip) * TILE + line) * blocks + block] = 1.0f / scale;
             }
         }
         __syncthreads();
@@ -489,6 +496,26 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         quantize_tile<E5M2>(x, p.rows, p.columns, row_output, column_output, settings, variant_of(p).propagate_nan, shared);
     } else {
         quantize_tile<E4M3>(x, p.rows, p.columns, row_output, column_output, settings, variant_of(p).propagate_nan, shared);
+    }
+}
+
+constexpr int STORED_BLOCKS = 32;  // neighbouring scales of a line that a thread block stores: 128 bytes
+constexpr int STORE_THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(STORE_THREADS)
+    store_scales(const __grid_constant__ QuantizeFp8Parameters p) {
+    __shared__ float scales[STORED_BLOCKS][TILE + 1];
+    const Output output = blockIdx.z == 0 ? p.row : p.column;
+    const i64 lines = blockIdx.z == 0 ? p.rows : p.columns, blocks = (blockIdx.z == 0 ? p.columns : p.rows) / TILE;
+    const i64 strip = blockIdx.y, first = static_cast<i64>(blockIdx.x) * STORED_BLOCKS;
+    if (output.scales_by_tile == nullptr || strip * TILE >= lines || first >= blocks) return;
+    const int count = blocks - first < STORED_BLOCKS ? static_cast<int>(blocks - first) : STORED_BLOCKS;
+    const float* source = output.scales_by_tile + (strip * blocks + first) * TILE;
+    for (int n = threadIdx.x; n < count * TILE; n += STORE_THREADS) scales[n / TILE][n % TILE] = source[n];
+    __syncthreads();
+    for (int n = threadIdx.x; n < STORED_BLOCKS * TILE; n += STORE_THREADS) {
+        const int line = n / STORED_BLOCKS, block = n % STORED_BLOCKS;
+        if (block < count) output.scales[(strip * TILE + line) * blocks + first + block] = scales[block][line];
     }
 }
 

@@ -93,6 +93,18 @@ def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None
     assert set(used) == {"quantize_fp8_tiles_bf16"}
 
 
+@pytest.mark.parametrize("shape", [(128, 33 * 128), (384, 128)])
+def test_scales_by_tile_are_stored_in_order(
+    shape: tuple[int, int], used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a large matrix. A thread block stores 32 scales of a row."""
+    monkeypatch.setattr(fp8, "_SCALES_BY_TILE", 1)
+    monkeypatch.setattr("narrowgauge.native.quantize.amax._SMALL", 2**20)
+    x = matrix("outliers", *shape, BF16)
+    assert_both_same(ops.quantize_both(x, "fp8-block-1x128"), reference.quantize_both(x, "fp8-block-1x128"))
+    assert used == ["quantize_fp8_tiles_bf16", "store_scales"]
+
+
 def others() -> Iterator[torch.Tensor]:
     """Matrices of other shapes, dtypes, strides or alignment than whole tiles of bfloat16."""
     yield from (matrix("outliers", rows, columns, BF16) for rows, columns in ((129, 128), (128, 160), (0, 128)))

@@ -162,13 +162,13 @@ constexpr int TILE = 64;  // rows and columns of the output of a block of thread
 constexpr int STEP = 64;  // columns of K in shared memory at a time
 constexpr int THREADS = TILE / THREAD_TILE * (TILE / THREAD_TILE);
 
-// a @ b.T: the output tile of this block of threads, in a grid (ceil(N/64), ceil(M/64)).
+// a @ b.T: an output tile for this block of threads, in the row `tile_row` of tiles. Grid.x is ceil(N/64).
 template <class Scaling>
 __device__ __forceinline__ void multiply(const Scaling& scaling, const Operand& a, const Operand& b, i64 k,
-                                         const Epilogue& epilogue) {
+                                         const Epilogue& epilogue, i64 tile_row) {
     __shared__ DecodedTiles<Scaling, TILE, STEP> shared;
     const int thread = threadIdx.x;
-    const i64 first_row = static_cast<i64>(blockIdx.y) * TILE;
+    const i64 first_row = tile_row * TILE;
     const i64 first_column = static_cast<i64>(blockIdx.x) * TILE;
     const int row = thread / (TILE / THREAD_TILE) * THREAD_TILE, column = thread % (TILE / THREAD_TILE) * THREAD_TILE;
     float acc[THREAD_TILE][THREAD_TILE] = {};
@@ -192,13 +192,22 @@ __device__ __forceinline__ void multiply(const Scaling& scaling, const Operand& 
     }
 }
 
+// Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles.
 template <class Scaling>
-__device__ __forceinline__ void multiply(const Scaling& scaling, const GemmParameters& p) {
-    multiply(scaling, Operand{p.a, p.m}, Operand{p.b, p.n}, p.k, Epilogue{p.epilogue, 0, 0});
+__device__ __forceinline__ void multiply_rows_of_tiles(const Scaling& scaling, const Operand& a, const Operand& b, i64 k,
+                                                       const Epilogue& epilogue) {
+    for (i64 tile_row = blockIdx.y; tile_row * TILE < a.rows; tile_row += gridDim.y) {
+        multiply(scaling, a, b, k, epilogue, tile_row);
+        __syncthreads();  // the next tile overwrites shared memory
+    }
 }
 
-// Replaces all of `a` by section blockIdx.z, and returns the section's first row. A block of threads beyond the last row of
-// its section has nothing to do.
+template <class Scaling>
+__device__ __forceinline__ void multiply(const Scaling& scaling, const GemmParameters& p) {
+    multiply_rows_of_tiles(scaling, Operand{p.a, p.m}, Operand{p.b, p.n}, p.k, Epilogue{p.epilogue, 0, 0});
+}
+
+// Replaces all of `a` by section blockIdx.z, and returns the section's first row.
 template <class Scaling>
 __device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, i64 k) {
     const int number = static_cast<int>(blockIdx.z), rows_per_scale = a.rows_per_scale();
@@ -223,9 +232,8 @@ __device__ __forceinline__ void multiply_section(const Scaling& scaling, const G
     const int section = static_cast<int>(blockIdx.z);
     Operand a = {p.a, p.m};
     const i64 start = select_section<Scaling>(a, p.sizes, p.k);
-    if (static_cast<i64>(blockIdx.y) * TILE >= a.rows) return;
     const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, p.b.layouts[section]}, p.n};
-    multiply(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n});
+    multiply_rows_of_tiles(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n});
 }
 
 }  // namespace narrowgauge
