@@ -224,8 +224,16 @@ def _launch(
     launch("quantize_fp8", name, grid, block, (parameters,), device=x.device, extra_flags=flags)
     if by_tile:
         lines = max(rows, columns) // TILE
-        grid, block = (blocks_for(lines, _STORED_BLOCKS), lines, 2), (_STORE_THREADS,)
-        launch("quantize_fp8", "store_scales", grid, block, (parameters,), device=x.device, extra_flags=flags)
+        by_line = (blocks_for(lines, _STORED_BLOCKS), lines, 2)
+        launch(
+            "quantize_fp8",
+            "store_scales",
+            by_line,
+            (_STORE_THREADS,),
+            (parameters,),
+            device=x.device,
+            extra_flags=flags,
+        )
 
 
 def _in_tiles(x: torch.Tensor) -> bool:
