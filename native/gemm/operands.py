@@ -57,10 +57,9 @@ class Product(NamedTuple):
         """EpilogueParameters with the output."""
         return {**self.epilogue, "out": out}
 
-    def alpha_parameters(self, *, one: bool = False) -> StructValue:
-        """Alpha, or GroupedAlpha. `one`: alpha is 1."""
-        alpha = {**self.alpha, "a": None} if one else self.alpha
-        return (_ALPHA if self.sizes is None else _GROUPED_ALPHA)(**alpha)
+    def alpha_parameters(self) -> StructValue:
+        """Alpha, or GroupedAlpha."""
+        return (_ALPHA if self.sizes is None else _GROUPED_ALPHA)(**self.alpha)
 
 
 def product_family(a: Recipe, b: Recipe) -> str:

@@ -25,9 +25,10 @@ FP8), torch's bfloat16 product 35 µs, the FP8 path 27 µs. 64 rows take 58, 60 
 path 30 µs (tensor scales) and 34 µs (block scales)."""
 
 
-MOST_SLICES, SMALLEST_SLICE = 8, 1024
-"""Largest number of slices of K of the FP8 path, and the fewest columns of a slice. On an H200 128 rows by N = K = 8192
-take 45 µs in four slices, 74 µs in one."""
+SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
+"""Numbers of slices of K of the FP8 path, and the fewest columns of a slice. A cluster of thread blocks has the slices of an
+output tile. On an H200 128 rows by N = K = 8192 take 31 µs in two slices, 48 µs in one, and 43 µs in four: 32 clusters of
+four blocks do not run at once."""
 
 
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"
@@ -61,15 +62,22 @@ def order_of(path: str, family: str, slices: int = 1) -> str:
     return order if slices == 1 else f"split-{slices}-{order}"
 
 
-def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
-    """Slices of K of the FP8 path: as many as output tiles of 128×256 fit into a GPU with this many multiprocessors.
+def tiles_of(m: int, n: int) -> int:
+    """Output tiles of 128×256 of the FP8 path."""
+    return -(-m // 128) * -(-n // 256)
 
-    All slices have equally many columns, at least SMALLEST_SLICE and a multiple of 128."""
-    tiles, steps = -(-m // 128) * -(-n // 256), k // 128
+
+def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
+    """Slices of K of the FP8 path: 8, 4, 2 or 1, as many as a GPU with this many multiprocessors runs at once.
+
+    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. All slices have equally many
+    columns, at least SMALLEST_SLICE and a multiple of 128."""
+    tiles = tiles_of(m, n)
     if not tiles or k % 128:
         return 1
-    most = min(MOST_SLICES, multiprocessors // tiles, k // SMALLEST_SLICE)
-    return next((count for count in range(most, 1, -1) if steps % count == 0), 1)
+    filled = {count: multiprocessors if count == 2 else multiprocessors * 3 // 4 for count in SLICES}
+    fitting = (count for count in SLICES if count * tiles <= filled[count] and count * SMALLEST_SLICE <= k)
+    return next((count for count in fitting if k // 128 % count == 0), 1)
 
 
 @cache

@@ -7,7 +7,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from narrowgauge.native.gemm.operands import Fields, Product, epilogue_fields
+from narrowgauge.native.gemm.operands import Fields, Product
+from narrowgauge.native.gemm.paths import tiles_of
 from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, multiprocessors
 from narrowgauge.native.runtime.arguments import blocks_for
 from narrowgauge.native.runtime.launch import Argument, launch
@@ -18,9 +19,6 @@ from narrowgauge.spec.quantized import Quantized
 SOURCE = "gemm_wgmma_fp8"
 _PARAMETERS = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "WgmmaFp8Parameters")
 _MAP = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "TensorMap")
-_ADD_SLICES = KernelStruct("gemm/sm90/add_slices.cu", "AddSlicesParameters")
-_ADD_THREADS, _NEIGHBOURS = 256, 8
-"""Threads of a block that adds slices, and outputs of a thread."""
 _BOX = 128
 """Rows and columns of a box of a tensor map."""
 _ALIGNMENT = 16
@@ -51,50 +49,32 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `paths.slices_of`."""
     if out.numel() == 0:
         return
-    device, tensor, split = out.device, product.family == "fp8_tensor", slices > 1
-    target, epilogue = out, product.epilogue_parameters(out)
-    if split:
-        target = torch.empty(slices, product.m, product.n, dtype=torch.float32, device=device)
-        epilogue = {**epilogue_fields((product.m, product.n), torch.float32, None, None), "out": target}
-    maps = (_tensor_map(product.a, product.m, product.k), _tensor_map(product.b, product.n, product.k))
+    device, tensor = out.device, product.family == "fp8_tensor"
     parameters = _PARAMETERS(
         a=product.a,
         b=product.b,
-        epilogue=epilogue,
+        epilogue=product.epilogue_parameters(out),
         m=product.m,
         n=product.n,
         k=product.k,
         slices=slices,
         slice_steps=blocks_for(product.k, slices * _BOX),
     )
-    arguments: list[Argument] = [*maps, parameters, *([product.alpha_parameters(one=split)] if tensor else [])]
+    maps = (_tensor_map(product.a, product.m, product.k), _tensor_map(product.b, product.n, product.k))
+    arguments: list[Argument] = [*maps, parameters, *([product.alpha_parameters()] if tensor else [])]
     cuda = device.type == "cuda"
+    split = cuda and slices > 1
+    blocks = tiles_of(product.m, product.n) * slices if split else multiprocessors(device)
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{'tensor' if tensor else 'block'}", (multiprocessors(device),), (THREADS,), arguments,
+        SOURCE, f"gemm_wgmma_fp8_{'tensor' if tensor else 'block'}", (blocks,), (THREADS,), arguments,
         device=device, shared_bytes=SHARED_BYTES if cuda else 0,  # the CPU build has a static array
-        extra_flags=_flags(product, split=split) if cuda else (),
+        extra_flags=_flags(product, slices) if cuda else (),
     )  # fmt: skip
-    if split:
-        _add_slices(product, target, out)
 
 
-def _flags(product: Product, *, split: bool) -> tuple[str, ...]:
+def _flags(product: Product, slices: int) -> tuple[str, ...]:
     """Compiler flags of the variant of a GEMM on a GPU."""
-    elements = f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={product.b['element']}"
-    return elements if split else (*elements, "-DONE_SLICE=1")
-
-
-def _add_slices(product: Product, sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Adds the sums of all slices, (slices, M, N), and completes the GEMM into `out`."""
-    m, n = out.shape
-    parameters = _ADD_SLICES(
-        sums=sums, epilogue=product.epilogue_parameters(out), m=m, n=n, slices=len(sums),
-        cast_before_c=int(product.family == "fp8_block"),
-    )  # fmt: skip
-    grid = (blocks_for(m * blocks_for(n, _NEIGHBOURS), _ADD_THREADS),)
-    launch(
-        "add_slices", "add_slices", grid, (_ADD_THREADS,), [parameters, product.alpha_parameters()], device=out.device
-    )
+    return f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={product.b['element']}", f"-DSLICES={slices}"
 
 
 def _tensor_map(operand: Fields, rows: int, k: int) -> StructValue:

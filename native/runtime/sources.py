@@ -44,14 +44,13 @@ KERNELS = {
         "gemm_grouped_mx_refused",
     ),
     "gemm_wgmma_fp8": ("gemm_wgmma_fp8_tensor", "gemm_wgmma_fp8_block"),
-    "add_slices": ("add_slices",),
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),
 }
 """Stem of a source file to its kernels."""
 
-CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "add_slices")))
+CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma")))
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

@@ -20,6 +20,10 @@ constexpr int WARP = 32;
 
 namespace narrowgauge::ptx {
 
+struct alignas(16) Vector4 {
+    u32 words[4];
+};
+
 // ---- mbarrier --------------------------------------------------------------------------------------------------------
 
 // Counts arrivals and the bytes of asynchronous bulk copies. Its phase alternates between 0 and 1, from 0 on.
@@ -84,6 +88,32 @@ inline void mbarrier_try_wait_parity(Mbarrier& barrier, u32 parity) {
 __device__ __forceinline__ void fence_mbarrier_init_and_proxy_async() {
 #ifdef HAS_WGMMA
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// ---- clusters --------------------------------------------------------------------------------------------------------
+
+// Waits for all threads of the cluster that have not exited. What they wrote to shared memory before is visible after.
+__device__ __forceinline__ void barrier_cluster() {
+#ifdef HAS_WGMMA
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#endif
+}
+
+// Loads 16 bytes of the shared memory of block `rank` of the cluster, at the address that `source` has in this block.
+__device__ __forceinline__ Vector4 ld_shared_cluster(const Vector4* source, [[maybe_unused]] int rank) {
+#ifdef HAS_WGMMA
+    Vector4 v;
+    asm volatile(
+        "{\n.reg .u32 address;\nmapa.shared::cluster.u32 address, %4, %5;\n"
+        "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [address];\n}"
+        : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+        : "r"(shared_address(source)), "r"(rank));
+    return v;
+#else
+    return *source;
 #endif
 }
 
@@ -177,10 +207,6 @@ __device__ __forceinline__ void cp_async_wait_group() {
 }
 
 // ---- loads -----------------------------------------------------------------------------------------------------------
-
-struct alignas(16) Vector4 {
-    u32 words[4];
-};
 
 // 16 bytes that are read once.
 __device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(const u8* source) {

@@ -369,6 +369,15 @@ __device__ __forceinline__ u32 permuted_word(u32 across, u32 word) {
     return word ^ (across / 2 % (WORDS / 4) * 4 + across % 2);
 }
 
+// Stores the scale of a block of line `line` of a strip of 128 lines with `blocks` blocks each.
+__device__ __forceinline__ void store_scale(const Output& output, float scale, u32 strip, u32 line, u32 block, u32 blocks) {
+    if (output.scales_by_tile != nullptr) {
+        output.scales_by_tile[(strip * blocks + block) * TILE + line] = scale;
+    } else {
+        output.scales[(strip * TILE + line) * blocks + block] = scale;
+    }
+}
+
 template <class F, bool PROPAGATE_NAN>
 __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Output& row_output,
                                               const Output& column_output, const Settings& settings, SharedTile& shared) {
@@ -394,13 +403,10 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
                                     : amax_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, line);
             const float scale = fp8_scale(__uint_as_float(amax), settings.scale);
             shared.factors[is_row ? 0 : 1][line] = scale;
-            const Output& output = is_row ? row_output : column_output;
-            const u32 strip = is_row ? tile_row : tile_column, block = is_row ? tile_column : tile_row;
-            const u32 blocks = is_row ? tiles_across : tiles_down;
-            if (output.scales_by_tile != nullptr) {
-                output.scales_by_tile[(static_cast<i64>(strip) * blocks + block) * TILE + line] = 1.0f / scale;
+            if (is_row) {
+                store_scale(row_output, 1.0f / scale, tile_row, line, tile_column, tiles_across);
             } else {
-                output.scales[(static_cast<i64>(strip) * TILE + line) * blocks + block] = 1.0f / scale;
+                store_scale(column_output, 1.0f / scale, tile_column, line, tile_row, tiles_down);
             }
         }
         __syncthreads();
@@ -511,11 +517,25 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS)
     if (output.scales_by_tile == nullptr || strip * TILE >= lines || first >= blocks) return;
     const int count = blocks - first < STORED_BLOCKS ? static_cast<int>(blocks - first) : STORED_BLOCKS;
     const float* source = output.scales_by_tile + (strip * blocks + first) * TILE;
-    for (int n = threadIdx.x; n < count * TILE; n += STORE_THREADS) scales[n / TILE][n % TILE] = source[n];
+    constexpr int EACH = STORED_BLOCKS * TILE / STORE_THREADS;
+    float loaded[EACH];  // all loads are in flight at the same time
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int n = i * STORE_THREADS + thread;
+        loaded[i] = n < count * TILE ? source[n] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int n = i * STORE_THREADS + thread;
+        scales[n / TILE][n % TILE] = loaded[i];
+    }
     __syncthreads();
-    for (int n = threadIdx.x; n < STORED_BLOCKS * TILE; n += STORE_THREADS) {
-        const int line = n / STORED_BLOCKS, block = n % STORED_BLOCKS;
-        if (block < count) output.scales[(strip * TILE + line) * blocks + first + block] = scales[block][line];
+    float* target = output.scales + strip * TILE * blocks + first;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int n = i * STORE_THREADS + thread, line = n / STORED_BLOCKS, block = n % STORED_BLOCKS;
+        if (block < count) target[line * blocks + block] = scales[block][line];
     }
 }
 

@@ -67,7 +67,7 @@ def test_every_bit_is_the_models(left: str, right: str) -> None:
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
 def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
     """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
-    for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 3), (130, 3, 2048, 1)):
+    for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 2), (130, 3, 2048, 1)):
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         order = ops.gemm_order(a, b)
         if ops.device == "cpu":
@@ -81,7 +81,7 @@ def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "slices"),
     [
-        ((128, 8192, 8192), 4), ((64, 2048, 7168), 7), ((64, 512, 7168), 7), ((128, 7168, 2048), 2),
+        ((128, 8192, 8192), 2), ((128, 6144, 8192), 4), ((128, 3072, 8192), 8), ((64, 2048, 7168), 4), ((64, 512, 7168), 4), ((128, 7168, 2048), 2),
         ((256, 8192, 8192), 2), ((512, 8192, 8192), 1), ((16, 64, 65536), 8), ((16, 64, 2048 + 64), 1),
         ((16, 64, 1920), 1), ((0, 64, 8192), 1),
     ],

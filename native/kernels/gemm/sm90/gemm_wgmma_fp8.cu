@@ -6,24 +6,26 @@
 //   a.codes  (M, K), contiguous, aligned to 16 bytes, K a multiple of 16; b.codes (N, K) likewise. Both through tensor maps
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from tensor scales; its a is null for block scales
-//   Launch: a persistent kernel: 384 threads, any grid, best one block for each multiprocessor, and sizeof(WgmmaShared) + 1024
-//   bytes of dynamic shared memory. Any M and N.
+//   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES
+//   Launch: a persistent kernel: 384 threads, any grid, best one block for each multiprocessor; with slices a block for each
+//   slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
 //   behind 13 fraction bits (tensor_core_model.cuh). Tensor scales: the sums of 128 columns are added in float32, in order of
 //   K. Then alpha * sum, + c and + bias each round to float32, and the last step is one cast. Block scales:
-//   acc = fma(fl(P * s_a), s_b, acc) for the sum P of each block, then bias, cast and c as in gemm_fp8.cu.
+//   acc = fma(fl(P * s_a), s_b, acc) for the sum P of each block, then bias, cast and c as in gemm_fp8.cu. The sums of slices
+//   are added in float32, in order of K.
 
 #include "gemm/sm90/gemm_wgmma_fp8.cuh"
 
 namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
     multiply_mapped_codes({a, b}, p, Unscaled{}, alpha);
 }
 
-extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_block(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p) {
     multiply_mapped_codes({a, b}, p, BlockScaled(p), Alpha{});
 }

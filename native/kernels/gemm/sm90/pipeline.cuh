@@ -1,8 +1,9 @@
 // pipeline.cuh: the persistent GEMM of the wgmma kernels.
 //
-// A block computes output tiles of 128 rows by 256 columns, or slices of K of such tiles, one after the other. Warps are specialized: a thread of the
+// A block computes output tiles of 128 rows by 256 columns, one after the other. Warps are specialized: a thread of the
 // producer warpgroup copies operand tiles into a pipeline of shared memory stages, a stage for every step of K; two consumer
-// warpgroups multiply 64 rows of the stage. A kernel defines
+// warpgroups multiply 64 rows of the stage. With slices of K, on a GPU a cluster of blocks computes a tile: each block sums a
+// slice, then adds the sums of all slices, in order, for a part of the columns. A kernel defines
 //   Source: load(stage, full, tile, step)   queues the copies of a step of K, 3 * TILE_BYTES, into a stage
 //   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over the slice of K; waits for the
 //         stages and releases them. `iteration` is that of the pipeline
@@ -17,6 +18,22 @@ namespace narrowgauge {
 constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // consumer warpgroups, and one producer
 constexpr int OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = WGMMA_N;
 static_assert(OUT_ROWS == TILE_ROWS && OUT_COLUMNS == 2 * TILE_ROWS, "a step of K has one tile of a and two of b");
+
+// Slices of K of a tile, 1, 2, 4 or 8, and blocks of a cluster. On a CPU a block sums all slices.
+#ifdef __CUDA_ARCH__
+#ifndef SLICES
+#define SLICES 1
+#endif
+#if SLICES > 1
+#define CLUSTER_OF_SLICES __cluster_dims__(SLICES, 1, 1)
+#endif
+constexpr int CLUSTER = SLICES;
+#else
+constexpr int CLUSTER = 1;
+#endif
+#ifndef CLUSTER_OF_SLICES
+#define CLUSTER_OF_SLICES
+#endif
 
 // Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
 constexpr int STAGES = 4;
@@ -40,7 +57,7 @@ struct alignas(1024) WgmmaShared {
 };
 static_assert(sizeof(WgmmaShared) == 213 * 1024, "native/gemm/wgmma.py asks for this size");
 
-// Slices of K, and the steps of each.
+// Slices of K that a block sums, and the steps of each.
 struct SlicedSteps {
     int slices;
     i64 steps;
@@ -52,11 +69,11 @@ struct OutputTile {
     i64 section_rows;
     i64 section_start;   // first row of the section in c and out
     i64 a_tile, b_tile;  // rows of operand tiles
-    int slice;
+    int slice;           // first slice of the block
 };
 
-// Tile scheduler: block b computes b, b + gridDim.x, ... of the slices of the output tiles of all sections. Neighbouring blocks
-// have slices of the same tile.
+// Tile scheduler: block b computes b, b + gridDim.x, ... of the slices of the output tiles of all sections. The blocks of a
+// cluster have the slices of a tile.
 struct TileScheduler {
     TiledSection at;
     i64 columns;
@@ -67,11 +84,11 @@ struct TileScheduler {
         : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), k(k), next(blockIdx.x) {}
 
     __device__ __forceinline__ bool take(OutputTile& tile) {
-        while (next >= at.tiles() * columns * k.slices) {
-            next -= at.tiles() * columns * k.slices;
+        while (next >= at.tiles() * columns * CLUSTER) {
+            next -= at.tiles() * columns * CLUSTER;
             if (!at.next()) return false;
         }
-        const i64 number = next / k.slices;
+        const i64 number = next / CLUSTER;
         const i64 first = number / (GROUP_ROWS_OF_TILES * columns) * GROUP_ROWS_OF_TILES, left = at.tiles() - first;
         const i64 height = left < GROUP_ROWS_OF_TILES ? left : GROUP_ROWS_OF_TILES, place = number - first * columns;
         const i64 row = first + place % height, column = place / height;
@@ -82,7 +99,7 @@ struct TileScheduler {
                 at.section.start,
                 at.before + row,
                 (at.number * columns + column) * 2,
-                static_cast<int>(next - number * k.slices)};
+                static_cast<int>(next - number * CLUSTER)};
         next += gridDim.x;
         return true;
     }
@@ -110,13 +127,13 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
     return numbers[0].bits | static_cast<u32>(numbers[1].bits) << 16;
 }
 
-// Stores the sums of a warp times `factor`, without addends, straight from registers. N is a multiple of 8. `top`: first row of
-// the warp in the section.
-template <class T>
-__device__ __forceinline__ void store_sums(const float (&d)[SUMS], float factor, const Epilogue& epilogue, const OutputTile& tile,
-                                           i64 top, i64 n, int lane) {
+// Stores the sums of a warp times `factor`, without addends, straight from registers. N is a multiple of 8. `top`, `left`: first
+// row of the warp in the section, and first column.
+template <class T, int COUNT>
+__device__ __forceinline__ void store_sums(const float (&d)[COUNT], float factor, const Epilogue& epilogue, i64 rows, i64 top,
+                                           i64 left, i64 n, int lane) {
 #pragma unroll
-    for (int group = 0; group < OUT_COLUMNS / 32; ++group) {
+    for (int group = 0; group < COUNT / 16; ++group) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const i64 y = top + lane / 4 + 8 * i;
@@ -124,8 +141,8 @@ __device__ __forceinline__ void store_sums(const float (&d)[SUMS], float factor,
             if constexpr (sizeof(T) == 4) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const i64 x = tile.column + 32 * group + 8 * j + lane % 4 * 2;
-                    if (y >= tile.section_rows || x >= n) continue;
+                    const i64 x = left + 32 * group + 8 * j + lane % 4 * 2;
+                    if (y >= rows || x >= n) continue;
                     T* target = static_cast<T*>(epilogue.out) + epilogue.first + y * n + x;
                     from_float(sums[4 * j] * factor, target[0]);
                     from_float(sums[4 * j + 1] * factor, target[1]);
@@ -135,8 +152,8 @@ __device__ __forceinline__ void store_sums(const float (&d)[SUMS], float factor,
 #pragma unroll
                 for (int j = 0; j < 4; ++j) words[j] = pair_of<T>(sums[4 * j] * factor, sums[4 * j + 1] * factor);
                 transpose_words(words, lane);
-                const i64 x = tile.column + 32 * group + lane % 4 * 8;
-                if (y >= tile.section_rows || x >= n) continue;
+                const i64 x = left + 32 * group + lane % 4 * 8;
+                if (y >= rows || x >= n) continue;
                 ptx::Vector4* target = reinterpret_cast<ptx::Vector4*>(static_cast<T*>(epilogue.out) + epilogue.first + y * n + x);
                 *target = {words[0], words[1], words[2], words[3]};
             }
@@ -150,7 +167,7 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler sched
     OutputTile tile;
     u32 iteration = 0;  // over the steps of all tiles; a stage is used every STAGES iterations, with alternating parity
     while (scheduler.take(tile)) {
-        for (i64 step = 0; step < scheduler.k.steps; ++step, ++iteration) {
+        for (i64 step = 0; step < scheduler.k.slices * scheduler.k.steps; ++step, ++iteration) {
             const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
             ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
             ptx::mbarrier_arrive_expect_tx(shared.full[stage], 3 * TILE_BYTES);
@@ -163,6 +180,91 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler sched
 __device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
     ptx::bar_warp_sync();
     if (lane == 0) ptx::mbarrier_arrive(empty);
+}
+
+// For a warpgroup whose rows lie beyond the last one: it leaves the tensor cores to the other warpgroup.
+__device__ __forceinline__ void skip_stages(WgmmaShared& shared, u32& iteration, i64 steps, int lane) {
+    for (i64 step = 0; step < steps; ++step, ++iteration) {
+        ptx::mbarrier_try_wait_parity(shared.full[iteration % STAGES], iteration / STAGES % 2);
+        release(shared.empty[iteration % STAGES], lane);
+    }
+}
+
+// Epilogue of the sums of a thread, of COUNT / 16 * 32 columns from `left` on. `factor`: alpha, if it is one for all outputs.
+template <bool CAST_BEFORE_C, int COUNT>
+__device__ __forceinline__ void store_tile(const float (&d)[COUNT], const Alpha& alpha, float factor, const Epilogue& epilogue,
+                                           const OutputTile& tile, i64 left, i64 n, float (&sums)[16][EPILOGUE_STRIDE], int warp,
+                                           int lane) {
+    const i64 top = tile.row + warp * 16, rows = tile.section_rows;
+    if (epilogue.c == nullptr && epilogue.bias == nullptr && alpha.a_per_row + alpha.b_per_row == 0 && n % 8 == 0 &&
+        reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
+        if (epilogue.out_type == DType::BFLOAT16) return store_sums<bf16>(d, factor, epilogue, rows, top, left, n, lane);
+        if (epilogue.out_type == DType::FLOAT16) return store_sums<fp16>(d, factor, epilogue, rows, top, left, n, lane);
+        return store_sums<float>(d, factor, epilogue, rows, top, left, n, lane);
+    }
+
+    // Through shared memory, so that neighbouring threads write neighbouring outputs: 16 rows of a warp, EPILOGUE_COLUMNS
+    // at a time.
+    constexpr int PARTS = COUNT / (EPILOGUE_COLUMNS / 2);
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+        ptx::bar_warp_sync();
+#pragma unroll
+        for (int which = 0; which < PARTS; ++which) {  // registers have constant indices only
+            if (which != part) continue;
+#pragma unroll
+            for (int j = 0; j < EPILOGUE_COLUMNS / 8; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sums[lane / 4 + i / 2 * 8][8 * j + lane % 4 * 2 + i % 2] = d[which * (EPILOGUE_COLUMNS / 2) + 4 * j + i];
+                }
+            }
+        }
+        ptx::bar_warp_sync();
+        const i64 x = left + part * EPILOGUE_COLUMNS + lane % 4 * 8;
+#pragma unroll 1
+        for (int row = lane / 4; row < 16; row += 8) {
+            const i64 y = top + row;
+            if (y >= rows || x >= n) continue;
+            float v[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] = sums[row][lane % 4 * 8 + j];
+            store_outputs<CAST_BEFORE_C>(alpha, epilogue, v, y, x, n);
+        }
+    }
+}
+
+// The sums of all slices, added in order of K, for part `slice` of the sums of a thread. Sums of a block replace its stages.
+__device__ __forceinline__ void join_slices(const float (&d)[SUMS], float (&joined)[SUMS / CLUSTER], WgmmaShared& shared, int slice,
+                                            int thread) {
+    constexpr int THREADS = CONSUMERS * WARPGROUP, PARTS = SUMS / 4 / CLUSTER;
+    static_assert(SUMS * THREADS * sizeof(float) <= sizeof(shared.stages), "the sums of a block fit into its stages");
+    ptx::Vector4(*sums)[THREADS] = reinterpret_cast<ptx::Vector4(*)[THREADS]>(shared.stages);
+    ptx::bar_sync<THREADS>(1);  // both warpgroups have read the stages
+#pragma unroll
+    for (int part = 0; part < SUMS / 4; ++part) {
+        ptx::Vector4 words;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words.words[j] = __float_as_uint(d[4 * part + j]);
+        sums[part][thread] = words;
+    }
+    ptx::barrier_cluster();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        ptx::Vector4 parts[CLUSTER];
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank) {
+            parts[rank] = ptx::ld_shared_cluster(&sums[slice * PARTS + part][thread], rank);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float sum = __uint_as_float(parts[0].words[j]);
+#pragma unroll
+            for (int rank = 1; rank < CLUSTER; ++rank) sum += __uint_as_float(parts[rank].words[j]);
+            joined[4 * part + j] = sum;
+        }
+    }
+    ptx::barrier_cluster();  // all blocks have read this block's sums
 }
 
 // Consumer warpgroup. `alpha_of(tile)` and `epilogue_of(tile)` return the epilogue of an output tile.
@@ -179,52 +281,28 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler sched
         for (int i = 0; i < SUMS; ++i) d[i] = 0.0f;
         const Alpha alpha = alpha_of(tile);
         const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
-        all.accumulate(d, shared, iteration, tile, warpgroup, lane);
-
+        const bool beyond = tile.row + warpgroup * WGMMA_M >= tile.section_rows;
+        if (beyond) {
+            skip_stages(shared, iteration, scheduler.k.slices * scheduler.k.steps, lane);
+        } else {
+            all.accumulate(d, shared, iteration, tile, warpgroup, lane);
+        }
         const Epilogue epilogue = epilogue_of(tile);
-        if (epilogue.c == nullptr && epilogue.bias == nullptr && alpha.a_per_row + alpha.b_per_row == 0 && n % 8 == 0 &&
-            reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
-            const i64 top = tile.row + warp * 16;
-            if (epilogue.out_type == DType::BFLOAT16) {
-                store_sums<bf16>(d, factor, epilogue, tile, top, n, lane);
-            } else if (epilogue.out_type == DType::FLOAT16) {
-                store_sums<fp16>(d, factor, epilogue, tile, top, n, lane);
-            } else {
-                store_sums<float>(d, factor, epilogue, tile, top, n, lane);
-            }
+        if constexpr (CLUSTER > 1) {
+            float joined[SUMS / CLUSTER];
+            join_slices(d, joined, shared, tile.slice, thread);
+            const i64 left = tile.column + tile.slice * (OUT_COLUMNS / CLUSTER);
+            store_tile<Sums::CAST_BEFORE_C>(joined, alpha, factor, epilogue, tile, left, n, shared.sums[warp], warp, lane);
             continue;
         }
-
-        // Through shared memory, so that neighbouring threads write neighbouring outputs: 16 rows of a warp, EPILOGUE_COLUMNS
-        // at a time.
-        float(*sums)[EPILOGUE_STRIDE] = shared.sums[warp];
-        const i64 top = tile.row + warp * 16;
-#pragma unroll 1
-        for (int part = 0; part < OUT_COLUMNS / EPILOGUE_COLUMNS; ++part) {
-            ptx::bar_warp_sync();
-#pragma unroll
-            for (int which = 0; which < OUT_COLUMNS / EPILOGUE_COLUMNS; ++which) {  // registers have constant indices only
-                if (which != part) continue;
-#pragma unroll
-                for (int j = 0; j < EPILOGUE_COLUMNS / 8; ++j) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        sums[lane / 4 + i / 2 * 8][8 * j + lane % 4 * 2 + i % 2] = d[which * (EPILOGUE_COLUMNS / 2) + 4 * j + i];
-                    }
-                }
-            }
-            ptx::bar_warp_sync();
-            const i64 x = tile.column + part * EPILOGUE_COLUMNS + lane % 4 * 8;
-#pragma unroll 1
-            for (int row = lane / 4; row < 16; row += 8) {
-                const i64 y = top + row;
-                if (y >= tile.section_rows || x >= n) continue;
-                float v[8];
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] = sums[row][lane % 4 * 8 + j];
-                store_outputs<Sums::CAST_BEFORE_C>(alpha, epilogue, v, y, x, n);
-            }
+#ifndef __CUDA_ARCH__
+        for (tile.slice = 1; !beyond && tile.slice < scheduler.k.slices; ++tile.slice) {
+            float slice[SUMS] = {};
+            all.accumulate(slice, shared, iteration, tile, warpgroup, lane);
+            for (int i = 0; i < SUMS; ++i) d[i] += slice[i];
         }
+#endif
+        store_tile<Sums::CAST_BEFORE_C>(d, alpha, factor, epilogue, tile, tile.column, n, shared.sums[warp], warp, lane);
     }
 }
 
