@@ -52,7 +52,7 @@ def gemm(
     elif path == FP8:
         wgmma_fp8.multiply(terms, out, slices=_slices(a, b, path))
     elif path == TENSOR:
-        wgmma.multiply(terms, out)
+        wgmma.multiply(terms, out, slices=_slices(a, b, path))
     else:
         _multiply_portable(terms, out, f"gemm_{family}")
     return out
@@ -68,7 +68,7 @@ def path_for(a: Quantized, b: Quantized, family: str) -> str:
 def _slices(a: Quantized, b: Quantized, path: str) -> int:
     """Slices of K of the GEMM of two operands on a path."""
     (m, k), n = a.shape, b.shape[0]
-    return slices_of(m, n, k, wgmma.multiprocessors(a.codes.device)) if path == FP8 else 1
+    return slices_of(m, n, k, wgmma.multiprocessors(a.codes.device)) if path in (FP8, TENSOR) else 1
 
 
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
@@ -143,7 +143,7 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
         shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
         path = path_of(*shape, family, left[0].codes.device)
     if path == TENSOR and family == "mx" and any(map(_refused, (*left, *right))):
-        path = PORTABLE
+        path, slices = PORTABLE, 1
     return order_of(path, family, slices)
 
 

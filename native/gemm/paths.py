@@ -22,13 +22,13 @@ FEW, FEW_FP8, MANY = 64, 32, 2**20
 """Largest M and smallest N·K of the skinny path, which reads b once and does not dequantize it to memory. FEW_FP8:
 largest M of operands that the FP8 path takes too. On an H200 16 rows by N = K = 8192 take 17 µs (NVFP4), 20 µs (MXFP8,
 FP8), torch's bfloat16 product 35 µs, the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's product 38 µs, the FP8
-path 30 µs (tensor scales) and 34 µs (block scales)."""
+path 28 µs (tensor scales) and 36 µs (block scales)."""
 
 
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
-"""Numbers of slices of K of the FP8 path, and the fewest columns of a slice. A cluster of thread blocks has the slices of an
-output tile. On an H200 128 rows by N = K = 8192 take 31 µs in two slices, 48 µs in one, and 43 µs in four: 32 clusters of
-four blocks do not run at once."""
+"""Numbers of slices of K of the paths of tensor cores, and the fewest columns of a slice. A cluster of thread blocks
+has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8 take 31 µs in two slices, 48 µs in one, and
+43 µs in four: 32 clusters of four blocks do not run at once."""
 
 
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"
@@ -63,15 +63,16 @@ def order_of(path: str, family: str, slices: int = 1) -> str:
 
 
 def tiles_of(m: int, n: int) -> int:
-    """Output tiles of 128×256 of the FP8 path."""
+    """Output tiles of 128×256 of the paths of tensor cores."""
     return -(-m // 128) * -(-n // 256)
 
 
 def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
-    """Slices of K of the FP8 path: 8, 4, 2 or 1, as many as a GPU with this many multiprocessors runs at once.
+    """Slices of K of the paths of tensor cores: 8, 4, 2 or 1, as many as a GPU with this many multiprocessors runs at
+    once.
 
-    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. All slices have equally many
-    columns, at least SMALLEST_SLICE and a multiple of 128."""
+    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. All slices have equally
+    many columns, at least SMALLEST_SLICE and a multiple of 128."""
     tiles = tiles_of(m, n)
     if not tiles or k % 128:
         return 1

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from narrowgauge.native.gemm.operands import Fields, Product
+from narrowgauge.native.gemm.paths import tiles_of
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.structs import KernelStruct
 
@@ -31,8 +32,9 @@ _BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
 """Family to the enumerator of BlockScales."""
 
 
-def multiply(product: Product, out: torch.Tensor) -> None:
-    """Computes a GEMM or a grouped GEMM into `out` (M, N). The family is a key of `_BLOCK_SCALES`."""
+def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
+    """Computes a GEMM or a grouped GEMM into `out` (M, N). The family is a key of `_BLOCK_SCALES`. `slices` of K, of a
+    GEMM that is not grouped: `paths.slices_of`."""
     device, family, sizes = out.device, product.family, product.sizes
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
     grouped = sizes is not None
@@ -41,15 +43,25 @@ def multiply(product: Product, out: torch.Tensor) -> None:
     b = dequantize(family, product.b, product.n, product.k, 2, refused, matrices=matrices)
     arguments: list[Argument] = [
         _WGMMA(
-            a=a, b=b, refused=refused, epilogue=product.epilogue_parameters(out), m=product.m, n=product.n, k=product.k
+            a=a,
+            b=b,
+            refused=refused,
+            epilogue=product.epilogue_parameters(out),
+            m=product.m,
+            n=product.n,
+            k=product.k,
+            slices=slices,
+            slice_steps=_ceil_div(product.k, slices * _COLUMNS),
         ),
         product.alpha_parameters(),
     ]
     if grouped:
         arguments += [sizes, np.int32(matrices)]
     launch(
-        SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (multiprocessors(device),), (THREADS,), arguments,
-        device=device, shared_bytes=SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
+        SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (blocks_of(product, slices, device),), (THREADS,),
+        arguments, device=device,
+        shared_bytes=SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
+        extra_flags=(f"-DSLICES={slices}",) if slices > 1 and device.type == "cuda" else (),
     )  # fmt: skip
     if refused is not None:
         rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), _PORTABLE_ROWS_OF_TILES)
@@ -94,6 +106,12 @@ def dequantize(
         )  # fmt: skip
         launch(SOURCE, "pack", (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device)
     return packed
+
+
+def blocks_of(product: Product, slices: int, device: torch.device) -> int:
+    """Blocks of a persistent kernel; with slices on a GPU a block for each slice of each output tile."""
+    split = slices > 1 and device.type == "cuda"
+    return tiles_of(product.m, product.n) * slices if split else multiprocessors(device)
 
 
 @cache

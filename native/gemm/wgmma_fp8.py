@@ -8,8 +8,7 @@ from functools import cache, lru_cache
 import torch
 
 from narrowgauge.native.gemm.operands import Fields, Product
-from narrowgauge.native.gemm.paths import tiles_of
-from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, multiprocessors
+from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of
 from narrowgauge.native.runtime.arguments import blocks_for
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
@@ -63,11 +62,9 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     maps = (_tensor_map(product.a, product.m, product.k), _tensor_map(product.b, product.n, product.k))
     arguments: list[Argument] = [*maps, parameters, *([product.alpha_parameters()] if tensor else [])]
     cuda = device.type == "cuda"
-    split = cuda and slices > 1
-    blocks = tiles_of(product.m, product.n) * slices if split else multiprocessors(device)
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{'tensor' if tensor else 'block'}", (blocks,), (THREADS,), arguments,
-        device=device, shared_bytes=SHARED_BYTES if cuda else 0,  # the CPU build has a static array
+        SOURCE, f"gemm_wgmma_fp8_{'tensor' if tensor else 'block'}", (blocks_of(product, slices, device),), (THREADS,),
+        arguments, device=device, shared_bytes=SHARED_BYTES if cuda else 0,  # the CPU build has a static array
         extra_flags=_flags(product, slices) if cuda else (),
     )  # fmt: skip
 

@@ -113,8 +113,10 @@ def test_refused_operands_are_multiplied_by_the_portable_kernel(side: int, monke
     expected_each = ops.gemm_grouped(grouped, matrices, out_dtype=FP32)
     with on_tensor_cores(monkeypatch):
         assert ops.gemm_order(*sides) == ops.gemm_order(grouped.sections(), matrices) == ORDERS[PORTABLE]
-        assert_equal(ops.gemm(*sides, out_dtype=FP32), expected)
-        assert_equal(ops.gemm_grouped(grouped, matrices, out_dtype=FP32), expected_each)
+        for most in (8, 1):  # with 1, a block of threads multiplies two rows of tiles
+            monkeypatch.setattr(wgmma, "_PORTABLE_ROWS_OF_TILES", most)
+            assert_equal(ops.gemm(*sides, out_dtype=FP32), expected)
+            assert_equal(ops.gemm_grouped(grouped, matrices, out_dtype=FP32), expected_each)
         assert not torch.equal(expected, bounds(*sides, out_dtype=FP32, order=ORDER).expected)
 
 
@@ -138,6 +140,21 @@ def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.Monk
             for added in ({}, {"c": c, "bias": bias}):
                 assert_bits(ops.gemm, a, b, out_dtype=DTYPES[number % 3], **added)
             assert ops.gemm_order(a, b) == ORDER
+
+
+@ON_CPU_AND_HOPPER
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+def test_slices_of_k_are_added_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU counts as three multiprocessors, so K of a single tile of outputs has two slices."""
+    with on_tensor_cores(monkeypatch):
+        for m, n, k in ((3, 5, 2048), (70, 3, 3072)):
+            a, b = random_operand(name, m, k, 1), random_operand(name, n, k, 2)
+            order = ops.gemm_order(a, b)
+            assert order.startswith("split-2-" if ops.device == "cpu" else "split-")
+            c = matrix("normal", m, n, torch.bfloat16)
+            for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c})):
+                y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+                assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
 
 
 def test_some_of_these_sums_are_truncated() -> None:

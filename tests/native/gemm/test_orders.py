@@ -274,6 +274,7 @@ NEEDED_BY_FP8 = [
     (7, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and of columns of pieces
     (8, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of columns, and of the tile
     (9, "fp8-current-e4m3", torch.bfloat16),  # codes of rows, and of columns
+    (10, "fp8-block-1x128-e4m3", torch.bfloat16),  # scales of a tile, and their store by blocks of a line
 ]
 
 
@@ -286,6 +287,8 @@ def test_a_lost_barrier_of_fp8(
     monkeypatch.setitem(TEXTS, "quantize_fp8", "#define FP8_THREADS 256\n" + TEXTS["quantize_fp8"])
     for threads_of in (GENERAL_THREADS["quantize_fp8"], fp8._TILE_THREADS):
         monkeypatch.setitem(threads_of, "cpu", 256)
+    if which == 10:
+        monkeypatch.setattr(fp8, "_SCALES_BY_TILE", 1)
     assert {number for number, _, _ in NEEDED_BY_FP8} == set(barriers("quantize_fp8"))
     one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))
 

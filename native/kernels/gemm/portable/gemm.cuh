@@ -192,19 +192,9 @@ __device__ __forceinline__ void multiply(const Scaling& scaling, const Operand& 
     }
 }
 
-// Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles.
 template <class Scaling>
-__device__ __forceinline__ void multiply_rows_of_tiles(const Scaling& scaling, const Operand& a, const Operand& b, i64 k,
-                                                       const Epilogue& epilogue) {
-    for (i64 tile_row = blockIdx.y; tile_row * TILE < a.rows; tile_row += gridDim.y) {
-        multiply(scaling, a, b, k, epilogue, tile_row);
-        __syncthreads();  // the next tile overwrites shared memory
-    }
-}
-
-template <class Scaling>
-__device__ __forceinline__ void multiply(const Scaling& scaling, const GemmParameters& p) {
-    multiply_rows_of_tiles(scaling, Operand{p.a, p.m}, Operand{p.b, p.n}, p.k, Epilogue{p.epilogue, 0, 0});
+__device__ __forceinline__ void multiply(const Scaling& scaling, const GemmParameters& p, i64 tile_row = blockIdx.y) {
+    multiply(scaling, Operand{p.a, p.m}, Operand{p.b, p.n}, p.k, Epilogue{p.epilogue, 0, 0}, tile_row);
 }
 
 // Replaces all of `a` by section blockIdx.z, and returns the section's first row.
@@ -226,14 +216,16 @@ __device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, i64 
     return section.start;
 }
 
-// The section blockIdx.z of a, times its own matrix.
+// The section blockIdx.z of a, times its own matrix. It may have fewer rows of tiles.
 template <class Scaling>
-__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p) {
+__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p,
+                                                 i64 tile_row = blockIdx.y) {
     const int section = static_cast<int>(blockIdx.z);
     Operand a = {p.a, p.m};
     const i64 start = select_section<Scaling>(a, p.sizes, p.k);
+    if (tile_row * TILE >= a.rows) return;
     const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, p.b.layouts[section]}, p.n};
-    multiply_rows_of_tiles(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n});
+    multiply(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n}, tile_row);
 }
 
 }  // namespace narrowgauge

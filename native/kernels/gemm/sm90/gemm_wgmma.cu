@@ -8,20 +8,31 @@
 //            and column. A section begins with a new row of tiles. b has an even number of rows of tiles
 //   refused  one flag, 0 before the first launch; null if no operand can be refused
 //   alpha    from tensor amaxes or tensor scales; its a is null if alpha is 1
+//   slices   of K of gemm_tensor, 1, 2, 4 or 8; on a GPU the macro SLICES. A slice has a multiple of 64 columns
 //   Launch: pack with 256 threads for every tile, grid ceil(K/64) * rows of tiles, grid.y the number of matrices. gemm_tensor
-//   is a persistent kernel: 384 threads, any grid, best one block for each multiprocessor, and sizeof(WgmmaShared) + 1024
-//   bytes of dynamic shared memory. Any M, N and K.
+//   is a persistent kernel: 384 threads, any grid, best one block for each multiprocessor; with slices a block for each slice
+//   of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M, N and K.
 //   Numerics: a number in a tile is exact. Sums are those of Hopper's tensor cores (tensor_core_model.cuh): 16 columns at a
-//   time, in order of K from 0 on. Then alpha * sum, + c and + bias each round to float32, and the last step is one cast.
+//   time, in order of K from 0 on. Sums of slices are added in float32, in order of K. Then alpha * sum, + c and + bias each round to float32, and the last step is one cast.
 
 #include "gemm/portable/gemm_mx.cuh"
 #include "gemm/sm90/gemm_wgmma.cuh"
 
 namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack(DequantizeParameters p) {
-    const i64 steps = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = gridDim.x / steps;
-    const i64 tile = blockIdx.x / steps, step = blockIdx.x % steps, number = blockIdx.y;
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES gemm_tensor(WgmmaParameters p, Alpha alpha) {
+    if (p.refused != nullptr && *p.refused != 0) return;
+    const Epilogue epilogue = {p.epilogue, 0, 0};
+    multiply_packed_tiles(p, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; },
+                          [&](const OutputTile&) { return epilogue; });
+}
+
+#if !defined(__CUDA_ARCH__) || SLICES == 1  // the other kernels are in the module without slices
+
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOCKS_PER_SM) pack(DequantizeParameters p) {
+    const u32 steps = static_cast<u32>((p.k + TILE_COLUMNS - 1) / TILE_COLUMNS), tiles = gridDim.x / steps;
+    const u32 step = blockIdx.x % steps;
+    const i64 tile = blockIdx.x / steps, number = blockIdx.y;
     Operand from = {p.operand, p.rows};
     if (p.layouts != nullptr) {
         from.codes = reinterpret_cast<const u8* const*>(p.operand.codes)[number];
@@ -38,14 +49,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack(Dequantize
         first = at.section.start + (tile - at.before) * TILE_ROWS;
     }
     u8* target = p.tiles + ((number * tiles + tile) * steps + step) * TILE_BYTES;
-    dequantize_tile(p.block_scales, from, first, step * TILE_COLUMNS, p.k, target, p.refused);
-}
-
-extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) gemm_tensor(WgmmaParameters p, Alpha alpha) {
-    if (p.refused != nullptr && *p.refused != 0) return;
-    const Epilogue epilogue = {p.epilogue, 0, 0};
-    multiply_packed_tiles(p, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; },
-                          [&](const OutputTile&) { return epilogue; });
+    dequantize_tile(p.block_scales, from, first, static_cast<i64>(step) * TILE_COLUMNS, p.k, target, p.refused);
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
@@ -57,12 +61,24 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
         [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
 }
 
+// Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles: few blocks return at once if nothing was refused.
+template <class Multiply>
+__device__ __forceinline__ void for_rows_of_tiles(const u32* refused, i64 m, const Multiply& multiply_row) {
+    if (*refused == 0) return;
+    for (i64 tile_row = blockIdx.y; tile_row * TILE < m; tile_row += gridDim.y) {
+        multiply_row(tile_row);
+        __syncthreads();  // the next tile overwrites shared memory
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused) {
-    if (*refused != 0) multiply(MxScaling{}, p);
+    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply(MxScaling{}, p, tile_row); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused) {
-    if (*refused != 0) multiply_section(MxScaling{}, p);
+    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
 }
+
+#endif
 
 }  // namespace narrowgauge

@@ -12,6 +12,8 @@ struct WgmmaParameters {
     const u32* refused;
     EpilogueParameters epilogue;
     i64 m, n, k;
+    int slices;       // of K; on a GPU the macro SLICES
+    i64 slice_steps;  // steps of each
 };
 
 // The steps of K of a row of tiles are contiguous.
@@ -29,11 +31,11 @@ struct PackedTiles {
     }
 };
 
-// One accumulator for all of K. The wgmma of a step run while the next step is queued.
+// One accumulator for a slice of K. The wgmma of a step run while the next step is queued.
 struct Bf16Sums {
     static constexpr bool CAST_BEFORE_C = false;
 
-    i64 steps;
+    i64 steps;  // of a slice
 
     __device__ __forceinline__ void accumulate(float (&d)[SUMS], WgmmaShared& shared, u32& iteration, const OutputTile&,
                                                int warpgroup, int lane) const {
@@ -55,7 +57,13 @@ template <class AlphaOf, class EpilogueOf>
 __device__ __forceinline__ void multiply_packed_tiles(const WgmmaParameters& p, const Sections& sections,
                                                       const AlphaOf& alpha_of, const EpilogueOf& epilogue_of) {
     const i64 steps = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    multiply_tiles_persistent(PackedTiles{p.a, p.b, steps}, Bf16Sums{steps}, {1, steps}, sections, p.n, alpha_of, epilogue_of);
+#ifdef __CUDA_ARCH__
+    constexpr int slices = 1;  // of a block
+#else
+    const int slices = p.slices;
+#endif
+    multiply_tiles_persistent(PackedTiles{p.a, p.b, steps}, Bf16Sums{p.slice_steps}, {slices, p.slice_steps}, sections, p.n,
+                              alpha_of, epilogue_of);
 }
 
 }  // namespace narrowgauge
