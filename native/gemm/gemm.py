@@ -107,7 +107,7 @@ def gemm_grouped(
     amaxes = [amax for _, amax in matrices if amax is not None]
     device = a.codes.device
     codes, scales = (_addresses([fields[part] for fields, _ in matrices], device) for part in ("codes", "scales"))
-    layouts = torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32).to(device)
+    layouts = _moved(torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32), device)
     terms = Product(
         family, m, n, k,
         a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
@@ -183,4 +183,12 @@ def _addresses(tensors: Sequence[object], device: torch.device) -> torch.Tensor:
         if tensor.device != device:
             raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
         addresses.append(tensor.data_ptr())
-    return torch.tensor(addresses, dtype=torch.int64).to(device)
+    return _moved(torch.tensor(addresses, dtype=torch.int64), device)
+
+
+def _moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the CPU on a device. The CPU does not wait for a GPU: CUDA stages memory that is not pinned at once. A
+    CUDA graph would read the memory again at each replay, so that a call under capture waits, which CUDA refuses.
+    """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return numbers.to(device, non_blocking=not captured)

@@ -281,9 +281,10 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler sched
         for (int i = 0; i < SUMS; ++i) d[i] = 0.0f;
         const Alpha alpha = alpha_of(tile);
         const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
-        const bool beyond = tile.row + warpgroup * WGMMA_M >= tile.section_rows;
+        // Without slices the branch would cost more than it saves: 8192^3 of FP8 takes 894 us on an H200 and not 785.
+        const bool beyond = CLUSTER > 1 && tile.row + warpgroup * WGMMA_M >= tile.section_rows;
         if (beyond) {
-            skip_stages(shared, iteration, scheduler.k.slices * scheduler.k.steps, lane);
+            skip_stages(shared, iteration, scheduler.k.steps, lane);
         } else {
             all.accumulate(d, shared, iteration, tile, warpgroup, lane);
         }
@@ -296,7 +297,7 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler sched
             continue;
         }
 #ifndef __CUDA_ARCH__
-        for (tile.slice = 1; !beyond && tile.slice < scheduler.k.slices; ++tile.slice) {
+        for (tile.slice = 1; tile.slice < scheduler.k.slices; ++tile.slice) {
             float slice[SUMS] = {};
             all.accumulate(slice, shared, iteration, tile, warpgroup, lane);
             for (int i = 0; i < SUMS; ++i) d[i] += slice[i];
