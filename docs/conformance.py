@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WRONG: list[dict[str, Any]] = LIBRARIES.pop("wrong")
+PRODUCTS: list[dict[str, Any]] = LIBRARIES.pop("product")
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Conformance
 
@@ -35,6 +36,18 @@ inputs with every byte equal to the nearest [dialect](dialects.md). A survey is 
 of [known classes](backends.md#dialect-of-a-quantizer) give every byte. The classes are about signs, zeros, ties, NaN,
 infinity, the ends of float32 and arithmetic in float16.
 
+"""
+PRODUCTS_HEAD = """
+## Products of matrices
+
+The order in which a library adds the products of a GEMM, found by the [probe](accumulators.md#the-order-of-a-gemm). An
+order is confirmed if it predicts random products to the bit. The order on a CPU depends on its instructions: these rows
+are of an AMD EPYC with AVX-512. `python docs/conformance.py --products torch jax mlx` measures them again. The rows of
+the H100 are of a single earlier measurement, which this page does not repeat; its shapes are counted and not listed. On a
+GPU an order is that of a [model](accumulators.md#models) and its [composition](accumulators.md#order-of-a-product).
+
+| call | operands | device | order (shapes M×K×N) | shapes confirmed |
+|---|---|---|---|---|
 """
 WRONG_HEAD = """
 ## What is wrong
@@ -101,6 +114,52 @@ def row(backend: str, recipe: str, answer: dict[str, Any]) -> str:
     return f"| `{backend}` | {recipe} | {names} | {equal} | {explained}: {listed} |"
 
 
+_PROBE = """
+import json, sys, torch, narrowgauge
+torch.set_num_threads(1)
+one, names = json.loads(sys.argv[1]), {"torch": torch}
+exec(one.get("setup", ""), names)
+function, dtype = eval(one["function"], names), getattr(torch, one["dtype"])
+found = [narrowgauge.accumulation_order(function, *map(int, s.split("x")), dtype=dtype) for s in one["shapes"]]
+print(json.dumps([[str(order), order.confirmed] for order in found]))
+"""
+
+
+def product_row(one: dict[str, Any], found: list[tuple[str, bool]]) -> str:
+    """A row of the table of products. `found`: the sentence of each shape, and whether it is confirmed."""
+    if "device" in one:
+        return f"{_product_start(one)} {one['order']} | {one['confirmed']} |"
+    shapes: dict[str, list[str]] = {}
+    for (sentence, _), shape in zip(found, one["shapes"], strict=True):
+        order = sentence.partition(": ")[2].rpartition("; ")[0]
+        shapes.setdefault(order, []).append(shape.replace("x", "×"))
+    orders = [f"{order} ({', '.join(named)})" for order, named in shapes.items()]
+    confirmed = f"{sum(sure for _, sure in found)} of {len(found)}"
+    return f"{_product_start(one)} {'<br>'.join(orders)} | {confirmed} |"
+
+
+def _product_start(one: dict[str, Any]) -> str:
+    return f"| `{one['call']}` | {one['operands']} | {one.get('device', 'CPU')} |"
+
+
+def product_rows(folder: Path, libraries: list[str]) -> list[str]:
+    """The rows of all products: those of `libraries` on a CPU are measured, the others are kept."""
+    kept = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    rows = []
+    for one in PRODUCTS:
+        if "device" in one:
+            rows.append(product_row(one, []))
+        elif one["library"] in libraries:
+            python = python_of(one["library"], LIBRARIES[one["library"]], folder)
+            command = [str(python), "-c", _PROBE, json.dumps(one)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+            rows.append(product_row(one, json.loads(result.stdout.splitlines()[-1])))
+        else:
+            rows += [line for line in kept if line.startswith(_product_start(one))][:1]
+    return rows
+
+
 def library_of(line: str) -> str:
     """The library of a row of the first table."""
     return line.split("`")[1].partition(":")[0]
@@ -117,15 +176,18 @@ def kept_rows() -> dict[str, list[str]]:
     return found
 
 
-def page(folder: Path, only: list[str], checkouts: dict[str, str]) -> str:
-    """The page."""
+def page(folder: Path, only: list[str], checkouts: dict[str, str], *, products: bool) -> str:
+    """The page. `products`: measure products of matrices in place of quantizers."""
+    found = product_rows(folder, only if products else [])
     rows = kept_rows()
     versions: list[str] = []
     jobs: list[tuple[Path, str, str, str]] = []
     for name, library in LIBRARIES.items():
         versions.append(f"| {name} | {', '.join((*library.get('requirements', []), *library.get('alone', [])))}")
         versions[-1] += f"{library.get('note', '')} |"
-        if (only and name not in only) or ("checkout" in library and name not in checkouts):
+        if products or not library["surveys"] or (only and name not in only):
+            continue
+        if "checkout" in library and name not in checkouts:
             continue
         rows[name] = []
         python = python_of(name, library, folder)
@@ -135,17 +197,17 @@ def page(folder: Path, only: list[str], checkouts: dict[str, str]) -> str:
             line = row(job[2], job[3], answer)
             rows[library_of(line)].append(line)
             print(line, flush=True)
-    return assembled([line for name in LIBRARIES for line in rows.get(name, [])], versions)
+    return assembled([line for name in LIBRARIES for line in rows.get(name, [])], versions, found)
 
 
-def assembled(rows: list[str], versions: list[str]) -> str:
+def assembled(rows: list[str], versions: list[str], products: list[str]) -> str:
     """The page of its rows."""
     explained = sum("| yes" in one for one in rows)
     return (
         HEAD + f"{explained} of {len(rows)} surveys are explained.\n\n"
         "| backend | recipe | dialect | equal | explained, and differences (inputs) |\n|---|---|---|---|---|\n"
         + "\n".join(rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
-        + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
+        + PRODUCTS_HEAD + "\n".join(products) + "\n" + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
     )  # fmt: skip
 
 
@@ -154,6 +216,7 @@ if __name__ == "__main__":
     parser.add_argument("--environments", type=Path, default=ROOT / ".conformance", help="folder of the environments")
     parser.add_argument("--checkout", action="append", default=[], metavar="LIBRARY=FOLDER", help="folder of a library")
     parser.add_argument("libraries", nargs="*", help="libraries to survey (default: all)")
+    parser.add_argument("--products", action="store_true", help="measure products of matrices of these libraries")
     given = parser.parse_args()
     checkouts = dict(one.split("=", 1) for one in given.checkout)
-    PAGE.write_text(page(given.environments, given.libraries, checkouts), encoding="utf-8")
+    PAGE.write_text(page(given.environments, given.libraries, checkouts, products=given.products), encoding="utf-8")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import narrowgauge
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.loading import load_implementation
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -91,3 +92,20 @@ def test_the_table_of_the_page_has_these_bytes():
     assert listed == {name: (a[0], a[1], a[-2], a[-1]) for name, a in ACCUSATIONS.items()}
     for one in DATA["wrong"]:
         assert f"| `{one['library']}` {one['recipe']} | {one['byte']} | {one['opinion']} |" in PAGE
+
+
+@pytest.mark.parametrize("one", DATA["product"], ids=lambda one: f"{one['call']} of {one['operands']}")
+def test_products_of_the_page_have_a_confirmed_order(one):
+    start = f"| `{one['call']}` | {one['operands']} | {one.get('device', 'CPU')} | "
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(start))
+    confirmed, _, listed = line.rpartition(" | ")[2].removesuffix(" |").partition(" of ")
+    assert confirmed == listed
+    if "device" in one:
+        assert line == f"{start}{one['order']} | {one['confirmed']} |"
+    elif one["library"] == "torch":
+        function = eval(one["function"], {"torch": torch})
+        m, k, n = map(int, one["shapes"][0].split("x"))
+        order = narrowgauge.accumulation_order(function, m, k, n, dtype=getattr(torch, one["dtype"]))
+        assert order.confirmed
+    if "device" not in one:
+        assert all(shape.replace("x", "×") in line for shape in one["shapes"])
