@@ -43,8 +43,8 @@ PRODUCTS_HEAD = """
 The order in which a library adds the products of a GEMM, found by the [probe](accumulators.md#the-order-of-a-gemm). An
 order is confirmed if it predicts random products to the bit. The order on a CPU depends on its instructions: these rows
 are of an AMD EPYC with AVX-512. `python docs/conformance.py --products torch jax mlx` measures them again. The rows of
-the H100 are of a single earlier measurement, which this page does not repeat; its shapes are counted and not listed. On a
-GPU an order is that of a [model](accumulators.md#models) and its [composition](accumulators.md#order-of-a-product).
+the H100 are of a single earlier measurement, which this page does not repeat; its shapes are counted and not listed. On
+a GPU an order is that of a [model](accumulators.md#models) and its [composition](accumulators.md#order-of-a-product).
 
 | call | operands | device | order (shapes M×K×N) | shapes confirmed |
 |---|---|---|---|---|
