@@ -13,10 +13,16 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
-from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, FurtherRun, confirmed
+from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, PROOFS, FurtherRun, refutations, separated
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
-from narrowgauge.harness.diagnosis.search.history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.diagnosis.search.history import (
+    SEARCHES,
+    WORK_PER_BACKEND,
+    WORK_PER_CASE,
+    Name,
+    SearchHistory,
+)
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -176,21 +182,45 @@ class _Search:
     ) -> tuple[list[QuantizeDeviation], str]:
         """The deviations without those that further inputs refute; or all, and the family that refutes all of them.
 
-        Large matrices do not run again. Neither do cases of a recipe, dtype and stage whose deviations are those of an
-        earlier case.
+        Large matrices, and matrices that are rounded by random bits of the kernel, do not run again. A deviation is
+        tried once for each recipe and dtype, and no more after `PROOFS` of them.
         """
+        own = any(matrix.subject.own for matrix in self.matrices)  # many calls for each case
         tested = [deviation for deviation in deviations if deviation.exact and not deviation.of_case]
-        if not tested or sum(matrix.element_count for matrix in self.matrices) > LARGEST:
+        if not tested or own or sum(matrix.element_count for matrix in self.matrices) > LARGEST:
             return deviations, ""
-        names = [(deviation.cause, deviation.sentence) for deviation in tested]
-        matrix = self.matrices[0].subject.matrix
-        key = (str(self.recipe), str(matrix.dtype), prefix, *self.wrong_stages, *names)
-        if key not in self.history.confirmed:
-            kept, refuted_by = confirmed(tested, prefix, further)
-            self.history.confirmed[key] = {(each.cause, each.sentence) for each in kept}, refuted_by
-        kept_names, refuted_by = self.history.confirmed[key]
-        remaining = [each for each in deviations if each not in tested or (each.cause, each.sentence) in kept_names]
-        return (remaining, "") if any(each.exact for each in remaining) else (deviations, refuted_by)
+        where = (str(self.recipe), str(self.matrices[0].subject.matrix.dtype), prefix)
+        names = {id(deviation): self._name(deviation) for deviation in tested}
+        refuted_by = self.history.refuted_by
+        pending = [each for each in tested if not self._is_tested(where, names[id(each)])]
+        if pending:
+            families = refutations(pending, prefix, further, self.limit)
+            refuted_by |= {(where, names[id(each)]): by for each, by in zip(pending, families, strict=True)}
+        kept = [each for each in tested if not refuted_by.get((where, names[id(each)]))]
+        if len(kept) > 1:
+            key: tuple[str | Name, ...] = (where[1], *(names[id(each)] for each in kept))
+            if key not in self.history.separated:
+                left = separated(kept, prefix, further, self.limit)
+                self.history.separated[key] = [names[id(each)] for each in left]
+            kept = [each for each in kept if names[id(each)] in self.history.separated[key]]
+        remaining = [each for each in deviations if each in kept or each not in tested]
+        if any(each.exact for each in remaining):
+            return remaining, ""
+        return deviations, refuted_by[where, names[id(tested[0])]]
+
+    def _name(self, deviation: QuantizeDeviation) -> Name:
+        """Cause, sentence, and number among the deviations with the same ones."""
+        name = deviation.cause, deviation.sentence
+        alike = [each for each in self.deviations if (each.cause, each.sentence) == name]
+        return *name, next(number for number, each in enumerate(alike) if each is deviation)
+
+    def _is_tested(self, where: tuple[str, str, str], name: Name) -> bool:
+        """Whether further inputs tested the deviation here, or confirmed it in `PROOFS` places and refuted it in none.
+
+        `where`: recipe, dtype and prefix of the matrices.
+        """
+        families = [by for (_, other), by in self.history.refuted_by.items() if other == name]
+        return (where, name) in self.history.refuted_by or (len(families) >= PROOFS and not any(families))
 
     @cached_property
     def deviations(self) -> list[QuantizeDeviation]:

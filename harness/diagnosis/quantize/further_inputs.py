@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import STAGES, kernel_matrix
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 ORDINARY = ("normal", "near-ties", "e4m3-ties", "ties", "uniform", "outliers", "tiles")
@@ -19,26 +20,38 @@ SPECIAL = ("low-rows", "huge", "subnormal", "nan")
 """Families that only separate deviations: a kernel can have a second mistake with special values."""
 LARGEST = 1 << 18
 """Elements of the largest matrices that run on further inputs."""
+PROOFS = 4
+"""Recipes and dtypes of a backend in which further inputs confirm a deviation before it counts as confirmed in all."""
 FurtherRun = Callable[[str], Outcome | None]
 """Function from a family to the outcome of the case on inputs of this family. None: there is no such outcome."""
 
 
-def confirmed(
-    deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun
-) -> tuple[list[QuantizeDeviation], str]:
-    """Deviations that explain the further outcomes of the matrices with this prefix; and, if there are none, the family
-    that refuted the last of them."""
-    remaining = list(deviations)
-    for family in (*ORDINARY, *SPECIAL):
-        if family in SPECIAL and len(remaining) == 1:
+def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit) -> list[str]:
+    """For each deviation the first ordinary family with an outcome that it does not explain, for the matrices with this
+    prefix; or the empty string. No family is tried after `limit`."""
+    found = [""] * len(deviations)
+    for family in ORDINARY:
+        if limit.reached or all(found):
             break
         if (outcome := run(family)) is None:
             continue
-        explaining = [each for each in remaining if _explains(each, outcome, prefix)]
-        if not explaining and family in ORDINARY:
-            return [], family
-        remaining = explaining or remaining
-    return remaining, ""
+        for number, deviation in enumerate(deviations):
+            if not found[number] and not _explains(deviation, outcome, prefix):
+                found[number] = family
+    return found
+
+
+def separated(
+    deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit
+) -> list[QuantizeDeviation]:
+    """The deviations that explain most special families, of several deviations."""
+    remaining = list(deviations)
+    for family in SPECIAL:
+        if limit.reached or len(remaining) == 1:
+            break
+        if (outcome := run(family)) is not None:
+            remaining = [each for each in remaining if _explains(each, outcome, prefix)] or remaining
+    return remaining
 
 
 def _explains(deviation: QuantizeDeviation, outcome: Outcome, prefix: str) -> bool:

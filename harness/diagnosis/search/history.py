@@ -18,6 +18,10 @@ WORK_PER_BACKEND = 1 << 34
 """Elements times deviations for all cases of a backend."""
 
 
+Name = tuple[str, str, int]
+"""Cause and sentence of a deviation, and its number among the deviations with the same ones."""
+
+
 @dataclass
 class SearchHistory:
     """Causes that explained earlier cases of a backend, number of its searches and their work."""
@@ -37,9 +41,11 @@ class SearchHistory:
     signs: dict[bytes, tuple[bool, int, int]] = field(default_factory=dict)
     """By the bytes of wrong amaxes of earlier cases: whether each is the largest element of its tensor, or 0 if all
     elements are negative; the number of elements with a larger magnitude, and of the negative ones among them."""
-    confirmed: dict[tuple[object, ...], tuple[set[tuple[str, str]], str]] = field(default_factory=dict)
-    """Causes and sentences of the deviations that further inputs confirmed, and the family that refuted all: by recipe,
-    dtype, stages and deviations."""
+    refuted_by: dict[tuple[tuple[str, ...], Name], str] = field(default_factory=dict)
+    """Families of further inputs that refuted a deviation, by recipe, dtype and matrix, and by the deviation. Empty if
+    all families confirmed it."""
+    separated: dict[tuple[str | Name, ...], list[Name]] = field(default_factory=dict)
+    """Deviations that special inputs left, by dtype and deviations."""
     _amaxes: list[float] = field(default_factory=list)
 
     def begin_case(self, amaxes: Sequence[float]) -> None:
