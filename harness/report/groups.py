@@ -63,7 +63,7 @@ class Group:
         if cause in OF_EARLIER_CASES:
             return cause
         if is_pattern(cause):
-            return f"pattern {cause}"
+            return f"pattern: {cause.partition(':')[2].replace('-', ' ')}"
         return f"explained exactly by {cause}" if self.explanation["exact"] else f"possibly {cause}"
 
     @property

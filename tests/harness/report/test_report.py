@@ -419,6 +419,7 @@ def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
     assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
     assert "codes and x.codes wrong" in result[0].title
     assert "possibly ties-away" in result[0].title  # some cases of these kinds have different bytes
+    assert sum("codes wrong, pattern: lane 3: 1 case" in one.title for one in result) == 2
     html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
     for text_of in (html, summary):
         assert "sentence of ties-away; explains 3 of 6 cases that fail at this stage" in text_of
