@@ -296,7 +296,7 @@ def test_every_failing_group_has_a_title_and_a_command() -> None:
     assert found[0].title.startswith("codes wrong, explained exactly by ties-away: 2 cases")
     out = printed(records, width=200)
     assert out.count("  narrowgauge show ") == len(found) - 1  # an unsupported case is no failure
-    for word in ("ties-away", "place:lane-3", "signal 11", "signal 6", "no kernel", "300 s"):
+    for word in ("ties-away", "pattern: lane 3", "signal 11", "signal 6", "no kernel", "300 s"):
         assert word in out
 
 
