@@ -18,7 +18,7 @@ from narrowgauge.harness.tools.checkpoint.layouts import Layer
 from narrowgauge.spec.formats import E2M1, FP32
 
 RUN = 64
-"""Consecutive blocks whose scales and codes give one correlation."""
+"""Number of consecutive blocks of a correlation."""
 _BLOCKS = 1 << 14
 """Blocks of a layer, at most, in which siblings are compared."""
 
@@ -66,8 +66,8 @@ def _sizes(codes: torch.Tensor, layer: Layer, width: int) -> torch.Tensor:
 def votes(sizes: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     """Runs in which the scales `other` fit the sizes, and better than `own`, and runs in which the fits differ.
 
-    Scales fit if blocks with larger scales have smaller sizes. Only few matrices have no such blocks, such as a Fourier
-    basis, whose window makes blocks small and steep: there neither scales fit.
+    Scales fit if blocks with larger scales have smaller sizes. In a Fourier basis no scales fit: its window makes some
+    blocks small and steep at once.
     """
     a, b = (_correlations(sizes, scales) for scales in (own, other))
     return int(((b < a) & (b < 0)).sum()), int(((b < a) | (a < b)).sum())
