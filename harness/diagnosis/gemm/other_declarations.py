@@ -60,9 +60,9 @@ def other_declarations() -> Iterator[Declaration]:
 
 def wrong_reference_outputs(declaration: Declaration, products: Sequence[Product]) -> int | None:
     """Number of the reference's outputs that are wrong under another declaration, if all outputs of the kernel are
-    correct. None if they are not, or if it is the declaration of the kernel.
+    correct. None if an output of the kernel is wrong, or if the kernel has this declaration.
 
-    None, too, if the other declaration leaves an output undetermined: any wrong output would be correct.
+    Also None if the other declaration leaves an output undetermined: any wrong output would be correct.
     """
     wrong = 0
     for product in products:
@@ -158,7 +158,7 @@ def _accumulators(
 
 def decoded_to_float16(products: Sequence[GemmParts]) -> int | None:
     """Number of the reference's outputs that are no sums of operands decoded to float16, with all their scales. None if
-    some output of the kernel is no such sum."""
+    an output of the kernel is no sum of these operands."""
     wrong = 0
     for parts in products:
         a, b = parts.source.a, parts.source.b

@@ -180,10 +180,11 @@ class _Search:
     def confirm(
         self, deviations: list[QuantizeDeviation], prefix: str, further: FurtherRun
     ) -> tuple[list[QuantizeDeviation], str]:
-        """The deviations without those that further inputs refute; or all, and the family that refutes all of them.
+        """The deviations without refuted deviations. If further inputs refute every deviation: all deviations, and the
+        family with the refutation.
 
         Large matrices, and matrices that are rounded by random bits of the kernel, do not run again. A deviation is
-        tried once for each recipe and dtype, and no more after `PROOFS` of them.
+        tried once for each recipe and dtype, up to `PROOFS` times.
         """
         own = any(matrix.subject.own for matrix in self.matrices)  # many calls for each case
         tested = [deviation for deviation in deviations if deviation.exact and not deviation.of_case]
@@ -209,13 +210,13 @@ class _Search:
         return deviations, refuted_by[where, names[id(tested[0])]]
 
     def _name(self, deviation: QuantizeDeviation) -> Name:
-        """Cause, sentence, and number among the deviations with the same ones."""
+        """Cause, sentence, and number among the deviations with the same cause and sentence."""
         name = deviation.cause, deviation.sentence
         alike = [each for each in self.deviations if (each.cause, each.sentence) == name]
         return *name, next(number for number, each in enumerate(alike) if each is deviation)
 
     def _is_tested(self, where: tuple[str, str, str], name: Name) -> bool:
-        """Whether further inputs tested the deviation here, or confirmed it in `PROOFS` places and refuted it in none.
+        """Whether further inputs tested the deviation here, or confirmed it `PROOFS` times without a refutation.
 
         `where`: recipe, dtype and prefix of the matrices.
         """

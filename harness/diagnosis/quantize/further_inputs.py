@@ -1,7 +1,7 @@
-"""Further inputs, on which an exact deviation must give the kernel's bytes too.
+"""Further inputs: an exact deviation must give the kernel's bytes on inputs of several families.
 
-Inputs of one family can hide the difference between two mistakes: an amax that is cut to 19 bits is often the amax
-rounded to float16.
+A single family can hide the difference between two mistakes: an amax cut to 19 bits is often the amax rounded to
+float16.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 ORDINARY = ("normal", "near-ties", "e4m3-ties", "ties", "uniform", "outliers", "tiles")
 """Families of inputs that an exact deviation must explain."""
 SPECIAL = ("low-rows", "huge", "subnormal", "nan")
-"""Families that only separate deviations: a kernel can have a second mistake with special values."""
+"""Families that separate deviations and refute no single deviation: a kernel can have a second mistake with special
+values."""
 LARGEST = 1 << 18
-"""Elements of the largest matrices that run on further inputs."""
+"""Largest number of elements of matrices with further inputs."""
 PROOFS = 4
-"""Recipes and dtypes of a backend in which further inputs confirm a deviation before it counts as confirmed in all."""
+"""Number of recipes and dtypes in which further inputs confirm a deviation of a backend. The deviation then counts as
+confirmed for every recipe."""
 FurtherRun = Callable[[str], Outcome | None]
-"""Function from a family to the outcome of the case on inputs of this family. None: there is no such outcome."""
+"""Function from a family to the outcome of the case on inputs of this family. None: the case has no outcome."""
 
 
 def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit) -> list[str]:
-    """For each deviation the first ordinary family with an outcome that it does not explain, for the matrices with this
-    prefix; or the empty string. No family is tried after `limit`."""
+    """The first ordinary family whose outcome refutes a deviation, for each deviation; empty without refutation.
+
+    `prefix`: prefix of the matrices. No family is tried after `limit`.
+    """
     found = [""] * len(deviations)
     for family in ORDINARY:
         if limit.reached or all(found):
@@ -44,7 +48,7 @@ def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: Furth
 def separated(
     deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit
 ) -> list[QuantizeDeviation]:
-    """The deviations that explain most special families, of several deviations."""
+    """The deviations that remain after the special families have separated several deviations."""
     remaining = list(deviations)
     for family in SPECIAL:
         if limit.reached or len(remaining) == 1:

@@ -19,7 +19,7 @@ WORK_PER_BACKEND = 1 << 34
 
 
 Name = tuple[str, str, int]
-"""Cause and sentence of a deviation, and its number among the deviations with the same ones."""
+"""Cause and sentence of a deviation, and number among the deviations with the same cause and sentence."""
 
 
 @dataclass
