@@ -16,7 +16,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 
 ORDINARY = ("normal", "near-ties", "e4m3-ties", "ties", "uniform", "outliers", "tiles")
 """Families of inputs that an exact deviation must explain."""
-SPECIAL = ("low-rows", "huge", "subnormal", "nan")
+SPECIAL = ("low-rows", "amax-2m120-row-end", "huge", "subnormal", "nan")
 """Families that separate deviations and refute no single deviation: a kernel can have a second mistake with special
 values."""
 LARGEST = 1 << 18

@@ -394,6 +394,10 @@ SCALES = [
     ("nan-spread", case("mxfp8-e4m3", "nan"), {"blocks": lambda s: block_amax(s.x, 32, propagate_nan=True)}),
     ("nan-dropped", case("mxfp8-e4m3@ocp", "nan"), {"blocks": lambda s: block_amax(s.x, 32)}),
     ("scale-not-clamped", case("nvfp4-rowscaled-4over6-448-mae"), {"scales": not_clamped}),
+    ("scale-not-clamped", case("fp8-block-1x128-e4m3-fp32", "subnormal", shape=(16, 256), dtype="fp32"), {
+        "scales": lambda s: torch.where(torch.full_like(s.blocks, 448) / s.blocks == torch.inf, 0.0, right_scales(s))
+        .masked_fill(s.blocks == 0, 1.0)
+    }),
     ("four-over-six-ties", case("nvfp4-4over6-448-mae", "single"), chosen(lambda six, four: four <= six)),
     ("four-over-six-always-4", case("nvfp4-4over6-448-mse"), chosen(lambda six, four: torch.ones_like(six).bool())),
     ("four-over-six-never-4", case("nvfp4-4over6-256-mae"), chosen(lambda six, four: torch.zeros_like(six).bool())),

@@ -227,6 +227,12 @@ def _float_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     for expression, override in forms:
         yield _scale_deviation(f"scale-order:{expression}", f"stored as {expression}", override)
     yield _scale_deviation(
+        "scale-not-clamped", "made of max/amax, infinite for a small amax too",
+        lambda replay: with_scale_1(
+            replay, divide(1.0, _truncate_to_power_of_two(divide(largest, block_amax(replay)), replay.recipe))
+        ),
+    )  # fmt: skip
+    yield _scale_deviation(
         "scale-not-clamped", "made of max/amax as it comes, infinite too",
         lambda replay: divide(1.0, _truncate_to_power_of_two(divide(largest, block_amax(replay)), replay.recipe)),
     )  # fmt: skip
