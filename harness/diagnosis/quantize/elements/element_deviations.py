@@ -30,7 +30,7 @@ def element_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
 
 
 def _code_deviation(cause: str, sentence: str, override: Override) -> QuantizeDeviation:
-    implausible = cause.startswith(("element-order", "input-truncated")) or "-through-" in cause
+    implausible = cause.startswith(("element-order", "input-truncated:")) or "-through-" in cause
     return QuantizeDeviation(
         cause, f"elements: {sentence}", CODES, overrides={"codes": override}, implausible=implausible
     )
