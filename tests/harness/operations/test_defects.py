@@ -40,7 +40,7 @@ def test_a_kernel_with_both_halves_or_none_has_no_such_stage():
         return quantize_both(x, recipe)
 
     record = passes(quantize_case("nvfp4", "both"), quantize_both=door)
-    assert not_compared([record.to_dict()]) == "Not compared: stages not observed: quantize halves in 1 case."
+    assert not_compared([record.to_dict()]) == "Not compared: stages not observed: quantize halves (1 case)."
 
 
 def wrong_split(scales):

@@ -189,7 +189,7 @@ def test_swizzles_pass(inputs, shape):
     assert list(stages(record)) == ["memory", "repeat", "layout", "unswizzle"]
     there = passes(swizzle_case(inputs, shape), swizzle=reference.swizzle)
     assert list(stages(there)) == ["memory", "repeat", "layout"]
-    assert not_compared([there.to_dict()]).endswith("swizzle unswizzle in 1 case.")
+    assert not_compared([there.to_dict()]).endswith("swizzle unswizzle (1 case).")
 
 
 # Missing methods.

@@ -54,7 +54,7 @@ def test_a_kernel_wrong_beyond_a_probe_fails_by_its_order():
     assert judged(Kernel(wrong=True), declares=None).verdict == "pass"
     record = judged(Kernel(wrong=True))
     assert record.verdict == "fail"
-    assert "1 that the declared order cannot give" in record.message
+    assert "1 of them that the declared order cannot give" in record.message
 
 
 def test_a_less_precise_order_is_named_and_does_not_pass():

@@ -253,7 +253,7 @@ def test_what_is_unsupported_is_skipped_with_its_reason(project):
     result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", *arguments)
     result.assert_outcomes(passed=1, skipped=1)
     assert result.ret == 0
-    line = "Not compared: cases: 1 unsupported; *"
+    line = "Not compared: 1 case (1 unsupported); *"
     result.stdout.fnmatch_lines([line, "SKIPPED*backend plugin_kernels:Wrong has no gemm"])
     assert sorted(row["verdict"] for row in records(project)) == ["pass", "unsupported"]
 
@@ -338,7 +338,7 @@ def test_a_run_of_skipped_cases_alone_fails(project):
     result.stdout.fnmatch_lines(
         [
             "nothing was compared",
-            "Not compared: cases: 1 unsupported; not supported: backend plugin_kernels:Wrong has no gemm (1).",
+            "Not compared: 1 case (1 unsupported); not supported: backend plugin_kernels:Wrong has no gemm (1).",
             "1 cases; report: *",
         ]
     )
