@@ -57,15 +57,15 @@ CAUSES = (
     "zero-block-not-one", "zero-scale-raised",
 )  # fmt: skip
 FAMILIES = (
-    "algorithm:", "alignment:", "alpha-amax-through-", "alpha-order:", "amax-through-", "block-amax-skips:",
-    "block-amax-through-", "both:", "candidates:", "decode-order:", "decode-through-", "decoded-through-", "dialect:",
-    "element-format:", "element-order:", "element-through-", "exponent-code-", "exponent:", "factor-through-",
-    "four-over-six-order:", "input-through-", "input-truncated:", "largest-scale:", "nan-code:", "only:", "order:",
-    "output-through-", "place:", "product-through-", "rotation-group:", "rotation-signs:", "rounding:", "scale-code:",
-    "scale-max-", "scale-of-", "scale-order:", "scale-through-", "scales-through-", "smallest-scale:", "statistics:",
-    "stochastic-bits:", "stochastic-offset:", "stochastic-other-block:", "stochastic-seed:", "swizzle-rows-modulo:",
-    "tail-of-k-dropped:", "tensor-limit:", "tensor-scale-order:", "tensor-scale-through-", "update:", "use:",
-    "values-through-", "zero-block:", "zero-scale:",
+    "algorithm:", "alignment:", "alpha-amax-through-", "alpha-order:", "amax-through-", "amax-truncated:",
+    "block-amax-skips:", "block-amax-through-", "both:", "candidates:", "decode-order:", "decode-through-",
+    "decoded-through-", "dialect:", "element-format:", "element-order:", "element-through-", "exponent-code-",
+    "exponent:", "factor-through-", "four-over-six-order:", "input-through-", "input-truncated:", "largest-scale:",
+    "nan-code:", "only:", "order:", "output-through-", "place:", "product-through-", "rotation-group:",
+    "rotation-signs:", "rounding:", "scale-code:", "scale-max-", "scale-of-", "scale-order:", "scale-through-",
+    "scales-through-", "smallest-scale:", "statistics:", "stochastic-bits:", "stochastic-offset:",
+    "stochastic-other-block:", "stochastic-seed:", "swizzle-rows-modulo:", "tail-of-k-dropped:", "tensor-limit:",
+    "tensor-scale-order:", "tensor-scale-through-", "update:", "use:", "values-through-", "zero-block:", "zero-scale:",
 )  # fmt: skip
 """Prefixes of names with a variable part: a number, a formula or a place."""
 _PATTERNS = ("place:", "only:")

@@ -1,6 +1,6 @@
 """Further inputs: an exact deviation must give the kernel's bytes on inputs of several families.
 
-A single family can hide the difference between two mistakes: an amax cut to 19 bits is often the amax rounded to
+A single family can hide the difference between two mistakes: an amax cut to 20 bits is often the amax rounded to
 float16.
 """
 

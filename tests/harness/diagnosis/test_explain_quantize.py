@@ -102,6 +102,12 @@ ELEMENTS = [
         "x": lambda s: truncated_to(16)(s.matrix), "amax": right_amax
     }),
     ("input-truncated:bf16", case("mxfp8-e4m3", dtype="fp32"), {"x": lambda s: truncated_to(16)(s.matrix)}),
+    ("input-truncated:tf32", case("nvfp4", "uniform", dtype="fp32", shape=(128, 256)), {
+        "x": lambda s: truncated_to(19)(s.matrix)
+    }),
+    *((f"amax-truncated:{name}", case("nvfp4", "uniform", dtype="fp32"), {
+        "amax": lambda s, bits=bits: truncated_to(bits)(right_amax(s))
+    }) for name, bits in (("tf32", 19), ("bf16", 16))),
     ("nan-read-as-number", case("mxfp8-e4m3", "nan"), {
         "codes": by_code(lambda c, s: torch.where(s.x.isnan(), s.x.signbit() * 128 + 126, c).to(torch.uint8))
     }),

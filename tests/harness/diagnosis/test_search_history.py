@@ -223,12 +223,12 @@ def test_the_work_is_limited(limit, value, history, monkeypatch):
 @pytest.mark.parametrize(
     ("cause", "inputs", "steps"),
     [
-        ("amax-through-fp16", "uniform", {"amax": lambda s: truncated_to(19)(right_amax(s))}),
+        ("amax-through-fp16", "uniform", {"amax": lambda s: truncated_to(20)(right_amax(s))}),
         ("input-truncated:bf16", "ties", {"x": lambda s: truncated_to(18)(s.matrix), "amax": right_amax}),
     ],
 )
 def test_a_cause_must_give_the_bytes_of_further_inputs(cause, inputs, steps):
-    """Numbers cut to 18 or 19 bits: on these inputs another mistake has the same bytes."""
+    """Numbers cut to 18 or 20 bits: on these inputs another mistake has the same bytes."""
     record = record_of(case("nvfp4", inputs, dtype="fp32"), quantize=wrong(**steps))
     found = {e["cause"]: (e["exact"], e["sentence"].partition("; ")[2]) for e in record.explanations}
     assert not found[cause][0]

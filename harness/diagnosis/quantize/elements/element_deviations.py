@@ -279,15 +279,15 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             f"input-through-{name}", f"rounded to {name} before they are scaled",
             partial(_scaled_through, dtype),
         )  # fmt: skip
-    yield QuantizeDeviation(
-        "input-truncated:bf16", "inputs are cut to the upper 16 bits of float32", _SCALES_AND_CODES,
-        optional_stages=_AMAX, overrides={"x": lambda replay: _upper_half(replay.kernel_matrix.subject.x)},
-        implausible=True,
-    )  # fmt: skip
-    yield _code_deviation(
-        "input-truncated:bf16", "cut to the upper 16 bits of float32 before they are scaled",
-        _scaled_upper_halves,
-    )  # fmt: skip
+    for name, bits in roundings.UPPER_BITS.items():
+        yield QuantizeDeviation(
+            f"input-truncated:{name}", f"inputs are cut to the upper {bits} bits of float32", _SCALES_AND_CODES,
+            optional_stages=_AMAX, overrides={"x": partial(_upper_bits_of_input, bits)}, implausible=True,
+        )  # fmt: skip
+        yield _code_deviation(
+            f"input-truncated:{name}", f"cut to the upper {bits} bits of float32 before they are scaled",
+            partial(_scaled_upper_bits, bits),
+        )  # fmt: skip
     yield QuantizeDeviation(
         "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _SCALES_AND_CODES,
         optional_stages=_AMAX, overrides={"x": lambda replay: flush(replay.kernel_matrix.subject.x)},
@@ -359,12 +359,14 @@ def _factors_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
     return replay.factors.to(dtype).float().clamp(max=_LARGEST)
 
 
-def _upper_half(x: torch.Tensor) -> torch.Tensor:
-    return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(x.dtype)
+def _upper_bits_of_input(bits: int, replay: Replay) -> torch.Tensor:
+    x = replay.kernel_matrix.subject.x
+    return roundings.upper_bits(x, bits).to(x.dtype)
 
 
-def _scaled_upper_halves(replay: Replay) -> torch.Tensor:
-    return replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, _upper_half(replay.x))))
+def _scaled_upper_bits(bits: int, replay: Replay) -> torch.Tensor:
+    x = roundings.upper_bits(replay.x, bits)
+    return replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, x)))
 
 
 def _inputs_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:

@@ -13,6 +13,14 @@ from narrowgauge.spec.formats import Format
 Rounding = Callable[[torch.Tensor, Format], torch.Tensor]
 """Function from float32 numbers to codes (uint8) of a signed format."""
 
+UPPER_BITS = {"bf16": 16, "tf32": 19}
+"""Bits of a float32 number that a kernel keeps if it cuts the number to a narrower dtype."""
+
+
+def upper_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """`x` as float32 with 0 in all but the upper `bits` bits."""
+    return (x.float().view(torch.int32) & -(1 << 32 - bits)).view(torch.float32)
+
 
 @lru_cache(maxsize=16)
 def _points(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from math import inf
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements import roundings
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.scaling import FLT_MAX, divide, tensor_scale
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax
@@ -65,6 +66,11 @@ def _amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         yield QuantizeDeviation(
             f"amax-through-{name}", f"the amax of the tensor is rounded to {name}", _AMAX,
             overrides={"amax": partial(_rounded_amax, dtype)}, implausible=True,
+        )  # fmt: skip
+    for name, bits in roundings.UPPER_BITS.items():
+        yield QuantizeDeviation(
+            f"amax-truncated:{name}", f"{AMAX_IS} cut to the upper {bits} bits of float32", _AMAX,
+            overrides={"amax": partial(_upper_bits_of_amax, bits)}, implausible=True,
         )  # fmt: skip
     if recipe.granularity == "row":
         yield QuantizeDeviation(
@@ -145,6 +151,10 @@ def _scale_for_zero_amax(number: float, replay: Replay) -> torch.Tensor:
 
 def _rounded_amax(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
     return compute_amax(replay.x, replay.recipe).to(dtype).float()
+
+
+def _upper_bits_of_amax(bits: int, replay: Replay) -> torch.Tensor:
+    return roundings.upper_bits(compute_amax(replay.x, replay.recipe), bits)
 
 
 def _rounded_scale(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
