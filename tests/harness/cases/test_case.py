@@ -64,7 +64,7 @@ def test_no_garbage_is_collected_while_cases_are_made():
         assert gc.isenabled()
     finally:
         gc.callbacks.pop()
-    assert len(collections) <= 2  # of the last lines
+    assert len(collections) < 20  # without the pause hundreds; the last lines may start some
 
 
 def test_one_value_each_is_one_case(write):
