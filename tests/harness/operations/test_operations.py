@@ -265,6 +265,6 @@ def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
     verdicts = {
         run(quantize_case(name, dtype=dtype, inputs=inputs, shape=(64, 128)), quantize=quantize).verdict
         for dtype in ("fp32", "bf16")
-        for inputs in ("e4m3-ties", "huge", "low-rows", "scale-edges")
+        for inputs in ("e4m3-ties", "huge", "low-rows", "scale-edges", "negative-zeros", "amax-2m126-first")
     }
     assert ("fail" in verdicts) == (name != "nvfp4@te-native")
