@@ -14,7 +14,7 @@ import torch
 from narrowgauge.native.gemm.operands import Fields, Product
 from narrowgauge.native.gemm.paths import tiles_of
 from narrowgauge.native.runtime.launch import Argument, launch
-from narrowgauge.native.runtime.structs import KernelStruct
+from narrowgauge.native.runtime.structs import KernelStruct, Value
 
 SOURCE = "gemm_wgmma"
 _WGMMA = KernelStruct("gemm/sm90/gemm_wgmma.cuh", "WgmmaParameters")
@@ -42,17 +42,7 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     a = dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
     b = dequantize(family, product.b, product.n, product.k, 2, refused, matrices=matrices)
     arguments: list[Argument] = [
-        _WGMMA(
-            a=a,
-            b=b,
-            refused=refused,
-            epilogue=product.epilogue_parameters(out),
-            m=product.m,
-            n=product.n,
-            k=product.k,
-            slices=slices,
-            slice_steps=_ceil_div(product.k, slices * _COLUMNS),
-        ),
+        _WGMMA(a=a, b=b, refused=refused, **fields_of(product, out, slices, _COLUMNS)),
         product.alpha_parameters(),
     ]
     if grouped:
@@ -106,6 +96,14 @@ def dequantize(
         )  # fmt: skip
         launch(SOURCE, "pack", (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device)
     return packed
+
+
+def fields_of(product: Product, out: torch.Tensor, slices: int, columns: int) -> dict[str, Value]:
+    """Fields that the structs of both wgmma kernels share. `columns`: of K in a step of the pipeline."""
+    return {
+        "epilogue": product.epilogue_parameters(out), "m": product.m, "n": product.n, "k": product.k, "slices": slices,
+        "slice_steps": _ceil_div(product.k, slices * columns),
+    }  # fmt: skip
 
 
 def blocks_of(product: Product, slices: int, device: torch.device) -> int:

@@ -8,8 +8,7 @@ from functools import cache, lru_cache
 import torch
 
 from narrowgauge.native.gemm.operands import Fields, Product
-from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of
-from narrowgauge.native.runtime.arguments import blocks_for
+from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of, fields_of
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
 from narrowgauge.native.runtime.structs import KernelStruct, StructValue
@@ -49,16 +48,7 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     if out.numel() == 0:
         return
     device, tensor = out.device, product.family == "fp8_tensor"
-    parameters = _PARAMETERS(
-        a=product.a,
-        b=product.b,
-        epilogue=product.epilogue_parameters(out),
-        m=product.m,
-        n=product.n,
-        k=product.k,
-        slices=slices,
-        slice_steps=blocks_for(product.k, slices * _BOX),
-    )
+    parameters = _PARAMETERS(a=product.a, b=product.b, **fields_of(product, out, slices, _BOX))
     maps = (_tensor_map(product.a, product.m, product.k), _tensor_map(product.b, product.n, product.k))
     arguments: list[Argument] = [*maps, parameters, *([product.alpha_parameters()] if tensor else [])]
     cuda = device.type == "cuda"

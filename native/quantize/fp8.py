@@ -50,9 +50,12 @@ class _Output:
     amax: torch.Tensor | None
     encode: torch.Tensor | None
 
-    def fields(self) -> dict[str, Value]:
-        """Fields of the kernel's struct Output."""
-        return {**_NO_OUTPUT, "amax": self.amax, "codes": self.codes, "scales": self.scales, "encode": self.encode}
+    def fields(self, *, by_tile: bool) -> dict[str, Value]:
+        """Fields of the kernel's struct Output. `by_tile`: the kernel stores scales by tile, for `store_scales`."""
+        return {
+            "amax": self.amax, "codes": self.codes, "scales": self.scales, "encode": self.encode,
+            "scales_by_tile": torch.empty_like(self.scales) if by_tile else None,
+        }  # fmt: skip
 
 
 def _scale_block(recipe: Recipe) -> str:
@@ -201,14 +204,10 @@ def _launch(
     rows, columns = x.shape
     sections = 1 if sizes is None else len(sizes)
     strips = blocks_for(rows, TILE) if sizes is None else max(1, rows // TILE + sections)
-    row, column = (_NO_OUTPUT if output is None else output.fields() for output in outputs)
     choices = variant(recipe)
     tiled = sizes is None and _in_tiles(x)
     by_tile = tiled and _scale_block(recipe) == "LINES" and None not in outputs and x.numel() >= _SCALES_BY_TILE
-    if by_tile:
-        for output, fields in zip(outputs, (row, column), strict=True):
-            assert output is not None
-            fields["scales_by_tile"] = torch.empty_like(output.scales)
+    row, column = (_NO_OUTPUT if output is None else output.fields(by_tile=by_tile) for output in outputs)
     parameters = _PARAMETERS(
         x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
         sections=sections, variant=choices, given_scales=scale, amax_out=amax_out, row=row, column=column,

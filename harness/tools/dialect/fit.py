@@ -63,7 +63,7 @@ _COUPLED = (
 )
 """Fields that often change together, because a recipe excludes some of their combinations."""
 _FORM = ("tensor_scale", "block_scale", "element_scale", "zero_scale")
-"""Fields whose values exclude each other if a tensor has one scale."""
+"""Fields of a recipe with a single scale for a tensor: the value of a field excludes values of the other fields."""
 
 
 @dataclass

@@ -182,7 +182,7 @@ __device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
 }
 
-// For a warpgroup whose rows lie beyond the last one: it leaves the tensor cores to the other warpgroup.
+// Waits for the stages of a warpgroup with all rows beyond the last row, so that the other warpgroup has the tensor cores.
 __device__ __forceinline__ void skip_stages(WgmmaShared& shared, u32& iteration, i64 steps, int lane) {
     for (i64 step = 0; step < steps; ++step, ++iteration) {
         ptx::mbarrier_try_wait_parity(shared.full[iteration % STAGES], iteration / STAGES % 2);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void skip_stages(WgmmaShared& shared, u32& iteration,
     }
 }
 
-// Epilogue of the sums of a thread, of COUNT / 16 * 32 columns from `left` on. `factor`: alpha, if it is one for all outputs.
+// Epilogue of the sums of a thread, of COUNT / 16 * 32 columns from `left` on. `factor`: alpha, if all outputs have the same alpha.
 template <bool CAST_BEFORE_C, int COUNT>
 __device__ __forceinline__ void store_tile(const float (&d)[COUNT], const Alpha& alpha, float factor, const Epilogue& epilogue,
                                            const OutputTile& tile, i64 left, i64 n, float (&sums)[16][EPILOGUE_STRIDE], int warp,
