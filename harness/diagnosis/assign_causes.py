@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte
+
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
 """An explanation as an entry of a record, and the records that it explains."""
 
@@ -20,13 +22,13 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the
-    bytes of all these records. Otherwise the explanation is a copy that is not exact, and its sentence has the number
-    of records that it explains, or the sentences of the other causes.
+    bytes of all these records, among which at least one has a complete diagnosis. Otherwise the explanation is not
+    exact, and its sentence has the number of records that it explains, or the sentences of the other causes.
     """
     records = list(records)
     failing = [record for record in records if record["explanations"]]
-    with_bytes = [record for record in failing if _explained_exactly(record)]
-    without_bytes = [record for record in failing if not _explained_exactly(record)]
+    with_bytes = [record for record in failing if _has_bytes(record)]
+    without_bytes = [record for record in failing if not _has_bytes(record)]
     exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, True)]
     return [*exact, *_cover(without_bytes, False)]
 
@@ -34,10 +36,10 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
 def _of_all(
     explanation: dict[str, Any], members: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The exact explanation of `members`, made inexact if some of all records of their kinds have other bytes."""
+    """The explanation of `members`, made inexact if some of all records of their kinds have other bytes."""
     kinds = {_kind(record) for record in members}
     alike = [record for record in records if _kind(record) in kinds]
-    explained = sum(_explained_exactly(record, explanation["cause"]) for record in alike)
+    explained = sum(_has_bytes(record, explanation["cause"]) for record in alike)
     if explained == len(alike):
         return _with_rivals(explanation, members)
     sentence = f"{explanation['sentence']}; explains {explained} of {len(alike)} cases that fail at this stage"
@@ -45,12 +47,14 @@ def _of_all(
 
 
 def _with_rivals(explanation: dict[str, Any], members: list[dict[str, Any]]) -> dict[str, Any]:
-    """The exact explanation of `members`, made inexact if the records cannot separate it from other causes."""
+    """The explanation of `members`, made inexact if the records cannot separate it from other causes."""
+    if not explanation["exact"]:
+        return explanation
+    complete = [record for record in members if _complete_explanation(record, explanation["cause"])]
     rivals = [
         entry["sentence"]
-        for entry in members[0]["explanations"]
-        if entry["cause"] != explanation["cause"]
-        and all(_explained_exactly(record, entry["cause"]) for record in members)
+        for entry in complete[0]["explanations"]
+        if entry["cause"] != explanation["cause"] and all(_has_bytes(record, entry["cause"]) for record in complete)
     ]
     if not rivals:
         return explanation
@@ -61,9 +65,14 @@ def _kind(record: dict[str, Any]) -> tuple[str, str, str]:
     return record["operation"], record["recipe"], record["stage"]
 
 
-def _explained_exactly(record: dict[str, Any], cause: str = "") -> bool:
-    """Whether an exact explanation of the record has this cause, or any cause."""
-    return any(entry["exact"] and cause in ("", entry["cause"]) for entry in record["explanations"])
+def _has_bytes(record: dict[str, Any], cause: str = "") -> bool:
+    """Whether a deviation with this cause, or with any cause, gives the bytes of the record."""
+    return any(gives_every_byte(entry) and cause in ("", entry["cause"]) for entry in record["explanations"])
+
+
+def _complete_explanation(record: dict[str, Any], cause: str) -> dict[str, Any] | None:
+    """The exact explanation of the record with this cause. None: the time limit ended its diagnosis, for example."""
+    return next((entry for entry in record["explanations"] if entry["exact"] and entry["cause"] == cause), None)
 
 
 def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
@@ -74,12 +83,13 @@ def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
         ranks: defaultdict[str, int] = defaultdict(int)
         for record in remaining:
             for rank, explanation in enumerate(record["explanations"]):
-                if explanation["exact"] == exact:
+                if gives_every_byte(explanation) == exact:
                     counts[explanation["cause"]] += 1
                     ranks[explanation["cause"]] += rank
         best = min(counts, key=lambda cause: (-counts[cause], ranks[cause], cause))
         explained = [record for record in remaining if _explanation_of(record, best) is not None]
-        explanation = _explanation_of(explained[0], best)
+        complete = (_complete_explanation(record, best) for record in explained)
+        explanation = next(filter(None, complete), None) or _explanation_of(explained[0], best)
         assert explanation is not None
         assigned.append((explanation, explained))
         remaining = [record for record in remaining if _explanation_of(record, best) is None]

@@ -33,21 +33,24 @@ def explain(
     `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
     the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations and
-    replaces the limits of work of `history`; afterwards its `note` says what was left out. None: the limits of work.
+    replaces the limits of work of `history`; afterwards its `note` says what was left out, and no deviation is exact if
+    it left out any. None: the limits of work.
     `further`: runs the case on inputs of other families, which an exact deviation of a quantizer must explain too.
     """
     limit = TimeLimit(bounds_work=True) if limit is None else limit
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
         return []
-    explanations = explain_memory(outcome, wrong_stage)
-    explanations += explain_quantize(outcome, wrong_stage, history, limit, further)
-    explanations += explain_fused_output(outcome, wrong_stage)
-    explanations += explain_gemm(outcome, wrong_stage, history, limit)
-    explanations += explain_auxiliary(outcome, wrong_stage, limit)
-    explanations += explain_formula(outcome, wrong_stage, limit)
-    explanations += explain_decoding(outcome, wrong_stage, history, limit)
+    deviations = explain_quantize(outcome, wrong_stage, history, limit, further)
+    deviations += explain_fused_output(outcome, wrong_stage)
+    deviations += explain_gemm(outcome, wrong_stage, history, limit)
+    deviations += explain_auxiliary(outcome, wrong_stage, limit)
+    deviations += explain_formula(outcome, wrong_stage, limit)
+    deviations += explain_decoding(outcome, wrong_stage, history, limit)
     # Deviations that were not tried may give the bytes too.
+    if limit.note:
+        deviations = [each.with_untried_rivals() for each in deviations]
+    explanations = explain_memory(outcome, wrong_stage) + deviations
     exact = not limit.note and not any(explanation.exact for explanation in explanations)
     # A kernel may return the amax that it is given.
     returns_amax = any(judged.subject.amax_given for judged in outcome.judged)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+UNTRIED_RIVALS = "; gives every byte, but the diagnosis stopped before all known deviations were tried"
+"""End of the sentence of a deviation that would be exact if the time limit had not ended its search."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,15 @@ class Explanation:
     """Whether the mistake gives the kernel's bytes. If not, the explanation names the place or the class of the wrong
     elements."""
 
+    def with_untried_rivals(self) -> Explanation:
+        """The explanation after a search that a time limit ended: not exact, since other deviations may fit too."""
+        return replace(self, sentence=self.sentence + UNTRIED_RIVALS, exact=False) if self.exact else self
+
     def to_dict(self) -> dict[str, Any]:
         """The explanation as an entry of the record's `explanations`."""
         return asdict(self)
+
+
+def gives_every_byte(entry: dict[str, Any]) -> bool:
+    """Whether the deviation of an entry gives the kernel's bytes, whether or not all other deviations were tried."""
+    return bool(entry["exact"]) or str(entry["sentence"]).endswith(UNTRIED_RIVALS)

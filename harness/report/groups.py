@@ -11,6 +11,7 @@ from typing import Any
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report.tables import recipe_family
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural, sentence
@@ -120,7 +121,8 @@ def _alike(failed: list[dict[str, Any]]) -> list[Group]:
     exactly_explained: set[int] = set()
     for explanation, members in assign_causes(failed):
         explanation_of |= {id(record): explanation for record in members}
-        if any(entry["exact"] and entry["cause"] == explanation["cause"] for entry in members[0]["explanations"]):
+        of_cause = [entry for entry in members[0]["explanations"] if entry["cause"] == explanation["cause"]]
+        if any(map(gives_every_byte, of_cause)):
             exactly_explained |= {id(record) for record in members}
             groups.append(Group(outcome(members[0]), sorted(members, key=_badness), explanation))
     by_key: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)

@@ -196,14 +196,18 @@ class _Search:
         pending = [each for each in tested if not self._is_tested(where, names[id(each)])]
         if pending:
             families = refutations(pending, prefix, further, self.limit)
-            refuted_by |= {(where, names[id(each)]): by for each, by in zip(pending, families, strict=True)}
+            proved = not self.limit.note
+            refuted_by |= {
+                (where, names[id(each)]): by for each, by in zip(pending, families, strict=True) if by or proved
+            }
         kept = [each for each in tested if not refuted_by.get((where, names[id(each)]))]
         if len(kept) > 1:
             key: tuple[str | Name, ...] = (where[1], *(names[id(each)] for each in kept))
             if key not in self.history.separated:
-                left = separated(kept, prefix, further, self.limit)
-                self.history.separated[key] = [names[id(each)] for each in left]
-            kept = [each for each in kept if names[id(each)] in self.history.separated[key]]
+                kept = separated(kept, prefix, further, self.limit)
+                if not self.limit.note:
+                    self.history.separated[key] = [names[id(each)] for each in kept]
+            kept = [each for each in kept if names[id(each)] in self.history.separated.get(key, names.values())]
         remaining = [each for each in deviations if each in kept or each not in tested]
         if any(each.exact for each in remaining):
             return remaining, ""

@@ -44,7 +44,7 @@ def partial_matches(
     right, probe = _elements(matrices, right_stages, None), _probe(matrices)
     matches = []
     for deviation in deviations:
-        if limit.reached:
+        if not limit.may_compare():
             break
         try:
             if not deviation.exact or not probe.explains_some(deviation):

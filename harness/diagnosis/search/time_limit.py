@@ -13,7 +13,7 @@ class TimeLimit:
     """Time for which a diagnosis tries deviations, from the creation of the object on.
 
     The diagnosis reads the clock between deviations, and between slabs of a deviation that fits so far. A deviation is
-    an explanation only if it was verified completely. So a limit removes explanations and never adds or changes one.
+    an explanation only if it was verified completely, and exact only if the limit left out nothing.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class TimeLimit:
         """Deviations that were tried, and deviations that were not tried because the limit was reached."""
         self._start = self._now()
         self._unverified: dict[str, None] = {}
+        self._inputs_left_out = False
 
     def _now(self) -> float:
         return process_time() if self.of_process else monotonic()
@@ -57,10 +58,15 @@ class TimeLimit:
         self._unverified[cause] = None
         return False
 
+    def may_compare(self) -> bool:
+        """Whether a further input that separates deviations, or a pair of deviations, may be tried."""
+        self._inputs_left_out |= self.reached
+        return not self.reached
+
     @property
     def note(self) -> str:
         """Sentence about the deviations that the limit left out. Empty if the diagnosis is complete."""
-        if not self.skipped and not self._unverified:
+        if not self.skipped and not self._unverified and not self._inputs_left_out:
             return ""
         parts = [
             f"the diagnosis stopped after {self.seconds:g} s: "
@@ -69,4 +75,6 @@ class TimeLimit:
         if self._unverified:
             fit = "fits" if len(self._unverified) == 1 else "fit"
             parts.append(f"{', '.join(self._unverified)} {fit} the elements tried, but not all elements were tried")
+        if self._inputs_left_out:
+            parts.append("not all pairs and further inputs tried")
         return "; ".join([*parts, self.remedy])

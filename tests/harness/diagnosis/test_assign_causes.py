@@ -5,12 +5,18 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
+from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS, Explanation
 
 
 def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
-    """A record with explanations in this order; `~cause` is a signature. Its kind is its own, or of a recipe."""
-    found = [{"cause": c.lstrip("~"), "sentence": c, "stage": "codes", "exact": not c.startswith("~")} for c in causes]
-    return {"case": name, "operation": "quantize", "recipe": recipe or name, "stage": "codes", "explanations": found}
+    """A record with explanations in this order; `~cause` is a signature, and `!cause` gives every byte of a record with
+    a diagnosis that stopped. Its kind is its own, or of a recipe."""
+    explanations = []
+    for cause in causes:
+        explanation = Explanation(cause.lstrip("~!"), cause.lstrip("!"), "codes", exact=cause[0] != "~")
+        explanations.append((explanation.with_untried_rivals() if cause[0] == "!" else explanation).to_dict())
+    kind = {"operation": "quantize", "recipe": recipe or name, "stage": "codes"}
+    return {"case": name, **kind, "explanations": explanations}
 
 
 @pytest.mark.parametrize(
@@ -59,3 +65,14 @@ def test_an_exact_cause_explains_every_case_of_its_kind() -> None:
     assert {explanation["cause"]: explanation["exact"] for explanation, _ in assign_causes(records)} == {
         "x": False, "y": True,
     }  # fmt: skip
+
+
+def test_a_cause_is_exact_if_one_diagnosis_is_complete() -> None:
+    stopped, complete = failing("a", "!x", recipe="r"), failing("b", "x", recipe="r")
+    for records, sentence in (([stopped], "x" + UNTRIED_RIVALS), ([stopped, complete], "x")):
+        ((explanation, members),) = assign_causes(records)
+        assert (explanation["sentence"], explanation["exact"]) == (sentence, len(records) == 2)
+        assert members == records
+    # A cause that was not tried where the diagnosis stopped is a rival still.
+    ((explanation, _),) = assign_causes([stopped, failing("b", "x", "y", recipe="r")])
+    assert (explanation["sentence"], explanation["exact"]) == ("x; or: y", False)

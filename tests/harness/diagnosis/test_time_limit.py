@@ -1,4 +1,4 @@
-"""A time limit removes explanations of a wrong result, never adds or changes any, and reports the removed causes."""
+"""A time limit removes explanations of a wrong result, leaves none exact, and reports the removed causes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.explain import explain
+from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
-from narrowgauge.harness.diagnosis.quantize import kernel_matrix
+from narrowgauge.harness.diagnosis.quantize import explain_quantize, kernel_matrix
 from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
@@ -119,17 +120,21 @@ def test_a_limit_of_0_claims_no_cause_and_says_so(case) -> None:
 def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves on by 1 s with every reading, so the limit is reached at every point of the search."""
     outcome, complete = case(), exact_causes(case())
-    notes = []
-    for seconds in (*range(1, 12), 20, 40, 80, 2000):
+    notes, possible = [], set()
+    for seconds in (*range(1, 12), 20, 40, 80, 160, 320, 2000):
         ticks = count()
         monkeypatch.setattr(time_limit, "monotonic", lambda ticks=ticks: float(next(ticks)))
         limit = TimeLimit(seconds)
-        found = exact_causes(outcome, limit)
-        assert [cause for cause in complete if cause in found] == found
-        assert limit.note or found == complete
+        found = explain(outcome, SearchHistory(), limit=limit)
+        exact = [each.cause for each in found if each.exact]
+        demoted = [each.cause for each in found if each.sentence.endswith(UNTRIED_RIVALS)]
+        assert exact == ([] if limit.note else complete)
+        assert [cause for cause in complete if cause in demoted] == demoted
         notes.append(limit.note)
+        possible |= set(demoted)
     assert notes[0]
     assert not notes[-1]
+    assert CASES[case] in possible
 
 
 def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +153,32 @@ def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.
     limit = TimeLimit(1)
     assert exact_causes(quantized(), limit) == []
     assert "nibbles-swapped fits the elements tried" in limit.note
+
+
+def test_a_cause_is_not_exact_before_its_further_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time ends when the search for deviations has ended; the inputs that could refute them are tried next time."""
+    now, families = 0.0, []
+    confirm = explain_quantize._Search.confirm
+
+    def confirm_later(*args):
+        nonlocal now
+        now = 100.0
+        return confirm(*args)
+
+    def further(family: str) -> Outcome:
+        families.append(family)
+        return quantized()
+
+    history = SearchHistory()
+    with monkeypatch.context() as patch:
+        patch.setattr(time_limit, "monotonic", lambda: now)
+        patch.setattr(explain_quantize._Search, "confirm", confirm_later)
+        limit = TimeLimit(1)
+        stopped = explain(quantized(), history, limit=limit, further=further)
+    assert (stopped[0].cause, stopped[0].exact, families) == ("nibbles-swapped", False, [])
+    assert "further inputs" in limit.note
+    assert explain(quantized(), history, limit=TimeLimit(), further=further)[0].exact
+    assert families
 
 
 def test_a_search_that_was_stopped_does_not_count_as_a_search() -> None:
