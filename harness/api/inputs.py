@@ -13,7 +13,7 @@ import torch
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.keys import TIERS, Tier, keys_of, nearest, one_of
+from narrowgauge.harness.cases.keys import TIERS, keys_of, nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_of
 from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
 from narrowgauge.spec.arguments import dtype_name
@@ -115,10 +115,13 @@ def make_case(operation: str, recipe: str | Recipe, values: Mapping[str, Any]) -
     return case
 
 
-def matrix(recipe: str | Recipe, tier: Tier = "quick", *, operation: str = "quantize", **fields: Any) -> list[Case]:
+def matrix(
+    recipe: str | Recipe, tier: str = "quick", *, operation: str = "quantize", device: str = "cpu", **fields: Any
+) -> list[Case]:
     """The shipped cases of a recipe, for `pytest.mark.parametrize`: pytest shows the id of the case.
 
     tier: "quick", or "full" for all cases.
+    device: "cpu" or "cuda". The tier quick has more cases on a GPU.
     operation: an operation of the case files: "quantize", "transform", "gemm", "quantize-grouped" and others.
     fields: values of further keys of the operation (cases/README.md): dtype="bf16", usage="rowwise".
 
@@ -127,7 +130,9 @@ def matrix(recipe: str | Recipe, tier: Tier = "quick", *, operation: str = "quan
     case is left.
     """
     name = str(find_recipe(recipe))
-    for argument, value, known in (("operation", operation, OPERATIONS), ("tier", tier, TIERS)):
+    for argument, value, known in (
+        ("operation", operation, OPERATIONS), ("tier", tier, TIERS), ("device", device, ("cpu", "cuda")),
+    ):  # fmt: skip
         if wrong := one_of(known)(value):
             raise ValueError(f"{argument} {wrong}")
     keys = {key.name: key for key in keys_of(OPERATIONS[operation]) if key.name != "recipe"}
@@ -142,7 +147,7 @@ def matrix(recipe: str | Recipe, tier: Tier = "quick", *, operation: str = "quan
     cases = [
         case
         for case in _shipped_cases()
-        if case.operation == operation and name in case.recipe_names and tier in ("full", case.tier)
+        if case.operation == operation and name in case.recipe_names and tier in ("full", case.tier_on(device))
         and all(getattr(case, field) == value for field, value in expected.items())
     ]  # fmt: skip
     if not cases:

@@ -28,6 +28,7 @@ class Case:
     concurrency: Concurrency = "sequential"
     """How further calls run: one after the other, from two threads or on two CUDA streams at once, in a CUDA graph."""
     tier: Tier = "quick"
+    """Tier of its table. `tier_on` is the tier of a run."""
     file: str = ""
     """Path of the case file."""
 
@@ -81,6 +82,11 @@ class Case:
     def section_sizes(self) -> tuple[int, ...]:
         """Rows of the sections of a grouped operation; empty for operations without sections."""
         return ()
+
+    def tier_on(self, device: str) -> str:
+        """`quick` or `full`: the tier of the case in a run on a device. `quick-cuda` is quick on a GPU alone."""
+        quick = ("quick", "quick-cuda") if device == "cuda" else ("quick",)
+        return "quick" if self.tier in quick else "full"
 
     def problem(self) -> str | None:
         """Why allowed values of different keys exclude one another; None for a valid case."""
@@ -145,10 +151,10 @@ def matching(keyword: str) -> Callable[[str], bool]:
     return lambda name: expression.evaluate(_Matcher(name.lower().translate(_IN_WORDS)))
 
 
-def select(cases: Iterable[Case], *, tier: str = "full", keyword: str = "") -> list[Case]:
-    """The cases of a tier (`full` contains all cases) whose ids a pytest keyword expression matches.
+def select(cases: Iterable[Case], *, tier: str = "full", keyword: str = "", device: str = "cpu") -> list[Case]:
+    """The cases of a tier on a device (`full` contains all cases) whose ids a pytest keyword expression matches.
 
     Raises ValueError if the expression cannot be read.
     """
     matches = matching(keyword)
-    return [case for case in cases if tier in ("full", case.tier) and matches(case.id)]
+    return [case for case in cases if tier in ("full", case.tier_on(device)) and matches(case.id)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.keys import TIERS, Key, Tier, keys_of, nearest, one_of, shown
+from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
 from narrowgauge.harness.cases.operations import OPERATIONS
 
 LEDGER = "known.toml"
@@ -47,7 +47,7 @@ def is_default(path: str | Path) -> bool:
 
 
 def load(path: str | Path) -> list[Case]:
-    """The cases of a file, in order; a case in tables of both tiers is quick.
+    """The cases of a file, in order; a case in tables of several tiers has the first of quick, quick-cuda and full.
 
     Raises CaseFileError if the file cannot be read, is not TOML, or has an unknown key or value.
     """
@@ -129,15 +129,15 @@ def _tables(path: Path) -> list[_Table]:
 
 
 def _cases(files: Iterable[Path]) -> list[Case]:
-    """The first case of every id, in order; quick if any case with the id is quick."""
+    """The first case of every id, in order, with the first tier of the cases with this id."""
     first: dict[str, Case] = {}
     collecting = gc.isenabled()
     gc.disable()  # cases are no garbage; collections would take a third of the time
     try:
         for case in (case for file in files for table in _tables(file) for case in table.cases(str(file))):
             known = first.setdefault(case.id, case)
-            if case.tier == "quick" != known.tier:
-                first[case.id] = replace(known, tier="quick")
+            if TABLE_TIERS.index(case.tier) < TABLE_TIERS.index(known.tier):
+                first[case.id] = replace(known, tier=case.tier)
     finally:
         if collecting:
             gc.enable()
@@ -158,8 +158,8 @@ def _table(table: Any, where: str) -> _Table:
             raise CaseFileError(
                 f"{where}: unknown key {name!r}{nearest(name, known)}; a {operation} has {', '.join(known)}"
             )
-    if tier not in TIERS:
-        raise CaseFileError(f"{where}: tier {one_of(TIERS)(tier)}")
+    if tier not in TABLE_TIERS:
+        raise CaseFileError(f"{where}: tier {one_of(TABLE_TIERS)(tier)}")
     required = [key.name for key in keys if key.required]
     if missing := [name for name in required if name not in table]:
         raise CaseFileError(f"{where}: {missing[0]} is missing; a {operation} needs {', '.join(required)}")

@@ -148,7 +148,7 @@ def _sections(value: Any) -> str | None:
 
 # ---- types of fields -------------------------------------------------------------------------------------------------
 
-Tier = Literal["quick", "full"]
+Tier = Literal["quick", "quick-cuda", "full"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Layout = Annotated[Literal["tn", "nn", "nt"], Flag.ALWAYS]
 Orientation = Annotated[Literal["rowwise", "columnwise"], Flag.CHANGED]
@@ -171,7 +171,10 @@ TrainingName = Annotated[str, _training]
 SectionsText = Annotated[str, _sections, Flag.ALWAYS]
 Shape = tuple[int, ...]
 
-TIERS: tuple[Tier, ...] = get_args(Tier)
+TABLE_TIERS: tuple[Tier, ...] = get_args(Tier)
+"""Tiers of the tables in case files. A case of several tables has the first of their tiers."""
+TIERS = ("quick", "full")
+"""Tiers of runs and records."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 ORDER = (

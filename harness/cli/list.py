@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Durations, Input, Keyword, Paths, Recipes, ShardOption, Tensors, Tier
-from narrowgauge.harness.cli.selection import part_of_run, select_cases
+from narrowgauge.harness.cli.options import (
+    Device,
+    Durations,
+    Input,
+    Keyword,
+    Paths,
+    Recipes,
+    ShardOption,
+    Tensors,
+    Tier,
+)
+from narrowgauge.harness.cli.selection import part_of_run, require_device_name, select_cases
 
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
@@ -23,6 +33,7 @@ def list_cases(
     paths: Paths = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
+    device: Device = "cpu",
     source: Input = None,
     tensors: Tensors = None,
     recipes: Recipes = None,
@@ -33,7 +44,8 @@ def list_cases(
     ] = False,
 ) -> None:
     """Print the ids of the cases that a run with the same arguments would run."""
-    chosen = select_cases(paths, tier, keyword, source, tensors, recipes)
+    require_device_name(device)
+    chosen = select_cases(paths, tier, keyword, source, tensors, recipes, device)
     if part := part_of_run(chosen, shard, durations):
         chosen = part.cases
     for line in _summary(chosen) if summary else (case.id for case in chosen):

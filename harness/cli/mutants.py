@@ -35,8 +35,9 @@ def mutants(
         stop(f"no mutant of {len(all_mutants)} is selected by -k {keyword!r}")
     cases = load_cases(paths, None, None, None)
     ledger = ledger_of(None, paths or [default_cases()], cases)
+    quick = choose_cases(cases, "quick", "", "cpu")
     # Known failures fail without a mutant too.
-    cases = [case for case in choose_cases(cases, "quick", "") if not ledger.entries_for(case.id, "native", "cpu")]
+    cases = [case for case in quick if not ledger.entries_for(case.id, "native", "cpu")]
     workers = workers or default_workers("cpu")
     passed = run_session(chosen, cases, report_dir, workers=workers, search=search, timeout=timeout)
     raise typer.Exit(0 if passed else 1)

@@ -16,7 +16,7 @@ Paths = Annotated[
 BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
-Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case.")]
+Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case. quick has more on a GPU.")]
 Keyword = Annotated[str, typer.Option("-k", help="pytest keyword expression on case ids: '1024 and bf16'.")]
 Input = Annotated[
     Path | None,

@@ -37,6 +37,7 @@ from narrowgauge.harness.cli.selection import (
     part_of_run,
     require_backend,
     require_device,
+    require_device_name,
     require_link,
     require_sanitizer,
     require_schedules,
@@ -92,14 +93,15 @@ def run(
     if sanitize:
         require_sanitizer(device)
     require_link(link)
+    require_device_name(device)
     cases = load_cases(paths, source, tensors, recipes)
     if untrusted:
-        drawn, secret, seed = _drawn(cases, tier, backend, source, secret)
-        chosen = choose_cases(drawn, "full", keyword)
+        drawn, secret, seed = _drawn(cases, tier, backend, source, secret, device)
+        chosen = choose_cases(drawn, "full", keyword, device)
     else:
         if fresh_host or secret is not None:
             stop("--fresh-host and --secret belong to --untrusted; add --untrusted")
-        chosen = choose_cases(cases, tier, keyword)
+        chosen = choose_cases(cases, tier, keyword, device)
     ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
     require_device(device)
     require_backend(backend)
@@ -144,9 +146,9 @@ def run(
 
 
 def _drawn(
-    cases: list[Case], tier: str, backend: str, source: Path | None, secret: int | None
+    cases: list[Case], tier: str, backend: str, source: Path | None, secret: int | None, device: str
 ) -> tuple[list[Case], int, int]:
-    """Drawn cases of a tier, their secret, and the seed of their inputs."""
+    """Drawn cases of a tier on a device, their secret, and the seed of their inputs."""
     from narrowgauge.harness.inputs.drawn_cases import drawn_cases, input_seed, new_secret
 
     if source is not None:
@@ -154,4 +156,4 @@ def _drawn(
     if backend == "reference":
         stop("--untrusted takes the reference from the backend, so the backend cannot be the reference")
     secret = new_secret() if secret is None else secret
-    return drawn_cases(choose_cases(cases, tier, ""), secret, matrix=cases), secret, input_seed(secret)
+    return drawn_cases(choose_cases(cases, tier, "", device), secret, matrix=cases), secret, input_seed(secret)

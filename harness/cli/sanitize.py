@@ -33,7 +33,7 @@ def sanitize_cases(
         find_tool()
     except ComputeSanitizerError as error:
         stop(str(error))
-    chosen = select_cases(paths, tier, keyword, None, None, None)
+    chosen = select_cases(paths, tier, keyword, None, None, None, "cuda")
     require_device("cuda")
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.report.report import ReportError

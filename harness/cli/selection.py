@@ -26,20 +26,21 @@ def select_cases(
     source: Path | None,
     tensors: list[str] | None,
     recipes: list[str] | None,
+    device: str,
 ) -> list[Case]:
     """Load and select the cases of a command: `load_cases`, then `choose_cases`."""
-    return choose_cases(load_cases(paths, source, tensors, recipes), tier, keyword)
+    return choose_cases(load_cases(paths, source, tensors, recipes), tier, keyword, device)
 
 
-def choose_cases(cases: list[Case], tier: str, keyword: str) -> list[Case]:
-    """Cases of a tier that match a keyword expression. No match is an error."""
+def choose_cases(cases: list[Case], tier: str, keyword: str, device: str) -> list[Case]:
+    """Cases of a tier on a device that match a keyword expression. No match is an error."""
     from narrowgauge.harness.cases.case import select
     from narrowgauge.harness.cases.keys import TIERS, nearest
 
     if tier not in TIERS:
         stop(f"--tier is {tier!r}{nearest(tier, TIERS)}; it can be {', '.join(TIERS)}")
     try:
-        chosen = select(cases, tier=tier, keyword=keyword)
+        chosen = select(cases, tier=tier, keyword=keyword, device=device)
     except ValueError as error:
         stop(str(error))
     if not chosen:
@@ -124,8 +125,8 @@ def require_link(link: str) -> None:
         stop(f"--link is {link!r}; it is the address of a page: https://…")
 
 
-def require_device(device: str) -> None:
-    """End the command unless kernels can run on the device."""
+def require_device_name(device: str) -> None:
+    """End the command unless the device is cpu or cuda."""
     from narrowgauge.harness.cases.keys import nearest
 
     devices = ("cpu", "cuda")
@@ -133,6 +134,11 @@ def require_device(device: str) -> None:
         gpu = device.lower().startswith(("gpu", "nvidia", "cuda"))
         close = nearest("cuda" if gpu else device, devices)
         stop(f"--device is {device!r}{close}; it can be {', '.join(devices)}")
+
+
+def require_device(device: str) -> None:
+    """End the command unless kernels can run on the device."""
+    require_device_name(device)
     from narrowgauge.harness.backends.backend import BackendError, check_device
 
     try:

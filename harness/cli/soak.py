@@ -14,6 +14,7 @@ from narrowgauge.harness.cli.selection import (
     load_cases,
     require_backend,
     require_device,
+    require_device_name,
 )
 
 
@@ -34,7 +35,8 @@ def soak_cases(
 ) -> None:
     """Run a part of the cases over many seeds. Exit status 0 only if every run passed, or failed as is known."""
     cases = load_cases(paths, None, None, None)
-    selected = choose_cases(cases, tier, keyword)
+    require_device_name(device)
+    selected = choose_cases(cases, tier, keyword, device)
     ledger = ledger_of(None, paths or [default_cases()], cases)
     launched = ledger.launchable(selected, backend=backend, device=device)
     if skipped := len(selected) - len(launched):

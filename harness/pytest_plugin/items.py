@@ -30,7 +30,9 @@ class CaseFile(pytest.File):
             ledger = session.ledgers.ledger_for(self.path.parent, cases)
         except (CaseFileError, LedgerError) as error:
             raise self.CollectError(str(error)) from error
-        for case in select(cases, tier=session.tier_of(self.path), keyword=session.options.keyword):
+        options = session.options
+        tier = session.tier_of(self.path)
+        for case in select(cases, tier=tier, keyword=options.keyword, device=options.device):
             yield CaseItem.from_parent(self, name=case.id, case=case, ledger=ledger)
 
 
@@ -55,7 +57,7 @@ class CaseItem(pytest.Item):
         self.record: dict[str, Any] | None = None
         self.timeout = math.inf
         """Time limit of the case in seconds, from pytest-timeout."""
-        self.add_marker(getattr(pytest.mark, case.tier))
+        self.add_marker(getattr(pytest.mark, case.tier_on(self.session_of_cases.options.device)))
 
     @property
     def session_of_cases(self) -> Any:

@@ -182,5 +182,5 @@ def new_record(case: Case, *, backend: str, device: str, seed: int, options: str
     return Record(
         case=case.id, file=case.file, operation=case.operation, recipe=case.recipe_label,
         shape=case.shape_label, dtype=case.dtype_label, inputs=case.inputs, flags="+".join(case.flags),
-        tier=case.tier, backend=backend, device=device, seed=seed, options=options,
+        tier=case.tier_on(device), backend=backend, device=device, seed=seed, options=options,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def test_the_matrix_is_a_selection_of_the_shipped_cases() -> None:
         case for case in shipped
         if case.operation == "quantize" and case.recipe_names == ("nvfp4",) and case.tier == "quick"
     ]  # fmt: skip
-    assert len(quick) < len(matrix("nvfp4", "full"))
+    assert len(quick) < len(matrix("nvfp4", device="cuda")) < len(matrix("nvfp4", "full"))
     mixed = matrix("mxfp8-e5m2", operation="gemm")
     assert any(len(set(case.recipe_names)) == 2 for case in mixed)
     narrow = matrix("nvfp4", dtype="bf16", usage="both", shape=(128, 128), tier="full")
@@ -104,6 +104,7 @@ def test_the_matrix_is_a_selection_of_the_shipped_cases() -> None:
     ("arguments", "text"),
     [
         ({"tier": "quikc"}, "tier is 'quikc' (did you mean 'quick'?); it can be quick, full"),
+        ({"device": "gpu"}, "device is 'gpu' (did you mean 'cpu'?); it can be cpu, cuda"),
         ({"operation": "quantise"}, "operation is 'quantise' (did you mean 'quantize'?)"),
         ({"usge": "both"}, "no key of quantize is called 'usge' (did you mean 'usage'?)"),
         ({"usage": "all"}, "usage is 'all'; it can be rowwise, columnwise, both"),

@@ -1,6 +1,7 @@
 """Case files: expansion, selection, messages for mistakes, and the committed matrix."""
 
 import gc
+import itertools
 import json
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, case_from_labels
 from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.cases.sections import KINDS
+from narrowgauge.harness.records.record import new_record
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
 from tests.paths import CASES
@@ -102,13 +104,24 @@ def test_gemm(write):
     assert {case.layout for case in cases} == {"nn", "nt"}
 
 
-@pytest.mark.parametrize("order", [("quick", "full"), ("full", "quick")])
-def test_a_case_of_both_tiers_is_quick(write, order):
-    tables = [QUANTIZE | {"tier": f"'{tier}'", "dtype": "'bf16'" if tier == "quick" else "['fp32', 'bf16']"}
-              for tier in order]  # fmt: skip
-    cases = load(write(*tables))
-    assert {(case.dtype, case.tier) for case in cases} == {("bf16", "quick"), ("fp32", "full")}
-    assert len(cases) == 2
+DTYPES_OF = {"quick": "['bf16']", "quick-cuda": "['bf16', 'fp16']", "full": "['bf16', 'fp16', 'fp32']"}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(DTYPES_OF)))
+def test_a_case_of_several_tables_has_the_first_tier(write, order):
+    cases = load(write(*(QUANTIZE | {"tier": f"'{tier}'", "dtype": DTYPES_OF[tier]} for tier in order)))
+    assert {(case.dtype, case.tier) for case in cases} == {("bf16", "quick"), ("fp16", "quick-cuda"), ("fp32", "full")}
+    assert len(cases) == 3
+
+
+def test_the_device_decides_the_tier(write):
+    cases = load(write(*(QUANTIZE | {"tier": f"'{tier}'", "dtype": DTYPES_OF[tier]} for tier in DTYPES_OF)))
+    for device, quick in {"cpu": {"bf16"}, "cuda": {"bf16", "fp16"}}.items():
+        assert {case.dtype for case in select(cases, tier="quick", device=device)} == quick
+        assert {case.dtype for case in cases if case.tier_on(device) == "full"} == {"bf16", "fp16", "fp32"} - quick
+        assert select(cases, tier="full", device=device) == cases
+        for case in cases:
+            assert new_record(case, backend="b", device=device, seed=0).tier == case.tier_on(device)
 
 
 BOTH = "['rowwise', 'both']"
@@ -227,7 +240,7 @@ MISTAKES = [
     (QUANTIZE | {"operation": "'quantise'"}, "operation is 'quantise' (did you mean 'quantize'?)"),
     ({}, "operation is None; it can be quantize, transform, swizzle, update-scale, quantize-grouped, gemm, gemm-gr"),
     (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?)"),
-    ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, full"),
+    ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, quick-cuda, full"),
     (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?)"),
     ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),
     ({k: v for k, v in GEMM.items() if k != "out"}, "out is missing; a gemm needs recipe, shape, x, w, out, inputs"),

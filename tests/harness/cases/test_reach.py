@@ -166,6 +166,18 @@ def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callab
     assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
 
 
+def test_every_recipe_has_shapes_of_models_in_the_quick_tier_of_a_gpu() -> None:
+    more = [case for case in select(ALL, tier="quick", device="cuda") if case not in QUICK]
+    assert {case.shape for case in more} == {(128, 7168), (1, 7168, 2048), (16, 7168, 2048), (128, 7168, 2048)}
+    assert len(more) <= 150  # they take a GPU half a minute
+    for operation in ("quantize", "gemm"):
+        quick, models = (
+            {name for case in cases if case.operation == operation for name in case.recipe_names if "@" not in name}
+            for cases in (QUICK, more)
+        )
+        assert sorted(quick - models) == []
+
+
 def is_aligned(case: Case) -> bool:
     """Whether the extents of a matrix, or N and K of a product, are multiples of 128. Kernels often take any M."""
     sizes = case.shape[1:] if isinstance(case, ProductCase) else (math.prod(case.shape[:-1]), case.shape[-1])

@@ -198,6 +198,14 @@ def test_list_selects_as_a_run_would(arguments, ids):
     assert narrowgauge("list", *arguments).stdout.splitlines() == ids
 
 
+def test_list_has_more_cases_of_the_quick_tier_on_a_gpu(folder):
+    (folder / "cases" / "models.toml").write_text(small_toml.matrix(tier="quick-cuda", shape=[16, 64], dtype="bf16"))
+    more = ["quantize/nvfp4/16x64/bf16/normal"]
+    assert narrowgauge("list").stdout.splitlines() == QUICK
+    assert sorted(narrowgauge("list", "--device", "cuda").stdout.splitlines()) == sorted(QUICK + more)
+    assert set(narrowgauge("list", "--tier", "full").stdout.splitlines()) == {*QUICK, *FULL, *more}
+
+
 def test_a_summary_has_the_cases_by_shape_and_flag(folder):
     table = small_toml.matrix(shape=[[16, 32], [128, 64]], usage=["rowwise", "both"], scales=["linear", "swizzled"])
     (folder / "cases" / "small.toml").write_text(table + CASES[CASES.rindex("[[matrix]]") :])
@@ -233,7 +241,7 @@ REFUSED = [
     ("list", ["--input", "a.onnx"], "unknown suffix '.onnx'"),
     ("run", ["--input", "captured.npz", "--tensor", "wieght"], "no tensor 'wieght' (did you mean 'weight'?)"),
     ("run", ["wrong.toml"], "wrong.toml: [[matrix]] 1: unknown key 'dtyp' (did you mean 'dtype'?)"),
-    ("run bench", ["--device", "gpu"], "--device is 'gpu' (did you mean 'cuda'?)"),
+    ("list run bench", ["--device", "gpu"], "--device is 'gpu' (did you mean 'cuda'?)"),
     ("run", ["-n", "-1"], "'-n'"),
     ("show", [QUICK[0], "--device", "gpu"], "--device is 'gpu'"),
     *(("show", [QUICK[0], f"--at={at}"], f"--at is {at!r}") for at in ("3", "a,b", "1,2,3", "-1,2")),
