@@ -2,7 +2,8 @@
 
 Each library has an environment of its own, because libraries pin different versions of torch. A survey is `narrowgauge
 dialect` of an adapter and a recipe. Libraries without a package are surveyed in a checkout that somebody gives by
-`--checkout`. Rows of libraries that are not surveyed are kept.
+`--checkout`. With `--device cuda` the libraries are those of the interpreter that runs this program. Rows of libraries
+that are not surveyed are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tomllib
 import venv
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WRONG: list[dict[str, Any]] = LIBRARIES.pop("wrong")
 PRODUCTS: list[dict[str, Any]] = LIBRARIES.pop("product")
+NOT_RUN: list[dict[str, str]] = LIBRARIES.pop("not-run")
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Conformance
 
@@ -37,14 +40,28 @@ of [known classes](backends.md#dialect-of-a-quantizer) give every byte. The clas
 infinity, the ends of float32 and arithmetic in float16.
 
 """
+COLUMNS = "recipe | dialect | equal | explained, and differences (inputs) |\n|---|---|---|---|---|"
+GPU_HEAD = """
+## On a GPU
+
+Surveys of kernels for a GPU, with the versions that ran. `python docs/conformance.py --device cuda` measures them in
+an interpreter that has the libraries.
+
+"""
+NOT_RUN_HEAD = """
+## Not run
+
+| kernel | reason |
+|---|---|
+"""
 PRODUCTS_HEAD = """
 ## Products of matrices
 
 The order in which a library adds the products of a GEMM, found by the [probe](accumulators.md#the-order-of-a-gemm). An
 order is confirmed if it predicts random products to the bit. The order on a CPU depends on its instructions: these rows
-are of an AMD EPYC with AVX-512. `python docs/conformance.py --products torch jax mlx` measures them again. The rows of
-the H100 are of a single earlier measurement, which this page does not repeat; its shapes are counted and not listed. On
-a GPU an order is that of a [model](accumulators.md#models) and its [composition](accumulators.md#order-of-a-product).
+are of an AMD EPYC with AVX-512. `python docs/conformance.py --products torch jax mlx` measures them again, and with
+`--device cuda` those of a GPU. On a GPU an order is that of a [model](accumulators.md#models) and its
+[composition](accumulators.md#order-of-a-product).
 
 | call | operands | device | order (shapes M×K×N) | shapes confirmed |
 |---|---|---|---|---|
@@ -87,11 +104,10 @@ def python_of(name: str, library: dict[str, Any], folder: Path) -> Path:
     return python
 
 
-def survey(python: Path, path: str, backend: str, recipe: str) -> dict[str, Any]:
+def survey(python: Path, path: str, backend: str, recipe: str, device: str) -> dict[str, Any]:
     """The answer of `narrowgauge dialect`, or its error. `path`: a checkout of the library, or empty."""
-    command = [str(python), "-m", "narrowgauge", "dialect", backend, "--recipe", recipe, "--json"]
-    searched = os.pathsep.join(filter(None, [str(ROOT), path]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": searched}
+    command = [str(python), "-m", "narrowgauge", "dialect", backend, "--recipe", recipe, "--json", "--device", device]
+    environment = environment_of(path if device == "cpu" else os.environ.get("PYTHONPATH", ""))
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     start = result.stdout.find("{")
     if start < 0:
@@ -100,8 +116,15 @@ def survey(python: Path, path: str, backend: str, recipe: str) -> dict[str, Any]
     return answer
 
 
-def row(backend: str, recipe: str, answer: dict[str, Any]) -> str:
+def environment_of(path: str) -> dict[str, str]:
+    """Environment of a measuring process, with this package and `path` among the folders of its modules."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
+
+
+def row(backend: str, recipe: str, answer: dict[str, Any], device: str) -> str:
     """A row of the table."""
+    if device == "cuda":
+        recipe += f" | {on_gpu(answer.get('versions', {}))}"
     if "error" in answer:
         return f"| `{backend}` | {recipe} | not run: {answer['error']} | | |"
     nearest = next(one for one in answer["dialects"] if one["dialect"] == answer["nearest"])
@@ -114,100 +137,134 @@ def row(backend: str, recipe: str, answer: dict[str, Any]) -> str:
     return f"| `{backend}` | {recipe} | {names} | {equal} | {explained}: {listed} |"
 
 
+def on_gpu(versions: dict[str, str]) -> str:
+    """The GPU, and the versions of the libraries on it."""
+    import torch
+
+    listed = [f"{name} {version}" for name, version in versions.items() if name not in ("Python", "narrowgauge")]
+    return ", ".join([torch.cuda.get_device_name().removeprefix("NVIDIA ").partition(" ")[0], *listed])
+
+
 _PROBE = """
 import json, sys, torch, narrowgauge
+from narrowgauge.harness.tools.dialect.versions import versions
 torch.set_num_threads(1)
-one, names = json.loads(sys.argv[1]), {"torch": torch}
+one, device = json.loads(sys.argv[1]), sys.argv[2]
+names = {"torch": torch, "ones": lambda *shape: torch.ones(shape, device=device)}
 exec(one.get("setup", ""), names)
-function, dtype = eval(one["function"], names), getattr(torch, one["dtype"])
-found = [narrowgauge.accumulation_order(function, *map(int, s.split("x")), dtype=dtype) for s in one["shapes"]]
-print(json.dumps([[str(order), order.confirmed] for order in found]))
+function, dtypes = eval(one["function"], names), [getattr(torch, name) for name in one["dtype"].split(" x ")]
+dtype = dtypes[0] if len(dtypes) == 1 else tuple(dtypes)
+print(json.dumps(versions(one["library"])))
+for shape in one["shapes"]:
+    order = narrowgauge.accumulation_order(function, *map(int, shape.split("x")), dtype=dtype, device=device)
+    print(json.dumps([str(order), order.confirmed]), flush=True)
 """
 
 
-def product_row(one: dict[str, Any], found: list[tuple[str, bool]]) -> str:
-    """A row of the table of products. `found`: the sentence of each shape, and whether it is confirmed."""
-    if "device" in one:
-        return f"{_product_start(one)} {one['order']} | {one['confirmed']} |"
+def product_row(one: dict[str, Any], found: list[tuple[str, bool]], place: str) -> str:
+    """A row of the table of products. `found`: the sentence of each shape, and whether it is confirmed. `place`: CPU,
+    or the GPU and versions."""
     shapes: dict[str, list[str]] = {}
-    for (sentence, _), shape in zip(found, one["shapes"], strict=True):
-        order = sentence.partition(": ")[2].rpartition("; ")[0]
+    for (sentence, sure), shape in zip(found, one["shapes"], strict=True):
+        order = sentence.partition(": ")[2]
+        order = order.rpartition("; ")[0] if sure else f"not confirmed: {order}"
         shapes.setdefault(order, []).append(shape.replace("x", "×"))
     orders = [f"{order} ({', '.join(named)})" for order, named in shapes.items()]
     confirmed = f"{sum(sure for _, sure in found)} of {len(found)}"
-    return f"{_product_start(one)} {'<br>'.join(orders)} | {confirmed} |"
+    return f"| `{one['call']}` | {one['operands']} | {place} | {'<br>'.join(orders)} | {confirmed} |"
 
 
-def _product_start(one: dict[str, Any]) -> str:
-    return f"| `{one['call']}` | {one['operands']} | {one.get('device', 'CPU')} |"
+def measured_product(one: dict[str, Any], python: Path) -> str:
+    """The row of a product, measured on its device."""
+    device = one.get("device", "cpu")
+    environment = environment_of("" if device == "cpu" else os.environ.get("PYTHONPATH", ""))
+    command = [str(python), "-c", _PROBE, json.dumps(one), device]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{one['call']} of {one['operands']} cannot be probed:\n{result.stdout}{result.stderr}")
+    versions, *found = map(json.loads, result.stdout.splitlines()[-1 - len(one["shapes"]) :])
+    line = product_row(one, found, on_gpu(versions) if device == "cuda" else "CPU")
+    print(line, flush=True)
+    return line
 
 
-def product_rows(folder: Path, libraries: list[str]) -> list[str]:
-    """The rows of all products: those of `libraries` on a CPU are measured, the others are kept."""
-    kept = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    rows = []
-    for one in PRODUCTS:
-        if "device" in one:
-            rows.append(product_row(one, []))
-        elif one["library"] in libraries:
-            python = python_of(one["library"], LIBRARIES[one["library"]], folder)
-            command = [str(python), "-c", _PROBE, json.dumps(one)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-            rows.append(product_row(one, json.loads(result.stdout.splitlines()[-1])))
-        else:
-            rows += [line for line in kept if line.startswith(_product_start(one))][:1]
-    return rows
+def product_rows(folder: Path, libraries: list[str], device: str) -> list[str]:
+    """The rows of all products: those of `libraries` on the device are measured, the others are kept."""
+    kept = section("Products of matrices")
+    asked = [one for one in PRODUCTS if one["library"] in libraries and one.get("device", "cpu") == device]
+    pythons = [_python(one["library"], folder, device) for one in asked]
+    with ThreadPoolExecutor(4 if device == "cuda" else 1) as pool:
+        measured = dict(zip(map(id, asked), pool.map(measured_product, asked, pythons), strict=True))
+    lines = [measured.get(id(one)) or _kept_product(one, kept) for one in PRODUCTS]
+    return [line for line in lines if line]
 
 
-def library_of(line: str) -> str:
-    """The library of a row of the first table."""
-    return line.split("`")[1].partition(":")[0]
+def _kept_product(one: dict[str, Any], kept: list[str]) -> str:
+    """The row of a product on the page as it is; empty if the product is new."""
+    start = f"| `{one['call']}` | {one['operands']} | "
+    on_cpu = one.get("device", "cpu") == "cpu"
+    return next((row for row in kept if row.startswith(start) and row.startswith(f"{start}CPU |") == on_cpu), "")
 
 
-def kept_rows() -> dict[str, list[str]]:
-    """The rows of the page as it is, by library."""
-    found: dict[str, list[str]] = {}
-    if PAGE.exists():
-        table = PAGE.read_text(encoding="utf-8").split("\n## Versions")[0]
-        for line in table.splitlines():
-            if line.startswith("| `"):
-                found.setdefault(library_of(line), []).append(line)
+def _python(name: str, folder: Path, device: str) -> Path:
+    """The interpreter that has a library: on a GPU, that of this program."""
+    return Path(sys.executable) if device == "cuda" else python_of(name, LIBRARIES[name], folder)
+
+
+def section(title: str) -> list[str]:
+    """The rows of tables in a section of the page as it is; the first section has no title."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    parts = text.split("\n## ")
+    found = parts[0] if not title else next((part for part in parts if part.startswith(f"{title}\n")), "")
+    return [line for line in found.splitlines() if line.startswith("| `")]
+
+
+def by_library(lines: list[str]) -> dict[str, list[str]]:
+    """Rows of surveys by library."""
+    found: dict[str, list[str]] = {name: [] for name in LIBRARIES}
+    for line in lines:
+        found[line.split("`")[1].partition(":")[0]].append(line)
     return found
 
 
-def page(folder: Path, only: list[str], checkouts: dict[str, str], *, products: bool) -> str:
+def page(folder: Path, only: list[str], checkouts: dict[str, str], *, products: bool, device: str) -> str:
     """The page. `products`: measure products of matrices in place of quantizers."""
-    found = product_rows(folder, only if products else [])
-    rows = kept_rows()
-    versions: list[str] = []
-    jobs: list[tuple[Path, str, str, str]] = []
+    found = product_rows(folder, only if products else [], device)
+    rows = {name: by_library(section(title)) for name, title in (("cpu", ""), ("cuda", "On a GPU"))}
+    jobs: list[tuple[Path, str, str, str, str]] = []
     for name, library in LIBRARIES.items():
-        versions.append(f"| {name} | {', '.join((*library.get('requirements', []), *library.get('alone', [])))}")
-        versions[-1] += f"{library.get('note', '')} |"
-        if products or not library["surveys"] or (only and name not in only):
+        surveys = library.get("surveys" if device == "cpu" else "gpu", [])
+        if products or not surveys or (only and name not in only):
             continue
-        if "checkout" in library and name not in checkouts:
+        if device == "cpu" and "checkout" in library and name not in checkouts:
             continue
-        rows[name] = []
-        python = python_of(name, library, folder)
-        jobs += [(python, checkouts.get(name, ""), *line.split("@")) for line in library["surveys"]]  # type: ignore[misc]
+        rows[device][name] = []
+        python = _python(name, folder, device)
+        jobs += [(python, checkouts.get(name, ""), *line.split("@"), device) for line in surveys]  # type: ignore[misc]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job, answer in zip(jobs, pool.map(lambda job: survey(*job), jobs), strict=True):
-            line = row(job[2], job[3], answer)
-            rows[library_of(line)].append(line)
+            line = row(job[2], job[3], answer, device)
+            rows[device][job[2].partition(":")[0]].append(line)
             print(line, flush=True)
-    return assembled([line for name in LIBRARIES for line in rows.get(name, [])], versions, found)
+    return assembled(*([line for lines in rows[name].values() for line in lines] for name in ("cpu", "cuda")), found)
 
 
-def assembled(rows: list[str], versions: list[str], products: list[str]) -> str:
+def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
     """The page of its rows."""
-    explained = sum("| yes" in one for one in rows)
+    explained = sum("| yes" in one for one in [*rows, *gpu_rows])
+    installed = {
+        name: ", ".join((*library.get("requirements", []), *library.get("alone", []))) + library.get("note", "")
+        for name, library in LIBRARIES.items()
+        if "surveys" in library
+    }
+    versions = [f"| {name} | {packages} |" for name, packages in installed.items()]
     return (
-        HEAD + f"{explained} of {len(rows)} surveys are explained.\n\n"
-        "| backend | recipe | dialect | equal | explained, and differences (inputs) |\n|---|---|---|---|---|\n"
-        + "\n".join(rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
-        + PRODUCTS_HEAD + "\n".join(products) + "\n" + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
+        HEAD + f"{explained} of {len(rows) + len(gpu_rows)} surveys are explained.\n\n| backend | {COLUMNS}\n"
+        + "\n".join(rows) + "\n" + GPU_HEAD + f"| backend | {COLUMNS.replace('recipe |', 'recipe | GPU |', 1)}---|\n"
+        + "\n".join(gpu_rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
+        + PRODUCTS_HEAD + "\n".join(products) + "\n"
+        + NOT_RUN_HEAD + "\n".join(f"| {one['kernel']} | {one['reason']} |" for one in NOT_RUN) + "\n"
+        + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
     )  # fmt: skip
 
 
@@ -217,6 +274,12 @@ if __name__ == "__main__":
     parser.add_argument("--checkout", action="append", default=[], metavar="LIBRARY=FOLDER", help="folder of a library")
     parser.add_argument("libraries", nargs="*", help="libraries to survey (default: all)")
     parser.add_argument("--products", action="store_true", help="measure products of matrices of these libraries")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: kernels of a GPU, in this Python"
+    )
     given = parser.parse_args()
     checkouts = dict(one.split("=", 1) for one in given.checkout)
-    PAGE.write_text(page(given.environments, given.libraries, checkouts, products=given.products), encoding="utf-8")
+    PAGE.write_text(
+        page(given.environments, given.libraries, checkouts, products=given.products, device=given.device),
+        encoding="utf-8",
+    )

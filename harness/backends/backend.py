@@ -55,6 +55,8 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
                                    decoded to bfloat16 first. Prefix split-<n>-: K in n equal slices, whose float32
                                    sums are added in order
     {"gemm": "probe"}              the order is found by a probe for each shape; narrows the accepted results only
+    {"gemm": "probe-13"}           the same for FP8 tensor cores of Hopper, whose sums keep 13 fraction bits: a probed
+                                   order "aligned-13-…" decides, also if it gives less precise results
     {"accumulator": "truncating"}  additions round to either neighbour, which covers truncation
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
@@ -71,8 +73,8 @@ of them are left out.
 
 `gemm_order(a, b)`: for backends that do not add all products in the same order. It returns the order of the product of
 two Quantized operands, or of two lists of operands (the sections of a grouped product): a name from above, None, or
-"truncating" for any order with a truncating accumulator. The declaration of "gemm" is then ignored; and so is the
-declaration of "operands" if the method returns a name.
+"truncating" for any order with a truncating accumulator. An order that "gemm" declares is then ignored; and so is the
+declaration of "operands" if the method returns a name. With a declared probe, products without a name are probed.
 """
 
 from __future__ import annotations
@@ -110,11 +112,11 @@ __all__ = ["METHODS", "Backend", "BackendError", "Unsupported", "check_device", 
 
 TRUNCATING = "truncating"
 """An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
-PROBE = "probe"
-"""A declaration of "gemm": the order is found by a probe (docs/accumulators.md#declare-the-probe)."""
+PROBE, PROBE_13 = "probe", "probe-13"
+"""Declarations of "gemm": the order is found by a probe (docs/accumulators.md#declare-the-probe)."""
 DECLARATIONS = {
     "transform": ("butterfly",),
-    "gemm": (*ORDERS, PROBE),
+    "gemm": (*ORDERS, PROBE, PROBE_13),
     "accumulator": (TRUNCATING,),
     "subnormals": ("flushed",),
     "operands": OPERANDS,
@@ -271,7 +273,7 @@ class Backend:
     @property
     def probes_order(self) -> bool:
         """Whether the backend asks for a probe of the order of its products."""
-        return self.declares.get("gemm") == PROBE and not self.has("gemm_order")
+        return self.declares.get("gemm") in (PROBE, PROBE_13)
 
     def update_scale(
         self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe
@@ -354,7 +356,7 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
             close = nearest(value, DECLARATIONS[key])
             raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {_ALLOWED}")
     try:
-        order = None if declared.get("gemm") == PROBE else declared.get("gemm")
+        order = None if declared.get("gemm") in (PROBE, PROBE_13) else declared.get("gemm")
         Summation(order, truncates="accumulator" in declared, operands=declared.get("operands"))
     except ValueError as error:
         raise BackendError(f"backend {name}: declares 'gemm' to be {declared['gemm']!r}: {error}") from None

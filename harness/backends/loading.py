@@ -18,8 +18,8 @@ from narrowgauge.harness.cases.keys import nearest
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
 LIBRARIES = (
-    "comfy-kitchen", "compressed-tensors", "deepgemm", "flashinfer", "gguf", "jax", "microxcaling", "mlx", "modelopt",
-    "torch", "torchao", "transformer-engine", "vllm",
+    "comfy-kitchen", "compressed-tensors", "conch", "deepgemm", "flashinfer", "gguf", "humming", "jax", "microxcaling",
+    "mlx", "modelopt", "torch", "torchao", "transformer-engine", "vllm",
 )  # fmt: skip
 """Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 

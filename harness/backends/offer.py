@@ -90,12 +90,15 @@ class Offer:
         return [case, *(replace(case, recipe=other) for other in offered)]  # type: ignore[call-arg]
 
     def _versions(self, case: Case) -> list[Case]:
-        recipe = getattr(case, "recipe", "")
-        offered = (self.dialects or {}).get(recipe)
-        if offered is None or set(case.recipe_names) != {recipe}:
+        """The case in every dialect that the backend has for the recipes of all operands."""
+        fields = [name for name in ("recipe", "w_recipe") if getattr(case, name, None)]
+        recipes = [getattr(case, name) for name in fields]
+        offered = [(self.dialects or {}).get(recipe) for recipe in recipes]
+        if not recipes or None in offered:
             return [case]
-        names = [recipe if dialect == _DEFAULT else f"{recipe}@{dialect}" for dialect in offered]
-        return [replace(case, recipe=name) for name in names]  # type: ignore[call-arg]
+        shared = [dialect for dialect in offered[0] or () if all(dialect in (others or ()) for others in offered)]
+        named = [[name if dialect == _DEFAULT else f"{name}@{dialect}" for name in recipes] for dialect in shared]
+        return [replace(case, **dict(zip(fields, names, strict=True))) for names in named] or [case]
 
 
 def _method(operation: str) -> str:

@@ -1,4 +1,5 @@
-"""torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row."""
+"""torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row, and on a GPU
+`torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128."""
 
 from __future__ import annotations
 
@@ -11,23 +12,30 @@ from narrowgauge.spec.quantized import Quantized
 
 TESTED_VERSION = "2.13.0 on a CPU, 2.11 on an H200"
 _RECIPES = ("fp8-current-e4m3", "fp8-row-e4m3")
+_BLOCKS = {"fp8-block-1x128-e4m3-fp32": "BlockWise1x128", "fp8-block-128x128-e4m3-fp32": "BlockWise128x128"}
+"""Recipes of a GPU, and their `ScalingType`."""
+_WHOLE_K = 1024
+"""K up to which no product of blocks had slices of K, on an H200."""
 
 
 class Backend:
     """On a CPU torch decodes both operands to float32 first. On a GPU the order is that of cuBLAS or CUTLASS."""
 
-    dialects: ClassVar = dict.fromkeys(_RECIPES, "te")
+    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_BLOCKS), "te")
     constraints: ClassVar = {"K": 16, "N": 16, "out": ["bf16", "fp32"], "layout": ["tn"]}
     declares: ClassVar[dict[str, str]] = {"operands": "decoded-float32"}
 
     def check(self, device: torch.device) -> None:
-        """Tensor cores add with a truncating accumulator; a GPU decodes no operand first."""
+        """On a GPU, FP8 tensor cores keep 13 fraction bits of a sum, and no operand is decoded first."""
         if device.type == "cuda":
-            self.declares = {"accumulator": "truncating"}  # type: ignore[misc]
+            self.declares = {"gemm": "probe-13", "accumulator": "truncating"}  # type: ignore[misc]
+            self.gemm_order = _order_on_gpu
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
-        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes and for row scales
-        with float32 outputs on a GPU."""
+        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes, for row scales
+        with float32 outputs on a GPU, and for blocks on a CPU."""
+        if str(a.recipe) in _BLOCKS:
+            return _blocks(a, b, out_dtype)
         name = base_name(a.recipe, _RECIPES, {})
         if base_name(b.recipe, _RECIPES, {}) != name:
             raise NotImplementedError(f"torch._scaled_mm takes operands of one recipe, not {a.recipe} and {b.recipe}")
@@ -37,3 +45,29 @@ class Backend:
         fp8 = torch.float8_e4m3fn
         operands = a.codes.view(fp8), b.codes.view(fp8).T
         return torch._scaled_mm(*operands, scale_a=scales[0], scale_b=scales[1], out_dtype=out_dtype)
+
+
+def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+    """The product of blocks. cuBLAS takes the scales of 1x128 in columns, and those of 128x128 in rows of a multiple of
+    four scales."""
+    names = [base_name(q.recipe, _BLOCKS, {}) for q in (a, b)]
+    if not a.codes.is_cuda or out_dtype is not torch.bfloat16 or a.shape[1] % 128:
+        raise NotImplementedError("scaled_mm takes blocks on a GPU, with K % 128 = 0, and gives bfloat16")
+    kinds = torch.nn.functional.ScalingType
+    scales = [
+        q.scales.T.contiguous().T
+        if name.startswith("fp8-block-1x128")
+        else torch.nn.functional.pad(q.scales, (0, -q.scales.shape[1] % 4)).T
+        for q, name in zip((a, b), names, strict=True)
+    ]
+    return torch.nn.functional.scaled_mm(
+        a.codes.view(torch.float8_e4m3fn), b.codes.view(torch.float8_e4m3fn).T,
+        scales[0], getattr(kinds, _BLOCKS[names[0]]), scales[1], getattr(kinds, _BLOCKS[names[1]]),
+        output_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def _order_on_gpu(a: Quantized, b: Quantized) -> str | None:
+    """The order of blocks; None for scales of tensors and rows, which are probed, and for K that cuBLAS may cut into
+    slices."""
+    return "aligned-13-32" if str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K else None

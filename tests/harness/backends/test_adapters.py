@@ -18,9 +18,10 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 
 MODULES = {
-    "comfy-kitchen": "comfy_kitchen", "compressed-tensors": "compressed_tensors", "deepgemm": "deep_gemm",
-    "flashinfer": "flashinfer", "gguf": "gguf", "jax": "jax", "microxcaling": "mx", "mlx": "mlx.core",
-    "modelopt": "modelopt", "torchao": "torchao", "transformer-engine": "transformer_engine", "vllm": "vllm",
+    "comfy-kitchen": "comfy_kitchen", "compressed-tensors": "compressed_tensors", "conch": "conch",
+    "deepgemm": "deep_gemm", "flashinfer": "flashinfer", "gguf": "gguf", "humming": "humming", "jax": "jax",
+    "microxcaling": "mx", "mlx": "mlx.core", "modelopt": "modelopt", "torchao": "torchao",
+    "transformer-engine": "transformer_engine", "vllm": "vllm",
 }  # fmt: skip
 """Module of each library."""
 

@@ -38,6 +38,18 @@ def test_a_recipe_stands_for_its_dialects():
     assert others == {"offers nvfp4 in torchao and te, not in jax": 1, "offers no recipe mxfp8-e4m3": 1}
 
 
+def test_both_operands_of_a_product_have_the_dialect():
+    """DeepGEMM multiplies blocks of 1x128 by blocks of 128x128, both in its own dialect."""
+    blocks = "fp8-block-1x128-e4m3-fp32+fp8-block-128x128-e4m3-fp32"
+    product = case(blocks, (16, 128, 128), "bf16xbf16-bf16", "gemm", ("tn",))
+    first, second = blocks.split("+")
+    offer = backend(dialects={first: ["deepgemm", "te", "vllm"], second: ["te", "deepgemm"]}).offer
+    names = [("@deepgemm", "@deepgemm"), ("", "")]
+    assert [one.recipe_names for one in offer.select([product])[0]] == [(first + a, second + b) for a, b in names]
+    chosen, others = backend(dialects={first: "deepgemm", second: "te"}).offer.select([product])
+    assert (chosen, others) == ([], {f"offers {first} in deepgemm, not in te": 1})
+
+
 def test_a_recipe_with_row_scales_has_all_cases():
     offer = backend(dialects={"fp8-row-e4m3": ["te", "vllm"], "fp8-current-e4m3": "te"}).offer
     chosen, _ = offer.select([case("fp8-current-e4m3")])

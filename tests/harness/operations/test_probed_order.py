@@ -26,7 +26,10 @@ class Kernel:
         if addends:
             return reference.gemm(a, b, out_dtype=out_dtype, **addends)
         if self.bits:
-            return bounds(a, b, out_dtype=out_dtype, order=f"aligned-{self.bits}-32").expected
+            y = bounds(a, b, out_dtype=out_dtype, order=f"aligned-{self.bits}-32").expected
+            if self.wrong and float(alpha(a, b).max()) != 1:
+                y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(torch.inf))
+            return y
         left, right = operand(a).float(), operand(b).float()
         total = torch.zeros(len(left), len(right))
         for k in range(left.shape[1]):
@@ -66,6 +69,30 @@ def test_a_less_precise_order_is_named_and_does_not_pass():
         assert record.ordered_share == 0
     (note,) = (note for note in record.notes if note["cause"] == "order-probed")  # a slow machine adds others
     assert 'declares {"gemm": "aligned-13-32"}' in note["sentence"]
+
+
+def test_a_declared_probe_of_fp8_tensor_cores_judges_13_bits_alone():
+    record = judged(Kernel(bits=13), declares="probe-13")
+    assert record.verdict == "pass", record.message
+    assert record.ordered_share > 0
+    (note,) = (note for note in record.notes if note["cause"] == "order-probed")
+    assert note["sentence"] == "judged in the probed order aligned-13-32"
+    assert judged(Kernel(bits=12), declares="probe-13").verdict == "fail"
+    wrong = judged(Kernel(bits=13, wrong=True), declares="probe-13")
+    assert wrong.verdict == "fail"
+    assert "that the declared order cannot give" in wrong.message
+
+
+def test_a_backend_with_orders_for_some_products_has_the_others_probed():
+    def gemm_order(a, b):
+        return "sequential" if a.shape[1] > 64 else None
+
+    loaded = backend(**REFERENCE | {"gemm": Kernel(), "gemm_order": gemm_order}, declares={"gemm": "probe"})
+    for columns, notes in ((96, []), (64, ["judged in the probed order sequential"])):
+        record = run_case(gemm_case("fp8-current-e4m3", "tn", shape=(16, columns, 12)), loaded)
+        assert record.verdict == "pass", record.message
+        assert record.ordered_share > 0.1
+        assert [note["sentence"] for note in record.notes if note["cause"] == "order-probed"] == notes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""Conch as a backend: its Triton GEMM of FP8 operands with a scale for each tensor or each row, on a GPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from narrowgauge.harness.backends.adapters.common import base_name, library
+from narrowgauge.spec.quantized import Quantized
+
+TESTED_VERSION = "conch-triton-kernels 1.3"
+_INSTALL = 'pip install "conch-triton-kernels[cuda]", for a GPU'
+_RECIPES = ("fp8-current-e4m3", "fp8-row-e4m3")
+
+
+class Backend:
+    """`scaled_gemm`, in tiles of 128x64x64 without masks for K and N."""
+
+    calls: ClassVar = {"": "conch.ops.quantization.gemm.scaled_gemm"}
+    dialects: ClassVar = dict.fromkeys(_RECIPES, "te")
+    constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
+    declares: ClassVar = {"gemm": "probe-13", "accumulator": "truncating"}
+
+    def check(self, device: torch.device) -> None:
+        """Raise ModuleNotFoundError if the library is missing, ValueError without a GPU."""
+        library("conch.ops.quantization.gemm", _INSTALL)
+        if device.type != "cuda":
+            raise ValueError("the Triton kernels need --device cuda")
+
+    def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
+        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes."""
+        if base_name(a.recipe, _RECIPES, {}) != base_name(b.recipe, _RECIPES, {}):
+            raise NotImplementedError(f"the adapter takes operands of one recipe, not {a.recipe} and {b.recipe}")
+        left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
+        scales = (q.scales.view(-1, 1) for q in (a, b))
+        return library("conch.ops.quantization.gemm", _INSTALL).scaled_gemm(left, right.T, *scales, out_dtype)
