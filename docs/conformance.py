@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WRONG: list[dict[str, Any]] = LIBRARIES.pop("wrong")
 PRODUCTS: list[dict[str, Any]] = LIBRARIES.pop("product")
+RUNS: list[dict[str, str]] = LIBRARIES.pop("run")
 NOT_RUN: list[dict[str, str]] = LIBRARIES.pop("not-run")
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Conformance
@@ -47,6 +48,16 @@ GPU_HEAD = """
 Surveys of kernels for a GPU, with the versions that ran. `python docs/conformance.py --device cuda` measures them in
 an interpreter that has the libraries.
 
+"""
+RUNS_HEAD = """
+## GEMMs judged
+
+Results of `narrowgauge run --backend … --device cuda` in the quick tier. FP8 tensor cores of Hopper keep 13 fraction
+bits, so the adapters declare [`probe-13`](accumulators.md#declare-the-probe). Cases that an adapter does not take, such
+as float32 outputs with scales of rows, are not counted.
+
+| backend | GPU | cases | passed | remark |
+|---|---|---|---|---|
 """
 NOT_RUN_HEAD = """
 ## Not run
@@ -249,6 +260,10 @@ def page(folder: Path, only: list[str], checkouts: dict[str, str], *, products: 
     return assembled(*([line for lines in rows[name].values() for line in lines] for name in ("cpu", "cuda")), found)
 
 
+def _run_row(run: dict[str, str]) -> str:
+    return f"| `{run['backend']}` | {run['device']} | {run['cases']} | {run['passed']} | {run['remark']} |"
+
+
 def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
     """The page of its rows."""
     explained = sum("| yes" in one for one in [*rows, *gpu_rows])
@@ -263,6 +278,7 @@ def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
         + "\n".join(rows) + "\n" + GPU_HEAD + f"| backend | {COLUMNS.replace('recipe |', 'recipe | GPU |', 1)}---|\n"
         + "\n".join(gpu_rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
         + PRODUCTS_HEAD + "\n".join(products) + "\n"
+        + RUNS_HEAD + "\n".join(map(_run_row, RUNS)) + "\n"
         + NOT_RUN_HEAD + "\n".join(f"| {one['kernel']} | {one['reason']} |" for one in NOT_RUN) + "\n"
         + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
     )  # fmt: skip

@@ -97,8 +97,11 @@ class Offer:
         if not recipes or None in offered:
             return [case]
         shared = [dialect for dialect in offered[0] or () if all(dialect in (others or ()) for others in offered)]
-        named = [[name if dialect == _DEFAULT else f"{name}@{dialect}" for name in recipes] for dialect in shared]
-        return [replace(case, **dict(zip(fields, names, strict=True))) for names in named] or [case]
+        found: list[Case] = []
+        for dialect in shared:
+            names: Any = [name if dialect == _DEFAULT else f"{name}@{dialect}" for name in recipes]
+            found.append(replace(case, **dict(zip(fields, names, strict=True))))
+        return found or [case]
 
 
 def _method(operation: str) -> str:

@@ -169,6 +169,8 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
     },
     # The trace reference of FlashInfer 0.7.2, with its scale of a block of zeros.
     "flashinfer-trace": {"block_scale": "amax/max", "scale_rounding": "down", "zero_block": "1"},
+    # humming-kernels 0.1.19, process_input: amax/448 is at least 1e-30.
+    "humming": {"block_scale": "amax/max", "smallest_amax": 448e-30},
 }  # fmt: skip
 """Dialects of the MX formats: rules for the exponent of a scale (docs/dialects.md#e8m0-scales).
 
@@ -207,6 +209,8 @@ _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "torchao": (("row", "current"), _TRAINING),
     # torchao 0.18: Float8Tensor.from_hp, _choose_scale_float8 and _quantize_affine_float8; amax/448 in the dtype of x.
     "torchao-affine": (("block", "row", "current"), _AMAX_BY_MAX | {"statistics": "input"}),
+    # torchao 0.18, kernel.blockwise_quantization in Triton, whose x/s is off by up to 2 ulp.
+    "torchao-triton": (("block",), _AMAX_BY_MAX | {"block_scale": "amax*(1/max)", "nan": "ignore"}),
     # nvidia-modelopt 0.47, FP8QTensor.quantize without scales: amax/448 and x/s in the dtype of x.
     "modelopt": (("block", "row", "current"), _IN_INPUT),
     # compressed-tensors 0.20: calculate_qparams and quantize. A scale of 0 becomes the epsilon of the dtype of x; the
@@ -216,6 +220,8 @@ _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "deepgemm": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 1e-4}),
     # breccia 0.1.3, its path for torch tensors.
     "breccia": (("block", "current"), _AMAX_BY_MAX | {"smallest_amax": 1e-10}),
+    # humming-kernels 0.1.19, process_input: amax/448 is at least 1e-30.
+    "humming": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 448e-30, "nan": "ignore"}),
 }  # fmt: skip
 
 FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ TensorScale = Literal["max/amax", "(1/amax)*max", "amax/max", "given", "none"]
 TensorLimit = Literal["finite", "none", "0-for-0", "1", "2^-23", "amax>=1e-12", "refuse", "1-for-nan"]
 BlockScale = Literal[
     "amax*(enc*(1/6))", "(amax/6)*enc", "(amax*(1/6))*enc", "(2*amax/12)*enc", "(amax*enc)/6",
-    "(amax/6)/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)", "amax/6", "amax*(1/6)",
+    "(amax/6)/dec", "(amax*(1/6))/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)", "amax/6", "amax*(1/6)",
     "amax*(1/max)", "amax/max", "amax*2^-emax", "1/(max/amax)", "1/enc", "given",
 ]  # fmt: skip
 ZeroBlock = Literal["keep", "1", "1-below-sqrt(tiny)", "amax/6=2^-23", "stored-2^-3", "eps"]
@@ -321,6 +321,7 @@ _FORMS_SIXTH: tuple[str, ...] = (
     "(amax*(1/6))*enc",
     "(2*amax/12)*enc",
     "(amax/6)/dec",
+    "(amax*(1/6))/dec",
     "amax/6",
     "amax*(1/6)",
 )

@@ -181,7 +181,7 @@ def unrounded_scales(
             scale = amax / (tensor * largest)
         elif form == "(amax*(1/dec))*(1/6)":
             scale = amax * divide(1.0, tensor) * (1.0 / largest)
-        elif form == "(amax/6)/dec":
+        elif form in ("(amax/6)/dec", "(amax*(1/6))/dec"):
             scale = _sixth(amax, recipe, dtype) / tensor
         else:
             scale = _sixth(amax, recipe, dtype) * tensor

@@ -315,7 +315,7 @@ OTHERS: dict[str, dict[str | int, dict[str, Any]]] = {
     },
     "block_scale": {
         **{e: {"tensor_scale": "amax/max", "element_scale": DEC}
-           for e in ("(amax/6)/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)")},
+           for e in ("(amax/6)/dec", "(amax*(1/6))/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)")},
         **{e: ONE | {"element_scale": "x/s"} for e in ("amax/6", "amax*(1/6)")},
     },
     "zero_block": {},

@@ -34,4 +34,6 @@ class Backend:
             raise NotImplementedError(f"the adapter takes operands of one recipe, not {a.recipe} and {b.recipe}")
         left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
         scales = (q.scales.view(-1, 1) for q in (a, b))
-        return library("conch.ops.quantization.gemm", _INSTALL).scaled_gemm(left, right.T, *scales, out_dtype)
+        module = library("conch.ops.quantization.gemm", _INSTALL)
+        output: torch.Tensor = module.scaled_gemm(left, right.T, *scales, out_dtype)
+        return output

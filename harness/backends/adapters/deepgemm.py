@@ -1,4 +1,4 @@
-"""DeepGEMM as a backend: the casts of `deep_gemm.utils.math`, on the device of the input, and on a GPU its GEMM."""
+"""DeepGEMM as a backend: the casts of `deep_gemm.utils.math`, on the device of the input."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import base_name, library, matrix, plain_library
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.harness.backends.adapters.common import base_name, matrix, plain_library
 from narrowgauge.spec.recipes import Recipe
 
-TESTED_VERSION = "git 54e2261 on a CPU, sgl-deep-gemm 0.2.5 on a GPU"
+TESTED_VERSION = "git 54e2261 on a CPU, sgl-deep-gemm 0.2.0 on an H200"
 _INSTALL = "pip install sgl-deep-gemm, or build DeepGEMM from its repository; both need a GPU machine"
 _CASTS = {
     "fp8-block-1x128-e4m3-pow2": ("per_token_cast_to_fp8", True, 128),
@@ -37,11 +36,8 @@ class Backend:
         self.conventions = {"layout": "padded" if self._packed else "linear"}
 
     def check(self, device: torch.device) -> None:
-        """Raise ModuleNotFoundError if the library is missing. The GEMM is offered on a GPU alone."""
+        """Raise ModuleNotFoundError if the library is missing."""
         plain_library("deep_gemm.utils.math", _INSTALL)
-        if device.type == "cuda":
-            self.gemm = _gemm
-            self.declares = {"gemm": "aligned-13-32"}
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
@@ -52,15 +48,3 @@ class Backend:
             raise NotImplementedError(f"no packed scales for {recipe} of shape {tuple(x.shape)}")
         math = plain_library("deep_gemm.utils.math", _INSTALL)
         return getattr(math, function)(x, powers, gran_k=block, **packed)
-
-
-def _gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
-    """`a` (M, K) in blocks of 1x128, `b` (N, K) in blocks of 128x128: the output (M, N), bfloat16."""
-    kinds = [str(q.recipe).partition("@")[0] for q in (a, b)]
-    blocks = [kind.rpartition("-")[0] for kind in kinds]
-    if blocks != ["fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3"] or out_dtype is not torch.bfloat16:
-        raise NotImplementedError(f"fp8_gemm_nt on Hopper takes blocks of 1x128 and 128x128, not {kinds}")
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
-    left, right = ((q.codes.view(torch.float8_e4m3fn), q.scales) for q in (a, b))
-    library("deep_gemm", _INSTALL).fp8_gemm_nt(left, right, out)
-    return out

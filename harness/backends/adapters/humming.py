@@ -23,9 +23,7 @@ class Backend:
     """`process_input` of FP8. It stores four E8M0 scales in a word."""
 
     calls: ClassVar = {"": 'humming.ops.process_input(x, quant_mode=…, quant_dtype="float8e4m3", quant_group_size=…)'}
-    dialects: ClassVar = {
-        "fp8-row-e4m3": "torchao-affine", "fp8-block-1x128-e4m3-fp32": "torchao-affine", "mxfp8-e4m3": "te",
-    }  # fmt: skip
+    dialects: ClassVar = dict.fromkeys(_MODES, "humming")
     constraints: ClassVar = {"K": 128, "usage": ["rowwise"]}
     conventions: ClassVar[dict[str, str]] = {}
 

@@ -28,7 +28,7 @@ class Backend:
     def check(self, device: torch.device) -> None:
         """On a GPU, FP8 tensor cores keep 13 fraction bits of a sum, and no operand is decoded first."""
         if device.type == "cuda":
-            self.declares = {"gemm": "probe-13", "accumulator": "truncating"}  # type: ignore[misc]
+            self.declares = {"gemm": "probe-13"}  # type: ignore[misc]
             self.gemm_order = _order_on_gpu
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _order_on_gpu(a: Quantized, b: Quantized) -> str | None:
-    """The order of blocks; None for scales of tensors and rows, which are probed, and for K that cuBLAS may cut into
-    slices."""
-    return "aligned-13-32" if str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K else None
+def _order_on_gpu(a: Quantized, b: Quantized) -> str:
+    """The order of blocks. Any order, truncated, for other scales, which are probed, and for K that cuBLAS
+    may cut into slices."""
+    return "aligned-13-32" if str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K else "truncating"

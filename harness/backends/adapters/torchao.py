@@ -1,5 +1,5 @@
 """torchao as a backend: `nvfp4_quantize`, `to_mx`, the FP8 casts of inference and of float8 training, and its Triton
-kernels for MXFP8 and blocks of FP8."""
+kernels for blocks of FP8."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ _FP8 = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e4m3-fp32", "fp8-row-e4m
 VARIANTS = ("rceil", "floor", "even", "ceil", "one-level", "training", "triton")
 """What a recipe without a dialect gets: a mode of MX scales, NVFP4 without a tensor scale, FP8 of float8 training, or
 the Triton kernels of a GPU."""
-_TRITON = {
-    "fp8-block-1x128-e4m3-fp32": "torchao-affine", "fp8-block-128x128-e4m3-fp32": "torchao-affine",
-    "mxfp8-e4m3": "torchao-rceil",
-}  # fmt: skip
-"""Recipes of the Triton kernels, and their dialects."""
 
 
 class Backend:
@@ -51,8 +46,8 @@ class Backend:
             raise ValueError(f"no variant {variant!r}; torchao has {', '.join(VARIANTS)}")
         self._variant = variant
         if variant == "triton":
-            self.calls = {"": "fp8_blockwise_act_quant, fp8_blockwise_weight_quant or triton_to_mxfp8_dim0"}  # type: ignore[misc]
-            self.dialects = {name: (dialect,) for name, dialect in _TRITON.items()}  # type: ignore[misc]
+            self.calls = {"": "fp8_blockwise_act_quant(x) or fp8_blockwise_weight_quant(x)"}  # type: ignore[misc]
+            self.dialects = dict.fromkeys(_FP8[:2], ("torchao-triton",))  # type: ignore[misc]
             self.gemm = _triton_gemm
             self.declares = {"accumulator": "truncating"}
 
@@ -122,11 +117,6 @@ def _training(x: torch.Tensor, recipe: Recipe) -> Any:
 
 
 def _triton(x: torch.Tensor, name: str) -> Any:
-    if name == "mxfp8-e4m3":
-        x = matrix(x, block=32)
-        if x.dtype is not torch.bfloat16:
-            raise NotImplementedError("triton_to_mxfp8_dim0 takes bfloat16")
-        return library("torchao.prototype.mx_formats.kernels", _INSTALL).triton_to_mxfp8_dim0(x)
     module = library("torchao.kernel.blockwise_quantization", _INSTALL)
     rows, columns = recipe_block(name)
     function = module.fp8_blockwise_act_quant if rows == 1 else module.fp8_blockwise_weight_quant
@@ -140,7 +130,8 @@ def _triton_gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch
         raise NotImplementedError(f"blockwise_fp8_gemm of {names} takes N and K % 128 = 0 and gives bfloat16")
     module = library("torchao.kernel.blockwise_quantization", _INSTALL)
     left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
-    return module.blockwise_fp8_gemm(left, a.scales, right, b.scales)
+    output: torch.Tensor = module.blockwise_fp8_gemm(left, a.scales, right, b.scales)
+    return output
 
 
 def _no_fp16(x: torch.Tensor) -> torch.Tensor:

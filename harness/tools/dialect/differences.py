@@ -39,9 +39,13 @@ KINDS = {
     "rounding of ties": "codes of elements exactly between two codes: the other neighbour",
     "rounding below the first tie": "the smallest code above 0 of the float32 number below its tie with 0: floor(|x| + "
     "1/2) of float32 numbers, whose sum is rounded to the tie",
+    "rounding beside ties": "codes of elements up to 2 float32 numbers from a tie of two codes: the other neighbour, "
+    "which a quotient with an error of 2 ulp gives",
 }
 """Known classes. Further classes, `scale rule` and `element rule`, are not explained."""
 _SMALLEST_NORMAL = 2.0**-126
+_ULPS = 2
+"""Largest error of a division in ulp, for example of div.full.f32 (PTX ISA), which Triton's operator / compiles to."""
 SAME_VALUES = ("NaN sign", "sign of a zero scale", "-0", "positive zeros as -0", "dead blocks")
 """Classes whose bytes decode to the same values."""
 
@@ -175,8 +179,9 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("codes at the ends of float32", rules.of_elements(number, ends)),
         ("codes by subnormal numbers", _subnormal(stack.x.float()) | _below(rules, number, rule, len(stack.x))),
         ("codes beyond the range", scaled.abs() > fmt.max),
-        ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt)),
+        ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt, 0)),
         ("rounding below the first tie", _below_first_tie(scaled, kernel, oracle, fmt)),
+        ("rounding beside ties", _other_neighbour(scaled, kernel, oracle, fmt, _ULPS)),
         ("element rule", torch.ones_like(wrong)),
     ]
     for kind, holds in kinds:
@@ -242,15 +247,19 @@ def _is_zero(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (scales & 0x7F) == 0 if fmt.signed else torch.zeros_like(scales, dtype=torch.bool)
 
 
-def _other_neighbour(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Elements exactly between two neighbouring codes, of which the quantizer has one and the rule the other."""
+def _other_neighbour(
+    scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format, most: int
+) -> torch.Tensor:
+    """Elements between two neighbouring codes, at most `most` float32 numbers from their middle. The quantizer has one
+    of the codes and the rule the other."""
     values = scaled.new_tensor(fmt.values)
     valid = (kernel.int() < fmt.codes) & (oracle.int() < fmt.codes)
     a, e = (values[codes.int().clamp(max=fmt.codes - 1)] for codes in (kernel, oracle))
     middle = (a.double() + e.double()) / 2
     apart = (kernel.int() - oracle.int()).abs() == 1
     from_zero = ((kernel == 0) | (oracle == 0)) & ((a.abs() + e.abs()) == fmt.value(1))
-    return valid & (apart | from_zero) & (scaled.double() == middle)
+    far = (scaled.abs().view(torch.int32) - middle.abs().float().view(torch.int32)).abs()
+    return valid & (apart | from_zero) & (far <= most) & (scaled.signbit() == middle.signbit())
 
 
 def _below_first_tie(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     for field in fields(Recipe)
     if get_origin(hint := get_type_hints(Recipe)[field.name]) is not None
     and field.name not in (*_NOT_SEEN, "block", "transform", "delayed")
-} | {"smallest_amax": (0.0, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
+} | {"smallest_amax": (0.0, 448e-30, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
 """Values of every field that a fit chooses."""
 _FIELDS = tuple(field.name for field in fields(Recipe))
 SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)

@@ -166,7 +166,7 @@ def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callab
     assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
 
 
-def test_every_recipe_has_shapes_of_models_in_the_quick_tier_of_a_gpu() -> None:
+def test_every_recipe_has_shapes_of_models_in_quick_on_a_gpu() -> None:
     more = [case for case in select(ALL, tier="quick", device="cuda") if case not in QUICK]
     assert {case.shape for case in more} == {(128, 7168), (1, 7168, 2048), (16, 7168, 2048), (128, 7168, 2048)}
     assert len(more) <= 150  # they take a GPU half a minute

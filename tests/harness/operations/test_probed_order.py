@@ -71,7 +71,7 @@ def test_a_less_precise_order_is_named_and_does_not_pass():
     assert 'declares {"gemm": "aligned-13-32"}' in note["sentence"]
 
 
-def test_a_declared_probe_of_fp8_tensor_cores_judges_13_bits_alone():
+def test_a_probe_of_fp8_tensor_cores_accepts_13_bits_alone():
     record = judged(Kernel(bits=13), declares="probe-13")
     assert record.verdict == "pass", record.message
     assert record.ordered_share > 0
@@ -83,7 +83,7 @@ def test_a_declared_probe_of_fp8_tensor_cores_judges_13_bits_alone():
     assert "that the declared order cannot give" in wrong.message
 
 
-def test_a_backend_with_orders_for_some_products_has_the_others_probed():
+def test_products_without_an_order_of_the_backend_are_probed():
     def gemm_order(a, b):
         return "sequential" if a.shape[1] > 64 else None
 

@@ -153,14 +153,15 @@ def test_signs_of_nan_and_zero_and_dead_blocks_are_classes(few):
     assert text.endswith("This explains every byte of 6 inputs")
 
 
-def test_a_sum_with_one_half_that_is_rounded_is_a_class():
-    """floor(|x| + 1/2) in float32 rounds the number below a tie up: the sum is a tie itself."""
+def test_roundings_near_the_first_tie_are_classes():
+    """floor(|x| + 1/2) in float32 rounds the number below a tie up: the sum is a tie itself. A division with an
+    error of 2 ulp reaches the tie from two numbers below it, and not from three."""
     recipe = find_recipe("mxfp4")
     x = torch.zeros(4, 32)
-    x[:, 0], x[:3, 1] = 4.0, torch.tensor([0.24999998509883880, 0.2499999701976776, 0.25])  # scale 1
+    x[:, 0], x[:, 1] = 4.0, 0.25 - torch.tensor([1, 2, 3, 0]) * 2.0**-26  # scale 1
     expected = reference.quantize(x, recipe)
     kinds = []
-    for row in range(3):
+    for row in range(4):
         codes = expected.codes.clone()
         codes[row, 0] |= 0x10  # 0.5
         observed = inputs.observe(
@@ -168,7 +169,25 @@ def test_a_sum_with_one_half_that_is_rounded_is_a_class():
             given=[inputs.Given("few", "fp32", x)],
         )  # fmt: skip
         kinds += [difference.kind for difference in classified(Rules(observed), recipe)]
-    assert kinds == ["rounding below the first tie", "element rule", "rounding of ties"]
+    assert kinds == ["rounding below the first tie", "rounding beside ties", "element rule", "rounding of ties"]
+
+
+@pytest.mark.parametrize(("ulps", "unknown"), [(2, set()), (6, {"element rule"})])
+def test_a_division_with_an_error_of_2_ulp_is_a_class(ulps, unknown):
+    """Triton's x/s: the codes beside a tie are the other neighbours, also where the tie is not the first."""
+    recipe = find_recipe("fp8-block-1x128-e4m3-fp32@torchao-triton")
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, "fp8-block-1x128-e4m3-fp32@torchao-triton")
+        quotient = x.float() / q.scales.repeat_interleave(128, 1)
+        moved = (quotient.view(torch.int32) + ulps).view(torch.float32)
+        codes = moved.to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.where(quotient.isfinite() & (quotient.abs() < 448), codes, q.codes), q.scales
+
+    observed = inputs.observe(backend(quantize=quantize), recipe)
+    found = classified(Rules(observed), recipe)
+    assert {difference.kind for difference in found} >= {"rounding beside ties", "rounding of ties"}
+    assert {difference.kind for difference in found if not difference.known} == unknown
 
 
 def test_arithmetic_in_float16_is_a_class():
