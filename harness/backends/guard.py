@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.harness.backends.guarded_memory import ZONE, GuardedMemory, Slot, element_bytes, element_extent
@@ -36,6 +37,9 @@ _FILLED = {
 }  # fmt: skip
 _LIKE = {_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default}
 _RESIZED = {_aten.resize_.default, _aten.resize_as_.default}
+_CREATING = {id(function): function in _EMPTY for function in (*_EMPTY, *_FILLED)}
+"""Functions that allocate, by their ids: the hash of a function is Python code. Value: whether the memory has no values
+yet."""
 
 _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
 
@@ -102,7 +106,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func in _EMPTY or func in _FILLED) and not _unguarded.get():
+        empty = _CREATING.get(id(func))
+        if empty is not None and not _unguarded.get():
             like = args[0] if isinstance(args[0], torch.Tensor) else None
             device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
             if device.type != "meta":
@@ -112,7 +117,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     slot = self._memory.allocate(size, device, f"a tensor of shape {tuple(result.shape)}")
                     self._mark_zones(slot, forbid=True)
                     out = slot.like(result)
-                    return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
+                    return out if empty else out.copy_(func(*args, **kwargs))
         # A slot cannot grow. Tensors that `resize_` or a result given as `out` makes larger move to other memory.
         changed = args[:1] if func in _RESIZED else kwargs.values()
         places = [(t, t.shape, t.stride()) for t in changed if isinstance(t, torch.Tensor) and self._memory.holds(t)]
@@ -127,7 +132,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def __enter__(self) -> Guard:
-        _import_no_compiler()
+        if "torch._dynamo" in sys.modules:
+            _hide_from_compiler()
         for slot in [*self._memory.slots, *self._foreign]:
             self._mark_zones(slot, forbid=True)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -174,21 +180,32 @@ _dispatch: Any = getattr(Guard.__torch_dispatch__, "__wrapped__", None)
 """The method without torch's wrapper, which keeps torch.compile from tracing it."""
 
 
-def _dispatch_without_compiler(*args: Any, **options: Any) -> Any:
-    """Call the method without the import of `torch._dynamo`, until another module has imported it."""
-    _import_no_compiler()
-    return _dispatch(*args, **options)
+def _dispatch_outside_of_compiler(*args: Any, **options: Any) -> Any:
+    """Call the method: without the compiler of torch if no code is compiled, as in most calls. The wrapper of torch would
+    import the compiler, for a second, and take as long as the method itself."""
+    if get_eval_frame_callback() is None:
+        return _dispatch(*args, **options)
+    return _uncompiled()(*args, **options)
 
 
-def _import_no_compiler() -> None:
-    """Let torch's wrapper call `_dispatch_without_compiler` as long as `torch._dynamo` is not imported: otherwise the
-    first call imports it, for a second. The wrapper of a torch without this attribute imports it as before."""
-    if _dispatch is None:
-        return
-    if "torch._dynamo" not in sys.modules:
-        vars(_dispatch)["__dynamo_disable"] = _dispatch_without_compiler
-    elif vars(_dispatch).get("__dynamo_disable") is _dispatch_without_compiler:
-        del vars(_dispatch)["__dynamo_disable"]
+@cache
+def _hide_from_compiler() -> None:
+    """Let the compiler of torch run `_dispatch_outside_of_compiler` as it is."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(_dispatch_outside_of_compiler.__code__)
+
+
+@cache
+def _uncompiled() -> Any:
+    """The method, which the compiler of torch does not trace."""
+    from torch._dynamo import disable
+
+    return disable(_dispatch, wrapping=False)
+
+
+if _dispatch is not None:  # the wrapper of a torch without this attribute imports the compiler
+    vars(_dispatch)["__dynamo_disable"] = _dispatch_outside_of_compiler
 
 
 @cache

@@ -5,8 +5,10 @@ On a GPU each poisoning, check and copy synchronizes, and delays all processes t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ CHUNK_ELSEWHERE = 1 << 21
 shared allocation takes 10 µs on a CPU and 3 µs on a GPU, measured."""
 ALIGNMENT = 512
 """Alignment of slots in bytes: that of torch's allocations on a GPU, a multiple of the alignment kernels require."""
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass
@@ -165,11 +170,15 @@ class GuardedMemory:
         """A sentence for every overwritten guard zone. Zones of the allocation `intact` are skipped."""
         zones: dict[torch.device, list[torch.Tensor]] = {}
         slots = [slot for slot in self.slots if slot.memory.tensor is not intact]
+        overwritten = False
         for slot in slots:
             bytes_now = slot.memory.contents
-            zones.setdefault(bytes_now.device, []).extend(bytes_now[zone] for zone in slot.zones)
+            if bytes_now.device.type == "cpu":
+                overwritten = overwritten or not all(holds_byte(bytes_now, zone, self.poison) for zone in slot.zones)
+            else:
+                zones.setdefault(bytes_now.device, []).extend(bytes_now[zone] for zone in slot.zones)
         # A single comparison for all zones: a comparison for each zone takes a hundred times as long on a GPU.
-        if not any(bool((torch.cat(device_zones) != self.poison).any()) for device_zones in zones.values()):
+        if not overwritten and not any(bool((torch.cat(each) != self.poison).any()) for each in zones.values()):
             return []
         sentences = []
         for slot in slots:
@@ -178,6 +187,16 @@ class GuardedMemory:
                 if written:
                     sentences.append(f"{written} bytes {side} {slot.description} were written")
         return sentences
+
+
+def holds_byte(memory: torch.Tensor, zone: slice, byte: int) -> bool:
+    """Whether all bytes of a guard zone, in uint8 memory of a CPU, are this byte."""
+    return not _libc.memcmp(memory.data_ptr() + zone.start, _zone_of(byte), ZONE)
+
+
+@cache
+def _zone_of(byte: int) -> bytes:
+    return bytes([byte]) * ZONE
 
 
 def element_extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -207,8 +226,9 @@ def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     `contiguous` keeps the strides of extents of 1, such as 0 of an expanded tensor, and `view` of another dtype then
     refuses the tensor.
     """
-    dense = tensor.detach().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).view(dense.numel(), dense.element_size())
+    dense = (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+    count = dense.numel()
+    return dense.as_strided((count,), (1,)).view(torch.uint8).view(count, dense.element_size())
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

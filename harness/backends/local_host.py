@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, PreparedRun, Tensors
@@ -266,14 +266,24 @@ def _missing_keyword(function: Callable[..., Any], options: Mapping[str, Any]) -
     signature."""
     if options.keys() <= {"out_dtype"}:  # passed always
         return ""
+    function = getattr(function, "__func__", function)
+    try:
+        named = _keywords(function)
+    except TypeError:  # an object without a hash
+        named = _keywords.__wrapped__(function)
+    return "" if named is None else next((name for name in options if name not in named and name != "out_dtype"), "")
+
+
+@lru_cache(maxsize=1024)
+def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the arguments that can be passed by name. None: any name, or no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return ""
+        return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return ""
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return next((name for name in options if name not in {*named, "out_dtype"}), "")
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 def _takes_shuffles(variations: Any) -> bool:

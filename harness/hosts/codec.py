@@ -48,33 +48,33 @@ def encode_result(value: Any, tensor: Encoder) -> Any:
 
 
 def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) -> Any:
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return value[:TEXT]
     if not depth:
         raise ValueError(f"a result is nested more than {_DEPTH} times")
-
-    def inner(part: Any) -> Any:
-        return _encode(part, tensor, classes, depth - 1)
-
+    depth -= 1
     if isinstance(value, torch.Tensor):
         return {"tensor": tensor(value)}
+    if isinstance(value, (list, tuple)):
+        parts = [_encode(part, tensor, classes, depth) for part in value]
+        return {"list" if isinstance(value, list) else "tuple": parts}
+    kind = type(value)
+    name = kind.__name__
+    if classes.get(name) is kind:
+        return {name: {field: _encode(getattr(value, field), tensor, classes, depth) for field in _field_names(kind)}}
+    if isinstance(value, dict | Mapping):
+        return {"mapping": [[str(key)[:TEXT], _encode(part, tensor, classes, depth)] for key, part in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, Recipe):
         return {"recipe": _recipe(value)}
     if isinstance(value, TrainingRecipe):
         return {"training": str(value)}
-    if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [inner(part) for part in value]}
-    if isinstance(value, Mapping):
-        return {"mapping": [[str(name)[:TEXT], inner(part)] for name, part in value.items()]}
-    name = type(value).__name__
-    if classes.get(name) is type(value):
-        return {name: {field.name: inner(getattr(value, field.name)) for field in fields(value)}}  # type: ignore[arg-type]
     if hasattr(value, "codes"):
-        return inner({part: getattr(value, part, None) for part in QUANTIZED_PARTS})
+        found = {part: getattr(value, part, None) for part in QUANTIZED_PARTS}
+        return _encode(found, tensor, classes, depth)
     return {"foreign": name}
 
 
@@ -95,31 +95,33 @@ def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEP
         return value
     if not depth:
         raise ValueError(f"a value is nested more than {2 * _DEPTH} times")
-
-    def inner(part: Any) -> Any:
-        return _decode(part, tensor, classes, depth - 1)
-
+    depth -= 1
     ((name, content),) = value.items()
     if name in classes:
-        return classes[name](**{field: inner(part) for field, part in content.items()})
+        return classes[name](**{field: _decode(part, tensor, classes, depth) for field, part in content.items()})
     match name:
         case "tensor":
             return tensor(content)
+        case "list":
+            return [_decode(part, tensor, classes, depth) for part in content]
+        case "tuple":
+            return tuple([_decode(part, tensor, classes, depth) for part in content])
+        case "mapping":
+            return {str(key): _decode(part, tensor, classes, depth) for key, part in content}
         case "dtype":
             return DTYPES[content]
         case "recipe":
             return find_recipe(content) if isinstance(content, str) else _recipe_of(content)
         case "training":
             return training_recipe(content)
-        case "list":
-            return [inner(part) for part in content]
-        case "tuple":
-            return tuple(inner(part) for part in content)
-        case "mapping":
-            return {str(key): inner(part) for key, part in content}
         case "foreign":
             return Foreign(str(content))
     raise ValueError(f"unknown kind of value {name!r}")
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 @cache

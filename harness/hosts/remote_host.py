@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -635,17 +635,18 @@ class RemoteHost:
                 groups.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
         if not groups:
             return None, copies
-        extents = {address: _extent([tensor for _, tensor in group]) for address, group in groups.items()}
+        extents = {storage: _extent([tensor for _, tensor in group]) for storage, group in groups.items()}
         home = next(iter(groups.values()))[0][1].device
         needed = sum(padded_size(stop - start) + BEHIND for start, stop in extents.values())
         region = self._region(self._kind(home), needed)
         start, memory = region.used, region.memory.bytes
+        address = memory.data_ptr()
         slots = []
-        for address, group in groups.items():
-            base, stop = extents[address]
+        for storage, group in groups.items():
+            base, stop = extents[storage]
             size = stop - base
             names = " and ".join(name for name, _ in group)
-            slot = PlacedSlot(region, len(placed), region.used + ZONE, size, names)
+            slot = PlacedSlot(region, len(placed), region.used + ZONE, size, names, address + region.used + ZONE)
             end = region.used + padded_size(size) + BEHIND
             if len(group) == 1 and group[0][1].numel() * group[0][1].element_size() == size:
                 fill(memory, region.used, slot.start, poison)
@@ -699,8 +700,7 @@ class RemoteHost:
         return None
 
 
-@dataclass(frozen=True)
-class PlacedSlot:
+class PlacedSlot(NamedTuple):
     """A part of the shared memory for inputs, between guard zones."""
 
     region: Region
@@ -709,11 +709,8 @@ class PlacedSlot:
     """First byte in the region."""
     size: int
     name: str
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte in this process."""
-        return int(self.region.memory.bytes.data_ptr()) + self.start
+    address: int
+    """Address of the first byte in this process."""
 
 
 @dataclass

@@ -56,9 +56,12 @@ def _fits(text: str, size: int) -> bool:
 
 def plain_value(value: Any) -> Any:
     """A value of JSON whose texts, also keys, are `plain_text`."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return value
     if isinstance(value, str):
         return plain_text(value)
-    if value is None or isinstance(value, (int, float)):
+    if isinstance(value, (int, float)):
         return value
     if isinstance(value, dict):
         return {_plain_key(str(key)): plain_value(inner) for key, inner in value.items()}
@@ -67,5 +70,6 @@ def plain_value(value: Any) -> Any:
     return value
 
 
+_NUMBERS = frozenset((type(None), bool, int, float))
 _plain_key = lru_cache(plain_text)
 """Most keys occur in every record."""

@@ -66,18 +66,20 @@ def stopwatch(device: str) -> Iterator[Stopwatch]:
         _running.reset(token)
 
 
-@contextmanager
-def count_seconds(phase: str) -> Iterator[None]:
+class count_seconds:  # noqa: N801
     """Count the seconds of the context for a phase, if a stopwatch is running."""
-    watch = _running.get()
-    if watch is None or not watch.may_start(phase):
-        yield
-        return
-    previous = watch.switch(phase)
-    try:
-        yield
-    finally:
-        watch.switch(previous)
+
+    def __init__(self, phase: str) -> None:
+        self._phase, self._previous = phase, ""
+
+    def __enter__(self) -> None:
+        self._watch = _running.get()
+        if self._watch is not None and self._watch.may_start(self._phase):
+            self._previous = self._watch.switch(self._phase)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._watch is not None and self._previous:
+            self._watch.switch(self._previous)
 
 
 def count_as_other(seconds: float) -> None:

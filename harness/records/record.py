@@ -7,7 +7,7 @@ change of a column, or of the keys inside a column.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
@@ -132,8 +132,10 @@ class Record:
         """Plain Python values only: the record crosses processes and is written as JSON. Text is escaped and cut
         (`harness.machine.plain_text`)."""
         # Messages, stages and findings can contain text of the backend.
-        record: dict[str, Any] = plain_value(asdict(self))
-        return record
+        return {name: plain_value(getattr(self, name)) for name in _COLUMNS}
+
+
+_COLUMNS = tuple(column.name for column in fields(Record))
 
 
 NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "notes", "findings")

@@ -35,7 +35,7 @@ class Format:
         """Number of codes: 2 to the power of `bits`."""
         return 1 << self.bits
 
-    @property
+    @cached_property
     def max(self) -> float:
         """Largest finite value."""
         return self.value(self.max_code)

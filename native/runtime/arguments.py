@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -188,6 +188,7 @@ def _find_supported(name: str) -> Recipe:
     return _checked(find_recipe(name))
 
 
+@lru_cache(maxsize=1024)
 def _checked(recipe: Recipe) -> Recipe:
     for field, known in choices(recipe).items():
         if known is not None and getattr(recipe, field) not in known:

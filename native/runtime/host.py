@@ -142,6 +142,7 @@ def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     return _library(source, text(source), (*_flags(source), *extra_flags))
 
 
+@cache
 def is_clang() -> bool:
     """Whether the compiler is Clang or derived from Clang."""
     return "#define __clang__ " in _compiler_identity()
@@ -198,7 +199,7 @@ def launch(
     if expected != len(arguments):
         raise TypeError(f"kernel {kernel} has {expected} parameters, but {len(arguments)} arguments were given")
     cells = [_cell(argument) for argument in arguments]
-    pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
+    pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
     shape = (ctypes.c_uint * 6)(*grid, *block)
     run = getattr(compiled, f"launch_{kernel}")
     run.restype = ctypes.c_longlong
@@ -211,10 +212,9 @@ def launch(
         )
 
 
-def _cell(argument: np.generic | int | bytes) -> np.ndarray:
+def _cell(argument: np.generic | int | bytes) -> ctypes.c_size_t | ctypes.Array[ctypes.c_char]:
     """The memory of an argument: a scalar, an address, or the bytes of a struct."""
-    import numpy as np  # the process of a run names the compiler and needs no numpy
-
     if isinstance(argument, int):
-        return np.array(argument, np.uintp)
-    return np.frombuffer(argument, np.uint8) if isinstance(argument, bytes) else np.array(argument)
+        return ctypes.c_size_t(argument)
+    content = argument if isinstance(argument, bytes) else argument.tobytes()
+    return (ctypes.c_char * len(content)).from_buffer_copy(content)
