@@ -488,6 +488,21 @@ class RemoteHost:
                 self._replay.append(entry)
             elif (found := next(answers, None)) is not None:
                 self._replay.append(Call(entry.message, found, entry.answer, entry.result, entry.bytes))
+        with self._reading("a replay"):
+            calls_again = [entry for entry in self._replay if isinstance(entry, Call)]
+            if len(self._replay) == len(script) and all(map(self._same_result, calls_again)):
+                run.repeated = self._recorded
+                for entry in calls_again:
+                    self.aliases += _sentences(entry.answer["aliases"])
+
+    def _same_result(self, replayed: Call) -> bool:
+        """Whether a replayed call gave the bytes of the first run. False also for an error."""
+        answer, first = replayed.answer, replayed.first_answer
+        if first is None or "result" not in answer or answer["result"] != first.get("result"):
+            return False
+        memory, start = self._results[replayed.message["home"]].bytes, _byte(answer["first"])
+        fits = start + replayed.bytes.numel() <= memory.numel()
+        return fits and answer["used"] == first["used"] and equal_bytes(memory, start, replayed.bytes)
 
     def _replayed(self, message: dict[str, Any]) -> Call | None:
         """The replayed call with these arguments. None: the call has not been replayed."""
@@ -741,6 +756,9 @@ class RemoteRun:
         self._violations: list[list[str]] = [[], []]
         self.script: list[Call | dict[str, Any]] = []
         """Calls and seeds of the run, if the host did not replay them."""
+        self.repeated: RemoteRun | None = None
+        """The run with the same calls and the same bytes of every result."""
+        self._outputs: Tensors | None = None
 
     def same_as(self, other: RemoteRun | None) -> bool:
         """Whether the inputs of another run have the same names, places and values."""
@@ -758,8 +776,13 @@ class RemoteRun:
             host.pending = max(0, host.pending - 1)
             host.leave_run()
 
+    def replayed(self) -> Tensors | None:
+        """The results of the run with the same calls and bytes."""
+        return None if self.repeated is None else self.repeated._outputs
+
     def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
         """The results: the judge's copies."""
+        self._outputs = dict(outputs)
         return dict(outputs)
 
     def violations(self) -> tuple[list[str], list[str]]:

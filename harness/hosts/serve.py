@@ -32,7 +32,7 @@ from narrowgauge.harness.hosts.memory import Opened, copy_in, fill
 from narrowgauge.harness.hosts.write_fault import on_write
 from narrowgauge.harness.machine.float_environment import changes, read_environment
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
-from narrowgauge.harness.machine.process import prepare_process
+from narrowgauge.harness.machine.process import prepare_process, wait_for_gpus_asleep
 
 DRIVEN = ("run_module", "start_layer", "forward_layer", "backward_layer")
 """Methods that the host has in place of the backend: they call the backend's modules."""
@@ -85,6 +85,8 @@ class _Server:
         """Import the backend. The answer has its facts, or the reason why it cannot be loaded."""
         settings = self.settings
         prepare_process(settings["workers"])
+        if self.device.type == "cuda":
+            wait_for_gpus_asleep()
         before = read_environment()
         try:
             if settings["untrusted"]:

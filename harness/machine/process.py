@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import cache
 
 from narrowgauge.harness.machine.processors import cores
 
@@ -14,6 +15,8 @@ KILLED = 30.0
 """Seconds that a killed process has to be gone: a driver may hold it until a kernel is off the GPU."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """M_… of malloc.h: bytes that are free at the end of a heap, and bytes that have a mapping of their own."""
+_BLOCKING_SYNC = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC of cuda.h."""
 _PARENT_DIES, _CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of linux/prctl.h."""
 
@@ -63,3 +66,17 @@ def ending(status: int | None) -> str:
         name = signal.Signals(-status).name
         return f"signal {name}" + (", as where memory runs out" if name == "SIGKILL" else "")
     return f"exit status {status}"
+
+
+@cache
+def wait_for_gpus_asleep() -> None:
+    """Let this process sleep while it waits for a GPU. By default CUDA polls the GPU with a whole core.
+
+    Call it before the process uses CUDA: the setting belongs to the context. Without a driver nothing happens.
+    """
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            for device in range(count.value):
+                driver.cuDevicePrimaryCtxSetFlags_v2(device, _BLOCKING_SYNC)

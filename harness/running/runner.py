@@ -16,6 +16,7 @@ from narrowgauge.harness.cases.memory import KEPT, needed, shortage
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
+from narrowgauge.harness.machine.process import wait_for_gpus_asleep
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
 from narrowgauge.harness.running.judging import FurtherCases, explained, judge, two_runs
@@ -85,6 +86,7 @@ def run_case(
     if home == "cuda":
         import torch
 
+        wait_for_gpus_asleep()
         torch.cuda.reset_peak_memory_stats()
     with stopwatch(home) as watch:
         try:
