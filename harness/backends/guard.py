@@ -181,8 +181,8 @@ _dispatch: Any = getattr(Guard.__torch_dispatch__, "__wrapped__", None)
 
 
 def _dispatch_outside_of_compiler(*args: Any, **options: Any) -> Any:
-    """Call the method: without the compiler of torch if no code is compiled, as in most calls. The wrapper of torch would
-    import the compiler, for a second, and take as long as the method itself."""
+    """Call the method: without the compiler of torch if no code is compiled, as in most calls. The wrapper of torch
+    would import the compiler, for a second, and take as long as the method itself."""
     if get_eval_frame_callback() is None:
         return _dispatch(*args, **options)
     return _uncompiled()(*args, **options)
@@ -201,7 +201,7 @@ def _uncompiled() -> Any:
     """The method, which the compiler of torch does not trace."""
     from torch._dynamo import disable
 
-    return disable(_dispatch, wrapping=False)
+    return disable(_dispatch, wrapping=False)  # type: ignore[no-untyped-call]
 
 
 if _dispatch is not None:  # the wrapper of a torch without this attribute imports the compiler

@@ -27,6 +27,7 @@ TEXT = 1 << 16
 _DEPTH = 32
 _ARGUMENTS = {cls.__name__: cls for cls in (Quantized, GroupedQuantized, Plan, Layer, Hadamard, Delayed)}
 _RESULTS = {Step.__name__: Step}
+_FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in {**_ARGUMENTS, **_RESULTS}.items()}
 DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 Encoder = Callable[[torch.Tensor], Any]
@@ -60,10 +61,9 @@ def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) 
     if isinstance(value, (list, tuple)):
         parts = [_encode(part, tensor, classes, depth) for part in value]
         return {"list" if isinstance(value, list) else "tuple": parts}
-    kind = type(value)
-    name = kind.__name__
-    if classes.get(name) is kind:
-        return {name: {field: _encode(getattr(value, field), tensor, classes, depth) for field in _field_names(kind)}}
+    name = type(value).__name__
+    if classes.get(name) is type(value):
+        return {name: {field: _encode(getattr(value, field), tensor, classes, depth) for field in _FIELDS[name]}}
     if isinstance(value, dict | Mapping):
         return {"mapping": [[str(key)[:TEXT], _encode(part, tensor, classes, depth)] for key, part in value.items()]}
     if isinstance(value, torch.dtype):
@@ -117,11 +117,6 @@ def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEP
         case "foreign":
             return Foreign(str(content))
     raise ValueError(f"unknown kind of value {name!r}")
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
 
 
 @cache

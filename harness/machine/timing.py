@@ -66,7 +66,7 @@ def stopwatch(device: str) -> Iterator[Stopwatch]:
         _running.reset(token)
 
 
-class count_seconds:  # noqa: N801
+class count_seconds:
     """Count the seconds of the context for a phase, if a stopwatch is running."""
 
     def __init__(self, phase: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.native.runtime import cuda, host
 from narrowgauge.native.runtime.structs import StructValue
 
-_PLAIN = frozenset((int, float, bool))
+_NUMBERS = (int, float, np.generic)
 Argument = torch.Tensor | np.generic | StructValue | None
 
 
@@ -51,10 +51,7 @@ def _value(argument: Argument, kernel: str, device: torch.device) -> np.generic 
     """The argument as the toolchains take it: a numpy scalar, an address, or the bytes of a struct."""
     if isinstance(argument, StructValue):
         return argument.layout.pack(
-            *[
-                field if type(field) in _PLAIN or isinstance(field, np.generic) else _address(field, kernel, device)
-                for field in argument.fields
-            ]
+            *[field if isinstance(field, _NUMBERS) else _address(field, kernel, device) for field in argument.fields]
         )
     if isinstance(argument, np.generic):
         return argument
