@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from narrowgauge.native.gemm import fused, wgmma, wgmma_fp8
 from narrowgauge.native.gemm import skinny as gemm_skinny
-from narrowgauge.native.gemm import wgmma, wgmma_fp8
 from narrowgauge.native.gemm.operands import (
     Product,
     alpha_fields,
@@ -18,7 +18,7 @@ from narrowgauge.native.gemm.operands import (
     product,
     product_family,
 )
-from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
+from narrowgauge.native.gemm.paths import FP8, FUSED, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
@@ -49,6 +49,8 @@ def gemm(
     path = path_for(a, b, family)
     if path == SKINNY:
         gemm_skinny.multiply(terms, out)
+    elif path == FUSED:
+        fused.multiply(terms, out, slices=_fused_slices(a, b, family))
     elif path == FP8:
         wgmma_fp8.multiply(terms, out, slices=_slices(a, b, path))
     elif path == TENSOR:
@@ -61,14 +63,19 @@ def gemm(
 def path_for(a: Quantized, b: Quantized, family: str) -> str:
     """Path of the GEMM of two operands: a key of `ORDERS`. `family`: `product_family` of their recipes."""
     (m, k), n = a.shape, b.shape[0]
-    skinny, fp8 = gemm_skinny.takes(a, b, family), wgmma_fp8.takes(a, b, family)
-    return path_of(m, n, k, family, a.codes.device, skinny=skinny, fp8=fp8)
+    taken = {"skinny": gemm_skinny, "fused": fused, "fp8": wgmma_fp8}
+    return path_of(m, n, k, family, a.codes.device, **{name: by.takes(a, b, family) for name, by in taken.items()})
 
 
 def _slices(a: Quantized, b: Quantized, path: str) -> int:
     """Slices of K of the GEMM of two operands on a path."""
     (m, k), n = a.shape, b.shape[0]
     return slices_of(m, n, k, wgmma.multiprocessors(a.codes.device)) if path in (FP8, TENSOR) else 1
+
+
+def _fused_slices(a: Quantized, b: Quantized, family: str) -> tuple[int, ...]:
+    (m, k), n = a.shape, b.shape[0]
+    return fused.slices_of(m, n, k, family, wgmma.multiprocessors(a.codes.device))
 
 
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
@@ -135,16 +142,19 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     device, and for MX on the values, so that the call may wait for the device.
     """
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
-    family, slices = product_family(left[0].recipe, right[0].recipe), 1
+    family = product_family(left[0].recipe, right[0].recipe)
     if isinstance(a, Quantized):
         path = path_for(left[0], right[0], family)
-        slices = _slices(left[0], right[0], path)
     else:
         shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
         path = path_of(*shape, family, left[0].codes.device)
-    if path == TENSOR and family == "mx" and any(map(_refused, (*left, *right))):
-        path, slices = PORTABLE, 1
-    return order_of(path, family, slices)
+    if path in (TENSOR, FUSED) and family == "mx" and any(map(_refused, (*left, *right))):
+        path = PORTABLE
+    if path == FUSED:
+        starts, k = _fused_slices(left[0], right[0], family), left[0].shape[1]
+        equal = k == len(starts) * starts[1]
+        return order_of(path, family, len(starts), () if equal else starts[1:])
+    return order_of(path, family, _slices(left[0], right[0], path) if isinstance(a, Quantized) else 1)
 
 
 def _refused(q: Quantized) -> bool:

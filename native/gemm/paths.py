@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 
-PORTABLE, TENSOR, FP8, SKINNY = "portable", "tensor", "fp8", "skinny"
+PORTABLE, TENSOR, FP8, SKINNY, FUSED = "portable", "tensor", "fp8", "skinny", "fused"
 
-ORDERS = {PORTABLE: "blocks", TENSOR: "decoded-aligned-25-16", FP8: "aligned-13-32-128", SKINNY: "truncating"}
+ORDERS = {
+    PORTABLE: "blocks", TENSOR: "decoded-aligned-25-16", FUSED: "decoded-aligned-25-16", FP8: "aligned-13-32-128",
+    SKINNY: "truncating",
+}  # fmt: skip
 """Path to its order of summation, as named by `gemm_order` of a backend. With block scales the promotion of FP8 is part
 of the operation, so `order_of` names the order of a block."""
 
@@ -25,6 +29,13 @@ FP8), torch's bfloat16 product 35 µs, the FP8 path 27 µs. 64 rows take 58, 60 
 path 28 µs (tensor scales) and 36 µs (block scales)."""
 
 
+FEW_FUSED, MOST_FUSED, WIDE = 32, 256, 7168
+"""Of operands that the fused path takes: largest M of the skinny path if N is at least WIDE, and largest M of the
+fused path. On an H200, N = K = 8192, the fused path takes 31 µs with 64 rows of NVFP4, 32 µs of MXFP8, torch's bfloat16
+product 37 µs; with 128 rows 38, 42 and 37 µs; with 256 rows 62, 67 and 47 µs, the path of dequantized tiles 111 and 124
+µs. 32 rows take 30 µs on either path. 64 rows by N = 2048, K = 7168 take 13 µs on the skinny path, 22 µs on it."""
+
+
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
 """Numbers of slices of K of the paths of tensor cores, and the fewest columns of a slice. A cluster of thread blocks
 has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8 take 31 µs in two slices, 48 µs in one, and
@@ -37,18 +48,29 @@ bits instead of 13, at half the speed."""
 
 
 def path_of(
-    m: int, n: int, k: int, family: str, device: torch.device, *, skinny: bool = False, fp8: bool = False
+    m: int,
+    n: int,
+    k: int,
+    family: str,
+    device: torch.device,
+    *,
+    skinny: bool = False,
+    fused: bool = False,
+    fp8: bool = False,
 ) -> str:
     """Path of a GEMM (M, K) by (N, K) on a device: a key of `ORDERS`.
 
-    `family`: `native.gemm.operands.product_family`. `skinny`, `fp8`: whether `native.gemm.skinny.takes` the operands,
-    and whether `native.gemm.wgmma_fp8.takes` them. The paths of tensor cores need Hopper. TENSOR needs operands that
-    are bfloat16 numbers with their block scales, which FP8 with float32 block scales is not."""
+    `family`: `native.gemm.operands.product_family`. `skinny`, `fused`, `fp8`: whether `takes` of `native.gemm.skinny`,
+    of `fused` and of `wgmma_fp8` accepts the operands. The paths of tensor cores need Hopper. TENSOR needs operands
+    that are bfloat16 numbers with their block scales, which FP8 with float32 block scales is not."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return PORTABLE
     fp8 = fp8 and not (family == "fp8_tensor" and os.environ.get(BFLOAT16) == "1")
-    if skinny and m <= (FEW_FP8 if fp8 else FEW) and n * k >= MANY:
-        return SKINNY
+    if n * k >= MANY:
+        if skinny and m <= (FEW_FP8 if fp8 else FEW_FUSED if fused and n >= WIDE else FEW):
+            return SKINNY
+        if fused and m <= MOST_FUSED:
+            return FUSED
     if m * n * k < SMALLEST:
         return PORTABLE
     if fp8:
@@ -56,9 +78,13 @@ def path_of(
     return PORTABLE if family == "fp8_block" else TENSOR
 
 
-def order_of(path: str, family: str, slices: int = 1) -> str:
-    """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating". `slices`: `slices_of`."""
+def order_of(path: str, family: str, slices: int = 1, cuts: Sequence[int] = ()) -> str:
+    """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating".
+
+    `slices` of K have equally many columns; if they do not, `cuts` are the first columns of all but the first."""
     order = "aligned-13-32" if (path, family) == (FP8, "fp8_block") else ORDERS[path]
+    if cuts:
+        return f"split-at-{'-'.join(map(str, cuts))}-{order}"
     return order if slices == 1 else f"split-{slices}-{order}"
 
 
@@ -68,17 +94,21 @@ def tiles_of(m: int, n: int) -> int:
 
 
 def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
-    """Slices of K of the paths of tensor cores: 8, 4, 2 or 1, as many as a GPU with this many multiprocessors runs at
-    once.
-
-    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. All slices have equally
-    many columns, at least SMALLEST_SLICE and a multiple of 128."""
-    tiles = tiles_of(m, n)
-    if not tiles or k % 128:
-        return 1
-    filled = {count: multiprocessors if count == 2 else multiprocessors * 3 // 4 for count in SLICES}
-    fitting = (count for count in SLICES if count * tiles <= filled[count] and count * SMALLEST_SLICE <= k)
+    """Slices of K of TENSOR and FP8: 8, 4, 2 or 1. All have equally many columns, a multiple of 128."""
+    fitting = () if k % 128 else clusters_of(tiles_of(m, n), k, multiprocessors)
     return next((count for count in fitting if k // 128 % count == 0), 1)
+
+
+def clusters_of(tiles: int, k: int, multiprocessors: int) -> Iterator[int]:
+    """Blocks of a cluster that computes an output tile, of a slice of K each: from 8, 4 and 2 those that a GPU with
+    this many multiprocessors runs at once.
+
+    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. A slice has at least
+    SMALLEST_SLICE columns."""
+    for count in SLICES if tiles else ():
+        filled = multiprocessors if count == 2 else multiprocessors * 3 // 4
+        if count * tiles <= filled and count * SMALLEST_SLICE <= k:
+            yield count
 
 
 @cache

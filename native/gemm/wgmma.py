@@ -54,10 +54,18 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
         extra_flags=(f"-DSLICES={slices}",) if slices > 1 and device.type == "cuda" else (),
     )  # fmt: skip
     if refused is not None:
-        rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), _PORTABLE_ROWS_OF_TILES)
-        grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
-        kernel = "gemm_grouped_mx_refused" if grouped else "gemm_mx_refused"
-        launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), [product.parameters(out), refused], device=device)
+        multiply_refused(product, out, refused)
+
+
+def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor) -> None:
+    """Computes an MX product into `out` (M, N) as the portable kernels do, if the flag `refused` (1,) is set. The
+    kernel waits for the kernel before."""
+    rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), _PORTABLE_ROWS_OF_TILES)
+    matrices = 1 if product.sizes is None else len(product.sizes)
+    grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
+    kernel = "gemm_mx_refused" if product.sizes is None else "gemm_grouped_mx_refused"
+    arguments: list[Argument] = [product.parameters(out), refused]
+    launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), arguments, device=out.device, early=True)
 
 
 def refuses(operand: Fields, rows: int, k: int) -> bool:
@@ -77,10 +85,12 @@ def dequantize(
     *,
     sizes: torch.Tensor | None = None,
     matrices: int = 1,
+    early_kernel: tuple[str, str] | None = None,
 ) -> torch.Tensor:
     """bfloat16 tiles of an operand (rows, K), uint8, with a multiple of `multiple` rows of tiles.
 
     `operand`: OperandParameters, of all sections if `sizes` is given; or MatricesParameters of `matrices` matrices.
+    `early_kernel`: source and name of a kernel with the parameters of `pack`, launched `early` in its place.
     """
     sections = 1 if sizes is None else len(sizes)
     # A section begins with a new row of tiles, and the last row of tiles of a section may be short.
@@ -94,7 +104,9 @@ def dequantize(
             operand={**one, "layout": operand.get("layout", 0)}, layouts=layouts, rows=rows, k=k,
             block_scales=_BLOCK_SCALES[family], sizes=sizes, sections=sections, tiles=packed, refused=refused,
         )  # fmt: skip
-        launch(SOURCE, "pack", (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device)
+        source, kernel = early_kernel or (SOURCE, "pack")
+        early = early_kernel is not None
+        launch(source, kernel, (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device, early=early)
     return packed
 
 

@@ -150,12 +150,13 @@ def launch(
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
     shared_bytes: int = 0,
+    early: bool = False,
 ) -> None:
     """Queues a kernel on the device's current torch stream. Compiled kernels are cached by text, flags and target.
 
     Arguments are numbers of the parameters' types, addresses as int, and structs as bytes. An empty grid queues no
-    kernel. A block has `shared_bytes` of dynamic shared memory. Raises ToolchainError if CuPy is missing or the kernel
-    does not compile."""
+    kernel. A block has `shared_bytes` of dynamic shared memory. `early`: as `native.runtime.launch.launch`. Raises
+    ToolchainError if CuPy is missing, the kernel does not compile or the driver does not launch it."""
     import torch
 
     cuda = _cupy().cuda
@@ -164,7 +165,7 @@ def launch(
         with torch.cuda.device(device.index):
             launch(
                 source, kernel, grid, block, arguments, device=device, extra_flags=extra_flags,
-                shared_bytes=shared_bytes,
+                shared_bytes=shared_bytes, early=early,
             )  # fmt: skip
         return
     loaded = _kernel(source, kernel, text(source), current, extra_flags)
@@ -177,4 +178,45 @@ def launch(
         driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         loaded.shared_bytes = shared_bytes
     stream = torch._C._cuda_getCurrentRawStream(current)  # current_stream without creating an object
-    driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, _parameters.pack(arguments), 0)
+    parameters = _parameters.pack(arguments)
+    if early:
+        _launch_early(loaded.address, grid, block, shared_bytes, stream, parameters)
+    else:
+        driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, parameters, 0)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value has 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 6), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+_EARLY = _Attribute(id=6, value=1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The driver, for functions that CuPy does not have."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _launch_early(
+    address: int, grid: Sequence[int], block: Sequence[int], shared_bytes: int, stream: int, parameters: int
+) -> None:
+    sizes = (ctypes.c_uint * 6)(*grid, *block)
+    configuration = _Configuration(sizes, shared_bytes, stream, ctypes.pointer(_EARLY), 1)
+    error = library().cuLaunchKernelEx(
+        ctypes.byref(configuration), ctypes.c_void_p(address), ctypes.c_void_p(parameters), None
+    )
+    if error:
+        raise ToolchainError(f"cuLaunchKernelEx returned error {error} of CUresult")

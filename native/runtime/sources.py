@@ -44,13 +44,15 @@ KERNELS = {
         "gemm_grouped_mx_refused",
     ),
     "gemm_wgmma_fp8": ("gemm_wgmma_fp8_tensor", "gemm_wgmma_fp8_block"),
+    "gemm_fused_nvfp4": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),
+    "gemm_fused_mx": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),
 }
 """Stem of a source file to its kernels."""
 
-CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma")))
+CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused")))
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

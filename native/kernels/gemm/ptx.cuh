@@ -117,6 +117,22 @@ __device__ __forceinline__ Vector4 ld_shared_cluster(const Vector4* source, [[ma
 #endif
 }
 
+// ---- dependent launches ----------------------------------------------------------------------------------------------
+
+// Lets the next kernel of the stream begin, if it was launched with `early` (native/runtime/launch.py).
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#ifdef HAS_WGMMA
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the kernel before, whose writes are visible from here on.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#ifdef HAS_WGMMA
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
 // Copies BYTES from global to shared memory, both aligned to 128 bytes; the mbarrier counts the bytes.
@@ -337,6 +353,63 @@ __device__ __forceinline__ void wgmma_m64n256k16_f32_bf16_bf16(float (&d)[128], 
         : "l"(a), "l"(b));
 }
 
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
+
+// d += a * b^T of 64 rows of a, in registers, and 64 or 128 rows of b over 16 columns, asynchronously. Numbers of type T, bf16
+// or fp16. Thread 4g + t of a warp has rows g and g + 8 of the 16 rows of the warp: pairs of columns 2t and 2t + 1, of both
+// rows, then 2t + 8 and 2t + 9. `b` is a matrix descriptor.
+#define NARROWGAUGE_WGMMA(TYPE)                                                                                        \
+    asm volatile(                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"                                               \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                            \
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"                                                                       \
+        :                                                                                                              \
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <class T>
+__device__ __forceinline__ void wgmma_m64n64k16_f32(float (&d)[32], const u32 (&a)[4], u64 b) {
+    if constexpr (is_bf16<T>) {
+        NARROWGAUGE_WGMMA("bf16");
+    } else {
+        NARROWGAUGE_WGMMA("f16");
+    }
+}
+#undef NARROWGAUGE_WGMMA
+#define NARROWGAUGE_WGMMA(TYPE)                                                                                        \
+    asm volatile(                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"                                              \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                            \
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"                                                                       \
+        :                                                                                                              \
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),      \
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),      \
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),      \
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),      \
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <class T>
+__device__ __forceinline__ void wgmma_m64n128k16_f32(float (&d)[64], const u32 (&a)[4], u64 b) {
+    if constexpr (is_bf16<T>) {
+        NARROWGAUGE_WGMMA("bf16");
+    } else {
+        NARROWGAUGE_WGMMA("f16");
+    }
+}
+#undef NARROWGAUGE_WGMMA
+
 // d (+)= a * b^T of 64 rows of a and 128 rows of b over 32 columns of FP8, asynchronously; `add`: whether d is added.
 // `a` and `b` are matrix descriptors.
 #define NARROWGAUGE_WGMMA_FP8(A, B)                                                                                    \
@@ -440,20 +513,32 @@ __device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(u32 codes, u32& low, u32& hi
 #endif
 }
 
-#ifdef HAS_WGMMA
+// Two bfloat16 numbers in a register.
 __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
+#ifdef HAS_WGMMA
     u32 product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
+#else
+    const auto number = [](u32 bits) { return __uint_as_float(bits << 16); };
+    bf16 low, high;
+    from_float(number(a) * number(b), low);
+    from_float(number(a >> 16) * number(b >> 16), high);
+    return low.bits | static_cast<u32>(high.bits) << 16;
+#endif
 }
 
 // Both float16 numbers of a register.
 __device__ __forceinline__ void cvt_f32_f16(u32 pair, float& low, float& high) {
+#ifdef HAS_WGMMA
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
         : "=f"(low), "=f"(high)
         : "r"(pair));
-}
+#else
+    low = low_half(pair);
+    high = high_half(pair);
 #endif
+}
 
 // d += a * b^T of 16 rows of a (four pairs of float16 in a thread) and 8 rows of b (two pairs), over 16 columns. Thread
 // 4g + t has rows g and g + 8 of a and row g of b, columns 2t, 2t + 1, 2t + 8 and 2t + 9.

@@ -84,7 +84,11 @@ __device__ __forceinline__ float load_scale(const Operand& from, i64 row, i64 st
 
 // Two float32 numbers that are bfloat16 numbers, the first in the low half.
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+    return ptx::prmt_b32(__float_as_uint(low), __float_as_uint(high), 0x7632u);
+#else
     return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
+#endif
 }
 
 template <class F>
@@ -156,9 +160,38 @@ __device__ __forceinline__ bool out_of_range(const ChunkCodes& codes, float scal
     return outside;
 }
 
+// A bfloat16 pair of numbers that are float16 numbers, too.
+__device__ __forceinline__ u32 as_float16(u32 pair) {
+    return ptx::half_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+}
+
+// Stores a chunk of a row of a tile. Interleaved: the 16 columns of two chunks are in the order 0, 2, 4, ..., 14, 1, 3, ..., 15.
+template <bool INTERLEAVED>
+__device__ __forceinline__ void store_chunk(const u32 (&pairs)[CHUNK / 2], u8* tile, int row, int chunk) {
+    if constexpr (INTERLEAVED) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            u32* target = reinterpret_cast<u32*>(tile + swizzled_offset(row, (chunk & ~1) + odd)) + chunk % 2 * 2;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const u32 first = pairs[2 * j], second = pairs[2 * j + 1];
+                target[j] = odd == 0 ? (first & 0xFFFFu) | second << 16 : first >> 16 | (second & 0xFFFF0000u);
+            }
+        }
+    } else {
+        u32* target = reinterpret_cast<u32*>(tile + swizzled_offset(row, chunk));
+#ifdef __CUDA_ARCH__
+        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+#else
+        for (int j = 0; j < CHUNK / 2; ++j) target[j] = pairs[j];
+#endif
+    }
+}
+
 // A thread's part of a tile: rows from `first` on, zeros beyond the last row, columns from `start` on. A warp dequantizes the
-// eight chunks of four rows, which are contiguous if K is; or a chunk of 32 rows of transposed codes.
-template <class F, BlockScales SCALES>
+// eight chunks of four rows, which are contiguous if K is; or a chunk of 32 rows of transposed codes. Interleaved tiles of E2M1
+// are float16.
+template <class F, BlockScales SCALES, bool INTERLEAVED = false>
 __device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused) {
     const int thread = threadIdx.x;
     const bool transposed = (from.layout & CODES_TRANSPOSED) != 0;
@@ -185,12 +218,11 @@ __device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, 
         if constexpr (SCALES == BlockScales::E8M0) {
             if (out_of_range<F>(codes[pass], scales[pass])) *refused = 1;
         }
-        u32* target = reinterpret_cast<u32*>(tile + swizzled_offset(top + 32 * pass, chunk));
-#ifdef __CUDA_ARCH__
-        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-#else
-        for (int j = 0; j < CHUNK / 2; ++j) target[j] = pairs[j];
-#endif
+        if constexpr (INTERLEAVED && F::BITS == 4) {
+#pragma unroll
+            for (int j = 0; j < CHUNK / 2; ++j) pairs[j] = as_float16(pairs[j]);
+        }
+        store_chunk<INTERLEAVED>(pairs, tile, top + 32 * pass, chunk);
     }
 }
 

@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
 // Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles: few blocks return at once if nothing was refused.
 template <class Multiply>
 __device__ __forceinline__ void for_rows_of_tiles(const u32* refused, i64 m, const Multiply& multiply_row) {
+    ptx::griddepcontrol_wait();
     if (*refused == 0) return;
     for (i64 tile_row = blockIdx.y; tile_row * TILE < m; tile_row += gridDim.y) {
         multiply_row(tile_row);

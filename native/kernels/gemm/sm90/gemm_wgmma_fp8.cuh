@@ -10,17 +10,6 @@
 
 namespace narrowgauge {
 
-// CUtensorMap of codes: boxes of TILE_ROWS rows by ROW_BYTES codes, with the 128-byte swizzle. On a CPU: the address of the
-// codes, their rows, their columns; and no alignment, because Python's bytes have none.
-#ifdef __CUDA_ARCH__
-constexpr int TENSOR_MAP_ALIGNMENT = 64;
-#else
-constexpr int TENSOR_MAP_ALIGNMENT = 8;
-#endif
-struct alignas(TENSOR_MAP_ALIGNMENT) TensorMap {
-    u64 words[16];
-};
-
 struct WgmmaFp8Parameters {
     OperandParameters a, b;  // scales and element formats; codes are read through the maps
     EpilogueParameters epilogue;

@@ -16,6 +16,17 @@ constexpr int WARPGROUP = 4 * WARP;  // threads
 // Byte of a tile at which a 16-byte chunk of a row begins: eight bfloat16 numbers or 16 codes.
 __device__ __forceinline__ int swizzled_offset(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
 
+// CUtensorMap of codes: boxes of TILE_ROWS rows by ROW_BYTES bytes, with the 128-byte swizzle. On a CPU: the address of the
+// codes, their rows, the bytes of a row; and no alignment, because Python's bytes have none.
+#ifdef __CUDA_ARCH__
+constexpr int TENSOR_MAP_ALIGNMENT = 64;
+#else
+constexpr int TENSOR_MAP_ALIGNMENT = 8;
+#endif
+struct alignas(TENSOR_MAP_ALIGNMENT) TensorMap {
+    u64 words[16];
+};
+
 // Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles.
 struct TiledSection {
     Sections sections;
@@ -61,6 +72,48 @@ __device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[COUNT]
 #endif
 }
 
+#ifndef __CUDA_ARCH__
+// A row of a tile of T, bf16 or fp16.
+template <class T>
+struct TileRow {
+    Decomposed values[TILE_COLUMNS];
+    bool zero = true, finite = true;
+
+    TileRow() = default;
+    TileRow(const u8* tile, int row) {
+        for (int column = 0; column < TILE_COLUMNS; ++column) {
+            u16 bits;
+            __builtin_memcpy(&bits, tile + swizzled_offset(row, column / 8) + column % 8 * 2, 2);
+            set(column, bits);
+        }
+    }
+
+    // Sets each column once.
+    void set(int column, u16 bits) {
+        const Decomposed& value = values[column] = Decomposed(to_float(T{bits}));
+        zero &= value.significand == 0;
+        finite &= value.finite();
+    }
+};
+
+// The sums of a thread: of rows `left` of a, and COLUMNS rows of tiles of b. Numbers have eight significant bits at most.
+template <int COLUMNS, class T>
+inline void multiply_rows(float (&d)[COLUMNS / 2], const TileRow<T> (&left)[2], const u8* b, int lane) {
+    static_assert(WGMMA_K == TERMS_PER_STEP, "a wgmma is a step of the model");
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+        for (int e = 0; e < 2; ++e) {
+            const TileRow<T> right(b, 8 * j + lane % 4 * 2 + e);
+            for (int i = 0; i < 2; ++i) {
+                // Rows beyond the end of an operand are zeros and are skipped.
+                if ((left[i].zero && right.finite) || (right.zero && left[i].finite)) continue;
+                float& sum = d[4 * j + 2 * i + e];
+                for (int k = 0; k < TILE_COLUMNS; k += WGMMA_K) sum = sum_bf16(sum, left[i].values + k, right.values + k);
+            }
+        }
+    }
+}
+#endif
+
 // d += a * b^T: 64 rows of a tile and 256 rows of two consecutive tiles, over all 64 columns in order of K. Asynchronous on a
 // GPU: one wgmma group.
 __device__ __forceinline__ void multiply_tiles(float (&d)[SUMS], const u8* a, const u8* b) {
@@ -74,35 +127,9 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[SUMS], const u8* a, co
 #elif defined(__CUDA_ARCH__)
     __trap();
 #else
-    static_assert(WGMMA_K == TERMS_PER_STEP, "a wgmma is a step of the model");
-    const int thread = static_cast<int>(threadIdx.x) % WARPGROUP, lane = thread % WARP;
-    struct Row {
-        Decomposed values[TILE_COLUMNS];
-        bool zero = true, finite = true;
-
-        Row(const u8* tile, int row) {
-            for (int column = 0; column < TILE_COLUMNS; ++column) {
-                bf16 number;
-                __builtin_memcpy(&number, tile + swizzled_offset(row, column / 8) + column % 8 * 2, 2);
-                const Decomposed& value = values[column] = Decomposed(to_float(number));
-                zero &= value.significand == 0;
-                finite &= value.finite();
-            }
-        }
-    };
-    const int top = thread / WARP * 16 + lane / 4;
-    const Row left[2] = {{a, top}, {a, top + 8}};
-    for (int j = 0; j < WGMMA_N / 8; ++j) {
-        for (int e = 0; e < 2; ++e) {
-            const Row right(b, 8 * j + lane % 4 * 2 + e);
-            for (int i = 0; i < 2; ++i) {
-                // Rows beyond the end of an operand are zeros and are skipped.
-                if ((left[i].zero && right.finite) || (right.zero && left[i].finite)) continue;
-                float& sum = d[4 * j + 2 * i + e];
-                for (int k = 0; k < TILE_COLUMNS; k += WGMMA_K) sum = sum_bf16(sum, left[i].values + k, right.values + k);
-            }
-        }
-    }
+    const int thread = static_cast<int>(threadIdx.x) % WARPGROUP, lane = thread % WARP, top = thread / WARP * 16 + lane / 4;
+    const TileRow<bf16> left[2] = {{a, top}, {a, top + 8}};
+    multiply_rows<WGMMA_N>(d, left, b, lane);
 #endif
 }
 

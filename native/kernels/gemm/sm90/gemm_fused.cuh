@@ -1,0 +1,414 @@
+// gemm_fused.cuh: the GEMM that decodes b in registers. Contracts: gemm_fused_nvfp4.cu and gemm_fused_mx.cu.
+//
+// With few rows of a, to dequantize b to memory would take longer than to multiply it. Here the operands of wgmma change
+// places: 64 rows of b are its first operand, which may lie in registers, and rows of a are its columns. A block has 128 rows
+// of b and TOKENS rows of a. Four consumer warpgroups have 64 rows of b of a slice of K each. While one of them decodes, the
+// tensor cores multiply for another. The producer warpgroup copies codes of b, and tiles of a, which `pack_interleaved` has
+// dequantized. A block has two slices of K; on a GPU a cluster of blocks has all slices of an output tile.
+//
+// A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
+// tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
+//
+// On an H200, 64 rows by N = K = 8192 of NVFP4 take 27.8 us, 19.7 us without decoding, 18.5 us with a quarter of the products;
+// 128 rows 34.2, 30.9 and 23.0 us. With 64 rows copies of an eighth of a changed nothing; a table of magnitudes in place of the
+// conversions of codes took 29.5 us. An earlier form, with two consumer warpgroups of two buffers of fragments each and with
+// bit operations in place of conversions, took 4 us more.
+#pragma once
+
+#include "gemm/skinny/gemm_skinny_nvfp4.cuh"
+#include "gemm/sm90/dequantize_tiles.cuh"
+#include "gemm/sm90/pipeline.cuh"
+
+namespace narrowgauge {
+
+constexpr int STEP_PAIRS = WGMMA_K / 8;                    // pairs of numbers of a thread in a row, for a wgmma
+constexpr int WGMMAS = TILE_COLUMNS / WGMMA_K;             // of a step of 64 columns
+constexpr int BLOCK_SLICES = 2;                            // slices of K of a block
+constexpr int FUSED_CONSUMERS = 2 * BLOCK_SLICES, FUSED_THREADS = (FUSED_CONSUMERS + 1) * WARPGROUP;
+constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
+constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
+constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
+// Of 96 registers of each of 640 threads.
+constexpr int FUSED_PRODUCER_REGISTERS = 24, FUSED_CONSUMER_REGISTERS = 112;
+// Slices whose sums are in the shared memory of a block: its own; on a CPU all.
+#ifdef __CUDA_ARCH__
+constexpr int SLICES_OF_SUMS = BLOCK_SLICES;
+#else
+constexpr int SLICES_OF_SUMS = 8 * BLOCK_SLICES;
+#endif
+
+struct FusedParameters {
+    const u8* a;  // tiles of pack_interleaved
+    const u8 *b_codes, *b_scales;
+    u32* refused;
+    EpilogueParameters epilogue;
+    i64 m, n, k;
+    int slices;       // of K
+    i64 slice_steps;  // steps of each but the last, which may have fewer
+};
+
+// Pipelines of a slice.
+template <int TOKENS>
+struct SlicePipelines {
+    static constexpr int TOKEN_STAGES = TOKEN_BYTES / (TOKENS * ROW_BYTES);
+
+    u8 codes[CODE_STAGES][TILE_BYTES];
+    u8 tokens[TOKEN_STAGES][TOKENS * ROW_BYTES];
+};
+
+template <int TOKENS>
+struct alignas(1024) FusedShared {
+    static constexpr int TOKEN_STAGES = SlicePipelines<TOKENS>::TOKEN_STAGES;
+
+    struct Barriers {
+        ptx::Mbarrier codes_full[CODE_STAGES], codes_empty[CODE_STAGES], tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
+    };
+
+#ifdef __CUDA_ARCH__
+    union {  // the sums replace the pipelines after the last step
+#else
+    struct {
+#endif
+        SlicePipelines<TOKENS> pipelines[BLOCK_SLICES];
+        float sums[SLICES_OF_SUMS][TOKENS][FUSED_STRIDE];
+    };
+    Barriers barriers[BLOCK_SLICES];
+};
+#ifdef __CUDA_ARCH__
+static_assert(sizeof(FusedShared<64>) == 193 * 1024 && sizeof(FusedShared<128>) == 193 * 1024,
+              "native/gemm/fused.py asks for this size");
+#endif
+
+// Operand of the wgmma of a step: of each wgmma the pairs of rows g and g + 8 of a warp, then the second pairs.
+using Fragments = u32[WGMMAS][2 * STEP_PAIRS];
+// 16 bytes of scales of rows g and g + 8 of a warp.
+using RowScales = ptx::Vector4[2];
+
+// E2M1 with scales of E4M3 for 16 columns.
+struct Nvfp4Codes {
+    using Element = E2M1;
+    using Number = fp16;
+    static constexpr BlockScales SCALES = BlockScales::E4M3;
+    // Steps of a stage of codes, and of RowScales.
+    static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
+
+    // Step `step` of the scales. `codes`: the first of the thread's rows in the stage.
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
+        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // two wgmmas, whose codes are in a word
+                const u8* place = codes + 8 * row * ROW_BYTES + ((2 * step + half ^ g) << 4) + 2 * t;
+                const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
+                const u32 word = low | high << 16;
+                const u32 factors = decode_scales(scales[row].words[step] >> 16 * half);
+                u32 even[2], odd[2];
+                ptx::cvt_rn_f16x2_e4m3x2(even_as_e4m3(word), even[0], even[1]);
+                ptx::cvt_rn_f16x2_e4m3x2(odd_as_e4m3(word), odd[0], odd[1]);
+                fragments[2 * half][row] = ptx::mul_rn_f16x2_low(even[0], factors);
+                fragments[2 * half][2 + row] = ptx::mul_rn_f16x2_low(odd[0], factors);
+                fragments[2 * half + 1][row] = ptx::mul_rn_f16x2_high(even[1], factors);
+                fragments[2 * half + 1][2 + row] = ptx::mul_rn_f16x2_high(odd[1], factors);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void check_range(const FusedParameters&, i64, i64, const ptx::Vector4&) {}
+};
+
+// E4M3 with scales of E8M0 for 32 columns.
+struct MxCodes {
+    using Element = E4M3;
+    using Number = bf16;
+    static constexpr BlockScales SCALES = BlockScales::E8M0;
+    static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
+
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
+        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+            for (int i = 0; i < WGMMAS; ++i) {
+                const int chunk = step % 2 * WGMMAS + i;
+                const u8* place = codes + 8 * row * ROW_BYTES + ((chunk ^ g) << 4) + 4 * t;
+                u32 low, high;
+                ptx::cvt_rn_f16x2_e4m3x2(*reinterpret_cast<const u32*>(place), low, high);
+                float numbers[4];
+                ptx::cvt_f32_f16(low, numbers[0], numbers[1]);
+                ptx::cvt_f32_f16(high, numbers[2], numbers[3]);
+                const u32 code = scales[row].words[step / 2] >> (step % 2 * 2 + i / 2) * 8 & 0xFFu;
+                const u32 scale = code << 7 | code << 23;  // a bfloat16 pair
+                fragments[i][row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[0], numbers[2]), scale);
+                fragments[i][2 + row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[1], numbers[3]), scale);
+            }
+        }
+    }
+
+    // Sets the `refused` flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
+    static __device__ __forceinline__ void check_range(const FusedParameters& p, i64 y, i64 first, const ptx::Vector4& scales) {
+        // Under scales of 2^-53 to 2^39 every number from 2^-9 to 448 is inside.
+        constexpr u32 SMALLEST = 127 - 53, LARGEST = 127 + 39;
+        u32 distance = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const u32 above = (scales.words[i / 4] >> i % 4 * 8 & 0xFFu) - SMALLEST;
+            distance = above > distance ? above : distance;
+        }
+        if (distance <= LARGEST - SMALLEST) return;
+#pragma unroll 1
+        for (int chunk = threadIdx.x % 4; chunk < 16 * 32 / CHUNK; chunk += 4) {  // four threads have the same rows
+            const u8* codes = p.b_codes + y * p.k + first * 32 + chunk * CHUNK;
+            const u8 scale = p.b_scales[y * (p.k / 32) + first + chunk / (32 / CHUNK)];
+            if (out_of_range<E4M3>({{load_word(codes, 4), load_word(codes + 4, 4)}}, e8m0_to_float(scale))) *p.refused = 1;
+        }
+    }
+};
+
+// d += b * a^T over 64 columns: 64 rows of b, in registers, and TOKENS rows of a tile. Asynchronous on a GPU: one wgmma group.
+template <class T, int TOKENS>
+__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* a) {
+#ifdef HAS_WGMMA
+    const u64 right = matrix_descriptor(a);
+#pragma unroll
+    for (int i = 0; i < WGMMAS; ++i) {
+        if constexpr (TOKENS == 64) {
+            ptx::wgmma_m64n64k16_f32<T>(d, b[i], right + i * (WGMMA_K * 2 >> 4));
+        } else {
+            ptx::wgmma_m64n128k16_f32<T>(d, b[i], right + i * (WGMMA_K * 2 >> 4));
+        }
+    }
+    ptx::wgmma_commit_group();
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#else
+    struct Words {
+        Fragments of;
+    } own;
+    __builtin_memcpy(own.of, b, sizeof b);
+    const int lane = threadIdx.x % WARP;
+    TileRow<T> left[2];
+    for (int distance = 0; distance < 4; ++distance) {
+        const Words words = distance == 0 ? own : simt::exchange(0xFFFFFFFFu, own, static_cast<unsigned>(distance));
+        for (int i = 0; i < WGMMAS; ++i) {
+            for (int j = 0; j < 2 * STEP_PAIRS; ++j) {
+                const int column = i * WGMMA_K + j / 2 * 8 + 2 * (lane % 4 ^ distance);
+                left[j % 2].set(column, static_cast<u16>(words.of[i][j]));
+                left[j % 2].set(column + 1, static_cast<u16>(words.of[i][j] >> 16));
+            }
+        }
+    }
+    multiply_rows<TOKENS>(d, left, a, lane);
+#endif
+}
+
+// Waits for all wgmma of the warpgroup, which read the fragments until then.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_sums(float (&d)[COUNT], [[maybe_unused]] Fragments& read) {
+    wait_for_sums(d);
+#ifdef HAS_WGMMA
+#pragma unroll
+    for (int i = 0; i < WGMMAS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2 * STEP_PAIRS; ++j) asm volatile("" : "+r"(read[i][j]));
+    }
+#endif
+}
+
+// A slice of K of a block: rows of b from `row` on, rows of a from `token` on, `steps` steps from `first` on. Its pipelines have
+// had `before` steps of other slices.
+template <class Codes, int TOKENS>
+struct FusedSlice {
+    using Shared = FusedShared<TOKENS>;
+
+    const FusedParameters& p;
+    SlicePipelines<TOKENS>& pipelines;
+    typename Shared::Barriers& barriers;
+    i64 row, token, first;
+    u32 steps, before;
+
+    __device__ __forceinline__ void copy_tokens() const {
+        constexpr int STAGES = Shared::TOKEN_STAGES;
+        const i64 tile = token / TILE_ROWS * (p.k / TILE_COLUMNS) + first;
+        const u8* source = p.a + tile * TILE_BYTES + token % TILE_ROWS * ROW_BYTES;
+        for (u32 step = 0; step < steps; ++step) {
+            const u32 stage = (before + step) % STAGES;
+            ptx::mbarrier_try_wait_parity(barriers.tokens_empty[stage], (before + step) / STAGES % 2 ^ 1u);
+            ptx::mbarrier_arrive_expect_tx(barriers.tokens_full[stage], TOKENS * ROW_BYTES);
+            ptx::cp_async_bulk_shared_global<TOKENS * ROW_BYTES>(pipelines.tokens[stage], source + i64{step} * TILE_BYTES,
+                                                                 barriers.tokens_full[stage]);
+        }
+    }
+
+    __device__ __forceinline__ void copy_codes(const TensorMap& map) const {
+        const int x = static_cast<int>(first / Codes::STAGE_STEPS) * ROW_BYTES;
+        for (u32 number = 0; number < steps / Codes::STAGE_STEPS; ++number) {
+            const u32 place = before / Codes::STAGE_STEPS + number, stage = place % CODE_STAGES;
+            ptx::mbarrier_try_wait_parity(barriers.codes_empty[stage], place / CODE_STAGES % 2 ^ 1u);
+            ptx::mbarrier_arrive_expect_tx(barriers.codes_full[stage], TILE_BYTES);
+            ptx::cp_async_bulk_tensor_2d(pipelines.codes[stage], map.words, x + static_cast<int>(number) * ROW_BYTES,
+                                         static_cast<int>(row), barriers.codes_full[stage]);
+        }
+    }
+
+    // The sums of a thread. `own`: its first row in the block; the second is 8 rows below.
+    __device__ __forceinline__ void accumulate(float (&d)[TOKENS / 2], int own, int lane) const {
+        constexpr int STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS, STAGES = Shared::TOKEN_STAGES;
+        i64 y[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) y[i] = row + own + 8 * i < p.n ? row + own + 8 * i : p.n - 1;
+        const i64 first_run = first / STEPS;
+        const u8* row_scales[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_scales[i] = p.b_scales + (y[i] * (p.k / TILE_COLUMNS / STEPS) + first_run) * 16;
+        RowScales next;
+        const auto load = [&](u32 run) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) next[i] = ptx::ld_global_nc_v4_u32(row_scales[i] + i64{run} * 16);
+        };
+        load(0);
+        for (u32 run = 0; run < steps / STEPS; ++run) {
+            RowScales scales;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                scales[i] = next[i];
+                Codes::check_range(p, y[i], (first_run + run) * 16, scales[i]);
+            }
+            if (run + 1 < steps / STEPS) load(run + 1);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const u32 number = before + run * STEPS + step, stage = number % STAGES;
+                const u32 codes = number / STAGE_STEPS, code_stage = codes % CODE_STAGES;
+                if (step % STAGE_STEPS == 0) {
+                    ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes / CODE_STAGES % 2);
+                }
+                Fragments fragments;
+                Codes::decode(fragments, pipelines.codes[code_stage] + own * ROW_BYTES, scales, step);
+                if (step % STAGE_STEPS == STAGE_STEPS - 1) release(barriers.codes_empty[code_stage], lane);
+                ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], number / STAGES % 2);
+                ptx::wgmma_fence();
+                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[stage]);
+                wait_for_sums(d, fragments);
+                release(barriers.tokens_empty[stage], lane);
+            }
+        }
+    }
+};
+
+// Adds the sums of all slices in order of K and stores the outputs of part `rank` of the rows of a. Threads of a row write
+// neighbouring outputs.
+template <int TOKENS>
+__device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, const FusedParameters& p, const Alpha& alpha,
+                                            i64 row, i64 token, int rank) {
+    constexpr int OUTPUTS = 8, THREADS_OF_TOKEN = TILE_ROWS / OUTPUTS, PART = TOKENS / CLUSTER;
+    const Epilogue epilogue = {p.epilogue, 0, 0};
+    const int thread = threadIdx.x, left = thread % THREADS_OF_TOKEN * OUTPUTS;
+#pragma unroll 1
+    for (int y = rank * PART + thread / THREADS_OF_TOKEN; y < (rank + 1) * PART;
+         y += FUSED_CONSUMERS * WARPGROUP / THREADS_OF_TOKEN) {
+        if (token + y >= p.m || row + left >= p.n) continue;
+        float v[OUTPUTS];
+        for (int slice = 0; slice < p.slices; ++slice) {
+#pragma unroll
+            for (int i = 0; i < OUTPUTS / 4; ++i) {
+                const float* place = &shared.sums[slice % SLICES_OF_SUMS][y][left + 4 * i];
+                const ptx::Vector4 sums =
+                    ptx::ld_shared_cluster(reinterpret_cast<const ptx::Vector4*>(place), slice / SLICES_OF_SUMS);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float sum = __uint_as_float(sums.words[j]);
+                    v[4 * i + j] = slice == 0 ? sum : v[4 * i + j] + sum;
+                }
+            }
+        }
+        store_outputs<false>(alpha, epilogue, v, token + y, row + left, p.n);
+    }
+}
+
+template <class Codes, int TOKENS>
+__device__ __forceinline__ void multiply_fused(const TensorMap& map, const FusedParameters& p, const Alpha& alpha) {
+    using Shared = FusedShared<TOKENS>;
+#ifdef __CUDA_ARCH__
+    extern __shared__ u8 dynamic_shared[];
+    const u32 skipped = -static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)) & 1023u;
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared + skipped);
+#else
+    __shared__ Shared shared;
+#endif
+    constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
+    const int thread = threadIdx.x, lane = thread % WARP, rank = static_cast<int>(blockIdx.x % CLUSTER);
+    const i64 row = i64{blockIdx.x / CLUSTER} * TILE_ROWS, token = i64{blockIdx.y} * TOKENS;
+#ifdef __CUDA_ARCH__
+    constexpr int blocks = 1;  // of the cluster whose slices this block has
+#else
+    const int blocks = p.slices / BLOCK_SLICES;
+#endif
+    const auto slice_of = [&](int block, int number) {
+        const i64 first = ((rank + block) * BLOCK_SLICES + number) * p.slice_steps, left = p.k / TILE_COLUMNS - first;
+        const u32 steps = static_cast<u32>(left < p.slice_steps ? left : p.slice_steps);
+        return FusedSlice<Codes, TOKENS>{p,     shared.pipelines[number], shared.barriers[number], row, token, first,
+                                         steps, static_cast<u32>(block * p.slice_steps)};
+    };
+    if (thread == 0) {
+        for (typename Shared::Barriers& barriers : shared.barriers) {
+            for (int stage = 0; stage < CODE_STAGES; ++stage) {
+                ptx::mbarrier_init(barriers.codes_full[stage], 1);
+                ptx::mbarrier_init(barriers.codes_empty[stage], SLICE_WARPS);
+            }
+            for (int stage = 0; stage < Shared::TOKEN_STAGES; ++stage) {
+                ptx::mbarrier_init(barriers.tokens_full[stage], 1);
+                ptx::mbarrier_init(barriers.tokens_empty[stage], SLICE_WARPS);
+            }
+        }
+        ptx::fence_mbarrier_init_and_proxy_async();
+    }
+    __syncthreads();
+    if (thread >= CONSUMER_THREADS) {
+        ptx::setmaxnreg_dec<FUSED_PRODUCER_REGISTERS>();
+        const int warp = (thread - CONSUMER_THREADS) / WARP;
+        for (int block = 0; block < blocks; ++block) {
+            const FusedSlice<Codes, TOKENS> slice = slice_of(block, warp / 2);
+            if (lane == 0 && warp % 2 == 0) {
+                ptx::griddepcontrol_wait();  // for the tiles; b was complete before pack_interleaved let this kernel begin
+                slice.copy_tokens();
+            }
+            if (lane == 0 && warp % 2 == 1) slice.copy_codes(map);
+        }
+        return;
+    }
+    ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
+    const int own = thread / WARP % SLICE_WARPS * 16 + lane / 4;
+    int number = thread / (2 * WARPGROUP);
+#ifdef __CUDA_ARCH__
+    number = __shfl_sync(0xFFFFFFFFu, number, 0);  // so that the compiler keeps addresses of stages in uniform registers
+#endif
+    for (int block = 0; block < blocks; ++block) {
+        float d[TOKENS / 2] = {};
+        slice_of(block, number).accumulate(d, own, lane);
+        ptx::bar_sync<CONSUMER_THREADS>(1);  // all have read the pipelines
+        float(*sums)[FUSED_STRIDE] = shared.sums[block * BLOCK_SLICES + number];
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[i / 4 * 8 + lane % 4 * 2 + i % 2][own + i / 2 % 2 * 8] = d[i];
+    }
+    if constexpr (CLUSTER > 1) {
+        ptx::barrier_cluster();
+    } else {
+        ptx::bar_sync<CONSUMER_THREADS>(1);
+    }
+    ptx::griddepcontrol_launch_dependents();
+    store_fused<TOKENS>(shared, p, alpha, row, token, rank);
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
+}
+
+// Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles.
+template <class Codes>
+__device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters& p) {
+    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS), step = blockIdx.x % steps;
+    const i64 row = i64{blockIdx.x / steps} * TILE_ROWS, column = i64{step} * TILE_COLUMNS;
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
+    dequantize_tile<typename Codes::Element, Codes::SCALES, true>({p.operand, p.rows}, row, column, p.k,
+                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, p.refused);
+}
+
+}  // namespace narrowgauge

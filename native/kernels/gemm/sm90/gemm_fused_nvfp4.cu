@@ -1,0 +1,33 @@
+// pack_interleaved: dequantizes a to tiles (dequantize_tiles.cuh), with interleaved columns.
+// gemm_fused_64, gemm_fused_128: out = alpha * (a @ b.T) (+ c) (+ bias), NVFP4, on the tensor cores of a Hopper GPU: 64 or
+// 128 rows of a in a block, b decoded in registers (gemm_fused.cuh).
+//
+//   codes    b: (N, K/2) through a tensor map, contiguous, aligned to 16 bytes; a in tiles
+//   scales   of b: (N, K/16), aligned to 16 bytes
+//   alpha    from the tensor amaxes
+//   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES. The last slice may be shorter
+//   Any M and N; K is a multiple of 256
+//   Launch: pack_interleaved with 256 threads for every tile, grid K/64 * rows of tiles; it waits for the kernel before it.
+//   gemm_fused next, also `early`: 640 threads, grid (ceil(N/128) * slices / 2, ceil(M/64 or M/128)), on a CPU without slices;
+//   sizeof(FusedShared) + 1024 bytes of dynamic shared memory.
+//   Numerics: as gemm_tensor (gemm_wgmma.cu).
+
+#include "gemm/sm90/gemm_fused.cuh"
+
+namespace narrowgauge {
+
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack_interleaved(DequantizeParameters p) {
+    pack_interleaved_tile<Nvfp4Codes>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES
+    gemm_fused_64(const __grid_constant__ TensorMap codes, FusedParameters p, Alpha alpha) {
+    multiply_fused<Nvfp4Codes, 64>(codes, p, alpha);
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES
+    gemm_fused_128(const __grid_constant__ TensorMap codes, FusedParameters p, Alpha alpha) {
+    multiply_fused<Nvfp4Codes, 128>(codes, p, alpha);
+}
+
+}  // namespace narrowgauge
