@@ -247,6 +247,21 @@ def test_fp8_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch:
         assert_equal(y, bounds(a, b, out_dtype=torch.bfloat16, order=order).expected)
 
 
+@ON_CPU_AND_HOPPER
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 1024), pytest.param(70, 133, 1536, marks=pytest.mark.long)])
+def test_fused_decoding(name: str, m: int, n: int, k: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_operand(name, m, k, 1), random_operand(name, n, k, 2)
+    b.scales[3, 2] = 0xF0  # MX: outside the range of tiles, so that codes are read once more
+    with monkeypatch.context() as patch:
+        patch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: paths.FUSED)
+        y = guarded(ops.gemm, a, b, out_dtype=torch.bfloat16)
+        order = ops.gemm_order(a, b)
+    portable = ops.gemm(a, b, out_dtype=torch.bfloat16)
+    refused = name == "mxfp8-e4m3"
+    assert_equal(y, portable if refused else bounds(a, b, out_dtype=torch.bfloat16, order=order).expected)
+
+
 @pytest.mark.sampled(7)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize(
