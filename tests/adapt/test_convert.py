@@ -186,12 +186,6 @@ def test_arrays_of_numpy() -> None:
         adapt.quantized(codes, scales, "nvfp4", q.shape)
 
 
-def test_powers_of_two_as_e8m0_for_float32_scales() -> None:
-    q = oracle("fp8-block-1x128")
-    exponents = (q.scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-    assert same(adapt.quantized(q.codes, exponents, q.recipe, q.shape), q)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64])
 def test_words_of_e8m0_for_float32_scales(dtype: torch.dtype) -> None:
     q = oracle("fp8-block-1x128", (5, 640))  # 5 scales of a row, in 8 bytes
@@ -202,42 +196,6 @@ def test_words_of_e8m0_for_float32_scales(dtype: torch.dtype) -> None:
         assert same(adapt.quantized(q.codes, stored, q.recipe, q.shape, layout="padded"), q)
     with pytest.raises(ValueError, match=r"have shape \(5, 5\); scales have \(5, 8\)"):
         adapt.quantized(q.codes, words, q.recipe, q.shape)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_one_scale_per_tensor_has_any_shape_of_one_number(shape: tuple[int, ...]) -> None:
-    q = oracle("fp8-current")
-    assert same(adapt.quantized(q.codes, q.scales.reshape(shape), q.recipe, q.shape), q)
-
-
-def test_several_dimensions_of_rows() -> None:
-    q = oracle("nvfp4", (6, 32))
-    got = adapt.quantized(q.codes.view(2, 3, 16), q.scales.view(2, 3, 2), "nvfp4", (2, 3, 32))
-    assert same(got, q)
-
-
-@pytest.mark.parametrize("layout", ["128x4", "8x4"])
-def test_scales_in_tiles_may_be_flat_or_tiled(layout: Any) -> None:
-    q = oracle("nvfp4")
-    scales = adapt.stored_as(q, layout=layout).scales
-    height = {"128x4": 32, "8x4": 8}[layout]
-    tiled = scales.view(-1, height, 16 if height == 32 else 4)
-    for form in (scales.flatten(), tiled):
-        assert same(adapt.quantized(q.codes, form, "nvfp4", q.shape, layout=layout), q)
-    with pytest.raises(ValueError, match=r"not contiguous.*before permute"):
-        adapt.quantized(q.codes, tiled.transpose(1, 2), "nvfp4", q.shape, layout=layout)
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128"])
-def test_padded_scales_have_any_padding(recipe: str) -> None:
-    q = oracle(recipe)
-    for transposed in (False, True):
-        codes, scales = adapt.stored_as(q, transposed=transposed)
-        padded = torch.nn.functional.pad(scales, (0, 3, 0, 2), value=7)
-        got = adapt.quantized(codes, padded, recipe, q.shape, layout="padded", transposed=transposed)
-        assert same(got, q)
-        left = adapt.padding(padded, recipe, q.shape, layout="padded", transposed=transposed)
-        assert left.tolist() == [7] * (padded.numel() - scales.numel())
 
 
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
@@ -252,13 +210,6 @@ def test_padding_of_tiles(layout: Any) -> None:
     if layout == "128x4":
         assert torch.equal(got.scales, wrong)  # the padding stays visible
     assert same(got, q)
-
-
-def test_bytes_in_the_right_place_are_no_copy() -> None:
-    q = oracle("nvfp4")
-    got = adapt.quantized(q.codes, q.scales, "nvfp4", q.shape)
-    assert got.codes.data_ptr() == q.codes.data_ptr()
-    assert got.scales.data_ptr() == q.scales.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.adapt import tensor
 
@@ -123,21 +122,3 @@ def test_a_dtype_without_dlpack_is_converted_by_numpy() -> None:
 def test_other_values_are_refused(make: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         tensor(make())
-
-
-@pytest.mark.long
-def test_fake_tensors_are_refused() -> None:
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    with pytest.raises(TypeError, match=r"FakeTensor on cpu has no bytes.*FakeTensorMode"):
-        tensor(fake)
-
-
-def test_wrapper_subclasses_are_refused() -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao==0.18.*")
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-
-    wrapped = MXTensor.to_mx(torch.ones(32, 32), torch.float8_e4m3fn, 32)
-    with pytest.raises(TypeError, match=r"MXTensor.*dense tensors that it holds"):
-        tensor(wrapped)
-    assert tensor(wrapped.qdata).dtype == torch.float8_e4m3fn

@@ -10,13 +10,8 @@ import torch
 
 from narrowgauge.native import modules as native
 from narrowgauge.reference import modules as reference
-from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
-from narrowgauge.reference.high_precision.bounded import Bounded
-from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
-from narrowgauge.reference.high_precision.norm import norm_backward, norm_forward
 from narrowgauge.spec.autocast import autocast
 from narrowgauge.spec.training import training_names
-from tests.native import declared
 from tests.native.devices import ops
 from tests.native.samples import assert_equal, assert_same, matrix
 
@@ -137,63 +132,3 @@ def assert_value_same(got: Any, expected: Any, name: str) -> None:
             assert_value_same(one, other, name)
     else:
         assert_same(got, expected)
-
-
-def assert_products_right(seen: Seen, layer: Any, number: int = 0, dx: str = "dx") -> None:
-    """y, dx and dw of a step are the products of its operands in the declared order."""
-    q = {name: seen[name][number] for name in OPERANDS}
-    dtype = layer.dtype
-    assert_equal(seen["y"][number], declared.gemm(q["x"], q["w"], out_dtype=dtype, bias=layer.bias.detach()), "y")
-    assert_equal(seen[dx][number], declared.gemm(q["dy"], q["w columnwise"], out_dtype=dtype), dx)
-    assert_equal(seen["dw"][number], declared.gemm(q["dy columnwise"], q["x columnwise"], out_dtype=dtype), "dw")
-
-
-def assert_inside(found: torch.Tensor, limits: Bounded, what: str) -> None:
-    """Every number lies in its interval."""
-    low, high = limits.interval(found.dtype)
-    found = found.cpu()
-    assert found.shape == low.shape, what
-    assert ((low <= found) & (found <= high)).all(), f"{what} lies outside its bounds"
-
-
-def assert_norm_right(seen: Seen, layer: Any, x: torch.Tensor) -> None:
-    """The norm of `x` (…, K) and its gradients lie inside their bounds."""
-    x, gamma = x.reshape(-1, layer.in_features), layer.layer_norm_weight.detach().cpu()
-    beta = None if layer.layer_norm_bias is None else layer.layer_norm_bias.detach().cpu()
-    assert_inside(seen["norm"][0], norm_forward(x, gamma, beta, layer.norm, layer.eps), "norm")
-    gradients = norm_backward(seen["dnorm"][0].cpu(), x, gamma, layer.norm, layer.eps)
-    for name, limits in zip(("dx", "dgamma", "dbeta"), gradients, strict=True):
-        if limits is not None:
-            assert_inside(seen[name][0], limits, name)
-
-
-def assert_transformer_right(seen: Seen, layer: Any, step: Step) -> None:
-    """Every stage of a TransformerLayer, of the stages before: products, norms, attention, GELU and the additions."""
-    found = {name: values[0].cpu() for name, values in seen.items() if isinstance(values[0], torch.Tensor)}
-    shape = step.x.shape
-    for name, child in layer.named_children():
-        own = {key.removeprefix(f"{name}."): value for key, value in seen.items() if key.startswith(f"{name}.")}
-        assert_products_right(own, child, dx="dnorm" if "norm" in own else "dx")
-        if "norm" in own:
-            assert_norm_right(own, child, step.x if name == "qkv" else found["h"])
-
-    def heads(tensor: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-        return tensor.reshape(*shape[:2], parts, layer.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-
-    q, k, v = heads(found["qkv.y"], 3)
-    assert_inside(heads(found["attention"], 1)[0], attention_forward(q, k, v), "attention")
-    backward = attention_backward(*heads(found["proj.dx"], 1), q, k, v)
-    for part, limits in zip(heads(found["dqkv"], 3), backward, strict=True):
-        assert_inside(part, limits, "dqkv")
-    gelu = found["fc1.y"].view(*shape[:2], -1)
-    assert_inside(found["gelu"], gelu_forward(gelu), "gelu")
-    assert_inside(found["dgelu"], gelu_backward(found["fc2.dx"].view(gelu.shape), gelu), "dgelu")
-    sums = {
-        "h": (step.x, "proj.y"),
-        "y": (found["h"], "fc2.y"),
-        "dh": (step.dy, "fc1.dx"),
-        "dx": (found["dh"], "qkv.dx"),
-    }
-    for name, (one, other) in sums.items():
-        assert_equal(found[name], (one.float() + found[other].view(shape).float()).to(one.dtype), name)
-    assert_equal(seen["x.grad"][0], found["dx"], "x.grad")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.native.ops import GroupedQuantized, Quantized
+from narrowgauge.native.ops import Quantized
 from narrowgauge.spec.formats import E4M3, E8M0
 from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
@@ -154,13 +154,6 @@ def options_of(recipe: Recipe, count: int = 1) -> dict[str, Any]:
     return {} if seeded(recipe) is None else {"random": seeded(recipe)}
 
 
-def words_for(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Random words of a matrix (rows, columns), int32 (rows, ⌈columns/4⌉), of every value."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (rows, -(-columns // 4))
-    return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64).int()
-
-
 def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
     """A row for every scale byte, with all 16 codes, or 15 codes in a matrix of 15 columns."""
     codes = torch.arange(16, dtype=torch.uint8)
@@ -215,13 +208,6 @@ def assert_both_same(
 ) -> None:
     """Either half, bit for bit."""
     for one, other in zip(got, expected, strict=True):
-        assert_same(one, other)
-
-
-def assert_sections_same(got: GroupedQuantized, expected: GroupedQuantized) -> None:
-    """Every section, bit for bit."""
-    assert (got.shape, got.columnwise, got.recipe) == (expected.shape, expected.columnwise, expected.recipe)
-    for one, other in zip(got.sections(), expected.sections(), strict=True):
         assert_same(one, other)
 
 

@@ -15,20 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.native import ops
-from narrowgauge.native.gemm import paths
 from narrowgauge.native.gemm import skinny as gemm_skinny
 from narrowgauge.native.modules import Linear, autocast
 from narrowgauge.native.quantize.amax import another_grid
 from narrowgauge.reference import ops as reference
-from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import Summation
 from tests.golden import bits
 from tests.native import fp8, layers, skinny
-from tests.native.devices import converted, moved, needs_hopper
-from tests.native.gemm.test_gemm import pair
+from tests.native.devices import converted, moved
 from tests.native.gemm.test_gemm_skinny import E4M3, operands
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.quantize.test_sections import SIZES, sections
@@ -48,7 +43,6 @@ from tests.native.samples import (
     options_of,
     sample,
 )
-from tests.reference.samples import FAMILIES as PRODUCTS
 
 pytestmark = needs_gpu
 FP32 = torch.float32
@@ -97,19 +91,6 @@ def test_the_reference_dequantizes_and_rotates_the_same_bytes(dtype: torch.dtype
         assert_equal(reference.transform(there(x), name), reference.transform(x, name))
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-def test_the_reference_has_the_same_bounds(out_dtype: torch.dtype) -> None:
-    for family, (m, n, k) in product(PRODUCTS, [(3, 5, 16), (70, 66, 80), (8, 8, 2048)]):
-        a, b = pair(family, m, n, k, amax=3.3)
-        here, on_gpu = (bounds(*operands, out_dtype=out_dtype) for operands in ((a, b), (there(a), there(b))))
-        nonzero = ~here.zero_sum  # the sign of a sum of 0 depends on the order
-        assert torch.equal(bits(on_gpu.expected.cpu())[nonzero], bits(here.expected)[nonzero])
-        y = ops.gemm(there(a), there(b), out_dtype=out_dtype)
-        exact = here.exact & nonzero
-        assert torch.equal(bits(y.cpu())[exact], bits(here.expected)[exact])
-        assert ((on_gpu.lower <= y) & (y <= on_gpu.upper)).all()
-
-
 # Calls that do not wait.
 
 
@@ -125,13 +106,6 @@ def test_sizes_of_sections_stay_on_the_gpu(name: str, columnwise: bool) -> None:
         ops.quantize_grouped(*arguments, **options)  # loads the kernels
         with without_waiting():
             ops.quantize_grouped(*arguments, **options)
-
-
-def test_an_update_of_scales_does_not_wait() -> None:
-    given = there((torch.ones(16, 5), torch.ones(5)))
-    ops.update_scale(*given, "fp8-delayed-e4m3")  # loads the kernels
-    with without_waiting():
-        ops.update_scale(*given, "fp8-delayed-e4m3")
 
 
 @pytest.mark.parametrize("recipe", [*layers.SOME, None])
@@ -197,21 +171,6 @@ def test_more_rows_than_the_grid_has_warps_are_padded() -> None:
     assert_equal(ops.unpad_sections(got, sizes, "fp8-current-e4m3"), x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-def test_two_runs_give_the_same_bytes(dtype: torch.dtype) -> None:
-    x = matrix("outliers", 300, 1000, dtype).to(DEVICE)
-    variations = ops.variations(x.device)
-    assert len(variations) == 2
-    results = []
-    for context in variations.values():
-        with context():
-            q = ops.quantize(x, "nvfp4")
-            results.append((q, ops.dequantize(q, dtype), ops.gemm(q, q, out_dtype=dtype)))
-    assert_same(results[0][0], results[1][0])
-    for one, other in zip(results[0][1:], results[1][1:], strict=True):
-        assert_equal(one, other)
-
-
 def test_subnormal_numbers_are_kept() -> None:
     """CuPy appends -ftz=true to the flags of a kernel that it compiles itself."""
     x = torch.arange(-64, 64, dtype=FP32).view(8, 16) * 2.0**-149
@@ -222,17 +181,6 @@ def test_subnormal_numbers_are_kept() -> None:
         assert_same(ops.quantize(there(x), "nvfp4", **there(options)), reference.quantize(x, "nvfp4", **options))
     y = ops.dequantize(there(codes_under_every_scale(1e-38)))
     assert ((y != 0) & (y.abs() < torch.finfo(FP32).smallest_normal)).sum() > 1000
-
-
-@needs_hopper
-def test_large_products_take_tensor_cores() -> None:
-    for name, (side, path) in product(("nvfp4", "mxfp8-e4m3"), ((1024, paths.TENSOR), (64, paths.PORTABLE))):
-        a = ops.quantize(matrix("outliers", side, side, FP32).to(DEVICE), name)
-        assert ops.gemm_order(a, a) == paths.ORDERS[path]
-        once = ops.gemm(a, a, out_dtype=torch.bfloat16)
-        expected = bounds(a, a, out_dtype=torch.bfloat16, order=paths.ORDERS[path])
-        assert torch.equal(once[expected.exact], expected.expected[expected.exact])
-        assert torch.equal(once, ops.gemm(a, a, out_dtype=torch.bfloat16))
 
 
 def test_few_rows_by_many_blocks_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +206,3 @@ def test_a_block_multiplies_strips_in_turn(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gemm_skinny, "multiprocessors", lambda device: 2)
     for _ in range(20):
         assert_equal(skinny.product(there(a), there(b), out_dtype=FP32), expected)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", *E4M3])
-@pytest.mark.parametrize(("m", "n", "k"), [(16, 8192, 8192), (64, 1000, 4096)], ids=str)
-def test_large_products_of_few_rows_lie_in_their_bounds(name: str, m: int, n: int, k: int) -> None:
-    names = name.replace("128x128", "1x128"), name
-    a, b = (ops.quantize(torch.randn(rows, k, device=DEVICE), of) for rows, of in zip((m, n), names, strict=True))
-    limits = bounds(a, b, out_dtype=torch.bfloat16, order=Summation(None, truncates=True))
-    first, second = (skinny.product(a, b, out_dtype=torch.bfloat16) for _ in range(2))
-    assert bool(within_bounds(first, limits).all())
-    assert torch.equal(first, second)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from itertools import product
 
 import pytest
-import torch
 
-from narrowgauge.reference.ops import gemm, quantize
-from narrowgauge.spec.formats import E4M3, E4M3FNUZ, E5M2, E8M0, FP32
+from narrowgauge.spec.formats import E4M3, E4M3FNUZ, E8M0, FP32
 from narrowgauge.spec.recipe import mismatch
-from narrowgauge.spec.recipes import Hadamard, Recipe, find_recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 
 NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
 
@@ -74,21 +71,6 @@ def test_the_reason_names_what_differs(a: str, b: str, reason: str) -> None:
 )  # fmt: skip
 def test_what_belongs_together_has_no_reason_against_it(a: str, b: str) -> None:
     assert mismatch(find_recipe(a), find_recipe(b)) == mismatch(find_recipe(b), find_recipe(a)) == ""
-
-
-def test_blocks_of_another_width_and_other_rotations_are_named() -> None:
-    sixteen = dataclasses.replace(find_recipe("mxfp8-e4m3"), block=(1, 16))
-    assert mismatch(find_recipe("mxfp8-2d"), sixteen) == "block is 32x32 and 1x16"
-    other = dataclasses.replace(find_recipe("nvfp4-rht"), transform=Hadamard(32))
-    assert "transform is Hadamard(group=16, " in mismatch(find_recipe("nvfp4-rht"), other)
-    wide = dataclasses.replace(find_recipe("nvfp4"), element=E5M2, nan_code=127)
-    assert mismatch(find_recipe("nvfp4"), wide) == "element is E2M1 and E5M2"
-
-
-def test_a_product_is_refused_with_the_reason() -> None:
-    a, b = (quantize(torch.ones(128, 128), name) for name in ("mxfp8-e4m3", "fp8-current-e4m3"))
-    with pytest.raises(ValueError, match="scale is E8M0 and FP32"):
-        gemm(a, b, out_dtype=torch.float32)
 
 
 def test_pairs_are_told_without_torch() -> None:

@@ -27,11 +27,6 @@ def tail_wrong(x: torch.Tensor) -> Any:
     return codes, scales, amax
 
 
-def strides_ignored(x: torch.Tensor) -> Any:
-    """Reads any view as contiguous memory."""
-    return correct(torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset()))
-
-
 def writes_its_input(x: torch.Tensor) -> Any:
     result = correct(x)
     x.view(-1)[:1] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -130,40 +130,6 @@ def test_a_cause_is_named() -> None:
     verdict = wrong(a, b, y, out_dtype=torch.bfloat16, bias=bias)
     assert str(verdict).startswith("explained exactly by: ")
     assert "bias" in verdict.explanations[0]["sentence"]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_results_with_any_strides(device: str) -> None:
-    a, b = operands(device=device)
-    y = ng.gemm(a, b, out_dtype=torch.bfloat16)
-    padded = torch.zeros(160, 300, dtype=y.dtype, device=device)[:, 5:293:2]
-    padded.copy_(y)
-    for result in (y.T.contiguous().T, padded, y.to_sparse().to_dense()):
-        ng.assert_gemm(a, b, result, out_dtype=torch.bfloat16)
-    same = replace(b, codes=b.codes[:1].expand(144, -1), scales=b.scales[:1].expand(144, -1))
-    column = ng.gemm(a, same, out_dtype=torch.bfloat16)[:, :1]
-    ng.assert_gemm(a, same, column.expand(-1, 144), out_dtype=torch.bfloat16)
-    wrong(a, b, column.expand(-1, 144), out_dtype=torch.bfloat16)
-
-
-def test_empty_products() -> None:
-    for rows, columns, depth in ((0, 16, 64), (16, 0, 64), (16, 16, 0)):
-        a, b = (ng.quantize(torch.zeros(extent, depth).bfloat16(), "mxfp8-e4m3") for extent in (rows, columns))
-        y = torch.zeros(rows, columns)
-        ng.assert_gemm(a, b, y, out_dtype=torch.float32)
-        if y.numel():
-            wrong(a, b, y + 1, out_dtype=torch.float32)
-
-
-def test_swizzled_operands_and_mappings() -> None:
-    a, b = operands()
-    y = ng.gemm(a, b, out_dtype=torch.bfloat16)
-    stored = ng.adapt.stored_as(a, layout="128x4")
-    swizzled = ng.adapt.quantized(stored.codes, stored.scales, "nvfp4", a.shape, amax=a.amax, layout="128x4")
-    assert swizzled.swizzled
-    mapping = {field.name: getattr(b, field.name) for field in fields(b)} | {"recipe": "nvfp4"}
-    ng.assert_gemm(swizzled, mapping, y, out_dtype=torch.bfloat16)
-    wrong(swizzled, mapping, y.flip(0), out_dtype=torch.bfloat16)
 
 
 ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [

@@ -121,44 +121,6 @@ def test_overflow_that_depends_on_the_order_has_infinite_ends() -> None:
     assert bool(reference_bounds(a, b, out_dtype=torch.float32).undetermined.all())
 
 
-def test_a_declared_order_narrows_and_truncation_widens() -> None:
-    a, b = operands(shape=(8, 1024, 6))
-
-    def width(**declared: Any) -> float:
-        lower, upper = bounds(a, b, out_dtype=torch.float32, **declared)
-        return float((upper - lower).sum())
-
-    assert 0 == width(order="aligned-25-16") < width(order="split-2") < width() < width(accumulator="truncating")
-
-
-def test_slabs_and_memory_layouts_change_no_bound() -> None:
-    x, w = torch.randn(1100, 64), torch.randn(40, 64)
-    a, b = (ops.quantize(each, "mxfp8-e4m3") for each in (x, w))
-    whole = reference_bounds(a, b, out_dtype=torch.bfloat16)
-    stored = [
-        (ops.quantize(x, "mxfp8-e4m3", swizzled=True), ops.quantize(w, "mxfp8-e4m3", swizzled=True)),
-        tuple(ops.quantize_both(each.T.contiguous(), "mxfp8-e4m3", rowwise=False)[1] for each in (x, w)),
-    ]
-    for left, right in [(a, b), *stored]:
-        lower, upper = bounds(left, right, out_dtype=torch.bfloat16)
-        assert torch.equal(lower, torch.where(whole.exact, whole.expected, whole.lower))
-        assert torch.equal(upper, torch.where(whole.exact, whole.expected, whole.upper))
-
-
-def test_settings_of_the_caller_change_no_bound() -> None:
-    a, b = operands()
-    plain = bounds(a, b, out_dtype=torch.float32)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            there = bounds(a, b, out_dtype=torch.float32)
-            assert torch.get_default_dtype() == torch.float64
-            assert torch.is_autocast_enabled("cpu")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, plain, there))
-
-
 A, B = operands()
 
 

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.library import Library, custom_op, opcheck
+from torch.library import Library
 
 import narrowgauge
 from narrowgauge.harness.api.check import check
-from narrowgauge.harness.api.function_backend import parameters_of
 from narrowgauge.harness.machine.float_environment import read_environment
 from narrowgauge.reference import ops
 from tests.harness.api import checked_functions
@@ -47,19 +45,6 @@ def test_the_reference_passes_every_default_case(recipe: str) -> None:
     assert re.fullmatch(rf"quantize, quantize {recipe}: \d+ cases passed, [\d ]+ elements compared", repr(done))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("operation", "recipe"), [("dequantize", "nvfp4"), ("transform", "nvfp4-rht"), ("gemm", "nvfp4")]
-)
-def test_the_reference_passes_the_other_operations(operation: Any, recipe: str) -> None:
-    function = getattr(ops, operation)
-    done = check(function, recipe, operation=operation)
-    assert done.cases == done.passed > 15
-    if operation == "gemm":  # with c, with bias, and with both
-        alone = check(lambda a, b: ops.gemm(a, b, out_dtype=torch.bfloat16), recipe, operation="gemm")
-        assert alone.cases == done.cases - 3
-
-
 def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     q = ops.quantize(x, "nvfp4", swizzled=True)
     assert q.amax is not None
@@ -80,19 +65,6 @@ def test_results_are_read_by_convention() -> None:
         lambda x: swizzled(x) | {"scales": swizzled(x)["scales"].view(torch.uint8) | 1}, **ONE, **conventions
     )
     assert "layout" in padded
-
-
-def test_a_quantized_a_mapping_and_tuples_are_results() -> None:
-    def part(*names: str) -> Callable[[torch.Tensor], Any]:
-        return lambda x: tuple(getattr(ops.quantize(x, "nvfp4"), name) for name in names)
-
-    for function in (
-        lambda x: ops.quantize(x, "nvfp4"), part("codes", "scales"), part("codes", "scales", "amax"),
-        lambda x: {"codes": part("codes")(x)[0], "scales": part("scales")(x)[0]},
-    ):  # fmt: skip
-        assert check(function, "nvfp4", **SMALL).passed == 4
-    text = report(part("codes"), **SMALL)
-    assert "error: quantize gave a result that does not fit: tuple; give (codes, scales)" in text
 
 
 @pytest.mark.long
@@ -131,23 +103,6 @@ def library() -> Iterator[Library]:
     library.impl("wrong", checked_functions.first_column_wrong, "CPU")
     yield library
     library._destroy()
-
-
-@pytest.mark.long
-def test_a_custom_op_beside_opcheck(library: Library) -> None:
-    @custom_op("ng_check::decorated", mutates_args=())
-    def decorated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        codes, scales, amax = checked_functions.correct(x)
-        return codes, scales, amax
-
-    for op in (torch.ops.ng_check.quantize, torch.ops.ng_check.quantize.default, decorated):
-        assert parameters_of(op) == {"x"}
-        done = check(op, "nvfp4", **SMALL)
-        assert done.passed == 4
-        assert repr(done).startswith("torch.ops.ng_check.")
-    opcheck(decorated, (torch.randn(4, 16),), test_utils=("test_schema", "test_autograd_registration"))
-    text = report(torch.ops.ng_check.wrong, **ONE)
-    assert "reproduce: narrowgauge.check(torch.ops.ng_check.wrong, 'quantize/nvfp4/8x64/bf16/normal')" in text
 
 
 # ---- wrong functions -------------------------------------------------------------------------------------------------
@@ -194,24 +149,6 @@ def test_the_line_of_a_failure_reproduces_it_in_a_process(
     failure = next(line for line in text.splitlines() if line.startswith(("fail: ", "error: ")))
     assert failure in done.stderr
     assert sentence in failure
-
-
-def test_a_view_that_is_read_as_contiguous_memory_fails() -> None:
-    text = report(checked_functions.strides_ignored, **SMALL)
-    assert "case: quantize/nvfp4/32x64/bf16/position/strided\n" in text
-
-
-@pytest.mark.long
-def test_a_local_function_is_reproduced_by_a_line_of_python() -> None:
-    def local(x: torch.Tensor) -> Any:
-        return checked_functions.first_column_wrong(x)
-
-    text = report(local, **ONE, seed=3, nibbles="low-first")
-    line = next(line for line in text.splitlines() if line.startswith("reproduce: "))
-    assert line == "reproduce: narrowgauge.check(local, 'quantize/nvfp4/8x64/bf16/normal', seed=3)"
-    with pytest.raises(AssertionError, match="all in column 0"):
-        eval(line.removeprefix("reproduce: "), {"narrowgauge": narrowgauge, "local": local})
-    assert "narrowgauge.check(function, " in report(partial(checked_functions.first_column_wrong), **ONE)
 
 
 # ---- unsupported cases -----------------------------------------------------------------------------------------------

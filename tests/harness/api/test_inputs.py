@@ -42,21 +42,6 @@ def test_the_tensors_are_those_of_the_case(recipe: str, seed: int) -> None:
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), family
 
 
-def test_dtypes_dimensions_and_the_rotation() -> None:
-    x = inputs("nvfp4", (2, 3, 32), "normal", dtype=torch.float32)
-    assert (x.shape, x.dtype) == ((2, 3, 32), torch.float32)
-    assert torch.equal(x, make_inputs(_case("quantize/nvfp4/2x3x32/fp32/normal")).x)
-    turned = inputs(TURNED, (8, 32), "spread", operation="transform")
-    assert torch.equal(turned, make_inputs(_case(f"transform/{TURNED}/8x32/bf16/spread")).x)
-    assert inputs("nvfp4", torch.Size([0, 16]), "normal").shape == (0, 16)
-
-
-def _case(name: str) -> Any:
-    case = case_from_id(name)
-    assert case is not None
-    return case
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -71,15 +56,6 @@ def _case(name: str) -> Any:
 def test_wrong_arguments_of_inputs_are_named(arguments: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         inputs(*arguments)
-
-
-def test_wrong_keywords_of_inputs_are_named() -> None:
-    with pytest.raises(TypeError, match="dtype is float32, bfloat16, float16, not float64"):
-        inputs("nvfp4", (2, 16), "normal", dtype=torch.float64)
-    with pytest.raises(ValueError, match="operation is 'swizzle'; it can be quantize, transform, gemm"):
-        inputs("nvfp4", (2, 16), "position", operation="swizzle")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="which is 0 in fp16"):
-        inputs("nvfp4", (2, 16), "normal-1e-28", dtype=torch.float16)
 
 
 # ---- matrix ----------------------------------------------------------------------------------------------------------
@@ -98,42 +74,3 @@ def test_the_matrix_is_a_selection_of_the_shipped_cases() -> None:
     narrow = matrix("nvfp4", dtype="bf16", usage="both", shape=(128, 128), tier="full")
     assert narrow
     assert all(case.id.startswith("quantize/nvfp4/128x128/bf16/") and "both" in case.id for case in narrow)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"tier": "quikc"}, "tier is 'quikc' (did you mean 'quick'?); it can be quick, full"),
-        ({"device": "gpu"}, "device is 'gpu' (did you mean 'cpu'?); it can be cpu, cuda"),
-        ({"operation": "quantise"}, "operation is 'quantise' (did you mean 'quantize'?)"),
-        ({"usge": "both"}, "no key of quantize is called 'usge' (did you mean 'usage'?)"),
-        ({"usage": "all"}, "usage is 'all'; it can be rowwise, columnwise, both"),
-        ({"shape": (5, 5)}, "no case of the tier quick is quantize of nvfp4, shape=(5, 5)"),
-        ({"operation": "transform"}, "no case of the tier quick is transform of nvfp4"),
-    ],
-)
-def test_wrong_arguments_of_matrix_are_named(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        matrix("nvfp4", **arguments)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("compiler")
-def test_pytest_shows_the_id_of_a_case(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        """
-        import narrowgauge
-        import pytest
-        from narrowgauge.harness.cases.operations import case_from_id
-
-        CASES = [case_from_id(f"quantize/nvfp4@modelopt/1x16/bf16/{family}") for family in ("normal", "zeros")]
-
-        @pytest.mark.parametrize("case", CASES)
-        def test_kernel(case):
-            narrowgauge.check(narrowgauge.quantize, case)
-        """
-    )
-    done = pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist")
-    done.assert_outcomes(passed=2)
-    done.stdout.fnmatch_lines(["*::test_kernel[[]quantize/nvfp4@modelopt/1x16/bf16/normal[]] PASSED*"])
-    assert type(matrix("nvfp4")[0]).__name__ == "QuantizeCase"

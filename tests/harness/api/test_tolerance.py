@@ -56,19 +56,6 @@ def test_a_simulated_order_has_one_correct_output() -> None:
     assert any_order.largest_ulp > 0
 
 
-def test_error_is_that_of_the_quantized_operands() -> None:
-    fine, coarse = (narrowgauge.tolerance(SHAPE, name).sqnr_db for name in ("mxfp8-e4m3", "nvfp4"))
-    assert fine > coarse + 6
-    assert narrowgauge.tolerance(SHAPE, "nvfp4", family="lattice").relative_error == 0
-
-
-def test_a_wide_tolerance_accepts_more_and_refuses_less() -> None:
-    (found,) = intervals()
-    engine, vllm = found.libraries
-    assert 0 < engine.ulp < vllm.ulp
-    assert engine.refused >= vllm.refused
-
-
 @pytest.mark.parametrize(
     ("shape", "options", "words"),
     [((4, 4), {}, "M, K and N"), ((4, 0, 4), {}, "positive"), (SHAPE, {"rows": 0}, "row"),
@@ -121,12 +108,3 @@ def test_the_page_has_every_interval_in_plot_and_table() -> None:
         assert all(f"<title>{each.library}: {each.ulp} ulp</title>" in html for each in interval.libraries)
     assert html.count("normal, any order") == html.count("normal, given order") == 1
     assert html.count('<circle class="point" cx=') == len(found.intervals) + 1  # and the legend's
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(("--gemm", "8x8"), "MxKxN"), (("--out", "bf8"), "bf8"), (("--recipe", "nvfp5"), "nvfp5")]
-)
-def test_bad_options_end_with_usage_status(arguments: tuple[str, str], words: str) -> None:
-    done = CliRunner().invoke(app, [*COMMAND, *arguments])
-    assert done.exit_code == 2
-    assert words in done.output

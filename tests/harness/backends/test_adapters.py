@@ -59,17 +59,6 @@ def test_a_missing_library_is_one_error_with_its_remedy(name):
         load_implementation(name, "cpu")
 
 
-def test_a_variant_is_handed_to_the_adapter():
-    assert load_implementation("torchao:floor")._variant == "floor"
-    with pytest.raises(BackendError, match=r"no variant 'flor'; torchao has rceil, floor"):
-        load_implementation("torchao:flor")
-
-
-def test_an_unknown_name_lists_the_libraries():
-    with pytest.raises(BackendError, match=r"'torcha' \(did you mean 'torchao'\?\); .*compressed-tensors"):
-        check_name("torcha")
-
-
 @pytest.fixture
 def broken_library(tmp_path, monkeypatch):
     """A library whose `__init__` needs a missing extension, and whose inner module needs a class of another module."""
@@ -106,25 +95,6 @@ def test_a_library_without_a_driver_has_plain_modules(broken_library):
     (broken_library / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
     (broken_library / "base.py").write_text("class Base: pass")
     assert plain_library("broken_library.quantizers.plain", "pip install it").Quantizer.__name__ == "Quantizer"
-
-
-def test_a_plain_module_without_its_library_names_the_remedy(broken_library):
-    with pytest.raises(ModuleNotFoundError, match="no_such_library is not installed; pip install it"):
-        plain_library("no_such_library.part", "pip install it")
-    with pytest.raises(ModuleNotFoundError, match=r"quantizers.plain cannot be imported .*; pip install it"):
-        plain_library("broken_library.quantizers.plain", "pip install it")
-
-
-def test_a_library_that_can_be_imported_is_imported():
-    import json.decoder
-
-    assert plain_library("json.decoder", "") is json.decoder
-
-
-@pytest.mark.parametrize("name", ["deepgemm", "microxcaling", "mlx", "torchao"])
-def test_an_unknown_variant_names_the_variants(name):
-    with pytest.raises(BackendError, match=rf"no variant 'other'; {name} has "):
-        load_implementation(f"{name}:other")
 
 
 @pytest.mark.sampled(2)

@@ -3,19 +3,17 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import METHODS, Backend, BackendError, Unsupported, load_backend
+from narrowgauge.harness.backends.backend import METHODS, BackendError, Unsupported, load_backend
 from narrowgauge.harness.backends.loading import LIBRARIES
-from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import ORDERS, Summation
+from narrowgauge.spec.summation import ORDERS
 from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
@@ -145,18 +143,7 @@ def test_an_exception_comes_with_its_type_words_and_place():
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_a_method_with_an_unexpected_signature_is_refused():
-    with pytest.raises(BackendError) as raised:
-        backend(quantize=lambda x: x).quantize(X, NVFP4)
-    assert str(raised.value).startswith("quantize raised TypeError: ")
-    assert "backend.py" not in str(raised.value)
-
-
 # Variations.
-
-
-def test_without_variations_an_operation_runs_twice():
-    assert backend(quantize=reference.quantize).variations(CPU) == ["first run", "second run"]
 
 
 def test_a_single_variation_runs_twice():
@@ -172,22 +159,6 @@ def test_a_single_variation_runs_twice():
     record = run_case(QUANTIZE, single)
     assert (record.verdict, record.stage) == ("fail", "repeat")
     assert "differ between wide and wide, second run" in record.message
-
-
-def test_native_kernels_run_in_every_order_of_threads():
-    assert load_backend("native").variations(CPU) == ["forward threads", "reverse threads", "shuffled threads"]
-
-
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        SimpleNamespace(quantise=print, quantize="a string"),
-        SimpleNamespace(gemm_order=lambda a, b: "tree"),  # computes no result
-    ],
-)
-def test_a_backend_needs_a_method(implementation):
-    with pytest.raises(BackendError, match="backend empty has none of the methods quantize, quantize_both, "):
-        Backend.local("empty", implementation)
 
 
 def test_a_backend_that_cannot_run_says_so_before_any_case(tmp_path, monkeypatch):
@@ -216,12 +187,6 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 # Declarations of a backend.
 
 
-def test_a_declaration_is_kept_and_none_is_none():
-    assert backend(quantize=reference.quantize).declares == {}
-    declared = {"transform": "butterfly", "gemm": "split-4", "accumulator": "truncating", "subnormals": "flushed"}
-    assert backend(quantize=reference.quantize, declares=declared).declares == declared
-
-
 @pytest.mark.parametrize(
     ("declares", "words"),
     [
@@ -243,27 +208,3 @@ def test_a_declaration_that_says_nothing_known(declares, words):
     with pytest.raises(BackendError) as raised:
         backend(quantize=reference.quantize, declares=declares)
     assert [word for word in words if word not in str(raised.value)] == []
-
-
-def test_an_order_of_a_product_replaces_the_declaration():
-    asked = []
-
-    def gemm_order(a, b):
-        asked.append((a, b))
-        return next(orders)
-
-    orders = iter(["tree", None, "truncating", "trees"])
-    result = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
-    one, other = object(), object()
-    assert [result.gemm_order(one, other), result.gemm_order([one], [other])] == ["tree", None]
-    assert asked == [(one, other), ([one], [other])]
-    assert order_of(result, one, other) == Summation(None, truncates=True)
-    with pytest.raises(BackendError) as raised:
-        result.gemm_order(one, other)
-    assert str(raised.value) == (
-        f"gemm_order gave 'trees'; the order of a sum is {', '.join(map(repr, ORDERS))}, 'truncating', or None for any"
-    )
-    with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
-        result.gemm_order(one, other)
-    assert backend(gemm=reference.gemm, declares={"gemm": "blocks"}).gemm_order(one, other) == "blocks"
-    assert backend(gemm=reference.gemm).gemm_order(one, other) is None

@@ -13,7 +13,7 @@ from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
 from narrowgauge.harness.backends.guarded_memory import CHUNK, ZONE
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.sample_backends import GEMM, QUANTIZE, backend
+from tests.harness.sample_backends import QUANTIZE, backend
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -79,20 +79,6 @@ def test_a_write_before_a_tensor_is_seen(allocate):
     assert said(guard) == [f"3 bytes before a tensor of shape {tuple(out.shape)} were written"]
 
 
-@every_allocation
-def test_a_tensor_that_is_filled_to_its_ends_is_no_violation(allocate):
-    guard, out = within(lambda x: allocate(x).fill_(1))
-    assert said(guard) == []
-    assert bool((out == 1).all())
-
-
-@every_allocation
-def test_a_guarded_allocation_gives_what_torch_would(allocate):
-    plain = allocate(X)
-    _, out = within(allocate)
-    assert (out.shape, out.stride(), out.dtype, out.device) == (plain.shape, plain.stride(), plain.dtype, plain.device)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [(n, v) for prefix, v in (("zeros", 0.0), ("ones", 1.0), ("full", 7.0)) for n in ALLOCATIONS if prefix in n],
@@ -152,13 +138,6 @@ def test_tensors_grow(grow):
     assert said(guard) == []
 
 
-def test_a_write_through_numpy_is_seen():
-    guard, out = within(lambda x: torch.empty(8))
-    words = (ctypes.c_float * 10).from_address(out.data_ptr())
-    words[8] = words[9] = 1.0
-    assert said(guard) == ["8 bytes behind a tensor of shape (8,) were written"]
-
-
 def test_writing_the_poison_itself_is_seen_in_another_run():
     for poison in POISON[:2]:
         guard, out = within(lambda x: torch.empty(8), poison)
@@ -171,11 +150,6 @@ def test_a_change_of_an_input_is_seen():
     assert said(guard) == ["4 bytes of input x were changed"]  # of four floats, their signs
 
 
-def test_writes_round_an_input_are_seen():
-    guard, _ = within(lambda x: (put(x, 48), put(x, -3)))
-    assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
-
-
 def test_tensors_that_share_an_allocation_have_separate_zones():
     guard, made = within(lambda x: [torch.empty(n, dtype=torch.uint8) for n in (1, 513, 40, 1 << 20, 7)])
     small = [t.data_ptr() for t in made if t.numel() < 1 << 20]
@@ -185,24 +159,6 @@ def test_tensors_that_share_an_allocation_have_separate_zones():
         put(t, t.numel(), b"\1")
     assert said(guard) == [f"1 bytes behind a tensor of shape ({t.numel()},) were written" for t in made]
     assert [t._version for t in (made[0].add_(1), made[1])] == [1, 0], "a change of one is none of another"
-
-
-def test_a_result_that_is_a_part_of_a_tensor_is_copied_home():
-    guard, made = within(lambda x: [torch.empty(3, 4).fill_(n)[1:, 1:] for n in range(3)])
-    home = guard.copy_outputs({str(n): t for n, t in enumerate(made)}, torch.device("cpu"))
-    assert [t.tolist() for t in home.values()] == [[[float(n)] * 3] * 2 for n in range(3)]
-
-
-def test_what_a_run_gave_is_copied_home_as_it_was():
-    shapes = [lambda: torch.empty(3, 4).fill_(2), lambda: torch.empty_permuted((3, 4), (1, 0)).fill_(3)]
-    guard, made = within(lambda x: [*(make() for make in shapes), x, x[:, 1:3], torch.ones(1 << 18), torch.tensor(5)])
-    home = guard.copy_outputs({str(n): t for n, t in enumerate(made)}, torch.device("cpu"))
-    before = [t.clone() for t in made]
-    for t in made:
-        t.zero_()
-    for t, was in zip(home.values(), before, strict=True):
-        assert torch.equal(t, was)
-    assert [t.stride() for t in list(home.values())[:3]] == [(4, 1), (1, 3), (4, 1)]
 
 
 VIEWS = {
@@ -237,11 +193,6 @@ def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
     assert bool((gaps[1:] == poison).all())
 
 
-def test_an_input_of_nan_is_unchanged():
-    guard, _ = within(lambda x: x + 1, x=torch.full((3, 4), torch.nan))
-    assert said(guard) == []
-
-
 # Unguarded memory.
 
 
@@ -252,26 +203,6 @@ def test_operations_that_allocate_for_themselves_are_left_alone():
 
     guard, out = within(work)
     assert torch.equal(out, work(X))
-    assert said(guard) == []
-
-
-@pytest.mark.parametrize(
-    "allocate",
-    [
-        lambda: torch.empty(2, device="meta"),
-        lambda: torch.zeros(2, 2, layout=torch.sparse_coo),
-        lambda: torch.empty_strided((2, 2), (8, 1)),
-        lambda: torch.empty(2, dtype=torch.complex64),
-        lambda: torch.empty(2, dtype=torch.float8_e4m3fn),
-        lambda: torch.empty(2, dtype=torch.bool),
-        lambda: torch.zeros(2, requires_grad=True),
-    ],
-)
-def test_rare_allocations_work(allocate):
-    guard, out = within(lambda x: allocate())
-    plain = allocate()
-    assert (out.shape, out.dtype, out.device, out.layout) == (plain.shape, plain.dtype, plain.device, plain.layout)
-    assert out.requires_grad == plain.requires_grad
     assert said(guard) == []
 
 
@@ -288,15 +219,6 @@ print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [torch.empty(2, 3, 4)[:, :, ::2], torch.empty(2, 1, 4).permute(1, 2, 0)])
-@pytest.mark.parametrize("options", [{}, {"memory_format": torch.contiguous_format}, {"dtype": torch.int16}])
-def test_new_tensors_are_like_those_of_torch(layout, options):
-    plain = torch.empty_like(layout, **options)
-    _, out = within(lambda x: torch.empty_like(x, **options), x=layout)
-    assert (out.shape, out.stride(), out.dtype) == (plain.shape, plain.stride(), plain.dtype)
 
 
 def test_nothing_is_guarded_once_the_run_is_over():
@@ -360,15 +282,6 @@ def with_own_memory(spoil):
     return quantize
 
 
-def test_writing_behind_an_output():
-    verdict, stage, message = judged(quantize=with_own_memory(lambda codes, x: put(codes, codes.numel())))
-    assert (verdict, stage) == ("fail", "memory")
-    assert message == (
-        "memory: 3 bytes behind a tensor of shape (32, 24) were written (first run); "
-        "3 bytes behind a tensor of shape (32, 24) were written (second run)"
-    )
-
-
 def test_leaving_elements_unwritten():
     def quantize(x, recipe):
         q = reference.quantize(x, recipe)
@@ -390,13 +303,6 @@ def test_reading_beyond_the_input():
     )  # fmt: skip
 
 
-def test_reading_before_the_input():
-    def spoil(codes, x):
-        codes[3, 5] = ctypes.c_uint8.from_address(x.data_ptr() - 1).value
-
-    assert judged(quantize=with_own_memory(spoil))[:2] == ("fail", "repeat")
-
-
 def test_an_amax_that_is_given_now_and_then():
     calls = count()
 
@@ -414,27 +320,6 @@ def test_every_variation_is_compared_with_the_first():
     third = with_own_memory(lambda codes, x: codes.add_(next(calls) == 2))
     message = "repeat: 768 of 768 elements of codes differ between order 0 and order 2: run again, they agree"
     assert judged(quantize=third, variations=lambda device: names) == ("fail", "repeat", message)
-
-
-def test_a_gemm_that_changes_an_operand():
-    def gemm(a, b, *, out_dtype):
-        out = reference.gemm(a, b, out_dtype=out_dtype)
-        b.scales[0, 0] ^= 1
-        return out
-
-    verdict, stage, message = judged(GEMM, gemm=gemm)
-    assert (verdict, stage) == ("fail", "memory")
-    assert message.startswith("memory: 1 bytes of input b.scales were changed (first run)")
-
-
-def test_a_dequantize_that_changes_the_codes():
-    def dequantize(q, dtype):
-        q.codes.zero_()
-        return reference.dequantize(q, dtype)
-
-    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
-    assert (verdict, stage) == ("fail", "memory")
-    assert "bytes of input codes were changed" in message
 
 
 def test_a_backend_that_always_gives_the_same_tensor_passes():

@@ -28,17 +28,6 @@ from narrowgauge.spec.recipes import find_recipe
 CPU = torch.device("cpu")
 
 
-def test_facts_are_what_the_object_has() -> None:
-    host = LocalHost(
-        "b", SimpleNamespace(gemm=print, gemm_order=print, quantize=3, explain=print, declares="anything", variations=7)
-    )
-    assert host.facts.methods == {"gemm", "gemm_order"}
-    assert (host.facts.name, host.facts.declares, host.facts.takes_shuffles) == ("b", "anything", False)
-    assert LocalHost("b", SimpleNamespace(gemm=print)).facts.declares == {}
-    shuffling = SimpleNamespace(gemm=print, variations=lambda device, shuffles=2: {})
-    assert LocalHost("b", shuffling).facts.takes_shuffles
-
-
 def test_variations_have_numbers_and_shuffles_are_requested() -> None:
     entered = []
 
@@ -263,11 +252,6 @@ def test_an_error_names_the_line_of_the_backend() -> None:
         host.call("transform", "x", "nvfp4")
     with pytest.raises(BackendError, match=r"raised \w+: .* \(at test_local_host\.py:\d+\)$"):
         host.call("quantize", torch.zeros(2, 16), "nvfp9")
-
-
-def test_an_error_of_the_project_s_own_kernels_names_their_line() -> None:
-    with pytest.raises(BackendError, match=r"\(at (?!test_)\w+\.py:\d+\)$"):
-        LocalHost("reference", reference).call("quantize", torch.zeros(2, 16), "nvfp9")
 
 
 def _asks_the_reference(x: Any, recipe: Any) -> Any:

@@ -26,11 +26,6 @@ def backend(**attributes):
     return Backend.local("sample", SimpleNamespace(quantize=reference.quantize, gemm=reference.gemm, **attributes))
 
 
-def test_without_attributes_every_case_is_offered():
-    cases = [case(), case("mxfp4"), case(operation="swizzle", recipe="", dtype="", shape=(4, 4))]
-    assert backend().offer.select(cases) == (cases, {})
-
-
 def test_a_recipe_stands_for_its_dialects():
     offer = backend(dialects={"nvfp4": ["torchao", "te"], "mxfp4": "gguf"}).offer
     chosen, others = offer.select([case(), case("nvfp4@torchao"), case("nvfp4@jax"), case("mxfp4"), case("mxfp8-e4m3")])
@@ -48,12 +43,6 @@ def test_both_operands_of_a_product_have_the_dialect():
     assert [one.recipe_names for one in offer.select([product])[0]] == [(first + a, second + b) for a, b in names]
     chosen, others = backend(dialects={first: "deepgemm", second: "te"}).offer.select([product])
     assert (chosen, others) == ([], {f"offers {first} in deepgemm, not in te": 1})
-
-
-def test_a_recipe_with_row_scales_has_all_cases():
-    offer = backend(dialects={"fp8-row-e4m3": ["te", "vllm"], "fp8-current-e4m3": "te"}).offer
-    chosen, _ = offer.select([case("fp8-current-e4m3")])
-    assert [one.recipe for one in chosen] == ["fp8-current-e4m3", "fp8-row-e4m3", "fp8-row-e4m3@vllm"]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +85,6 @@ def test_both_operands_of_a_product_are_in_the_dialect():
     product = case(operation="gemm", shape=(16, 32, 8), dtype="bf16xbf16-fp32", flags=("tn",))
     (chosen,), _ = offer.select([product])
     assert chosen.recipe_names == ("nvfp4@torchao", "nvfp4@torchao")
-
-
-def test_operations_without_a_method_are_no_part_of_an_offer():
-    swizzle = case(operation="swizzle", recipe="", dtype="", shape=(4, 4))
-    assert backend(dialects={"nvfp4": "te"}).offer.select([swizzle]) == ([], {"has no swizzle": 1})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
 from narrowgauge.harness.backends.module_driver import Step
-from narrowgauge.harness.backends.transfer import _move_batch, tensors_in, to_device
+from narrowgauge.harness.backends.transfer import tensors_in, to_device
 from narrowgauge.harness.cases.cost import SMALL
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
@@ -38,19 +38,6 @@ def test_every_tensor_is_carried() -> None:
     assert there["seed"] == (3, 5)
     assert there["rule"] is value["rule"]
     assert there["other"]["amax"] is None
-
-
-def test_small_tensors_are_brought_together_as_they_are() -> None:
-    tensors = [
-        torch.arange(5, dtype=torch.uint8), torch.tensor(3.5), torch.arange(12.0).view(3, 4), torch.ones(7).bfloat16(),
-        torch.tensor([[1, 2**40]]), torch.tensor([True, False, True]),
-    ]  # fmt: skip
-    there = _move_batch(tensors, torch.device("cpu"))
-    assert [(t.shape, t.dtype) for t in there] == [(t.shape, t.dtype) for t in tensors]
-    assert all(map(torch.equal, there, tensors))
-    assert {t.data_ptr() % 64 for t in there} == {0}
-    there[0].zero_()
-    assert torch.equal(tensors[0], torch.arange(5, dtype=torch.uint8))
 
 
 def test_a_step_is_carried_whole() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,13 +12,9 @@ from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
 from narrowgauge.harness.cases.families import FAMILIES, families_of
 from narrowgauge.harness.cases.keys import keys_of
-from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, case_from_labels
-from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.cases.sections import KINDS
 from narrowgauge.harness.records.record import new_record
-from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.training import training_recipe
 from tests.paths import CASES
 
 QUANTIZE = {"operation": "'quantize'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[128, 256]"}
@@ -69,13 +64,6 @@ def test_no_garbage_is_collected_while_cases_are_made():
     assert len(collections) < 20  # without the pause hundreds; the last lines may start some
 
 
-def test_one_value_each_is_one_case(write):
-    path = write(QUANTIZE)
-    expected = QuantizeCase(recipe="nvfp4", shape=(128, 256), dtype="bf16", inputs="normal", file=str(path))
-    assert load(path) == [expected]
-    assert expected.id == "quantize/nvfp4/128x256/bf16/normal"
-
-
 def test_lists_are_a_product_in_order(write):
     lists = {"shape": "[[128, 128], [16, 32]]", "dtype": "['fp32', 'fp16']", "usage": "['rowwise', 'columnwise']"}
     assert ids(load(write(QUANTIZE | lists))) == [
@@ -88,20 +76,6 @@ def test_lists_are_a_product_in_order(write):
         "quantize/nvfp4/16x32/fp16/normal",
         "quantize/nvfp4/16x32/fp16/normal/columnwise",
     ]
-
-
-def test_gemm(write):
-    (case,) = load(write(GEMM))
-    assert case.id == "gemm/nvfp4/16x32x48/bf16xfp32-fp16/normal/tn"
-    assert case.shape == (16, 32, 48)
-    assert (case.x, case.w, case.out) == ("bf16", "fp32", "fp16")
-    assert case.layout == "tn"
-    flags = {"layout": "['nn', 'nt']", "accumulate": "[false, true]", "bias": "[false, true]"}
-    cases = load(write(GEMM | flags))
-    assert [case.id.rpartition("/")[2] for case in cases] == [
-        "nn", "nn+bias", "nn+accumulate", "nn+accumulate+bias", "nt", "nt+bias", "nt+accumulate", "nt+accumulate+bias",
-    ]  # fmt: skip
-    assert {case.layout for case in cases} == {"nn", "nt"}
 
 
 DTYPES_OF = {"quick": "['bf16']", "quick-cuda": "['bf16', 'fp16']", "full": "['bf16', 'fp16', 'fp32']"}
@@ -124,49 +98,6 @@ def test_the_device_decides_the_tier(write):
             assert new_record(case, backend="b", device=device, seed=0).tier == case.tier_on(device)
 
 
-BOTH = "['rowwise', 'both']"
-NEW = [
-    (QUANTIZE | {"usage": BOTH, "scales": "['linear', 'swizzled']"},
-     ["quantize/nvfp4/128x256/bf16/normal", "quantize/nvfp4/128x256/bf16/normal/swizzled",
-      "quantize/nvfp4/128x256/bf16/normal/both", "quantize/nvfp4/128x256/bf16/normal/both+swizzled"]),
-    (QUANTIZE | {"view": "['contiguous', 'strided', 'transposed']", "usage": "'columnwise'"},
-     ["quantize/nvfp4/128x256/bf16/normal/columnwise", "quantize/nvfp4/128x256/bf16/normal/columnwise+strided",
-      "quantize/nvfp4/128x256/bf16/normal/columnwise+transposed"]),
-    (QUANTIZE | {"recipe": "'nvfp4-sr'", "random": "['philox', 'words']", "usage": "'both'"},
-     ["quantize/nvfp4-sr/128x256/bf16/normal/both", "quantize/nvfp4-sr/128x256/bf16/normal/both+words"]),
-    (QUANTIZE | {"recipe": "'nvfp4-sr'", "view": "'strided'", "scales": "'swizzled'", "random": "'words'"},
-     ["quantize/nvfp4-sr/128x256/bf16/normal/strided+swizzled+words"]),
-    (QUANTIZE | {"shape": "[[2, 64, 256], [2, 4, 8, 16]]"},
-     ["quantize/nvfp4/2x64x256/bf16/normal", "quantize/nvfp4/2x4x8x16/bf16/normal"]),
-    (TRANSFORM | {"view": "['contiguous', 'transposed']"},
-     ["transform/nvfp4-rht/128x256/bf16/normal", "transform/nvfp4-rht/128x256/bf16/normal/transposed"]),
-    (UPDATE | {"recipe": "['fp8-delayed-e4m3', 'fp8-delayed-e5m2-margin3-bulk']", "shape": "[1024, 3]"},
-     ["update-scale/fp8-delayed-e4m3/1024x3/amaxes", "update-scale/fp8-delayed-e5m2-margin3-bulk/1024x3/amaxes"]),
-    (SWIZZLE | {"inputs": "['bytes', 'position']"}, ["swizzle/256x16/bytes", "swizzle/256x16/position"]),
-    (GROUPED | {"sections": "['front:4', 'ragged:7']", "usage": "['rowwise', 'columnwise']"},
-     ["quantize-grouped/nvfp4/128x256/bf16/normal/front:4",
-      "quantize-grouped/nvfp4/128x256/bf16/normal/front:4+columnwise",
-      "quantize-grouped/nvfp4/128x256/bf16/normal/ragged:7",
-      "quantize-grouped/nvfp4/128x256/bf16/normal/ragged:7+columnwise"]),
-    (GEMM | {"recipe": "'nvfp4-rowscaled'", "w_recipe": "['nvfp4', 'nvfp4-rowscaled']"},
-     ["gemm/nvfp4-rowscaled+nvfp4/16x32x48/bf16xfp32-fp16/normal/tn",
-      "gemm/nvfp4-rowscaled/16x32x48/bf16xfp32-fp16/normal/tn"]),
-    (PRODUCT | {"w_recipe": "'nvfp4-2d'", "accumulate": "true", "bias": "true"},
-     ["gemm-grouped/nvfp4+nvfp4-2d/16x32x48/bf16xfp32-fp16/normal/even:4+accumulate+bias"]),
-    (PRODUCT | {"recipe": "'mxfp8-e4m3'", "padded": "[false, true]", "bias": "true"},
-     ["gemm-grouped/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/even:4+bias",
-      "gemm-grouped/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/even:4+padded+bias"]),
-    (AGAIN | {"out_recipe": "['mxfp8-e5m2', 'fp8-delayed-e4m3']", "accumulate": "true"},
-     ["gemm-quantized/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/tn+mxfp8-e5m2+accumulate",
-      "gemm-quantized/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/tn+fp8-delayed-e4m3+accumulate"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("table", "expected"), NEW, ids=[expected[-1] for _, expected in NEW])
-def test_ids(write, table, expected):
-    assert ids(load(write(table))) == expected
-
-
 def test_what_a_case_says_of_itself(write):
     (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "usage": "'both'", "view": "'strided'"}))
     assert (case.usage, case.view, case.scales, case.random) == ("both", "strided", "linear", None)
@@ -183,18 +114,6 @@ def test_what_a_case_says_of_itself(write):
     assert (case.layout, case.recipe_names) == ("nt", ("nvfp4", "nvfp4"))
     (case,) = load(write(AGAIN | {"layout": "'nn'"}))
     assert (case.layout, case.recipe_names, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
-
-
-def test_labels_give_the_case_back(committed):
-    for case in committed[::7]:
-        again = case_from_labels(**json.loads(json.dumps(case.labels())))
-        assert (again.id, again.problem()) == (case.id, None)
-        assert again.labels() == case.labels()
-
-
-def test_a_flag_that_an_operation_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match="a gemm has no flag 'padded'"):
-        case_from_labels("gemm", "nvfp4", (16, 32, 48), "bf16xbf16-bf16", "normal", ["tn", "padded"])
 
 
 # Selection.
@@ -226,12 +145,6 @@ def test_an_id_is_a_word_of_a_keyword_expression(committed):
         assert all(name in other for other in ids(select(committed, keyword=name)))
     assert all("mxfp4@ocp" in name for name in ids(select(committed, keyword="mxfp4@ocp and not @even")))
     assert select(committed, keyword="mxfp4@ocp and not mxfp4@ocp") == []
-
-
-@pytest.mark.parametrize("keyword", ["normal and", "(normal", "and"])
-def test_a_keyword_that_cannot_be_read(keyword):
-    with pytest.raises(ValueError, match=f"cannot read the keyword expression {re.escape(repr(keyword))}: "):
-        select([], keyword=keyword)
 
 
 # Mistakes: the file, the table, the key, the nearest word.
@@ -354,18 +267,8 @@ def test_mistakes_of_the_whole_file(write, tmp_path):
 
 # The committed matrix.
 
-QUANTIZE_SHAPES = {
-    (128, 128), (256, 256), (256, 1024), (1024, 256), (256, 272), (304, 304), (320, 256), (2048, 2048), (1024, 2048),
-    (2048, 1024), (8192, 8192),
-}  # fmt: skip
-OF_ONE_LEVEL = {"ties", "near-ties", "scale-edges", "every-exponent", "normal-1e-28", "normal-1e-3", "normal-1e3"}
-"""Families made for formats whose block scales have the range of float32."""
 OF_EDGES = {name for name in FAMILIES if name.startswith("amax-")} | {"codes", "half-edges"}
 """Families with shapes of their own, in cases/edges.toml."""
-GEMM_SHAPES = {
-    (128, 128, 128), (256, 128, 256), (256, 256, 256), (256, 1024, 256), (1024, 1024, 1024), (4096, 512, 3072),
-    (112, 128, 96), (304, 640, 304), (1008, 3072, 992), (256, 64, 256), (128, 128, 112),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -398,29 +301,6 @@ def test_quick_has_every_family_dtype_usage_and_layout(committed):
     assert {case.recipe_label for case in quick} >= {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
 
 
-def test_quick_has_every_shape_that_is_cheap(committed):
-    quick = {case.shape for case in select(committed, tier="quick")}
-    assert (QUANTIZE_SHAPES | GEMM_SHAPES) - quick <= {(8192, 8192), (4096, 512, 3072)}
-
-
-def test_full_is_the_product(committed):
-    cases = {
-        (c.shape, c.dtype_label, c.inputs, c.flags) for c in of(committed, "quantize") if c.recipe_label == "nvfp4"
-    }
-    for shape in QUANTIZE_SHAPES:
-        for family in set(families_of("quantize")) - OF_ONE_LEVEL - OF_EDGES:
-            for dtype in ("fp32", "bf16", "fp16"):
-                assert {(shape, dtype, family, ()), (shape, dtype, family, ("columnwise",))} <= cases
-    cases = {(c.shape, c.dtype_label, c.inputs, c.flags) for c in of(committed, "gemm") if c.recipe_label == "nvfp4"}
-    for shape in GEMM_SHAPES:
-        for family in set(families_of("gemm")) - OF_EDGES:
-            for dtype in (
-                f"{x}x{w}-{out}" for x in ("fp32", "bf16") for w in ("fp32", "bf16") for out in ("bf16", "fp32")
-            ):
-                for layout in ("tn", "nn", "nt"):
-                    assert {(shape, dtype, family, (layout,)), (shape, dtype, family, (layout, "accumulate"))} <= cases
-
-
 def test_the_readme_names_every_key_value_and_family():
     text = (CASES / "README.md").read_text(encoding="utf-8")
     table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
@@ -439,13 +319,6 @@ def test_the_readme_names_every_key_value_and_family():
         assert f"`{word}`" in text
     for kind in KINDS:
         assert f"`{kind}:" in text
-
-
-def test_every_case_names_a_recipe(committed):
-    named = {name for case in committed if not isinstance(case, ModuleCase) for name in case.recipe_names}
-    assert {str(find_recipe(name)) for name in named} == named
-    trained = {case.training for case in committed if isinstance(case, ModuleCase)}
-    assert {str(training_recipe(name)) for name in trained} == trained
 
 
 def test_every_id_gives_its_case_back(committed):

@@ -7,9 +7,6 @@ import pytest
 from narrowgauge.harness.cases import case_file, toml_file
 from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.cases.keys import LARGEST_SIZE
-from narrowgauge.harness.cases.sections import number_of
-from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.training import training_recipe
 from tests.harness.refusals import refusal
 from tests.harness.small_toml import matrix
 
@@ -104,24 +101,3 @@ def test_the_limits_themselves_are_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(case_file, "MOST_CASES", 3)
     with pytest.raises(CaseFileError, match="its lists make 4 cases, 4 with the tables before it; a file has at "):
         load(path)
-
-
-@pytest.mark.parametrize("text", ["", "٣", "²", "３", "+3", "-3", " 3", "3 ", "1_0", "3.0", "0x3", "9" * 19])
-def test_what_is_no_number(text):
-    assert number_of(text) is None
-    assert number_of("007") == 7
-    for name in (f"fp8-delayed-e4m3-margin{text}", f"fp8-current-e4m3-eps{text}"):
-        if text not in ("3.0", "9" * 19):
-            with pytest.raises(ValueError, match="no recipe is called"):
-                find_recipe(name)
-    with pytest.raises(ValueError, match="no training recipe is called"):
-        training_recipe(f"DelayedScaling-history{text}")
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("place", ["٣,17", "3,²", "3,1_0", "3, 17", "-1,2", "3", "3,17,1", "9" * 19 + ",1"])
-def test_a_place_that_is_no_pair_of_numbers(tmp_path, place):
-    path = tmp_path / "a.toml"
-    path.write_text(matrix())
-    said = refusal("show", "quantize/nvfp4/16x32/bf16/normal", "--cases", path, "--at", place)
-    assert said == f"--at is {place!r}; it is a row and a column: --at 3,17"

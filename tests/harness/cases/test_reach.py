@@ -20,10 +20,9 @@ from narrowgauge.harness.backends.host import METHODS
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, ProductCase
+from narrowgauge.harness.cases.gemm import GemmCase, ProductCase
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.harness.cases.quantize import GroupedQuantizeCase
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
@@ -121,23 +120,12 @@ def test_quick_cases_exceed_the_blocks_of_a_grid() -> None:
         assert largest(QUICK, operation, side) > GRID
 
 
-def test_philox_counts_beyond_its_subsequences_of_18_bits() -> None:
-    stochastic = [case for case in QUICK if case.operation == "quantize" and case.recipe_label == "nvfp4-sr"]
-    assert max(case.shape[0] * -(-case.shape[1] // 16) for case in stochastic if len(case.shape) == 2) > 1 << 18
-
-
 @pytest.mark.parametrize("operation", ["gemm", "gemm-quantized"])
 @pytest.mark.parametrize("side", [0, 2])
 def test_a_single_row_or_column_has_every_epilogue(operation: str, side: int) -> None:
     thin = [case for case in QUICK if isinstance(case, GemmCase) and case.operation == operation]
     thin = [case for case in thin if case.shape[side] == 1 and case.shape[2 - side] > 1]
     assert {(case.accumulate, case.bias) for case in thin} == {(c, b) for c in (False, True) for b in (False, True)}
-
-
-def test_sections_are_as_many_as_there_can_be() -> None:
-    for cls in (GroupedQuantizeCase, GroupedGemmCase):
-        counts = [len(case.section_sizes) for case in QUICK if isinstance(case, cls) and case.shape[0]]
-        assert max(counts) == 64
 
 
 def test_products_have_every_memory_layout() -> None:

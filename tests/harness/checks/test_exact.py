@@ -60,47 +60,12 @@ def test_nan_equals_nan_of_any_payload_and_sign(dtype):
 
 
 @every_dtype
-def test_a_nan_does_not_hide_a_wrong_number_beside_it(dtype):
-    expected = one_of(torch.nan, dtype)
-    actual = expected.view(DTYPES[dtype]).clone()
-    actual[1, 2] = -1
-    actual[0, 0] += 1
-    result = floats(actual.view(dtype), expected)
-    assert (result.mismatches, result.max_ulp) == (1, 1)
-    assert result.finding["elements"][0]["at"] == (0, 0)
-
-
-@every_dtype
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_other_zero_differs_by_no_step(dtype, sign):
     result = floats(one_of(-0.0 * sign, dtype), one_of(0.0 * sign, dtype))
     assert result.sentence == "1 of 6 values differ, each the other zero, at row 1, column 2"
     assert (result.mismatches, result.max_ulp) == (1, 0)
     assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": 0}]
-
-
-@every_dtype
-def test_one_ulp_up_and_down_is_one_step(dtype):
-    expected = one_of(1.5, dtype)
-    for ulp in (1, -1):
-        actual = expected.view(DTYPES[dtype]).clone()
-        actual[1, 2] += ulp
-        result = floats(actual.view(dtype), expected)
-        assert (result.mismatches, result.max_ulp) == (1, 1)
-        assert result.sentence == "1 of 6 values differ, each by 1 step, at row 1, column 2"
-
-
-def test_a_result_with_strides_is_compared_as_what_it_shows():
-    x = torch.randn(6, 4)
-    assert floats(x.T, x.T.contiguous()).passed
-    assert not floats(x.T, (x.T + 1).contiguous()).passed
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,)])
-def test_nothing_is_right_and_counts_as_nothing(shape):
-    for result in (floats(torch.empty(shape), torch.empty(shape)), codes(*[torch.empty(shape, dtype=torch.uint8)] * 2)):
-        assert result.passed
-        assert result.compared == 0
 
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=["E2M1", "E4M3"])

@@ -64,8 +64,3 @@ def test_both_zeros_are_0_and_a_distance_across_them_is_a_sum(dtype):
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     x = torch.tensor([-smallest, -0.0, 0.0, smallest], dtype=dtype)
     assert ordinal.float_ordinals(x).tolist() == [-1, 0, 0, 1]
-
-
-def test_the_farthest_floats_do_not_overflow():
-    ends = ordinal.float_ordinals(torch.tensor([-torch.inf, torch.inf]))
-    assert int(ends[1] - ends[0]) == 2 * 0x7F800000

@@ -117,27 +117,6 @@ def test_a_backend_that_draws_from_torch_repeats(monkeypatch):
     assert run_case(case, black_box(quantize=drawing(fresh)), seed=1).p_value != found[0].p_value
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "case",
-    [
-        case_from_labels("quantize-grouped", "mxfp8-e4m3-sr", (99, 96), "bf16", "normal", ("ragged:3", "columnwise")),
-        case_from_labels("quantize-grouped", "nvfp4-sr", (99, 96), "fp32", "normal", ("ragged:3",)),
-        case_from_labels("gemm", "nvfp4-sr", (48, 96, 80), "bf16xbf16-bf16", "normal", ("nt",)),
-        case_from_labels("gemm-grouped", "nvfp4-sr", (99, 96, 80), "bf16xbf16-bf16", "normal", ("ragged:3",)),
-    ],
-    ids=lambda case: case.id,
-)  # fmt: skip
-def test_where_codes_are_made_once_they_are_judged_as_one_draw(case):
-    names = ("quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped")
-    right = black_box(**{name: getattr(native, name) for name in names})
-    record = run_case(case, right)
-    assert (record.verdict, record.message) == ("pass", "")
-    codes = [s for s in record.stages if s["stage"].endswith("codes")]
-    assert {s["rule"] for s in codes} == {"statistics"}
-    assert 0 < record.draws < sum(s["compared"] for s in codes)
-
-
 # Wrong samplers.
 
 
@@ -195,11 +174,6 @@ def regular(own, seed, offset):
     return ((start + offset // 2 * 159 % 256) % 256).to(torch.uint8)
 
 
-def stuck(own, seed, offset):
-    own[3, 5] = 0
-    return own
-
-
 WRONG = {
     "<= for <": (spoiling(inclusive), "class 0/256"),
     "down where the sign is minus": (
@@ -252,12 +226,6 @@ def test_the_draws_of_a_case_see_a_bias_of_1_in_512(change, test):
     assert record.draws >= DRAWS
 
 
-def test_a_single_element_that_never_moves_is_found():
-    record = run_case(replace(NVFP4, shape=(16, 32)), black_box(quantize=drawing(stuck)))
-    assert record.verdict == "fail"
-    assert "one element: it went up in 0 of 512 calls, at 143/256 of a step, p <= 1e-" in record.message
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "inputs", "why"),
@@ -275,45 +243,7 @@ def test_a_code_that_no_bits_give_is_one_too_many(change, inputs, why):
     assert record.mismatches == stage(record)["mismatches"] >= 1
 
 
-def test_a_later_call_is_looked_at_as_the_first_is():
-    first = []
-
-    def later(codes, q, x, random):
-        first.append(random)
-        return codes if random == first[0] else two_steps(codes, q, x, random)
-
-    record = run_case(replace(NVFP4, shape=(16, 32)), black_box(quantize=spoiling(later)))
-    assert record.message.endswith("at row 1, column 2; no random bits give them (call 1)")
-
-
-@pytest.mark.long
-def test_findings_of_a_half_made_in_place_have_coordinates_of_x():
-    def both(x, recipe, *, rowwise=True, random=None, **options):
-        row, column = reference.quantize_both(x, recipe, rowwise=rowwise, random=random, **options)
-        column.codes[5, 3] ^= 0x10  # two steps of the exponent away
-        return row, column
-
-    record = run_case(replace(MX, usage="columnwise"), black_box(quantize_both=both))
-    assert "at row 5, column 3" in record.message
-    assert (record.findings[0]["elements"][0]["row"], record.findings[0]["elements"][0]["column"]) == (5, 3)
-
-
 # Further judged properties.
-
-
-@pytest.mark.long
-def test_scales_and_amax_stay_exact():
-    def spoil(part):
-        def quantize(x, recipe, *, random, **options):
-            q = reference.quantize(x, recipe, random=random, **options)
-            getattr(q, part).view(-1)[0] += 1
-            return replace(q, tensor_scale=None)
-
-        return quantize
-
-    for part in ("scales", "amax"):
-        record = run_case(NVFP4, black_box(quantize=spoil(part)))
-        assert (record.verdict, record.stage) == ("fail", part)
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])
@@ -347,37 +277,6 @@ def test_codes_that_are_never_written_are_found():
     assert ", all in row 15; no random bits give them" in record.message
 
 
-def test_halves_made_alone_may_differ_in_codes_but_not_in_scales(monkeypatch):
-    monkeypatch.setattr(rounding_tests, "DRAWS", FEW // 10)
-    case = replace(NVFP4, shape=(32, 32), usage="both")
-
-    def door(spoiled):
-        def both(x, recipe, *, columnwise=True, random, **options):
-            alone = 7 if columnwise else 0
-            row, column = reference.quantize_both(
-                x, recipe, columnwise=columnwise, random=(random[0], random[1] + alone), **options
-            )
-            if spoiled and not columnwise:
-                row.scales[0, 0] += 1
-            return row, column
-
-        return black_box(quantize_both=both)
-
-    assert run_case(case, door(spoiled=False)).verdict == "pass"
-    record = run_case(case, door(spoiled=True))
-    assert (record.stage, stage(record, "halves")["mismatches"]) == ("halves", 1)
-
-
-def test_a_backend_that_makes_its_own_bits_takes_no_words():
-    doors = {"quantize": reference.quantize, "quantize_both": reference.quantize_both}
-    for usage in ("rowwise", "both"):
-        record = run_case(replace(NVFP4, usage=usage, random="words"), black_box(**doors))
-        words = "backend black_box makes its own random bits; it takes no words"
-        assert (record.verdict, record.message) == ("unsupported", words)
-    plain = SimpleNamespace(quantize=reference.quantize)
-    assert run_case(replace(NVFP4, random="words"), Backend.local("plain", plain)).verdict == "pass"
-
-
 def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW // 10)
     door = drawing(lambda own, seed, offset: philox_of(own, seed + 1, offset))
@@ -387,28 +286,6 @@ def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):
     assert (record.verdict, record.stage, record.draws, record.p_value) == ("fail", "codes", None, None)
     with pytest.raises(BackendError, match=r"'random' to be 'mine'.*\{'random': 'own'\}"):
         Backend.local("plain", SimpleNamespace(quantize=door, declares={"random": "mine"}))
-
-
-def test_an_odd_row_ends_with_a_nibble_of_0():
-    def spoil(x, recipe, *, random, **options):
-        q = reference.quantize(x, recipe, random=random, **options)
-        q.codes[3, -1] |= 0x10
-        return q
-
-    record = run_case(replace(NVFP4, shape=(8, 33)), black_box(quantize=spoil))
-    assert record.message == "codes: 1 padding nibbles behind K = 33 are not 0"
-
-
-def test_inputs_without_anything_random_are_called_once_and_pass():
-    calls = []
-
-    def quantize(x, recipe, **options):
-        calls.append(options["random"])
-        return reference.quantize(x, recipe, **options)
-
-    record = run_case(replace(NVFP4, inputs="zeros"), black_box(quantize=quantize))
-    assert (record.verdict, record.draws, record.p_value) == ("pass", 0, None)
-    assert len(calls) == 2  # the compared runs
 
 
 def test_a_rotation_of_free_order_omits_unknown_elements(monkeypatch):

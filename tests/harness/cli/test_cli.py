@@ -177,52 +177,12 @@ def test_help_and_list_import_nothing_heavy(arguments):
 # list
 
 
-def test_list_prints_ids_and_nothing_else():
-    result = narrowgauge("list")
-    assert result.exit_code == 0
-    assert result.stdout.splitlines() == QUICK
-    assert result.stderr == "5 cases\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ids"),
-    [
-        (["--tier", "full"], [*QUICK[:4], *FULL, QUICK[4]]),
-        (["-k", "fp32 and not gemm"], [QUICK[0], QUICK[2]]),
-        (["--tier", "full", "-k", "GEMM or inf"], [FULL[1], QUICK[4]]),
-        (["--tier", "full", "cases/small.toml", "-k", "zeros"], FULL[:1]),
-        (["--tier", "full", "cases", "cases/small.toml", "-k", "zeros"], FULL[:1]),
-    ],
-)
-def test_list_selects_as_a_run_would(arguments, ids):
-    assert narrowgauge("list", *arguments).stdout.splitlines() == ids
-
-
 def test_list_has_more_cases_of_the_quick_tier_on_a_gpu(folder):
     (folder / "cases" / "models.toml").write_text(small_toml.matrix(tier="quick-cuda", shape=[16, 64], dtype="bf16"))
     more = ["quantize/nvfp4/16x64/bf16/normal"]
     assert narrowgauge("list").stdout.splitlines() == QUICK
     assert sorted(narrowgauge("list", "--device", "cuda").stdout.splitlines()) == sorted(QUICK + more)
     assert set(narrowgauge("list", "--tier", "full").stdout.splitlines()) == {*QUICK, *FULL, *more}
-
-
-def test_a_summary_has_the_cases_by_shape_and_flag(folder):
-    table = small_toml.matrix(shape=[[16, 32], [128, 64]], usage=["rowwise", "both"], scales=["linear", "swizzled"])
-    (folder / "cases" / "small.toml").write_text(table + CASES[CASES.rindex("[[matrix]]") :])
-    result = narrowgauge("list", "--summary", "-k", "not fp32 or gemm")
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert result.stdout.startswith("quantize: cases 8, recipes 1, input families 1\n")
-    assert lines[1:4] == [
-        ["shape", "cases", "no", "flag", "both", "swizzled"],
-        ["16x32", "4", "1", "2", "2"],
-        ["128x64", "4", "1", "2", "2"],
-    ]
-    assert lines[5:8] == [
-        ["gemm:", "cases", "1,", "recipes", "1,", "input", "families", "1"], ["shape", "cases", "tn"],
-        ["16x32x24", "1", "1"],
-    ]  # fmt: skip
-    assert result.stderr == "9 cases\n"
-    assert narrowgauge("list", "-k", "gemm").stderr == "1 case\n"
 
 
 # What is refused.
@@ -349,30 +309,7 @@ def test_captured_tensors_take_the_place_of_case_files(one_process, folder):
     assert only == [name for name in ids if "captured.npz:up" in name]
 
 
-def test_a_failing_captured_case_is_reproduced_by_its_own_line(one_process, folder):
-    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
-    arguments = ["--input", "captured.npz", "--backend", "cli_kernels:Wrong"]
-    failed = narrowgauge("run", *arguments, "-k", "quantize and not columnwise")
-    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
-    shown = narrowgauge(*line.split())
-    assert shown.exit_code == 1, shown.output
-    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
-
-
 # show
-
-
-def test_show_of_a_right_quantize():
-    result = narrowgauge("show", QUICK[3], "--backend", "reference", "--at", "5,33")
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[0] == f"{QUICK[3]}   backend reference, device cpu, seed 0"
-    stages = [line.split()[0] for line in lines[2:9]]
-    assert stages == ["memory", "repeat", "amax", "tensor", "scales", "codes", "values"]
-    assert all(line.rstrip().endswith("✓") for line in lines[2:9])
-    assert "row 5, block 2" in result.stdout
-    columns = [line.split()[0] for line in lines if re.match(r" +\d+ .* 0b", line)]
-    assert columns == [str(column) for column in range(32, 48)]
 
 
 def test_show_begins_at_the_first_wrong_element():
@@ -383,39 +320,6 @@ def test_show_begins_at_the_first_wrong_element():
     (line,) = [line for line in result.stdout.splitlines() if re.match(r" +7 .* 0b", line)]
     expected, actual = re.findall(r"0b\d{4}", line)
     assert int(expected, 2) ^ int(actual, 2) == 1
-
-
-def test_show_scales_elements_as_the_kernel_s_own_amax_says():
-    right = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Backend")
-    doubled = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Doubled")
-    assert (right.exit_code, doubled.exit_code) == (0, 1)
-
-    def scaled(result):
-        (line,) = [line for line in result.stdout.splitlines() if re.match(r" +3 .* 0b", line)]
-        return float(line.split()[3])
-
-    assert round(scaled(right) / scaled(doubled), 6) == 2
-
-
-def test_show_of_a_gemm():
-    result = narrowgauge("show", QUICK[4], "--backend", "native", "--at", "3,17")
-    assert result.exit_code == 0, result.output
-    assert "row 3\n" in re.sub(r" +\n", "\n", result.stdout)
-    lines = [line.split() for line in result.stdout.splitlines() if re.match(r" +\d+ +(exact|bound) ", line)]
-    assert [line[0] for line in lines] == [str(column) for column in range(16, 24)]
-    assert {line[1] for line in lines} == {"exact"}
-    assert all(line[3] == line[5] for line in lines)
-    terminal = {"COLUMNS": "60", "FORCE_COLOR": "1"}
-    narrow = CliRunner().invoke(app, ["show", QUICK[4], "--backend", "native", "--at", "3,17"], env=terminal)
-    words = re.sub(r"\x1b\[[0-9;]*m", "", narrow.stdout).split()
-    assert words[-6 * len(lines) :] == [word for line in lines for word in line]
-
-
-def test_show_after_other_cases():
-    result = narrowgauge("show", QUICK[0], "--after", QUICK[1], "--after", QUICK[4], "--backend", "cli_kernels:Backend")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[1:3] == [f"after {QUICK[1]}: pass", f"after {QUICK[4]}: unsupported"]
-    assert "no case is called 'x'" in refused("show", QUICK[0], "--after", "x")
 
 
 @pytest.mark.sampled(2)
@@ -565,34 +469,6 @@ def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, outp
     result = narrowgauge("show", name, "--backend", "cli_kernels:Backend")
     assert result.exit_code == 1, result.output
     assert output in re.sub(r" +\n", "\n", result.stdout)
-
-
-def test_show_counts_rows_through_sections(operations):
-    for at, output in (
-        ("9,17", "section 1, row 1, block 1"),
-        ("31,0", "section 3, row 7"),
-        ("99,99", "section 3, row 7"),
-    ):
-        name = "quantize-grouped/nvfp4/32x48/bf16/normal/even:4"
-        result = narrowgauge("show", name, "--backend", "reference", "--at", at)
-        assert output in result.stdout
-
-
-def test_recipes_of_captured_tensors(one_process, folder):
-    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
-    listed = narrowgauge("list", "--input", "captured.npz", "--recipe", "nvfp4-2d", "--recipe", "nvfp4-rht")
-    assert [line.split("/")[1] for line in listed.stdout.splitlines()] == ["nvfp4-2d"] * 4
-    reason = "recipe nvfp4-rht rotates bf16 alone, not fp32"
-    assert f"captured.npz: up makes no quantize case: {reason}\n" in listed.stderr
-    assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file, and none is given"
-    assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
-    (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
-    arguments = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
-    failed = narrowgauge("run", *arguments, "-k", "quantize and not columnwise")
-    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
-    shown = narrowgauge(*line.split())
-    assert shown.exit_code == 1, shown.output
-    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
 
 
 # doctor

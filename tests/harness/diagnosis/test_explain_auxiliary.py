@@ -8,7 +8,6 @@ import torch
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_histories, deviating_scales
 from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_ends, deviating_rotations
-from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
@@ -76,11 +75,6 @@ def test_a_layout(cause):
     assert len(found) <= 2  # 300x20 linear scales are padded by zeros at the end only
 
 
-def test_every_layout_is_tested():
-    scales = torch.zeros(3, 3, dtype=torch.uint8)
-    assert {cause for cause, _, _ in deviating_layouts(scales)} == {c.strip() for c in LAYOUTS} - {"padding-not-zeroed"}
-
-
 def test_a_layout_that_nothing_explains():
     def swizzle(scales):
         swizzled = reference.swizzle(scales)
@@ -103,22 +97,6 @@ def test_a_layout_that_nothing_explains():
 def test_reading_in_another_layout(cause, read):
     found, stage = causes(SWIZZLE, swizzle=reference.swizzle, unswizzle=lambda s, shape: read(s, shape).contiguous())
     assert (stage, found[:1]) == ("unswizzle", [cause])
-
-
-def test_tiles_counted_by_columns_that_are_not_padded():
-    def unswizzle(swizzled, shape):
-        rows, columns = shape
-        flat, tiles = swizzled.flatten(), columns // 4
-        read = [
-            flat[512 * (i // 128 * tiles + j // 4) + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4]
-            for i in range(rows) for j in range(columns)
-        ]  # fmt: skip
-        return torch.stack(read).view(shape)
-
-    found = causes(
-        case_from_labels("swizzle", "", (130, 5), "u8", "bytes"), swizzle=reference.swizzle, unswizzle=unswizzle
-    )
-    assert found == (["swizzle-columns-not-padded"], "unswizzle")
 
 
 # ---- rotations -------------------------------------------------------------------------------------------------------
@@ -184,12 +162,6 @@ def narrow_butterfly(terms):
     return terms[..., 0]
 
 
-def test_a_factor_that_is_no_power_of_two():
-    case = case_from_labels("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
-    found = causes(case, transform=lambda x, _: rotated(x, matrix(32, factor=1.0)).bfloat16(), declares=BUTTERFLY)
-    assert found[0] == ["rotation-without-factor"]
-
-
 def test_a_stage_that_is_missing():
     case = case_from_labels("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
     halves = matrix(16, factor=coefficient(32))
@@ -203,12 +175,6 @@ def test_signs_along_the_row(declares):
     row = signs(find_recipe("nvfp4-rht").transform).repeat(4).bfloat16()
     found = causes(case, transform=lambda x, _: rotated(x * row, matrix(4, mask=0)).bfloat16(), declares=declares)
     assert found[0] == ["rotation-signs-along-row"]
-
-
-def test_signs_where_there_are_none():
-    case = case_from_labels("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
-    found = causes(case, transform=lambda x, _: rotated(x, matrix()).bfloat16(), declares=BUTTERFLY)
-    assert found[0] == ["rotation-signs:te"]
 
 
 def test_a_rotation_that_nothing_explains():

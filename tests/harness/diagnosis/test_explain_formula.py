@@ -108,7 +108,3 @@ def test_factors_of_rows_of_attention_are_a_place(dtype: torch.dtype) -> None:
     other[3, 5] *= 1.1
     assert found(other) == []
     assert found(right * factors.flip(1).roll(7, 1)) == []
-
-
-def test_without_a_formula_nothing_is_said() -> None:
-    assert explain_formula(Outcome(), StageResult(STAGE, "bound", 1), TimeLimit()) == []

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
 from narrowgauge.reference import ops as reference
@@ -630,16 +629,6 @@ def test_stochastic_rounding(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
 
 
-def test_a_columnwise_half_with_the_offset_of_the_rowwise_half():
-    def both(x, recipe, *, rowwise=True, columnwise=True, random=None):
-        column = reference.quantize(x.T.contiguous(), recipe, random=random)
-        return (reference.quantize(x, recipe, random=random) if rowwise else None), (column if columnwise else None)
-
-    record = record_of(case("nvfp4-sr", "normal", "both"), quantize_both=both)
-    assert record.stage == "columnwise.codes"
-    assert causes(record) == ["stochastic-offset-not-advanced"]
-
-
 def test_a_kernel_that_draws_where_it_should_round():
     steps = {"codes": lambda s: element_codes(s.scaled, find_recipe("nvfp4-sr"), bytes_of(s, (0, 0)))}
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
@@ -659,17 +648,6 @@ def test_unknown_random_bits_are_told_by_their_frequencies(numbers, named):
     record = record_of(case("nvfp4"), quantize=wrong(**codes))
     found = {explanation["cause"]: explanation["exact"] for explanation in record.explanations}
     assert found.get("stochastic-not-nearest") == (False if named else None)
-
-
-def test_sections_that_each_count_from_0():
-    def grouped(x, sizes, recipe, *, random):
-        return [reference.quantize(part, recipe, random=random) for part in torch.split(x, sizes.tolist())]
-
-    wanted = case_from_labels("quantize-grouped", "nvfp4-sr", (96, 64), "bf16", "normal", ("even:3",))
-    record = record_of(wanted, quantize_grouped=grouped)
-    assert causes(record) == ["stochastic-sections-restart", "stochastic-other-block:7-bits"], (
-        "both: sections of 2^7 blocks"
-    )
 
 
 DIALECTS = [
@@ -762,12 +740,6 @@ def test_a_deviation_of_one_stage_alone_is_not_exact():
     record = record_of(case("nvfp4", "e2m1-ties"), quantize=wrong(scales=scales, codes=ties_away))
     assert record.stage == "scales"
     assert not any(explanation["exact"] for explanation in record.explanations)
-
-
-def test_a_code_of_a_scale_that_is_one_too_large():
-    wrong_scales = {"scales": lambda s: (stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe) + 1).clamp(max=126)}
-    record = record_of(case("nvfp4"), quantize=wrong(**wrong_scales))
-    assert causes(record)[0] == "scale-code:+1"
 
 
 @pytest.mark.parametrize("unit", ["row", "block"])

@@ -31,43 +31,18 @@ from tests.harness.wrong_steps import (
     grid,
     record_of,
     right_amax,
-    rotated,
     signed_blocks,
     ties_away,
     truncated_to,
     unclamped,
     wrong,
     wrong_amax,
-    wrong_tensor,
 )
 
 pytestmark = pytest.mark.usefixtures("history")
 
 
 # The matrix is a part of several, or has a transposed layout.
-
-
-def truncated_both(x, recipe, *, rowwise=True, columnwise=True, **options):
-    """Both halves rounded toward zero; MX has its columnwise half in place."""
-    door = wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element))
-    row, column = door(x, find_recipe(recipe).rowwise, **options), door(x.T, recipe, **options)
-    if column.recipe.columnwise == "in-place":
-        column = replace(
-            column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous(), transposed=True
-        )
-    return (row if rowwise else None), (column if columnwise else None)
-
-
-@pytest.mark.parametrize("usage", ["columnwise", "both"])
-@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4-rht", "nvfp4-2d"])
-def test_halves(recipe, usage):
-    record = record_of(
-        case(recipe, "normal", usage),
-        quantize_both=truncated_both,
-        quantize=wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element)),
-    )
-    assert causes(record) == ["truncated"]
-    assert record.explanations[0]["stage"] == ("rowwise.codes" if usage == "both" else "codes")
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -102,35 +77,6 @@ def test_sections_of_different_deviations_have_none():
 
     wanted = case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:2",))
     assert causes(record_of(wanted, quantize_grouped=grouped)) == []
-
-
-def test_operands_of_a_product():
-    wanted = case_from_labels("gemm", "nvfp4", (32, 64, 48), "bf16xbf16-fp32", "normal", ("tn",))
-    door = wrong(stored=exchanged)
-    record = record_of(wanted, quantize=door, gemm=reference.gemm)
-    assert record.explanations[0] == {
-        "cause": "nibbles-swapped", "sentence": "elements: the two of a byte are exchanged", "stage": "x.codes",
-        "exact": True,
-    }  # fmt: skip
-
-
-HIDDEN = [
-    ("amax-without-fabs", "nvfp4-rowscaled", {"amax": lambda s: s.x.clamp(min=0).float().amax(1)}),
-    ("rotation-without-signs", "nvfp4-rht", {"x": lambda s: rotated(s, first=False).bfloat16()}),
-    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks}),
-    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks, "amax": right_amax}),
-    ("tensor-scale-order:1/(amax/max)", "fp8-current-e5m2", wrong_tensor(lambda s, a: (a / 57344).reciprocal())),
-]
-
-
-@pytest.mark.parametrize(("cause", "recipe", "steps"), HIDDEN)
-def test_numbers_that_the_kernel_does_not_show(cause, recipe, steps):
-    def quantize(x, recipe):
-        return replace(wrong(**steps)(x, recipe), amax=None, tensor_scale=None)
-
-    record = record_of(case(recipe), quantize=quantize)
-    assert record.stage == "scales"
-    assert causes(record)[0] == cause, record.explanations
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-rht64-nosign"])

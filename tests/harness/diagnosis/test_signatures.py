@@ -78,21 +78,6 @@ def test_a_place(cause):
     assert f"{count} of {count} wrong element" in sentence
 
 
-def test_a_place_in_memory():
-    wrong = torch.zeros(96 * 160, dtype=torch.bool)
-    wrong[7::33] = True
-    words = "in every 33rd element as they lie in memory, from element 7 on"
-    sentence = f"only {words} (466 of 466 wrong elements; it holds 3.03 % of all)"
-    assert told(wrong.view(96, 160)) == [("place:period-33", sentence)]
-
-
-def test_rows_that_have_one_number_each():
-    wrong = torch.zeros(70, 1, dtype=torch.bool)
-    wrong[64:] = True
-    assert [cause for cause, _ in told(wrong)] == ["place:tail-of-rows"]
-    assert [cause for cause, _ in told(wrong.flatten())] == ["place:tail-of-columns"]
-
-
 def test_what_is_no_place():
     assert told(torch.ones(96, 160, dtype=torch.bool)) == []  # everything
     assert told(torch.ones(1, 1, dtype=torch.bool)) == []

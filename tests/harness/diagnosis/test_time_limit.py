@@ -16,7 +16,6 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
-from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
 from narrowgauge.harness.diagnosis.quantize import explain_quantize, kernel_matrix
 from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
@@ -206,17 +205,6 @@ def test_a_product_that_fits_partly_has_no_exact_cause(place) -> None:
     assert exact_causes(product(change)) == []
 
 
-def test_few_wrong_outputs_are_in_the_sample() -> None:
-    draw = torch.Generator().manual_seed(3)
-    for wrong_count in (1, 2, 7):
-        wrong = torch.zeros(300, 500, dtype=torch.bool)
-        wrong.view(-1)[torch.randperm(wrong.numel(), generator=draw)[:wrong_count]] = True
-        rows, columns = explain_gemm._sample(wrong)
-        assert int(wrong[rows][:, columns].sum()) >= min(wrong_count, 3)
-        assert len(rows) == len(rows.unique())
-        assert len(columns) == len(columns.unique())
-
-
 @pytest.mark.parametrize("case", [decoded, rotation], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("row", [0, ROWS - 1])
 def test_a_cause_of_the_first_wrong_rows_alone_is_not_exact(case, row) -> None:
@@ -224,20 +212,6 @@ def test_a_cause_of_the_first_wrong_rows_alone_is_not_exact(case, row) -> None:
         output[row] = right[row]
 
     assert exact_causes(case(change)) == []
-
-
-def test_the_divisor_of_distances() -> None:
-    draw = torch.Generator().manual_seed(4)
-    for factor in (1, 2, 3, 6, 17, 1024):
-        for size in (3, 64, 500):
-            numbers = torch.randint(1, 1 << 20, (size,), generator=draw) * factor
-            numbers[0] = 0
-            divisor = math.gcd(*numbers.tolist())
-            found = _common_divisor(numbers)
-            assert found == divisor or max(found, divisor) <= 2
-    one_odd = torch.full((100,), 12)
-    one_odd[99] = 18
-    assert _common_divisor(one_odd) == 6
 
 
 def test_a_run_says_that_the_diagnosis_of_a_case_stopped() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.gate.architecture import architecture, product_name
 from narrowgauge.harness.gate.baseline import baseline_of, read, write
-from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
-from narrowgauge.harness.gate.difference import LISTED
 from narrowgauge.harness.gate.figures import (
     BELOW,
     FLOATS,
@@ -26,8 +20,7 @@ from narrowgauge.harness.gate.figures import (
     not_finite,
     parse,
 )
-from narrowgauge.harness.gate.gate import Judgement, judge, show
-from narrowgauge.harness.report.failure_view import first_failure
+from narrowgauge.harness.gate.gate import Judgement, judge
 from tests.harness.runs import GPU, product, record, run, saved, stage, wrong
 
 
@@ -54,13 +47,6 @@ def test_a_power_of_two_stands_for_a_figure(value: float | None, expected: int |
     assert exponent(value) == expected
 
 
-def test_shares_are_counts_whatever_the_last_bit_of_the_float() -> None:
-    for count in range(562):
-        for share in (count / 561, count * (1 / 561), math.nextafter(count / 561, 2)):
-            judgement = figures(product(exact_share=share))
-            assert (judgement.exact, judgement.outputs) == (count, 561)
-
-
 def test_figures_of_records() -> None:
     assert str(figures(record())) == "pass 90"
     assert str(figures(product())) == "pass 561, exact 400+0/561, budget 2^0, width 2^4"
@@ -69,12 +55,6 @@ def test_figures_of_records() -> None:
     assert str(figures(record(stages=[stage("codes", "boundary", 100, excused=7)]))) == "pass 100, excused 7"
     assert str(figures(product(stages=[], compared=0, exact_share=None, verdict="crash", budget_max=None,
                                interval_ulps_max=None))) == "crash 0"  # fmt: skip
-
-
-@pytest.mark.parametrize("operation", MODULES)
-def test_of_a_module_only_what_no_processor_moves(operation: str) -> None:
-    wrong = product(operation=operation, mismatches=12, max_ulp=3, verdict="fail")
-    assert str(figures(wrong)) == "fail 561, wrong 12, ulp 3"
 
 
 @pytest.mark.parametrize(
@@ -88,18 +68,6 @@ def test_of_a_module_only_what_no_processor_moves(operation: str) -> None:
 )
 def test_figures_are_read_as_they_were_written(given: Figures) -> None:
     assert parse(str(given)) == given
-
-
-@pytest.mark.parametrize("wrong", ["", "pass", "passed 5", "pass 5, budget 0.5", "pass -5", "pass 5 ", "pass 5, ulp"])
-def test_what_are_no_figures(wrong: str) -> None:
-    with pytest.raises(ValueError, match="are no figures; they look like 'fail 561, wrong 12, ulp 1, exact 400"):
-        parse(wrong)
-
-
-def test_information_chance_and_time_are_no_figures() -> None:
-    other = {"sqnr_db": 3.0, "allclose": False, "outside_share": 0.5, "p_value": 0.01, "seconds": 9.0, "sweep": [0.5]}
-    assert figures(product(**other)) == figures(product())
-    assert not_finite(product(sqnr_db=math.nan, p_value=math.nan)) == []
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -190,11 +158,6 @@ def test_a_figure_that_is_not_finite() -> None:
     assert text(judgement.problems)[0].endswith("/normal/tn: interval_ulps_max is nan")
 
 
-def test_a_case_with_two_records() -> None:
-    judgement = judge(run(record(), record(mismatches=5)), baseline_of(run(record(mismatches=5))))
-    assert text(judgement.problems) == ["recorded twice: quantize/nvfp4/64x128/bf16/normal: 2 records"]
-
-
 def test_a_shard() -> None:
     judgement = judge(run(record(), shard="2/4"), baseline_of(run(record())))
     assert text(judgement.problems) == [
@@ -221,21 +184,6 @@ H100 = {"GPU": "NVIDIA H100 80GB HBM3, compute capability 9.0"}
 B200 = {"GPU": "NVIDIA B200, compute capability 10.0"}
 
 
-@pytest.mark.parametrize(
-    ("device", "environment", "expected"),
-    [
-        ("cuda", GPU, ("sm_90", "NVIDIA H200")),
-        ("cuda", H100, ("sm_90", "NVIDIA H100 80GB HBM3")),
-        ("cuda", B200, ("sm_100", "NVIDIA B200")),
-        ("cuda", {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, ("sm_90", "NVIDIA H200")),
-        ("cuda", {}, ("an unknown architecture", "an unknown GPU")),
-        ("cpu", GPU, ("host", "cpu")),
-    ],
-)
-def test_architectures(device: str, environment: dict[str, str], expected: tuple[str, str]) -> None:
-    assert (architecture(device, environment), product_name(device, environment)) == expected
-
-
 def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> None:
     """A run of an H100 holds against the baseline of an H200. A run of a B200 does not."""
     kept = {"device": "cuda", "environment": GPU}
@@ -250,22 +198,6 @@ def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> Non
 
 
 # The baseline in a report
-
-
-def test_a_report_names_the_baseline_of_failing_cases(tmp_path: Path) -> None:
-    write(baseline_of(run(record(), record("zeros"))), tmp_path / "host.json")
-    (tmp_path / "other.json").write_text("{", encoding="utf-8")
-    bad = {"verdict": "fail", "mismatches": 3}
-    records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
-    records.append(record(device="cuda", **bad))
-    add_baseline_notes(records, GPU, tmp_path)  # the baseline of a GPU is made below
-    assert [one["baseline"] for one in records] == [
-        "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
-    ]  # fmt: skip
-    assert "baseline: host.json has pass 90 accepted" in first_failure(records[0])
-    write(baseline_of(run(record(device="cuda"), device="cuda", environment=GPU)), tmp_path / "sm_90.json")
-    add_baseline_notes(records[-1:], H100, tmp_path)
-    assert records[-1]["baseline"] == "sm_90.json has pass 90 accepted"
 
 
 def test_new_cases() -> None:
@@ -285,41 +217,6 @@ def test_more_skips_than_accepted() -> None:
         "new, and not pass: quantize/nvfp4/64x128/bf16/ties: unsupported 90 (no door gemm)",
         "more skips: 2 cases unsupported, and 1 accepted; most often: no door gemm (2)",
     ]
-
-
-def test_what_is_printed() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    many = [record(f"file:{n:03}") for n in range(LISTED + 2)]
-    show(judge(run(record(budget_max=0.1, inputs="[b]")), baseline_of(run(*many))), "host.json", console)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert [lines[0], lines[2], lines[3]] == [
-        "new: 1", "    quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52",
-    ]  # fmt: skip
-    assert "1 case" in lines[1]
-    assert lines[-3:] == [
-        "  quantize/nvfp4/64x128/bf16/file:049",
-        "  … and 2 more",
-        "gate fails against host.json: 0 cases as accepted, 52 did not run, 1 new",
-    ]
-
-
-def test_a_failed_gate_is_an_annotation_of_a_github_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    console = Console(file=io.StringIO())
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    show(judged(record(), record()), "host.json", console)
-    assert capsys.readouterr().out == ""
-    worse = judged(record(), record(mismatches=1))
-    show(worse, "host.json", console)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("::error title=narrowgauge gate::gate fails against host.json: ")
-    assert "1 worse%0A" in line
-    assert "quantize/nvfp4/64x128/bf16/normal: 1 wrong elements" in line
-    monkeypatch.delenv("GITHUB_ACTIONS")
-    show(worse, "host.json", console)
-    assert capsys.readouterr().out == ""
 
 
 # The command
@@ -361,15 +258,3 @@ def test_cases_are_grouped_by_cause_and_dimensions() -> None:
     assert found.notes[0][0].endswith("/i11")  # the worst case first
     (found,) = groups["better"]
     assert "largest fraction of the bound 2^-1, was 2^0; 2 cases, all gemm nvfp4" in found.title
-
-
-def test_what_the_command_cannot_do(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "run", run(record()))
-    missing = narrowgauge("gate", "--run", folder, "--baseline", tmp_path / "no.json")
-    assert (missing.exit_code, missing.stdout) == (2, "")
-    assert missing.stderr == (
-        f"narrowgauge: {tmp_path}/no.json: there is no such file; `narrowgauge baseline accept --baseline "
-        f"{tmp_path}/no.json` makes it of a run\n"
-    )
-    unread = narrowgauge("gate", "--run", tmp_path, "--baseline", tmp_path / "no.json")
-    assert (unread.exit_code, "holds no records.jsonl" in unread.stderr) == (2, True)

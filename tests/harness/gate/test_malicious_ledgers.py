@@ -3,7 +3,6 @@
 import pytest
 
 from narrowgauge.harness.cases import toml_file
-from narrowgauge.harness.cases.case_file import load
 from narrowgauge.harness.gate import ledger
 from tests.harness.refusals import refusal
 from tests.harness.small_toml import known, matrix
@@ -65,14 +64,3 @@ def test_a_pattern_that_matches_every_case_is_refused(tmp_path, cases, pattern):
         assert said.startswith(f"{tmp_path / name}: [[known]] 1: case {pattern!r} matches all 2 cases: ")
         assert "narrow the pattern" in said
         (tmp_path / name).unlink()
-
-
-def test_the_case_files_beside_a_file_count_too(cases):
-    """A pattern may match every case of the file in the run, if the folder has further cases."""
-    entries = ledger.Ledger((ledger.Entry("quantize/*", "native", "https://a/b", "ties", location="l"),))
-    with pytest.raises(ledger.LedgerError, match="matches all 2 cases"):
-        entries.check(load(cases), [cases.parent])
-    swizzle = '[[matrix]]\noperation = "swizzle"\ntier = "full"\nshape = [3, 4]\ninputs = "bytes"'
-    (cases.parent / "other.toml").write_text(swizzle)
-    entries.check(load(cases), [cases.parent])
-    entries.check(load(cases)[:1])  # a single case is no reason to refuse its pattern

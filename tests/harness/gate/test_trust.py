@@ -21,10 +21,9 @@ from narrowgauge.harness.gate.accept import accept
 from narrowgauge.harness.gate.trust import read_trusted
 from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError
 from narrowgauge.harness.records.record import ENTRIES, Record
-from narrowgauge.harness.records.record_check import _ENTRY_TYPES, RULES, record_problems
-from narrowgauge.harness.running.runner import COMPARING
+from narrowgauge.harness.records.record_check import _ENTRY_TYPES, record_problems
 from tests.harness import small_toml
-from tests.harness.runs import GPU, product, record, run, saved, stage, wrong
+from tests.harness.runs import product, record, stage, wrong
 
 CASES = "".join([
     small_toml.matrix(dtype="bf16"),
@@ -461,22 +460,6 @@ def test_a_consistent_run_that_is_worse_has_another_exit_status(
 # Further commands, and facts that a process cannot verify.
 
 
-def test_further_commands_refuse_the_run_of_the_gate(folder: Path, lines: Lines) -> None:
-    gate(folder, lines, replaced("budget_max", math.nan))
-    expected = "budget_max is nan, not a finite number"
-    for command in (
-        ("baseline", "accept", "--run", "damaged", "--baseline", "other.json"),
-        ("compare", "run", "damaged"),
-        ("compare", "damaged", "run"),
-    ):
-        result = narrowgauge(*command)
-        assert (result.exit_code, expected in result.stderr) == (2, True), command
-    assert not Path("other.json").exists()
-    gate(folder, lines, lambda lines: lines[0]["sources"].update(harness="0"))
-    assert narrowgauge("compare", "run", "damaged").exit_code == 0
-    assert narrowgauge("baseline", "accept", "--run", "damaged", "--baseline", "other.json").exit_code == 0
-
-
 def test_a_changed_kernel_is_refused_until_it_runs_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "trusted_kernels.py"
     path.write_text(f"{KERNELS}\n# changed\n")
@@ -490,38 +473,7 @@ def test_a_changed_kernel_is_refused_until_it_runs_again(folder: Path, monkeypat
     assert f"backend {BACKEND}: its module is no Python file in this folder" in result.stdout
 
 
-@pytest.mark.parametrize(("content", "status"), [(b"kept", 0), (b"changed", 2), (None, 0)])
-def test_captured_tensors_are_compared_if_their_file_is_there(
-    content: bytes | None, status: int, tmp_path: Path
-) -> None:
-    from narrowgauge.harness.records.environment import source_hashes
-
-    path = tmp_path / "x.npy"
-    path.write_bytes(b"kept")
-    finished = run(record("x.npy:x", file=str(path)), sources=source_hashes("native", str(path)))
-    saved(tmp_path / "run", finished)
-    assert narrowgauge("baseline", "accept", "--run", tmp_path / "run", "--baseline", tmp_path / "b").exit_code == 0
-    path.unlink() if content is None else path.write_bytes(content)
-    result = narrowgauge("gate", "--run", tmp_path / "run", "--baseline", tmp_path / "b")
-    assert result.exit_code == status
-    assert ("sources: input has changed" in result.stderr) is (status == 2)
-    assert ("not verified: 1\n" in result.stdout) is (content is None)
-
-
-def test_a_run_on_a_gpu(tmp_path: Path) -> None:
-    """Its device has a name and a compute capability, and its records have a peak of memory."""
-    given = {"device": "cuda", "bytes_peak": 9}
-    finished = run(record(**given), product(**given), device="cuda", environment=GPU)
-    assert len(read_trusted(saved(tmp_path, finished)).records) == 2
-
-
 # Records.
-
-
-def test_the_rules_are_those_of_the_runner_and_keys_have_types() -> None:
-    assert RULES[: len(COMPARING)] == COMPARING
-    assert {column: tuple(keys) for column, keys in _ENTRY_TYPES.items()}.keys() == ENTRIES.keys()
-    assert all(set(_ENTRY_TYPES[column]) == set(keys) for column, keys in ENTRIES.items())
 
 
 HONEST = [

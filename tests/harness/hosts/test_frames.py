@@ -13,8 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from narrowgauge.harness.hosts import frames
-from narrowgauge.harness.hosts.frames import LIMIT, Connection, FrameError, pair, readable
+from narrowgauge.harness.hosts.frames import LIMIT, Connection, FrameError, pair
 
 
 @pytest.fixture
@@ -131,16 +130,6 @@ def test_descriptors_without_a_message_are_closed(ends: tuple[Connection, socket
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00\x00", framed(b'{"a": 1}')[:-2]])
-def test_a_receive_ends_at_its_deadline(data: bytes, ends: tuple[Connection, socket.socket]) -> None:
-    connection, theirs = ends
-    theirs.sendall(data)
-    with pytest.raises(TimeoutError):
-        connection.receive(deadline=time.monotonic() + 0.05)
-    theirs.sendall(framed(b'{"a": 1}')[len(data) :])
-    assert connection.receive(deadline=soon())[0] == {"a": 1}
-
-
 def test_a_send_ends_at_its_deadline_and_at_a_closed_connection(ends: tuple[Connection, socket.socket]) -> None:
     connection, theirs = ends
     with pytest.raises(TimeoutError):
@@ -148,31 +137,3 @@ def test_a_send_ends_at_its_deadline_and_at_a_closed_connection(ends: tuple[Conn
     theirs.close()
     with pytest.raises(FrameError, match="the connection is closed: Broken pipe"):
         connection.send({"text": "x"}, deadline=soon())
-
-
-def test_readable_gives_the_connections_with_something_to_read(ends: tuple[Connection, socket.socket]) -> None:
-    connection, theirs = ends
-    assert readable([connection], time.monotonic()) == []
-    theirs.sendall(framed(b"{}") * 2)
-    assert readable([connection], soon()) == [connection]
-    connection.receive()
-    assert connection.waiting
-    assert readable([connection], soon()) == [connection]
-    connection.receive()
-    assert readable([connection], time.monotonic()) == []
-    theirs.close()
-    assert readable([connection], soon()) == [connection]
-
-
-def test_close_others_keeps_what_is_named() -> None:
-    if child := os.fork():
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        return
-    status = 1
-    try:
-        kept = [os.memfd_create("a"), os.memfd_create("b"), os.memfd_create("c")]
-        frames.close_others([kept[2], kept[0]])
-        open_ = {n for n in range(1 << 10) if os.path.exists(f"/proc/self/fd/{n}")}
-        status = int(not ({0, 1, 2, kept[0], kept[2]} >= open_ >= {kept[0], kept[2]}))
-    finally:
-        os._exit(status)

@@ -153,19 +153,3 @@ def test_a_second_run_that_differs_has_the_same_record(
     here, there = parts(case, load_backend(backend)), parts(case, hosted(backend))
     assert there == here
     assert there["verdict"] == verdict
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        case_from_labels("quantize", "nvfp4", (32, 48), "bf16", "zeros"),
-        case_from_labels("gemm", "mxfp8-e4m3", (32, 96, 16), "bf16xbf16-fp32", "zeros", ("tn",)),
-    ],
-    ids=lambda case: case.id,
-)
-def test_the_next_method_gets_strides(case: Case, kernels: None, hosted: Callable[[str], Backend]) -> None:
-    backend = "repeated_kernels:ColumnMajor"
-    here, there = parts(case, load_backend(backend)), parts(case, hosted(backend))
-    assert there == here
-    assert there["verdict"] == "pass"

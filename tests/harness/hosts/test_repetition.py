@@ -164,31 +164,6 @@ def test_threads_with_buffers_of_their_own_pass():
     assert judged(replace(QUANTIZE, repeats=8, concurrency="threads"), OwnScratch, "local").verdict == "pass"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_results_that_are_passed_on_are_repeated_too(form):
-    record = judged(SWIZZLE, Layouts, form)
-    assert (record.verdict, record.message) == ("pass", "")
-    (stage,) = [stage for stage in record.stages if stage["stage"] == "repeat"]
-    assert stage["compared"] == 512 + 16 + 20
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("concurrency", ["streams", "graph"])
-def test_streams_and_graphs_need_a_gpu(form, concurrency):
-    record = judged(replace(SWIZZLE, concurrency=concurrency), Layouts, form)
-    message = f"concurrency '{concurrency}' needs a GPU; the device is cpu"
-    assert (record.verdict, record.message) == ("unsupported", message)
-
-
-@pytest.mark.long
-def test_bytes_of_an_earlier_case_are_no_difference():
-    with hosted_backend("reference") as backend:
-        for shape, recipe in (((1040, 1200), "mxfp8-e4m3"), ((1030, 1100), "fp8-current-e4m3")):
-            record = run_case(case_from_labels("quantize", recipe, shape, "bf16", "normal", ("repeats:2",)), backend)
-            assert (record.verdict, record.message) == ("pass", "")
-
-
 @needs_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_replayed_on_changed_inputs(form):
@@ -203,11 +178,3 @@ def test_captured_calls_that_read_another_input_are_found(form):
     assert (record.verdict, record.stage) == ("fail", "repeat")
     assert "20 of 60 further calls replayed from a CUDA graph" in record.message
     assert record.explanations[0]["cause"] == "captured-inputs"
-
-
-def test_own_random_bits_are_not_repeated():
-    case = replace(QUANTIZE, recipe="mxfp8-e4m3-sr", repeats=50)
-    methods = SimpleNamespace(quantize=reference.quantize, declares={"random": "own"})
-    record = run_case(case, Backend.local("own", methods))
-    (stage,) = [stage for stage in record.stages if stage["stage"] == "repeat"]
-    assert stage["compared"] < 50

@@ -92,30 +92,3 @@ def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(LAUNCH_QUEUE.holders):
         holder("GPU-2")
     assert had(monkeypatch)
-
-
-def test_a_turn_within_a_turn_is_the_same(folder: Path) -> None:
-    with lock_gpu("cuda"):
-        files = sorted(folder.iterdir())
-        with lock_gpu("cuda"), lock_gpu("cuda"):
-            assert gpu_lock._lock_depth == 1
-        assert sorted(folder.iterdir()) == files
-    assert gpu_lock._lock_depth == 0
-
-
-def test_there_are_none_without_a_gpu(folder: Path) -> None:
-    with lock_gpu("cpu"):
-        assert gpu_lock._lock_depth == 0
-    assert list(folder.iterdir()) == []
-
-
-def test_a_turn_ends_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(LAUNCH_QUEUE.holders + 1):
-        with pytest.raises(KeyError), lock_gpu("cuda"):
-            raise KeyError
-    assert had(monkeypatch)
-
-
-def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    assert gpu_lock._acquire("GPU-1", LAUNCH_QUEUE) is None

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import pytest
-from rich.console import Console
-
-from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.report import accuracy, report
 from tests.harness.runs import record
 
@@ -37,14 +32,6 @@ def written(records: list[dict[str, Any]], folder: Path) -> tuple[str, str]:
     return page, (folder / "summary.md").read_text(encoding="utf-8")
 
 
-def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int = 100) -> str:
-    raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding=encoding) as file:
-        report.print_summary(records, Console(file=file, width=width), details=True)
-        file.flush()
-        return raw.getvalue().decode(encoding)
-
-
 def test_medians_of_a_recipe_and_an_operation() -> None:
     first, second = accuracy.rows(some())
     assert (first.recipe, first.operation, first.cases) == ("MXFP8BlockScaling", "linear", 1)
@@ -65,21 +52,3 @@ def test_page_and_summary_have_the_table(tmp_path: Path) -> None:
     assert '<a href="#accuracy">' in page
     assert f"\n## {accuracy.TITLE}\n\n{accuracy.NOTE}\n\n| recipe | operation | cases | y SQNR dB |" in summary
     assert "\n| NVFP4BlockScaling | linear | 3 | 20.0 | 0.1 | 0.9900 |  |  |  | 15.5 | 0.17 | 0.9800 |\n" in summary
-
-
-def test_without_modules_there_is_no_table(tmp_path: Path) -> None:
-    records = [record(), module("none")]
-    page, summary = written(records, tmp_path)
-    assert "accuracy" not in page.partition("<body>")[2].partition("<script")[0]
-    assert accuracy.TITLE not in summary
-    assert accuracy.TITLE not in printed(records)
-
-
-def test_the_environment_has_the_switches_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION"):
-        monkeypatch.delenv(f"NVTE_NVFP4_DISABLE_{name}", raising=False)
-    assert not any("NVTE" in name for name in describe_run(backend="native", device="cpu", seed=0))
-    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
-    shown = describe_run(backend="native", device="cpu", seed=0)
-    assert shown["NVTE_NVFP4_DISABLE_RHT"] == "1"
-    assert "NVTE_NVFP4_DISABLE_2D_QUANTIZATION" not in shown

@@ -1,7 +1,6 @@
 """A kernel with a single defect fails, at the right stage."""
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from narrowgauge.harness.operations.grouped import judge_quantize_grouped
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax, over_tiles
-from narrowgauge.reference.numbers.decode import decode
-from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.reference.quantize.quantize import quantize_both, quantize_grouped
-from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale, unrounded_scales
+from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
 from narrowgauge.reference.quantize.steps import encode_elements
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operation_cases import (
@@ -25,7 +22,6 @@ from tests.harness.operation_cases import (
     grouped_case,
     passes,
     quantize_case,
-    run,
     stages,
     swizzle_case,
 )
@@ -243,40 +239,6 @@ def test_a_defect_fails_in_its_stage(case, stage, words, method, defect):
         assert [name for name, entry in stages(record).items() if entry["sentence"]] == [stage]
 
 
-def test_a_wrong_matrix_of_several_is_named():
-    calls = count()
-
-    def quantize(x, recipe):
-        q = reference.quantize(x, recipe)
-        if next(calls) == 2:
-            q.codes[3, 4] ^= 0x10
-        return q
-
-    record = fails(grouped_gemm(), "w.codes", quantize=quantize)
-    assert record.message.startswith("w.codes: matrix 2 of 4: 1 of 2 048 codes differ")
-
-
-NO_RESULT = [
-    (quantize_case("nvfp4", "both"), {"quantize_both": lambda x, recipe, **options: quantize_both(x, recipe)},
-     "a columnwise half, columnwise=False"),
-    (quantize_case("nvfp4", "both"), {"quantize_both": lambda x, recipe: (reference.quantize(x, recipe), None)},
-     "no columnwise half, columnwise=True"),
-    (quantize_case("nvfp4", "both"), {"quantize_both": lambda *a, **o: quantize_both(*a, **o)[::-1]},
-     "the rowwise half of quantize_both gave codes as uint8 of shape (64, 24)"),
-    (swizzle_case(shape=(130, 5)), {"swizzle": lambda scales: scales}, "uint8 of shape (256, 8)"),
-    (quantize_case("nvfp4", "swizzled"), {"quantize": lambda x, recipe, swizzled: reference.quantize(x, recipe)},
-     "(128, 4)"),
-    (quantize_case("nvfp4-rowscaled"), {"quantize": lambda x, recipe: reference.quantize(x, "nvfp4")}, "(48,)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "doors", "words"), NO_RESULT)
-def test_a_result_of_another_form_is_an_error(case, doors, words):
-    record = run(case, **doors)
-    assert record.verdict == "error"
-    assert words in record.message
-
-
 @pytest.mark.parametrize("usage", [(), ("columnwise",)])
 def test_scales_in_another_layout_are_blamed_on_the_layout_alone(usage):
     case = quantize_case("nvfp4", *usage, "swizzled", shape=(256, 256), inputs="position")
@@ -298,24 +260,3 @@ def test_a_wrong_amax_of_columnwise_tiles_is_one_finding():
 
     outcome = judge_quantize_grouped(case, Inputs(x), backend(quantize_grouped=door))
     assert [stage.stage for stage in outcome.stages if stage.sentence] == ["amax"]
-
-
-def where_equal_four(x, recipe):
-    """4over6 with ≤ in place of <: visible if both errors are equal."""
-    q = reference.quantize(x, recipe)
-    base = unrounded_scales(block_amax(x, 16), q.tensor_scale, recipe)
-    six, four = (encode(scale, recipe.scale) for scale in (base, base * 1.5))
-    alone = (x.view(len(x), -1, 16) != 0).sum(2) <= 1
-    tie = alone & (decode(four, recipe.scale) == 1.5 * decode(six, recipe.scale))
-    scales = torch.where(tie, four, q.scales)
-    return replace(q, scales=scales, codes=encode_elements(x, scales, q.tensor_scale, recipe))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mode", ["mae", "mse"])
-@pytest.mark.parametrize("most", [448, 256])
-def test_four_where_it_is_no_better_than_six(most, mode):
-    case = quantize_case(f"nvfp4-4over6-{most}-{mode}", inputs="single", shape=(128, 128))
-    record = fails(case, "scales", quantize=where_equal_four)
-    assert stages(record)["scales"]["mismatches"] > 100
-    assert stages(record)["codes"]["sentence"] == ""

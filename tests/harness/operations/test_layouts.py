@@ -135,14 +135,3 @@ def test_the_next_method_gets_the_strides_of_a_result(case, second, layout):
     assert (record.verdict, record.message) == ("pass", "")
     for tensors in given:
         assert all(t.stride() == change(t.contiguous()).stride() for t in tensors)
-
-
-def test_empty_sections_and_empty_matrices_of_any_layout():
-    for case in (
-        gemm_case("nvfp4", "tn", shape=(0, 64, 16)), quantize_case("nvfp4", "both", shape=(0, 64)),
-        grouped_case("nvfp4", "empty:4", shape=(0, 64)),
-        gemm_case("nvfp4", "empty:3", operation="gemm-grouped", shape=(0, 64, 32)),
-    ):  # fmt: skip
-        for change in LAYOUTS.values():
-            record = run_case(case, backend(**methods(change)))
-            assert (record.verdict, record.message) == ("pass", ""), case.id

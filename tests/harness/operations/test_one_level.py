@@ -10,7 +10,6 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.tools.show import show_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.delayed import update_scale
@@ -19,7 +18,7 @@ from narrowgauge.reference.quantize.scaling import divide, element_factors, enco
 from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.recipes import find_recipe
-from tests.harness.sample_backends import backend, quantize
+from tests.harness.sample_backends import backend
 
 DOORS = ("quantize", "quantize_both", "quantize_grouped", "dequantize", "update_scale")
 REFERENCE = {name: getattr(reference, name) for name in DOORS}
@@ -156,24 +155,6 @@ def test_findings_of_a_half_in_place_are_in_the_coordinates_of_x(part, flags):
     assert element["input"] == float(wanted)
 
 
-def test_findings_of_a_tile_begin_at_its_first_row():
-    record = fails(
-        case_of("fp8-block-128x128-e4m3-fp32", shape=(300, 300)), "scales",
-        quantize=another_scale,
-    )  # fmt: skip
-    element = record.findings[0]["elements"][0]
-    assert (element["row"], element["block"], element["distance"]) == (128, 2, 1 << 23)
-    assert element["expected_bits"].startswith("0x")
-
-
-def another_scale(x, recipe):
-    """A quantize with a scale twice as large, and the codes under this scale."""
-    q = reference.quantize(x, recipe)
-    q.scales[1, 2] *= 2
-    factors = per_row(element_factors(q.scales, None, recipe, x.dtype, block_amaxes(x, recipe)), recipe, len(x))
-    return replace(q, codes=encode(scale_elements(x, factors, None, recipe), recipe.element))
-
-
 def by_other_rule(other):
     """A quantize with the scales of a second recipe, and the codes under these scales."""
 
@@ -189,22 +170,6 @@ def by_other_rule(other):
 def test_another_rule_for_the_exponent_is_one_finding(dialect, dtype):
     door = by_other_rule(lambda recipe: find_recipe(f"{recipe.name}@{dialect}"))
     fails(case_of("mxfp8-e4m3", inputs="scale-edges", dtype=dtype), "scales", quantize=door)
-
-
-def through_log2(x, recipe, **options):
-    q = reference.quantize(x, recipe, **options)
-    amax = block_amaxes(x, recipe)
-    exponent = torch.ceil(torch.log2(amax / torch.full_like(amax, recipe.element.max)))
-    code = (exponent.nan_to_num(neginf=-127.0) + 127).clamp(0, 254).to(torch.uint8)
-    factors = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), 127 - code.int()).float()
-    codes = encode(scale_elements(x, factors, None, recipe), recipe.element)
-    return codes, code, q.amax
-
-
-def test_a_logarithm_is_wrong_beside_the_edges_alone():
-    passes(case_of("mxfp8-e4m3", shape=(128, 128)), quantize=through_log2)
-    record = fails(case_of("mxfp8-e4m3", inputs="scale-edges", shape=(128, 128)), "scales", quantize=through_log2)
-    assert record.max_ulp == 1
 
 
 def rounding_ties_to_zero(x, recipe, **options):
@@ -234,16 +199,6 @@ def test_infinity_that_does_not_saturate(name):
     passes(case_of(name), quantize=door)
     record = fails(case_of(name, inputs="inf"), "codes", quantize=door)
     assert record.findings[0]["elements"][0]["actual"] == "inf"
-
-
-def test_a_nan_that_becomes_a_number():
-    def door(x, recipe, **options):
-        q = reference.quantize(x, recipe, **options)
-        return replace(q, codes=torch.where(x.isnan(), recipe.element.max_code, q.codes).to(torch.uint8))
-
-    for name in ("mxfp8-e4m3", *FP8):
-        fails(case_of(name, inputs="nan"), "codes", quantize=door)
-        passes(case_of(name), quantize=door)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
@@ -281,18 +236,6 @@ def test_current_scaling_without_a_scale_fails_in_its_inverse():
     passes(case_of("fp8-current-e4m3"), quantize=without_tensor_scale(reference.quantize))
 
 
-def test_an_amax_that_is_wrong_is_one_finding():
-    def door(x, recipe, **options):
-        return reference.quantize(x, recipe, amax=x.abs().amax().view(1) * 2)
-
-    fails(case_of("fp8-current-e4m3"), "amax", quantize=door)
-
-
-def test_a_scale_that_is_stored_as_it_is_and_not_inverted():
-    for name in ("fp8-current-e4m3", "fp8-delayed-e4m3"):
-        fails(case_of(name), "scales", quantize=quantize(lambda q: replace(q, scales=q.tensor_scale.view(1, 1))))
-
-
 @pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
 def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
     def own(x):
@@ -320,15 +263,6 @@ def test_the_given_scale_is_guarded():
 
     record = fails(case_of("fp8-delayed-e4m3"), "memory", quantize=door)
     assert "bytes of input scale were changed" in record.message
-
-
-def test_sections_have_a_scale_each():
-    def door(x, sizes, recipe, *, scale, **options):
-        return reference.quantize_grouped(x, sizes, recipe, scale=scale.roll(1), **options)
-
-    case = case_of("fp8-delayed-e4m3", "even:4", shape=(128, 64), operation="quantize-grouped")
-    assert make_inputs(case).scale["x"].shape == (4,)
-    fails(case, "tensor scale", "scales", "codes", quantize_grouped=door)
 
 
 # Layout.
@@ -367,28 +301,6 @@ def test_scales_that_are_swizzled_as_they_lie_in_memory(flags):
 
 
 # Values.
-
-
-@pytest.mark.parametrize("flags", [(), ("columnwise",)])
-def test_a_scale_of_code_0_that_is_taken_for_0(flags):
-    def door(q, dtype):
-        zero = q.scales == 0
-        values = reference.dequantize(q, dtype)
-        if q.transposed:
-            return torch.where(zero.repeat_interleave(32, 0)[: q.shape[1]].T, 0.0, values).to(dtype)
-        return torch.where(zero.repeat_interleave(32, 1)[:, : q.shape[1]], 0.0, values).to(dtype)
-
-    record = fails(case_of("mxfp8-e4m3", *flags, inputs="subnormal"), "values", dequantize=door)
-    assert record.findings[0]["elements"][0]["scale_bits"] == "0b00000000"
-    passes(case_of("mxfp8-e4m3", *flags), dequantize=door)
-
-
-@pytest.mark.parametrize("name", FP8)
-def test_values_of_the_neighbouring_scale(name):
-    def door(q, dtype):
-        return reference.dequantize(replace(q, scales=q.scales.roll(1, 0) * (2.0 if q.recipe.whole else 1.0)), dtype)
-
-    fails(case_of(name, shape=(256, 128)), "values", dequantize=door)
 
 
 # The update of delayed scaling.
@@ -489,46 +401,4 @@ def test_an_update_with_one_defect(door, recipe, inputs, stages):
     assert {"tensor", "before", "expected_bits", "actual_bits"} <= element.keys()
 
 
-def test_a_history_updated_in_place_is_a_changed_input():
-    def door(history, scale, recipe):
-        history.copy_(update_scale(history, scale, recipe)[0])
-        return history.clone(), update_scale(history, scale, recipe)[1]
-
-    assert run(update_case(), update_scale=door).stage == "memory"
-
-
 # Shown results, messages and times.
-
-
-def shown(capsys, case, at=None, **doors):
-    right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, place=at)
-    return right, capsys.readouterr().out
-
-
-def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
-    def door(x, recipe, **options):
-        row, column = reference.quantize_both(x, recipe, **options)
-        if column is not None:
-            column.codes[41, 37] ^= 1
-        return row, column
-
-    right, said = shown(capsys, case_of("mxfp8-e4m3", "both"), quantize_both=door)
-    assert not right
-    assert "columnwise half, column 37, block 1" in said
-    (line,) = (line for line in said.splitlines() if line.split()[:1] == ["41"])
-    expected, actual = (word for word in line.split() if word.startswith("0b"))
-    assert int(expected, 2) ^ int(actual, 2) == 1
-    assert len(expected) == len("0b") + 8
-
-
-def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
-    def door(history, scale, recipe):
-        after, made = update_scale(history, scale, recipe)
-        made[21] *= 2
-        return after, made
-
-    right, said = shown(capsys, update_case(), update_scale=door)
-    assert not right
-    tensors = [line.split()[0] for line in said.splitlines() if line.count("0x") == 2]
-    assert tensors == [str(tensor) for tensor in range(16, 24)]
-    assert "the result is empty" in shown(capsys, update_case(shape=(4, 0)))[1]

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
-from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.spec.recipes import find_recipe, recipe_names
@@ -23,7 +21,7 @@ from tests.harness.operation_cases import (
     stages,
     swizzle_case,
 )
-from tests.harness.sample_backends import quantize, rotating
+from tests.harness.sample_backends import quantize
 
 # The reference passes everything, and every stage is seen.
 
@@ -53,14 +51,6 @@ def test_views_are_given_as_views(view, shape, flags):
     assert torch.equal(wanted, x)
     assert set(seen) == {(tuple(x.shape), wanted.stride())}
     assert tuple(x.shape) == ((64, 48) if flags == ("columnwise",) else shape)
-
-
-@pytest.mark.parametrize(("view", "stage"), [("strided", "repeat"), ("transposed", "scales")])
-def test_a_kernel_that_reads_a_view_as_contiguous_fails(view, stage):
-    def careless(x, recipe):
-        return reference.quantize(x.as_strided(x.shape, (x.shape[1], 1)), recipe)
-
-    fails(quantize_case("nvfp4", view, shape=(48, 128)), stage, quantize=careless)
 
 
 @pytest.mark.parametrize("words", [False, True])
@@ -104,55 +94,6 @@ def test_sections_pass(name, usage, sections):
     assert stages(record)["codes"]["compared"] == shape[0] * shape[1]
 
 
-def test_sections_of_nothing_pass():
-    passes(grouped_case("nvfp4", "empty:4", shape=(0, 64)))
-    passes(grouped_case("nvfp4-sr", "empty:4", "columnwise", shape=(0, 64)))
-    passes(gemm_case("nvfp4", "empty:4", "accumulate", "bias", shape=(0, 64, 32), operation="gemm-grouped"))
-
-
-SECTION_FORMS = {
-    "a mapping": lambda q: {"codes": q.codes, "scales": q.scales, "amax": q.amax},
-    "a tuple": lambda q: (q.codes, q.scales, q.amax),
-    "a tuple without amax": lambda q: (q.codes, q.scales),
-    "a list of Quantized": lambda q: q.sections(),
-    "a tuple of tuples": lambda q: tuple((s.codes, s.scales, s.amax) for s in q.sections()),
-    "a list of mappings without amax": lambda q: [{"codes": s.codes, "scales": s.scales} for s in q.sections()],
-    "memory with room behind": lambda q: replace(
-        q, codes=torch.cat([q.codes, q.codes]), scales=torch.cat([q.scales, q.scales])
-    ) if q.columnwise else q,
-}  # fmt: skip
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("usage", [(), ("columnwise",)])
-@pytest.mark.parametrize("form", SECTION_FORMS)
-def test_sections_may_be_given_as(form, usage):
-    def door(x, sizes, recipe, **options):
-        return SECTION_FORMS[form](reference.quantize_grouped(x, sizes, recipe, **options))
-
-    record = passes(grouped_case("nvfp4", "front:4", *usage), quantize_grouped=door)
-    assert ("amax" in stages(record)) == ("without" not in form)
-    if not usage:
-        passes(
-            gemm_case("nvfp4", "front:4", operation="gemm-grouped"),
-            quantize_grouped=door, gemm_grouped=reference.gemm_grouped,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["normal", "nan", "lattice"])
-def test_grouped_products_pass(family):
-    for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
-        record = passes(gemm_case("nvfp4+nvfp4-2d", *flags, inputs=family, operation="gemm-grouped"))
-        operands = [f"{name}.{stage}" for name in "xw" for stage in ("amax", "tensor scale", "scales", "codes")]
-        assert list(stages(record)) == [*operands, "memory", "repeat", "output"]
-        assert stages(record)["output"]["compared"] == 48 * 32
-
-
-def test_a_grouped_product_needs_no_quantize():
-    record = passes(gemm_case("nvfp4", "front:4", operation="gemm-grouped"), gemm_grouped=reference.gemm_grouped)
-    assert list(stages(record)) == ["memory", "repeat", "output"]
-
-
 @pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-rowscaled+nvfp4-2d", "nvfp4-sr", "nvfp4-2d-4over6-256-mae"])
 def test_transposed_operands_are_columnwise_halves(recipe, layout):
@@ -173,23 +114,6 @@ def test_transposed_operands_are_columnwise_halves(recipe, layout):
     calls.clear()
     passes(case, gemm=reference.gemm, quantize=spying("quantize"))
     assert calls == [("quantize", (48, 64), True), ("quantize", (32, 64), True)]
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht+nvfp4-2d-rht"])
-def test_rotations_cancel_in_a_product(recipe):
-    case = gemm_case(recipe, "nt", "bias")
-    assert passes(case).sqnr_db == float("inf")
-    passes(case, quantize=rotating()["quantize"], gemm=reference.gemm)
-
-
-@pytest.mark.parametrize("shape", [(128, 4), (256, 16), (130, 5), (1, 1), (0, 4), (4, 0)])
-@pytest.mark.parametrize("inputs", families_of("swizzle"))
-def test_swizzles_pass(inputs, shape):
-    record = passes(swizzle_case(inputs, shape))
-    assert list(stages(record)) == ["memory", "repeat", "layout", "unswizzle"]
-    there = passes(swizzle_case(inputs, shape), swizzle=reference.swizzle)
-    assert list(stages(there)) == ["memory", "repeat", "layout"]
-    assert not_compared([there.to_dict()]).endswith("swizzle unswizzle (1 case).")
 
 
 # Missing methods.

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from narrowgauge.harness.inputs.inputs import make_inputs
-from narrowgauge.harness.operations.padded import judge_padded
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import find_recipe
 from tests.harness.product_cases import BLOCKS, PAIRS, REFERENCE, fails, in_blocks, padded_case, passes, run, stages
 from tests.harness.sample_backends import backend
 
@@ -30,12 +27,6 @@ def test_padded_sections_pass(recipe, sections, rows):
     assert {"padding", "unpadding"} <= set(stages(record))
     assert ("rows" in stages(record)) == ("-sr" not in recipe)
     assert "unpadded" not in stages(record)
-
-
-def test_padded_sections_of_nvfp4_and_of_nothing_pass():
-    record = passes(padded_case("nvfp4+nvfp4-2d", "bias"))
-    assert not_compared([record.to_dict()]) == "Every stage of every case was compared."
-    passes(padded_case("mxfp8-e4m3", "accumulate", shape=(0, 64, 32), sections="empty:4"))
 
 
 def test_a_backend_without_the_door_pads_nothing():
@@ -93,26 +84,6 @@ def test_padding_that_nobody_writes():
     assert stages(record)["padding"]["sentence"] != ""
 
 
-def test_padding_of_minus_zero_is_not_zero():
-    def pad(x, sizes, recipe):
-        padded, aligned = reference.pad_sections(x, sizes, recipe)
-        padded[rows_of(sizes)] = -0.0
-        return padded, aligned
-
-    fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
-
-
-def test_padding_in_front_of_a_section():
-    def pad(x, sizes, recipe):
-        padded, aligned = reference.pad_sections(x, sizes, recipe)
-        parts = torch.split(padded, aligned.tolist())
-        return torch.cat([part.roll(1, 0) if len(part) != size else part for part, size in
-                          zip(parts, sizes.tolist(), strict=True)]), aligned  # fmt: skip
-
-    record = run(padded_case("mxfp8-e4m3"), pad_sections=pad)
-    assert (record.verdict, record.stage) == ("fail", "padding")
-
-
 def test_padded_sizes_that_are_not_right():
     def pad(x, sizes, recipe):
         padded, aligned = reference.pad_sections(x, sizes, recipe)
@@ -149,13 +120,6 @@ def test_rows_that_are_left_out_or_moved_by_unpadding():
     fails(padded_case("mxfp8-e4m3"), "unpadding", unpad_sections=packed)
 
 
-def test_padded_sections_with_the_matrix_of_the_section_before():
-    def grouped(a, b, **options):
-        return reference.gemm_grouped(a, [b[0], *b[:-1]], **options)
-
-    fails(padded_case("mxfp8-e4m3"), "output", gemm_grouped=grouped)
-
-
 def grouped_by(product):
     """gemm_grouped made of a gemm."""
 
@@ -180,30 +144,3 @@ def test_other_bits_than_the_backends_own_unpadded_product():
     record = fails(case, "unpadded", BLOCKS, gemm_grouped=grouped_by(by_rows))
     assert " outputs of padded and unpadded sections differ, " in record.message
     passes(case, gemm_grouped=grouped_by(by_rows))  # without a declaration both are right
-
-
-def test_zero_tokens_stay_without_a_row():
-    case = padded_case("fp8-current-e4m3", shape=(44, 128, 32), sections="front:4")
-    seen = []
-
-    def pad(x, sizes, recipe):
-        padded, aligned = reference.pad_sections(x, sizes, recipe)
-        seen.append((sizes.tolist(), aligned.tolist(), tuple(padded.shape)))
-        return padded, aligned
-
-    outcome = judge_padded(case, make_inputs(case), backend(**{**REFERENCE, "pad_sections": pad}))
-    assert set(map(str, seen)) == {"([0, 11, 11, 22], [0, 16, 16, 32], (64, 128))"}
-    assert all(stage.passed for stage in outcome.stages)
-
-
-@pytest.mark.parametrize(("recipe", "alignment"), [("fp8-delayed-e4m3", 16), ("mxfp8-e4m3", 32), ("nvfp4", 128)])
-def test_sections_are_padded_to_the_alignment_of_their_recipe(recipe, alignment):
-    assert find_recipe(recipe).row_alignment == alignment
-    seen = []
-
-    def grouped(a, b, **options):
-        seen.append(a.sizes.tolist())
-        return reference.gemm_grouped(a, b, **options)
-
-    passes(padded_case(recipe), gemm_grouped=grouped)
-    assert all(size % alignment == 0 for sizes in seen for size in sizes)

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.gemm.operands import operand
-from tests.harness.product_cases import REFERENCE, case_of, gemm_case, quantized_case
+from tests.harness.product_cases import REFERENCE, case_of, gemm_case
 from tests.harness.sample_backends import backend
 
 CASE = gemm_case("fp8-current-e4m3", "tn", shape=(16, 96, 12))
@@ -114,13 +113,6 @@ def test_products_without_a_probe_say_why(case, reason):
     assert kernel.calls < 4
 
 
-def test_a_product_before_a_quantization_is_probed():
-    record = judged(Kernel(), quantized_case("fp8-current-e4m3", "fp8-current-e4m3", shape=(16, 96, 12)))
-    assert record.verdict == "pass", record.message
-    assert record.notes == [{"cause": "order-probed", "sentence": "judged in the probed order sequential"}]
-    assert record.ordered_share > 0.5
-
-
 def test_a_grouped_product_is_not_probed_and_says_so():
     doors = REFERENCE | {"gemm_grouped": reference.gemm_grouped, "quantize_grouped": reference.quantize_grouped}
     case = case_of("gemm-grouped", "fp8-current-e4m3", "ragged:2", shape=(16, 96, 12))
@@ -129,14 +121,3 @@ def test_a_grouped_product_is_not_probed_and_says_so():
         assert record.verdict == "pass", record.message
         notes = [note["sentence"] for note in record.notes if note["cause"] == "order-probed"]
         assert notes == ["judged in any order: the products of a grouped GEMM are not probed"] * len(declares)
-
-
-def test_the_order_of_a_shape_is_probed_once():
-    kernel = Kernel()
-    loaded: Backend = backend(**REFERENCE | {"gemm": kernel}, declares={"gemm": "probe"})
-    counts = []
-    for case in (CASE, CASE, gemm_case("fp8-current-e4m3", "tn", shape=(16, 64, 12))):
-        before = kernel.calls
-        run_case(case, loaded)
-        counts.append(kernel.calls - before)
-    assert counts[1] < 5 < min(counts[0], counts[2])

@@ -2,7 +2,6 @@
 
 import csv
 import os
-from xml.etree import ElementTree
 
 import pytest
 
@@ -104,30 +103,6 @@ def test_case_files_of_a_folder_of_the_ini_file_are_collected(project):
     assert result.ret == 0
     assert ids(result) == [*QUICK, *FULL]
     assert all(line.startswith("cases/small.toml::") for line in result.outlines if "::" in line)
-
-
-def test_a_file_that_is_named_is_collected_wherever_it_is(project):
-    (project.path / "other").mkdir()
-    (project.path / "other" / "mine.toml").write_text(PRODUCT)
-    result = project.runpytest_inprocess("--collect-only", "-q", "other/mine.toml")
-    assert ids(result) == ["gemm/nvfp4/16x32x24/bf16xbf16-fp32/lattice/tn"]
-
-
-@pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
-def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
-    """The controller has ids alone: of the run's cases, and of the case of a dead worker."""
-    root = project.mkdir("root")
-    arguments = ("--rootdir", root, project.path / named)
-    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *arguments)
-    assert ids(result) == [*QUICK, *FULL]
-    found = [line for line in result.outlines if "::" in line]
-    session = project.parseconfigure(*arguments).pluginmanager.get_plugin("narrowgauge-session")
-    session.pytest_xdist_node_collection_finished(found)
-    assert session.cases == [*QUICK, *FULL]
-    session.pytest_runtest_logreport(pytest.TestReport(found[1], ("", 0, ""), {}, "failed", "", "???"))
-    (record,) = session.records
-    assert (record["case"], record["verdict"]) == (QUICK[1], "crash")
-    session.pytest_unconfigure()
 
 
 @pytest.mark.sampled(2)
@@ -236,37 +211,6 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
 
 
 @pytest.mark.long
-def test_saved_failures_of_a_run_replace_those_of_the_run_before(project):
-    saved = []
-    for chosen in ("16x48 and fp32", "16x48 and bf16"):
-        project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "plugin_kernels:Wrong", "-k", chosen)
-        (record,) = records(project)
-        (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
-        assert record["saved"].endswith(path.name)
-        saved.append(path.name)
-    assert saved[0] != saved[1]
-
-
-def test_what_is_unsupported_is_skipped_with_its_reason(project):
-    (project.path / "cases" / "small.toml").write_text(SMALL + PRODUCT)
-    arguments = ("-rs", "-k", "gemm or (16x32 and fp32)")
-    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", *arguments)
-    result.assert_outcomes(passed=1, skipped=1)
-    assert result.ret == 0
-    line = "Not compared: 1 case (1 unsupported); *"
-    result.stdout.fnmatch_lines([line, "SKIPPED*backend plugin_kernels:Wrong has no gemm"])
-    assert sorted(row["verdict"] for row in records(project)) == ["pass", "unsupported"]
-
-
-def test_what_raises_is_a_failure_that_says_where(project):
-    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Raising", "-k", "16x32 and fp32")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["error: quantize raised RuntimeError: illegal memory access (at plugin_kernels.py:*)"])
-    assert "Traceback" not in result.stdout.str()
-    assert [row["verdict"] for row in records(project)] == ["error"]
-
-
-@pytest.mark.long
 @pytest.mark.usefixtures("compiler")
 def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
@@ -276,27 +220,6 @@ def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
     assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
-
-
-@pytest.mark.long
-def test_junit_has_the_figures(project):
-    project.runpytest_inprocess(
-        "--ng-backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
-    )
-    tests = {test.get("name"): test for test in ElementTree.parse(project.path / "junit.xml").iter("testcase")}
-    assert sorted(tests) == sorted([QUICK[1], QUICK[3]])
-    properties = {name: {p.get("name"): p.get("value") for p in test.iter("property")} for name, test in tests.items()}
-    assert properties[QUICK[1]].items() >= {"verdict": "pass", "stage": "", "mismatches": "0"}.items()
-    assert properties[QUICK[3]].items() >= {"verdict": "fail", "stage": "codes", "mismatches": "2"}.items()
-    assert int(properties[QUICK[1]]["compared"]) > 512
-    failure = tests[QUICK[3]].find("failure")
-    assert "reproduce: narrowgauge show" in failure.text
-
-
-def test_a_run_without_cases_leaves_no_report(project):
-    project.makepyfile(test_other="def test_other():\n    pass\n")
-    project.runpytest_inprocess("test_other.py", "--ng-backend", "natve").assert_outcomes(passed=1)
-    assert not (project.path / "reports").exists()
 
 
 @pytest.mark.long

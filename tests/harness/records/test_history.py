@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.gate.history_table import print_history, runs_of
 from narrowgauge.harness.records import history
-from narrowgauge.harness.records.history import HistoryError, append, history_rows, update
-from narrowgauge.harness.report.page.history_json import runs_json
+from narrowgauge.harness.records.history import HistoryError, append, history_rows
 from tests.harness.runs import GPU, product, record, run, wrong
 
 
@@ -39,13 +34,6 @@ def test_figures_of_a_run(path: Path) -> None:
     assert (gemm["backend"], gemm["device"], gemm["tier"], gemm["seconds"]) == ("native", "cpu", "quick", 2.5)
     assert append(run(record(max_ulp=2**70), device="cuda", environment=GPU), path) == ""
     assert history_rows(path)[-1]["device"] == "NVIDIA H200"
-
-
-def test_commit_and_uncommitted_changes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # no repository: the commit of narrowgauge
-    for commit in ("abc", "abc-dirty", "unknown: not a git checkout"):
-        assert append(run(record(), environment={"commit": commit}), path) == ""
-    assert [(row["commit_id"], row["dirty"]) for row in history_rows(path)] == [("abc", 0), ("abc", 1), ("", 0)]
 
 
 def damaged(path: Path) -> None:
@@ -89,15 +77,6 @@ def test_a_broken_file_is_a_warning_and_stays(break_file: Any, path: Path) -> No
         history_rows(path)
 
 
-def test_a_locked_file_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(run(record()), path)
-    monkeypatch.setattr(history, "_WAIT", 0.01)
-    with sqlite3.connect(path, isolation_level=None) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        assert "locked" in append(run(record()), path)
-    assert len(history_rows(path)) == 1
-
-
 def _append_some(path: Path) -> None:
     for _ in range(5):
         assert append(run(record()), path) == ""
@@ -119,50 +98,6 @@ def test_the_oldest_runs_are_removed(path: Path, monkeypatch: pytest.MonkeyPatch
     for seed in range(5):
         append(run(record(), product(), seed=seed), path)
     assert [row["seed"] for row in history_rows(path)] == [2, 2, 3, 3, 4, 4]
-
-
-def test_runs_of_the_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "DRAWN", 2)
-    update(run(record(), backend="mine:Backend"), path, complete=True)
-    update(run(record(tier="full")), path, complete=True)
-    for seed in range(3):
-        update(run(record(), wrong("a", max_ulp=3), product(budget_max=0.5), seed=seed), path, complete=True)
-    warning, rows = update(run(record()), path, complete=False)
-    assert (warning, [row["seed"] for row in rows]) == ("", [1, 1, 2, 2])
-    _, rows = update(run(record()), path, complete=True)
-    found = runs_json(rows)
-    assert [one["seed"] for one in found["runs"]] == [2, 0]
-    gemm, quantize = found["places"]
-    assert (gemm["cases"], gemm["failed"], gemm["ulp"], gemm["budget"]) == (
-        [1, None],
-        [0, None],
-        [0, None],
-        [0.5, None],
-    )
-    assert (quantize["cases"], quantize["failed"], quantize["ulp"]) == ([2, 1], [1, 0], [3, 0])
-    assert runs_json(rows[-1:]) == {"runs": [], "places": []}
-    path.write_bytes(b"damaged" * 999)
-    assert update(run(record()), path, complete=False) == ("", [])
-    warning, rows = update(run(record()), path, complete=True)
-    assert "warning" in warning
-    assert rows == []
-
-
-def test_table_of_runs(path: Path) -> None:
-    append(run(record(), product(budget_max=0.5)), path)
-    append(run(wrong(max_ulp=3, verdict="fail"), record("\x1b[2J", recipe="[red]"), backend="mine:Backend"), path)
-    rows = history_rows(path)
-    tables = runs_of(rows, matching(""))
-    assert [(key[0], [cells[1:5] for cells in runs]) for key, runs in tables.items()] == [
-        ("native", [["2", "2", "0", ""]]), ("mine:Backend", [["2", "1", "1", "3"]]),
-    ]  # fmt: skip
-    assert [runs[0][1] for runs in runs_of(rows, matching("gemm")).values()] == ["1"]
-    file = io.StringIO()
-    print_history(rows, Console(file=file, width=80), matching(""))
-    assert max(map(len, file.getvalue().splitlines())) <= 80
-    assert "mine:Backend" in file.getvalue()
-    print_history(rows, Console(file=file, width=80), matching("nothing"))
-    assert "no run" in file.getvalue()
 
 
 CASES = """

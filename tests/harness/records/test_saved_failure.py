@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, load, save
-from narrowgauge.harness.report import report
+from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, load, save
 from narrowgauge.harness.report.failure_view import first_failure, group_saved_lines, saved_lines
 from narrowgauge.harness.running import save_failures
 from narrowgauge.harness.running.judging import judge
@@ -26,7 +24,6 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.save_failures import Keeper
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import GEMM, QUANTIZE
-from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]
 
@@ -203,14 +200,6 @@ def test_what_passes_or_gives_no_result_is_not_kept(folder):
     assert not (folder / "failures").exists()
 
 
-def test_the_whole_is_saved_where_no_part_fails(folder, monkeypatch):
-    monkeypatch.setattr(save_failures, "shrink", lambda *given, **options: None)
-    record = kept(LARGE, folder)
-    assert record.shrunk == ""
-    assert load(folder / record.saved).case == LARGE
-    assert "as saved: narrowgauge show" in first_failure(record.to_dict())
-
-
 def test_what_is_too_large_is_not_saved_and_says_so(folder, monkeypatch):
     monkeypatch.setattr(saved_failure, "LARGEST", 1 << 9)
     record = kept(LARGE, folder)
@@ -232,85 +221,7 @@ def test_a_search_that_raises_costs_itself_alone(folder, monkeypatch):
     assert saved_lines(record.to_dict())[0] == record.save_note
 
 
-def test_a_folder_that_cannot_be_written_costs_the_file_alone(folder):
-    (folder / "failures").write_text("a file")
-    record = kept(LARGE, folder)
-    assert (record.verdict, record.shrunk, record.saved) == ("fail", "1x208", "")
-    assert record.save_note.startswith("not saved: FileExistsError: ")
-
-
-def test_names_are_of_the_case_the_backend_the_device_and_seed(folder):
-    given = {"backend": "a", "device": "cpu", "seed": 0}
-    names = {failure_path(folder, LARGE, **given), failure_path(folder, replace(LARGE, inputs="zeros"), **given)}
-    names |= {failure_path(folder, LARGE, **{**given, **other}) for other in ({"backend": "b"}, {"seed": 1})}
-    names |= {failure_path(folder, LARGE, **{**given, "device": "cuda"}), failure_path(folder, LARGE, **given)}
-    assert len(names) == 5
-    long = replace(LARGE, inputs=f"{'a' * 300}:b/../c")
-    assert re.fullmatch(
-        r"quantize-nvfp4-32x512-bf16-a+-[0-9a-f]{8}\.safetensors", failure_path(folder, long, **given).name
-    )
-
-
 # Runs
-
-
-@pytest.mark.long
-def test_a_run_saves_in_its_report(folder, monkeypatch):
-    def in_this_process(cases, settings, on_record):
-        keeper = Keeper(Path(settings.failures))
-        found = [run_case(case, load_backend(settings.backend), keeper=keeper).to_dict() for case in cases]
-        for record in found:
-            on_record(record)
-        return found
-
-    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", in_this_process)
-    (folder / "cases").mkdir()
-    (folder / "cases" / "one.toml").write_text(
-        '[[matrix]]\noperation = "quantize"\ntier = "quick"\nrecipe = "nvfp4"\nshape = [32, 512]\ndtype = "bf16"\n'
-        'inputs = ["normal", "outliers"]\n'
-    )
-    result = CliRunner().invoke(app, ["run", "--backend", WRONG, "--report-dir", "out"])
-    assert result.exit_code == 1
-    (path,) = (folder / "out" / "failures").iterdir()
-    line = f"fails at 1x208 too: narrowgauge show {LARGE.id} --saved out/failures/{path.name} --backend {WRONG}"
-    assert line in result.stdout
-    for name in ("index.html", "summary.md"):
-        assert f"--saved out/failures/{path.name}" in (folder / "out" / name).read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def project(pytester, monkeypatch):
-    """A folder with one.toml and the kernels, in which the plugin is on."""
-    pytester.makefile(
-        ".toml",
-        one='[[matrix]]\noperation = "quantize"\ntier = "quick"\nrecipe = "nvfp4"\nshape = [32, 512]\n'
-        'dtype = "fp16"\ninputs = "normal"\n',
-    )
-    pytester.makepyfile(saved_kernels=KERNELS)
-    pytester.makeini(f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n")
-    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    return pytester
-
-
-@pytest.mark.long
-def test_pytest_saves_in_its_report(project):
-    arguments = ["--ng-backend", WRONG, "--ng-report-dir", "out"]
-    result = project.runpytest_inprocess("one.toml", *arguments)
-    result.assert_outcomes(failed=1)
-    (path,) = (project.path / "out" / "failures").iterdir()
-    result.stdout.fnmatch_lines([f"fails at 1x208 too: * --saved out/failures/{path.name} *"])
-    assert load(path).id == replace(LARGE, dtype="fp16").id
-
-
-@pytest.mark.long
-def test_a_timeout_that_ends_the_search_leaves_the_failure(project):
-    result = project.runpytest_inprocess("one.toml", "--ng-backend", "saved_kernels:Hanging", "--timeout", "1.5")
-    result.assert_outcomes(failed=1)
-    note = "not shrunk: at another shape, timeout: no result after 1.5 s"
-    result.stdout.fnmatch_lines(["fail: codes: 64 of 16 384 codes differ, *", note, "codes (exact): *"])
-    (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
-    assert load(path).case.shape == LARGE.shape
 
 
 def test_the_lines_of_a_group_are_of_a_record_that_is_saved():
@@ -333,12 +244,6 @@ def refused(*arguments):
     return result.stderr.removeprefix("narrowgauge: ").rstrip("\n")
 
 
-def test_a_file_of_another_case(folder):
-    record = kept(LARGE, folder)
-    message = refused(GEMM.id, "--saved", record.saved)
-    assert message == f"{record.saved}: holds a failure of {LARGE.id}, not of {GEMM.id}"
-
-
 def test_a_file_that_is_no_saved_failure(folder):
     assert refused(LARGE.id, "--saved", "gone.safetensors") == "gone.safetensors: there is no such file"
     save_file({"weight": torch.ones(2, 2)}, "weights.safetensors")
@@ -350,9 +255,3 @@ def test_a_file_that_is_no_saved_failure(folder):
         save_file({"x": torch.ones(2, 2)}, "odd.safetensors", metadata={"narrowgauge_saved": "1", "about": about})
         with pytest.raises(SavedFailureError, match=r"^odd\.safetensors: cannot be read: "):
             load(folder.relative_to(folder) / "odd.safetensors")
-
-
-def test_the_folder_of_failures_stays_where_a_report_is_replaced(folder):
-    record = kept(LARGE, folder / "out").to_dict()
-    report.write([record], {"torch": "2"}, folder / "out", elapsed=1.0)
-    assert (folder / record["saved"]).is_file()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.harness.cases.case_file import line_of
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import github, groups, markdown
 
@@ -78,26 +77,7 @@ def test_thousands_of_failures_stay_in_the_budget():
     assert "\n- torch €: " in text
 
 
-def test_a_text_that_is_no_unicode_does_not_cost_the_summary():
-    summary = markdown.render([record(message="wrong \udce9")], {"\udce9": "a"}, 1.0)
-    assert r"wrong \\udce9" in summary
-    assert summary.encode()
-
-
 # The place of a case.
-
-
-def test_the_line_of_a_case_is_that_of_its_table(tmp_path):
-    path = tmp_path / "a.toml"
-    path.write_text(CASES)
-    assert line_of(path, "quantize/nvfp4/16x32/bf16/normal") == 2
-    assert line_of(path, "swizzle/3x4/position") == 10
-    assert line_of(path, "swizzle/3x4/zeros") == 1
-    assert line_of(tmp_path / "b.toml", "swizzle/3x4/position") == 1
-    path.write_text(CASES.replace("[[ matrix ]]", "[['matrix']]"))
-    assert line_of(path, "swizzle/3x4/position") == 1
-    (tmp_path / "captured.npy").write_bytes(b"\xff")
-    assert line_of(tmp_path / "captured.npy", "x") == 1
 
 
 # Annotations.
@@ -135,13 +115,6 @@ def test_at_most_ten_commands_and_the_last_counts_the_rest():
 # Jobs.
 
 
-def test_nothing_is_published_elsewhere():
-    output: list[str] = []
-    github.publish([record()], {}, 1.0, link="", print_line=output.append)
-    assert output == []
-    assert github.run_link() == ""
-
-
 def test_a_job_has_annotations_and_a_summary_within_its_limit(tmp_path, monkeypatch):
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -160,18 +133,3 @@ def test_a_job_has_annotations_and_a_summary_within_its_limit(tmp_path, monkeypa
         github.publish([record(3)], {}, 1.0, link="https://ci/1", print_line=output.append)
         assert summary.stat().st_size <= markdown.BUDGET
     assert summary.stat().st_size == markdown.BUDGET - 10
-
-
-def test_a_summary_that_cannot_be_written_costs_itself(tmp_path, monkeypatch):
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
-    output: list[str] = []
-    github.publish([record(3)], {}, 1.0, link="", print_line=output.append)
-    assert len(output) == 1
-    assert output[0].startswith("the summary of the job cannot be written: ")
-
-
-def test_the_link_of_a_job_is_its_run(monkeypatch):
-    for name, value in (("SERVER_URL", "https://github.com"), ("REPOSITORY", "me/kernels"), ("RUN_ID", "17")):
-        assert github.run_link() == ""
-        monkeypatch.setenv(f"GITHUB_{name}", value)
-    assert github.run_link() == "https://github.com/me/kernels/actions/runs/17"

@@ -16,12 +16,11 @@ from rich.console import Console
 
 from narrowgauge.harness.machine.plain_text import LONGEST
 from narrowgauge.harness.pytest_plugin.junit import properties
-from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record import Record
-from narrowgauge.harness.report import github, markdown, report, tables, text
+from narrowgauge.harness.report import github, markdown, report, text
 from narrowgauge.harness.report.failure_view import first_failure, reproduction
 from tests.harness.pages import island
-from tests.harness.runs import record, run, saved
+from tests.harness.runs import record
 
 TEXT = [column.name for column in fields(Record) if column.type == "str"]
 HOSTILE = [
@@ -105,11 +104,6 @@ def test_what_a_terminal_or_a_log_gets_is_plain(hostile: list[dict[str, Any]], i
     assert not re.search(r"##\w*\[", annotation)
 
 
-def test_text_that_is_added_to_a_record_later_is_plain_too() -> None:
-    later = record(verdict="fail", message="x") | {"baseline": "\x1b[2J", "known": "\u202e"}
-    assert not UNSAFE.search(first_failure(later))
-
-
 class Elements(HTMLParser):
     """Elements and attributes of a page."""
 
@@ -164,13 +158,6 @@ def test_no_cell_of_a_csv_is_a_formula(folder: Path, hostile: list[dict[str, Any
     assert "=1+1" in [value["message"] for value in values]
 
 
-def test_negative_numbers_of_a_csv_stay_numbers(tmp_path: Path) -> None:
-    tables.write([record(sqnr_db=-1.5, message="-1.5")], tmp_path)
-    with (tmp_path / "records.csv").open(encoding="utf-8", newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert (row["sqnr_db"], row["message"]) == ("-1.5", "'-1.5")
-
-
 def test_the_summary_has_no_html_and_no_link_of_a_record(folder: Path) -> None:
     summary = (folder / "summary.md").read_text(encoding="utf-8")
     assert not UNSAFE.search(summary)
@@ -178,8 +165,3 @@ def test_the_summary_has_no_html_and_no_link_of_a_record(folder: Path) -> None:
     assert not re.search(r"(?<!\\)<(?!/?$)", outside)
     assert re.findall(r"(?<!\\)\]\(([^)]*)\)", outside) == ["index.html"]
     assert not re.search(r"^#+ heading", summary, re.MULTILINE)
-
-
-def test_a_journal_gives_the_records_back(hostile: list[dict[str, Any]], tmp_path: Path) -> None:
-    different = list({one["case"]: one for one in hostile}.values())
-    assert read(saved(tmp_path, run(*different))).records == different

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +18,6 @@ from narrowgauge.harness.report.groups import SEVERITY, group
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.page import records_json as island_of
 from narrowgauge.harness.report.page.failure import failure
-from narrowgauge.harness.report.page.history_json import since_last_run
 from narrowgauge.harness.report.page.records_json import sorted_records
 from tests.harness.pages import CHROMIUM, LOOKS, island, needs_axe, opened, rows_of, said, violations
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
@@ -43,10 +41,6 @@ def test_nothing_is_html_that_should_be_text() -> None:
     assert len(re.findall(r"<script\b", html)) == html.count("</script>") == 2
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;&#34;&#39;") >= 5
     assert [row["case"] for row in rows_of(html)].count(f"quantize/nvfp4/64x128/bf16/{NASTY}") == 1
-
-
-def test_half_a_surrogate_pair_costs_a_letter_and_not_the_page() -> None:
-    assert r"odd \udc80 byte" in rendered([failing(message="odd \udc80 byte")]).encode().decode()
 
 
 def test_the_table_has_every_record_the_worst_first() -> None:
@@ -76,36 +70,6 @@ def test_columns_are_packed_without_loss() -> None:
     assert [row["recipe"] for row in rows] == ["mxfp4"] * 2 + ["nvfp4"] * 5
 
 
-def test_the_first_groups_are_named_below_the_verdict() -> None:
-    crashed = record("gone", verdict="crash", message="the process died", compared=0)
-    records = [failing(), crashed, *(failing(recipe=f"mxfp{n}") for n in (4, 6, 8)), record("p")]
-    html = rendered(records)
-    first = html[html.index('<ul class="first">') : html.index('<dl class="environment">')]
-    assert re.findall(r'href="#(group-\d|groups)">', first) == ["group-1", "group-2", "group-3", "groups"]
-    assert ">2 more groups</a>" in first
-    summary = next(line for line in html.splitlines() if "the process died" in line and line.startswith("<summary>"))
-    assert summary.count("the process died") == summary.count("crash</span>") == 1  # no sentence twice
-    assert '<ul class="first">' not in rendered([record()])
-
-
-def test_the_page_says_what_changed_since_the_run_before(tmp_path: Path) -> None:
-    past: list[dict[str, Any]] = []
-    for records in ([record("a"), record("b")], [record("a"), failing("b", max_ulp=3)], [record("a"), failing("b")]):
-        past = update(run(*records, elapsed=1.0), tmp_path / history.NAME, complete=True)[1]
-        html = page.render(records, ENVIRONMENT, 1.0, past)
-    before = r"Since the run before \(\w+( with uncommitted changes)?, [\d-]{10}\)"
-    assert re.search(before + r": largest error 1 ulp, was 3\.", html)
-    assert since_last_run(past[:1]) == ""
-    same = since_last_run(past + [{**row, "id": 9} for row in past if row["id"] == past[-1]["id"]])
-    assert same.endswith(": as many failed cases, the same largest error.")
-
-
-def test_a_line_is_kept_without_the_id_that_it_repeats() -> None:
-    rows = {"\0" in row["line"]: row["line"] for row in rows_of(rendered([failing(), failing(NASTY)]))}
-    assert "alert" in rows[False]
-    assert rows[True] == f"narrowgauge show \0 --backend native --device cpu --seed {2**53 + 1}"
-
-
 def test_figures_have_a_budget_and_every_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [failing(f"i{n}") for n in range(9)] + [failing("other", recipe="mxfp4")]
     size = len(json.dumps(failure(records[0], []), separators=(",", ":")))
@@ -113,13 +77,6 @@ def test_figures_have_a_budget_and_every_group_comes_first(monkeypatch: pytest.M
     html = rendered(records)
     told = [rows_of(html)[int(row)]["recipe"] for row in island(html)["failures"]]
     assert sorted(told) == ["mxfp4", "nvfp4", "nvfp4"]
-
-
-def test_figures_of_a_failure() -> None:
-    result = failure(failing(excused_share=0.0125, known="expected: issue 7") | {"baseline": "passed"}, [])
-    assert ("excused", "1.25 %") in result["figures"]
-    assert (result["known"], result["baseline"]) == ("expected: issue 7", "passed")
-    assert result["findings"][0]["elements"][1][result["findings"][0]["keys"].index("lane")] == "7"
 
 
 @pytest.mark.parametrize(
@@ -220,22 +177,6 @@ def test_the_address_filters_and_sorts(written: Path, profile: Path) -> None:
     assert body.count("<tr data-row=") == 100  # not all rows at once
 
 
-KEYS = """
-<script type="module">
-  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-  const said = [];
-  const at = () => said.push(document.activeElement.id || document.activeElement.textContent);
-  press("/"); at();
-  press("ArrowDown"); at();
-  press("ArrowDown"); at();
-  document.activeElement.click();
-  said.push(document.querySelectorAll("tr.opened .line").length > 0, decodeURIComponent(location.hash));
-  press("End"); press("ArrowDown"); at();
-  said.push(document.querySelectorAll('#table .case button[tabindex="0"]').length);
-  document.documentElement.dataset.said = JSON.stringify(said);
-</script></body>"""
-
-
 CONTROLS = """
 <script type="module">
   const copied = [];
@@ -298,25 +239,3 @@ def test_accessibility(width: int, dark: bool, written: Path, tmp_path: Path) ->
     """No rule of axe-core is violated, with a failing case open."""
     fragment = f"#case={quote('quantize/nvfp4/64x128/bf16/first', safe='')}"
     assert violations(written, tmp_path, width, dark=dark, fragment=fragment) == ("open", [])
-
-
-@browser
-def test_keys_go_through_the_table(written: Path, profile: Path, tmp_path: Path) -> None:
-    html = written.read_text(encoding="utf-8")
-    policy = re.search(r"<meta http-equiv=[^>]*>", html)
-    assert policy
-    path = tmp_path / "keys.html"
-    path.write_text(html.replace(policy[0], "").replace("</body>", KEYS), encoding="utf-8")
-    result = re.search(r'data-said="([^"]*)"', without_error(opened(path, profile, "#sort=case&words=p1")))
-    assert result
-    output = json.loads(unescape(result[1]))
-    case = "quantize/nvfp4/64x128/bf16/p"
-    assert output == [
-        "words",
-        f"{case}1",
-        f"{case}10",
-        True,
-        f"#words=p1&sort=case&case={case}10&backend=native",
-        f"{case}19",
-        1,
-    ]

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from narrowgauge.harness.report import (
 from narrowgauge.harness.report.failure_view import first_failure, reproduction, saved_lines
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.text import STAGES, expected_stages
-from tests.harness.pages import rows_of
 from tests.paths import CASES
 
 NASTY = """<script>alert(1)</script>&"'"""
@@ -86,23 +84,6 @@ def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int =
         return raw.getvalue().decode(encoding)
 
 
-def test_files(tmp_path: Path) -> None:
-    write(mixed(), tmp_path / "reports" / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["reports"]
-    names = sorted(path.name for path in (tmp_path / "reports" / "run").iterdir())
-    assert names == ["index.html", "records.csv", "records.parquet", "summary.md"]
-
-
-@pytest.mark.parametrize("count", [0, 6])
-def test_parquet_schema(tmp_path: Path, count: int) -> None:
-    write(mixed()[:count], tmp_path)
-    schema = pyarrow.parquet.read_schema(tmp_path / "records.parquet")
-    assert schema.metadata[b"narrowgauge_schema"] == str(SCHEMA).encode()
-    types = {"int": "int64", "float": "double", "bool": "bool"}
-    expected = [(f.name, types.get(str(f.type).removesuffix(" | None"), "string")) for f in fields(Record)]
-    assert [(field.name, str(field.type)) for field in schema] == [("schema", "int64"), *expected]
-
-
 def test_parquet_and_csv_hold_the_records(tmp_path: Path) -> None:
     records = mixed()
     write(records, tmp_path)
@@ -115,23 +96,6 @@ def test_parquet_and_csv_hold_the_records(tmp_path: Path) -> None:
     flat = ({k: "" if v is None else str(v) for k, v in r.items() if k not in NESTED} for r in expected.values())
     assert {line["case"]: line for line in lines} == {line["case"]: line for line in flat}
     assert {float(line["seconds"]) for line in lines} == {0.1 + 0.2}
-
-
-def test_figures_that_were_not_measured_stay_empty(tmp_path: Path) -> None:
-    html = write([record(sqnr_db=None, seconds=None)], tmp_path)
-    row = rows_of(html)[0]
-    assert [row[name] for name in ("max_ulp", "budget_max", "sqnr_db", "seconds")] == [None] * 4
-    assert row["mismatches"] == 0
-    line = (tmp_path / "summary.md").read_text().split("| quantize |")[1].splitlines()[0]
-    assert [cell.strip() for cell in line.split("|")][2:9] == ["1", "1", "1 024", "0", "", "", ""]
-    assert text.number(None) == text.share(None) == text.duration(None) == ""
-
-
-def test_page_fetches_nothing(tmp_path: Path) -> None:
-    html = write(mixed(), tmp_path)
-    assert not re.search(r"""(src|@import|url\()\s*=?\s*["']?(https?:)?//""", html)
-    assert re.findall(r'href="([^#"]*)"', html) == ["records.parquet", "records.csv", "summary.md"]
-    assert "default-src &#39;none&#39;" in html or "default-src 'none'" in html
 
 
 def test_groups_worst_first() -> None:
@@ -187,47 +151,6 @@ def test_not_compared(tmp_path: Path) -> None:
     assert line in (tmp_path / "summary.md").read_text(encoding="utf-8")
 
 
-def test_nothing_ran_is_red(tmp_path: Path) -> None:
-    html = write([], tmp_path)
-    assert '<h1 class="banner fail">' in html
-    assert "nothing ran in 12.5 s" in html
-    assert rows_of(html) == []
-    assert (tmp_path / "summary.md").read_text(encoding="utf-8").startswith("# ✗ narrowgauge: nothing ran")
-    assert "nothing ran" in printed([])
-
-
-def test_all_passed_is_not_red(tmp_path: Path) -> None:
-    html = write([record(), record("zeros")], tmp_path)
-    assert '<h1 class="banner pass">' in html
-    assert "2 cases passed in 12.5 s, 2 048 elements compared" in html
-    assert "Failing groups" not in html
-
-
-def test_write_replaces_an_earlier_report(tmp_path: Path) -> None:
-    (tmp_path / "baselines").mkdir()
-    (tmp_path / "baselines" / "a.parquet").touch()
-    write([failing("first")], tmp_path)
-    assert "/second" not in write([failing("first")], tmp_path)
-    assert "/first" not in write([failing("second")], tmp_path)
-    assert "second" in (tmp_path / "records.csv").read_text()
-    names = ["baselines", "index.html", "records.csv", "records.parquet", "summary.md"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert (tmp_path / "baselines" / "a.parquet").exists()
-
-
-def test_an_interrupted_write_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write([failing("first")], tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def interrupted(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page, "render", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write([failing("second")], tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.html").touch()
 
@@ -243,16 +166,6 @@ def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="full"):
         swapped()
     assert not list(tmp_path.iterdir())
-
-
-def test_terminal_fits_a_hundred_columns() -> None:
-    wide = {"operation": "quantize", "recipe": "nvfp4-2d@te-2.8", "dtype": "bf16xfp32-bf16", "budget_max": 0.123456}
-    records = [record(v, verdict=v, **wide, max_ulp=123_456, compared=10**9, mismatches=10**6) for v in VERDICTS]
-    out = printed([*records, record(), failing(), record("[red]", recipe="[red]x[/]")])
-    assert max(len(line) for line in out.splitlines() if "narrowgauge show" not in line) <= 100
-    assert "[red]x[/]" in printed([*records, record("[red]", recipe="[red]x[/]")], details=True)
-    for part in ("3/9", "1 unsupported", "6G", "123k", "0.1235", "✗ 5 of 9 cases did not pass"):
-        assert part in out
 
 
 def test_a_passing_run_is_a_line_for_each_operation() -> None:
@@ -349,26 +262,6 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
     assert inside.endswith(" --cases own/a.toml")
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0 s"),
-        (0.00832, "8.32 ms"),
-        (0.9999, "1 s"),
-        (1.234567, "1.23 s"),
-        (99.7, "1 min 40 s"),
-        (3601, "60 min 1 s"),
-    ],
-)
-def test_durations(value: float, shown: str) -> None:
-    assert text.duration(value) == shown
-
-
-@pytest.mark.parametrize(("value", "shown"), [(1, "100 %"), (1 - 1e-9, "> 99.9 %"), (1e-9, "1e-07 %"), (0, "0 %")])
-def test_shares(value: float, shown: str) -> None:
-    assert text.share(value) == shown
-
-
 def test_every_operation_has_its_stages() -> None:
     assert set(STAGES) == set(OPERATIONS) - set(MODULES)
     both = expected_stages("quantize", "both+swizzled")
@@ -384,17 +277,6 @@ def test_every_operation_has_its_stages() -> None:
     assert text.not_compared([record(flags="both", stages=shown)]) == (
         "Not compared: stages not observed: quantize halves (1 case)."
     )
-
-
-def test_a_swizzle_has_neither_recipe_nor_dtype(tmp_path: Path) -> None:
-    bare = {"operation": "swizzle", "recipe": "", "dtype": "", "stage": "layout"}
-    bad = failing("position", **bare) | {"case": "swizzle/64x128/position"}
-    html = write([bad, record("bytes", **bare) | {"case": "swizzle/64x128/bytes", "stage": ""}], tmp_path)
-    assert "layout wrong" in html
-    assert "swizzle//" not in html
-    assert "swizzle/64x128/" in html
-    assert "1/2" in printed([bad, record("bytes", **bare)])
-    assert "layout wrong" in (tmp_path / "summary.md").read_text(encoding="utf-8")
 
 
 def explained(cause: str, *, exact: bool = True) -> dict[str, Any]:

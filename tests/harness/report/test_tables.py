@@ -47,13 +47,6 @@ def test_the_document_has_the_columns_with_their_types(tmp_path: Path) -> None:
     assert all(len(row) == 4 and row[3] for row in rows("## Columns of a run"))
 
 
-def test_a_csv_has_the_columns_that_are_no_lists(tmp_path: Path) -> None:
-    """In the order of the document: what a spreadsheet can sort and filter."""
-    flat = [name for name, kind, *_ in rows("## Columns of a run") if kind != "JSON"]
-    assert csv_columns(tmp_path) == flat
-    assert len(flat) == len(written(tmp_path)) - len(NESTED)
-
-
 def test_the_document_has_the_keys_of_what_columns_hold() -> None:
     documented = defaultdict(list)
     for column, key, kind, meaning in rows("## Columns with JSON"):
@@ -93,13 +86,6 @@ def test_records_have_the_documented_keys_and_no_other() -> None:
     assert seen == {column: {ENTRIES[column]} for column in ("stages", "findings")}
     assert ENTRIES["explanations"] == tuple(Explanation("", "", "", True).to_dict())
     assert set(ENTRIES) < set(NESTED)
-
-
-def test_a_csv_says_its_version_in_every_row(tmp_path: Path) -> None:
-    tables.write([Record("a", "", "quantize", "", "", "", "", "", "", "native", "cpu", 0).to_dict()], tmp_path)
-    header, row = (tmp_path / "records.csv").read_text(encoding="utf-8").splitlines()
-    assert header.startswith("schema,case,")
-    assert row.startswith(f"{SCHEMA},a,")
 
 
 def test_properties_are_documented_and_may_be_empty() -> None:

@@ -102,25 +102,6 @@ def test_rows_are_sums_and_the_longest_comes_first() -> None:
     ]
 
 
-def test_rows_of_recipes_are_of_their_families() -> None:
-    result = [(row.operation, row.recipe, row.cases, row.seconds[0]) for row in times.rows(RECORDS, recipes=True)]
-    assert result == [
-        ("all", "", 4, 30),
-        ("gemm", "nvfp4", 1, 16),
-        ("quantize", "nvfp4 (2)", 2, 12),
-        ("quantize", "mxfp8-e4m3", 1, 2),
-    ]
-    assert times.rows(RECORDS[4:]) == []
-    assert [row.operation for row in times.rows(RECORDS[:1])] == ["gemm"]  # no sum of a single row
-
-
-def test_the_slowest_cases_say_what_takes_most_of_them() -> None:
-    result = [(name, row.largest_phase) for name, row in times.slowest(RECORDS)]
-    assert result == [("a", "reference 50 %"), ("c", "checks 71 %"), ("b", "checks 80 %"), ("d", "backend 100 %")]
-    many = [record(f"p{n:02}", "gemm", "nvfp4", total=n) for n in range(20)]
-    assert [name for name, _ in times.slowest(many)] == [f"p{n}" for n in range(19, 9, -1)]
-
-
 def test_every_report_has_the_table() -> None:
     out = io.StringIO()
     print_summary(RECORDS, Console(file=out, width=80), details=True)

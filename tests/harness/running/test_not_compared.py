@@ -88,15 +88,6 @@ def test_a_stage_that_is_not_shown_is_named(case, doors, stages, tmp_path):
         assert line in said
 
 
-def test_stages_are_counted_over_cases_the_commonest_first():
-    cases = [replace(QUANTIZE, dtype=dtype) for dtype in ("fp32", "bf16", "fp16")]
-    records = [run(case, quantize=reference.quantize) for case in cases]
-    records.append(run(QUANTIZE, quantize=quantize(without_amax), dequantize=reference.dequantize))
-    assert text.not_compared(records) == (
-        "Not compared: stages not observed: quantize values (3 cases), quantize amax, tensor scale (1 case each)."
-    )
-
-
 # Missing methods and unsupported cases.
 
 
@@ -112,21 +103,6 @@ def test_a_missing_method_is_named_and_fails_only_if_strict(tmp_path):
         assert "; 1 unsupported" in said
     for said in everywhere(records, tmp_path)[:2]:
         assert GEMM.id in said
-
-
-def test_reasons_are_counted_and_the_rarest_left_out():
-    def refusing(name):
-        def door(x, recipe):
-            raise NotImplementedError(f"no kernel for {name}")
-
-        return door
-
-    records = [run(QUANTIZE, quantize=refusing(number // 2)) for number in range(2 * text.REASONS)]
-    records += [run(QUANTIZE, quantize=refusing(f"the {number}")) for number in ("first", "second")]
-    kinds = ", ".join(f"no kernel for {number} (2)" for number in range(text.REASONS))
-    assert text.not_compared(records) == (
-        f"Not compared: {len(records)} cases ({len(records)} unsupported); not supported: {kinds}, 2 more reasons."
-    )
 
 
 # Nothing compared.

@@ -11,8 +11,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.hosts.frames import Connection, pair
-from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
-from narrowgauge.harness.hosts.starter import Channel, children, starter
+from narrowgauge.harness.hosts.starter import children
 from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
@@ -96,28 +95,6 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
     assert not running_judges()
 
 
-@pytest.mark.long
-def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
-    """The judge ends the host, or the run ends a judge without an answer."""
-    (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")
-    channel = Channel(starter().connect())
-    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s; a longer --timeout"):
-        RemoteHost(HostSettings("hanging_kernels:B"), channel, load=1.0)
-    channel.close()
-    monkeypatch.setattr(worker, "LOAD", 0.0)
-    monkeypatch.setattr(worker, "JUDGING", 0.0)
-    records = []
-    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s"):
-        run_cases([case_of(16)] * 3, Settings("hanging_kernels:B", timeout=1.0), records.append)
-    assert records == []
-    assert not running_judges()
-
-
-def test_no_cases_need_no_process(monkeypatch):
-    monkeypatch.setattr(pool, "Worker", None)
-    assert run_cases([], Settings(workers=4), print) == []
-
-
 # Scheduling, without processes. A scripted worker follows a word for each case.
 
 
@@ -192,21 +169,6 @@ def test_a_worker_that_dies_between_two_cases_costs_none(scripted):
     assert len(Scripted.made) == 2
 
 
-def test_every_worker_that_dies_is_replaced(scripted):
-    records = scripted(["die", "record", "die"], 3)
-    assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
-    assert records[0]["message"] == f"the judge of the case died ({SIGKILL}): the other side closed the connection"
-    assert len(Scripted.made) == 2  # the last worker is not replaced
-
-
-def test_a_worker_that_cannot_start_a_host_is_replaced(scripted):
-    records = scripted(["record", "last record", "record"], 3)
-    assert verdicts(records) == [("1x32", "pass"), ("2x32", "pass"), ("3x32", "pass")]
-    first, second = Scripted.made
-    assert (first.killed, first.joined) == (True, [KILLED])
-    assert second.ready
-
-
 def test_a_judge_without_a_record_is_ended_after_its_time(scripted, monkeypatch):
     monkeypatch.setattr(worker, "JUDGING", 0.0)
     records = scripted(["hang", "record"], 2, timeout=0.1)
@@ -252,19 +214,6 @@ def test_an_interrupt_keeps_what_was_measured(scripted):
     (worker,) = Scripted.made
     assert worker.joined == [KILLED]  # at once
     assert worker.killed
-
-
-def test_records_stay_if_the_backend_no_longer_loads(kernels):
-    cases = [case_of(rows) for rows in (16, 17, 18, 19)]
-    records = run_cases(cases, Settings("pool_kernels:OnceOnly", workers=1), lambda record: None)
-    said = [(r["shape"], r["verdict"], r["message"]) for r in records]
-    gone = "backend pool_kernels:OnceOnly: OnceOnly() raised OSError: libkernels.so is gone"
-    assert said == [
-        ("16x32", "pass", ""),
-        ("17x32", "crash", f"the process died ({SIGKILL})"),
-        ("18x32", "error", gone),
-        ("19x32", "error", gone),
-    ]
 
 
 def test_a_failure_whose_shrinking_ends_the_host_stays(kernels, tmp_path):

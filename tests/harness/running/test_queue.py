@@ -58,14 +58,6 @@ def test_few_are_judged_on_a_gpu_at_once() -> None:
     assert waiting
 
 
-def test_every_gpu_has_its_lanes() -> None:
-    waiting = Queue(LARGES * 2, "cuda", gpus=2)
-    running = []
-    while (one := waiting.take(running)) is not None:
-        running.append(one)
-    assert len(running) == 2 * LANES
-
-
 def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "KEPT", needed(task(4).case))
     for device in ("cpu", "cuda"):
@@ -79,16 +71,6 @@ def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch)
         assert waiting.take([first, second]) is None
         assert waiting
         assert sides([waiting.take([first])]) == [5000]
-
-
-def test_what_never_fits_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "KEPT", 0)
-    waiting = Queue(LARGES[:2], "cuda")
-    waiting.room = 1
-    first = waiting.take()
-    assert sides([first]) == [7000]
-    assert waiting.take([first]) is None
-    assert sides([waiting.take()]) == [5000]
 
 
 def test_what_died_with_its_process_is_the_next_again() -> None:

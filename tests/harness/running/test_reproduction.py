@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,14 +21,13 @@ from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.inputs.drawn_cases import drawn_cases, input_seed
 from narrowgauge.harness.records.record import PASSES_ALONE, STATE_BETWEEN_CALLS, Record, new_record
-from narrowgauge.harness.report.failure_view import first_failure, reproduction, saved_lines
+from narrowgauge.harness.report.failure_view import first_failure, reproduction
 from narrowgauge.harness.running import earlier_cases
 from narrowgauge.harness.running.earlier_cases import EarlierCases
 from narrowgauge.harness.running.pool import run_cases
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Settings
 from tests.harness import small_toml
-from tests.paths import PLUGIN, ROOT
 
 KERNELS = """
 import os
@@ -199,19 +196,6 @@ def test_failures_of_all_operations_of_a_case_file_of_ones_own() -> None:
 
 
 @pytest.mark.long
-def test_a_shrunk_failure_and_the_saved_file() -> None:
-    (case,) = cases_of(small_toml.matrix(shape=[[128, 64]], dtype="bf16"))
-    (record,) = records_of([case], "Wrong", failures="report/failures")
-    assert record["shrunk"]
-    shrunk, _ = saved_lines(record)
-    line = shrunk.partition(": ")[2]
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
-    assert result.exit_code == 1
-    assert re.search(r"^fail: codes: \d+ of \d+ codes? differ", result.stdout, re.MULTILINE)
-    check(reproduction(record), record)
-
-
-@pytest.mark.long
 def test_options_of_the_kernel_host() -> None:
     """Only the third shuffle is wrong, and a kernel that asks the reference is wrong without it."""
     (case,) = cases_of(small_toml.matrix(shape=[16, 32], dtype="bf16"))
@@ -225,14 +209,6 @@ def test_options_of_the_kernel_host() -> None:
     (cheating,) = run_cases([drawn], settings, lambda record: None)
     assert "--untrusted" in reproduction(cheating)
     check(reproduction(cheating), cheating)
-
-
-@pytest.mark.long
-def test_a_timeout_has_its_limit() -> None:
-    (case,) = cases_of(small_toml.matrix(shape=[16, 32], dtype="bf16"))
-    (record,) = records_of([case], "Slow", timeout=0.5)
-    assert reproduction(record).endswith("--timeout 0.5")
-    check(reproduction(record), record)
 
 
 @pytest.mark.long
@@ -250,28 +226,6 @@ def test_the_shipped_cases_from_a_folder_without_cases() -> None:
     assert shown.exit_code == 1, shown.output
     assert sentence in shown.stdout.splitlines()
     assert re.search(r"^1 case in ", ran.stdout, re.MULTILINE)
-
-
-@pytest.mark.long
-def test_items_of_pytest_whose_backend_lies_beside_the_tests(folder: Path) -> None:
-    """pytest adds the folder of its conftest to the path; the line names the folder."""
-    kernels, conftest = folder / "tests" / "repro_kernels.py", folder / "tests" / "conftest.py"
-    conftest.parent.mkdir()
-    conftest.write_text("")
-    (folder / "repro_kernels.py").rename(kernels)
-    (folder / "tests" / "mine.toml").write_text(small_toml.matrix(shape=[[16, 32]], dtype="bf16"))
-    options = ["--ng-backend", "repro_kernels:Wrong", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", PLUGIN]
-    command = [sys.executable, "-m", "pytest", "tests/mine.toml", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    (line,) = re.findall(r"reproduce: (narrowgauge .*)", ran.stdout)
-    assert "--cases tests/mine.toml" in line
-    assert line.endswith("--path tests")
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
-    assert result.exit_code == 1, result.output
-    (sentence,) = re.findall(r"^fail: .*", result.stdout, re.MULTILINE)
-    assert sentence in ran.stdout
 
 
 # ---- earlier cases ---------------------------------------------------------------------------------------------------
@@ -337,33 +291,6 @@ def test_a_failure_that_fails_again_costs_one_case_of_a_kind(monkeypatch) -> Non
     assert len(hosts) == 1
 
 
-@pytest.mark.parametrize("needed", [[0], [9], [3, 7], [0, 5, 9], list(range(10))])
-def test_the_shortest_sequence_among_many(needed: list[int], monkeypatch) -> None:
-    """The needed cases among ten earlier cases, at any place."""
-    cases = [case_from_id(f"quantize/nvfp4/16x{32 * (n + 1)}/bf16/normal") for n in range(11)]
-    failing = new_record(cases[10], backend="b", device="cpu", seed=0)
-    failing.verdict, failing.message, failing.stage = "fail", "codes: wrong", "codes"
-    ran: list[Case] = []
-
-    def run(case: Case, *arguments: object, **options: object) -> Record:
-        ran.append(case)
-        record = new_record(case, backend="b", device="cpu", seed=0)
-        if case is cases[10] and all(cases[n] in ran for n in needed):
-            record.verdict, record.message, record.stage = "fail", "codes: wrong", "codes"
-        return record
-
-    @contextmanager
-    def new_host() -> Iterator[None]:
-        ran.clear()
-        yield
-
-    monkeypatch.setattr(earlier_cases, "run_case", run)
-    monkeypatch.setattr(earlier_cases, "TRIALS", 100)
-    earlier = EarlierCases(new_host, ran=[(case, 0.0) for case in cases[:10]])
-    assert earlier.examine(failing, cases[10], sharing=1, timeout=300.0, started=time.perf_counter())
-    assert re.findall(r"16x(\d+)", failing.options) == [str(32 * (n + 1)) for n in needed]
-
-
 def fails_in_hosts(numbers: set[int], monkeypatch) -> tuple[EarlierCases, Record]:
     """A search after one earlier case, where the case fails in the hosts of these numbers, from 0."""
     started: list[int] = []
@@ -408,17 +335,3 @@ def test_a_sequence_fails_twice_and_the_case_passes_twice(
     assert [(entry["cause"], entry["exact"]) for entry in record.explanations] == [(cause, False)] * (cause is not None)
     assert all(words in entry["sentence"] for entry in record.explanations)
     assert ("--after" in record.options) == (cause == STATE_BETWEEN_CALLS)
-
-
-def test_a_search_that_fails_costs_itself_and_not_the_verdict(monkeypatch) -> None:
-    @contextmanager
-    def new_host() -> Iterator[Backend]:
-        raise OSError("no more processes")
-        yield
-
-    case, other = (case_from_id(f"quantize/nvfp4/{n}x32/bf16/normal") for n in (16, 32))
-    earlier = EarlierCases(new_host, ran=[(other, 0.1)])
-    record = run_case(case, load_backend("repro_kernels:Wrong"), earlier=earlier)
-    assert record.verdict == "fail"
-    assert record.explanations[-1]["cause"] == "no-diagnosis"
-    assert "OSError: no more processes" in record.explanations[-1]["sentence"]

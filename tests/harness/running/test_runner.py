@@ -156,29 +156,6 @@ def test_a_wrong_tensor_has_its_first_and_worst_element():
     assert {"input", "input_bits", "scale_bits", "expected_bits", "actual_bits", "block", "lane"} <= first.keys()
 
 
-def test_a_padding_nibble_is_compared_too():
-    case = replace(QUANTIZE, shape=(4, 17))
-    record = run(case, quantize=kernel(codes=flip(0x50)))
-    assert (record.verdict, record.stage) == ("fail", "codes")
-    assert record.message == "codes: 1 padding nibbles behind K = 17 are not 0"
-
-
-def test_a_wrong_dequantized_value():
-    def dequantize(q, dtype):
-        values = reference.dequantize(q, dtype)
-        values[31, 47] *= 2
-        return values
-
-    record = run(quantize=reference.quantize, dequantize=dequantize)
-    assert wrong_stages(record) == ["values"]
-    assert record.message == "values: 1 of 1 536 dequantized values differ, each by 128 steps, at row 31, column 47"
-
-
-def test_values_are_judged_on_the_kernel_s_own_codes():
-    record = run(quantize=kernel(codes=flip(0x10)), dequantize=reference.dequantize)
-    assert wrong_stages(record) == ["codes"]
-
-
 @pytest.mark.parametrize("place", [(0, 0), (15, 23)])
 def test_one_wrong_output_is_found_wherever_it_is(place):
     def change(out):
@@ -218,13 +195,6 @@ def raising(error):
         raise error
 
     return door
-
-
-@pytest.mark.parametrize("doors", [{}, {"quantize": raising(NotImplementedError("not this recipe"))}])
-def test_a_backend_without_quantize_has_reference_operands(doors):
-    record = run(GEMM, gemm=reference.gemm, **doors)
-    assert record.verdict == "pass"
-    assert list(judged(record)) == ["memory", "repeat", "output"]
 
 
 # No result.
@@ -278,15 +248,6 @@ def test_no_result_is_a_verdict_with_a_message(name):
     if "gemm" not in doors:
         assert (record.compared, record.mismatches, record.output_digest) == (0, 0, "") or case is GEMM
         assert record.input_digest
-
-
-def test_a_dequantize_that_is_not_implemented_hides_nothing():
-    absent = raising(NotImplementedError("no dequantize"))
-    assert "values" not in judged(run(quantize=reference.quantize))
-    right = run(quantize=reference.quantize, dequantize=absent)
-    assert (right.verdict, "values" in judged(right)) == ("pass", False)
-    wrong = run(quantize=kernel(codes=flip(0x10)), dequantize=absent)
-    assert (wrong.verdict, wrong.stage) == ("fail", "codes")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -1,6 +1,5 @@
 """Shards: each case is in a single shard, the same on every machine, with about equal times."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -71,11 +70,6 @@ def test_the_costliest_go_first_to_the_shard_that_has_least():
     assert split(costs, 2) == [{"a", "d"}, {"b", "c", "e"}]
 
 
-def test_ids_decide_between_equal_costs():
-    assert split(dict.fromkeys("dbca", 1.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
-    assert split(dict.fromkeys("dbca", 0.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
-
-
 def test_recorded_durations_divide_and_scale_the_estimates():
     cases = {case.id: case for case in CASES}
     first, second, *others = cases
@@ -84,12 +78,6 @@ def test_recorded_durations_divide_and_scale_the_estimates():
     assert found[second] == pytest.approx(100 * estimated_seconds(cases[second]))
     alone = part_of(CASES, Shard(1, 2), {first: 1e3, **dict.fromkeys([second, *others], 1.0)})
     assert [case.id for case in alone.cases] == [first]
-
-
-@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/4/2", " 1/4", "1.0/4", "١/4"])
-def test_what_is_no_shard(text):
-    with pytest.raises(ShardError, match=r"--shard is '.*'; "):
-        Shard.parse(text)
 
 
 def test_what_cannot_be_divided():
@@ -133,17 +121,6 @@ def test_pytest_leaves_a_shard(pytester):
     for case in expected:
         result.stdout.fnmatch_lines([f"*{case.id}"])
     result.stdout.fnmatch_lines(["*test_of_something_else", f"{len(expected) + 1}/7 tests collected*"])
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("compiler")
-def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
-    pytest_run(pytester, "--ng-shard", "2/3", "--ng-report-dir", "out").assert_outcomes(passed=2, deselected=4)
-    header = json.loads((pytester.path / "out" / "records.jsonl").read_text().splitlines()[0])
-    part = part_of(load_all([pytester.path / "small.toml"]), Shard(2, 3))
-    assert (header["shard"], header["selection"]) == ("2/3", digest(ALL))
-    assert sorted(header["cases"]) == sorted(case.id for case in part.cases)
 
 
 @pytest.mark.parametrize(

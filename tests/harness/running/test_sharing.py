@@ -11,20 +11,16 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.statistics import rounding_tests
 from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM
 from narrowgauge.harness.hosts.frames import Connection, pair
-from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running import pool, runner
 from narrowgauge.harness.running.pool import Settings, Task, run_tasks
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Worker, serve
 from narrowgauge.reference import ops as reference
-from tests.harness import small_toml
-from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]
 
 NVFP4 = case_from_labels("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
-CASES = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 
 
 def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):
@@ -86,18 +82,3 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     assert ours.receive()[0]["record"]["seed"] == 3
     for end in (ours, theirs):
         end.close()
-
-
-def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):
-    given = []
-
-    def judged(case, backend, *, sharing, device, seed, **options):
-        given.append(sharing)
-        return new_record(case, backend="reference", device=device, seed=seed)
-
-    monkeypatch.setattr(sandbox, "run_case", judged)
-    pytester.mkdir("cases").joinpath("small.toml").write_text(CASES)
-    words = ["--ng-cases", "cases", "--ng-backend", "reference", "-p", PLUGIN, "-p", "no:xdist", "-k", "48", "--pdb"]
-    result = pytester.runpytest_inprocess(*words)
-    result.assert_outcomes(passed=3, deselected=3)
-    assert given == [2, 2, 2]

@@ -112,16 +112,6 @@ def test_blocks_tiles_and_rotated_groups_stay_whole(recipe, usage, shape, expect
     assert found.calls == 1
 
 
-def test_a_kernel_that_takes_aligned_shapes_alone_gets_them():
-    def door(x, recipe):
-        if x.shape[0] % 32 or x.shape[1] % 64:
-            raise ValueError("rows are a multiple of 32, columns of 64")
-        return wrong_codes(lambda i, k: (i == 33) & (k >= 0))(x, recipe)
-
-    found, _ = shrunk(LARGE, quantize=door)
-    assert found.case.shape == (64, 64)
-
-
 def test_a_cause_is_kept(monkeypatch):
     """A part that fails for another reason is no smaller instance of this failure."""
 
@@ -201,25 +191,6 @@ def test_the_smallest_product(where, expected, options):
     assert [tuple(t.shape) for t in found.inputs.tensors()] == shapes
 
 
-def test_a_product_that_is_wrong_from_some_depth_on():
-    def door(a, b, **options):
-        out = reference.gemm(a, b, **options)
-        return out + 1e6 * (a.shape[1] > 64)
-
-    found, _ = shrunk(replace(GEMM, shape=(24, 192, 24)), gemm=door)
-    assert found.case.shape == (1, 80, 1)
-
-
-def test_a_wrong_operand():
-    """Only w has 48 rows: its columns are the product's depth."""
-
-    def door(x, recipe):
-        return wrong_codes(lambda i, k: (i == 20) & (k == 33) & (i.numel() > 16))(x, recipe)
-
-    found, stage = shrunk(replace(GEMM, shape=(16, 128, 48)), quantize=door, gemm=reference.gemm)
-    assert (found.case.shape, stage) == ((1, 48, 21), "w.codes")
-
-
 def spoiled_section(number):
     """quantize_grouped with a wrong code in one of its sections, wherever that has 5 rows or more."""
 
@@ -258,24 +229,6 @@ def test_the_smallest_sections_of_a_product():
     found, stage = shrunk(case, gemm_grouped=door)
     assert (found.case.shape, found.case.section_sizes, stage) == ((9, 16, 1), (9,), "output")
     assert [tuple(t.shape) for t in found.inputs.tensors()] == [(9, 16), (1, 16), (9, 1), (1, 1)]
-
-
-def test_the_smallest_swizzle_and_history():
-    def swizzle(scales):
-        out = reference.swizzle(scales)
-        return out ^ 1 if scales.shape[0] > 100 else out
-
-    found, stage = shrunk(case_from_labels("swizzle", "", (150, 12), "", "bytes"), swizzle=swizzle)
-    assert (found.case.shape, stage) == ((101, 1), "layout")
-
-    def update(history, scale, recipe):
-        rolled, updated = reference.update_scale(history, scale, recipe)
-        updated[5:] *= 2
-        return rolled, updated
-
-    case = case_from_labels("update-scale", "fp8-delayed-e4m3", (16, 20), "", "amaxes")
-    found, stage = shrunk(case, update_scale=update)
-    assert (found.case.shape, stage) == ((1, 6), "scale")
 
 
 # Cropping

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.harness.cli import main
-from narrowgauge.harness.hosts import starter
-
 CASE = """
 [[matrix]]
 operation = "quantize"
@@ -20,15 +17,6 @@ shape = [16, 32]
 dtype = "bf16"
 inputs = "normal"
 usage = "rowwise"
-"""
-MODULE = """
-[[matrix]]
-operation = "linear"
-tier = "quick"
-training = "MXFP8BlockScaling"
-shape = [2, 32, 128, 256]
-dtype = "bf16"
-inputs = "normal"
 """
 RUN = """
 import sys
@@ -82,15 +70,6 @@ main()
     assert not Path(f"/proc/{pid.split()[1]}").exists()  # a usage error ends the processes
 
 
-def test_the_help_of_a_run_starts_no_process(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["narrowgauge", "run", "--help"])
-    monkeypatch.setattr(starter, "_starter", None)
-    with pytest.raises(SystemExit):
-        main()
-    assert "--report-dir" in capsys.readouterr().out
-    assert starter._starter is None
-
-
 @pytest.mark.long
 def test_judges_hold_no_kernels(tmp_path):
     """The server is forked before the starter imports the kernels, and imports the oracle in the meantime."""
@@ -117,20 +96,3 @@ print(*Connection(ours).receive()[0]["held"])
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert process.stdout.split() == ["reference.ops"], process.stderr
-
-
-@pytest.mark.parametrize(("case", "held"), [(MODULE, True), (CASE, False)], ids=["module", "quantize"])
-def test_processes_of_module_cases_are_forked_with_sympy(case, held, tmp_path):
-    """The first backward with a gradient imports sympy, for 0.3 s of a core in each process."""
-    (tmp_path / "cases.toml").write_text(case)
-    (tmp_path / "held.py").write_text("""
-import sys
-from narrowgauge.native import ops
-
-with open("held", "w") as file:
-    file.write(str("sympy" in sys.modules))
-""")
-    command = [sys.executable, "-m", "narrowgauge", "run", "cases.toml", "--backend", "held:ops", "-n", "1"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert "1 case passed" in process.stdout, process.stdout + process.stderr
-    assert (tmp_path / "held").read_text() == str(held)

@@ -5,7 +5,6 @@ To see that it always does: `for i in $(seq 20); do pytest -q -n 0 -k test_survi
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -18,11 +17,9 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.pytest_plugin import sandbox
-from narrowgauge.harness.records import journal
 from narrowgauge.harness.records.journal import JOURNAL_NAME, Journal, JournalError, RecordedRun, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import load
-from narrowgauge.harness.report.report import ReportError, write_journaled
 from narrowgauge.harness.running.pool import Settings, Task
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN, ROOT
@@ -228,15 +225,6 @@ def seen():
     return {rows: lines.count(rows) for rows in sorted(set(lines))}
 
 
-def alone(process_group):
-    """Whether no process of the group is left."""
-    try:
-        os.killpg(process_group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_a_killed_run_leaves_its_records_and_is_resumed(folder, pytester, monkeypatch):
     """No second run takes its folder. After SIGKILL and --resume no case has run twice, and the report has all."""
     monkeypatch.chdir(folder)
@@ -310,39 +298,6 @@ def test_a_run_reads_as_it_was_written(written_run):
     assert run.missing == [case_of(18).id]
 
 
-def test_a_line_that_was_cut_short_is_written_anew(written_run):
-    with (written_run / JOURNAL_NAME).open("a") as file:
-        file.write('{"case": "qu')
-    assert len(read(written_run).records) == 2
-    resumed = Journal.resumed(written_run, header())
-    assert resumed.earlier_records == read(written_run).records
-    resumed.add(record_of(18))
-    resumed.add(record_of(16, verdict="fail"))  # of a case the last record counts
-    said = [(record["shape"], record["verdict"]) for record in read(written_run).records]
-    assert said == [("16x32", "fail"), ("17x32", "pass"), ("18x32", "pass")]
-
-
-def test_the_time_of_a_run_is_that_of_its_parts(tmp_path):
-    """Of what was gone on with; of a part that was killed, up to its last record or a second before."""
-    now = [2.0]
-    first = Journal(tmp_path, header, clock=lambda: now[0])
-    first.add(record_of(16))
-    now[0] = 2.5
-    first.add(record_of(17))
-    assert read(tmp_path).elapsed == 2.0  # as if it were killed here
-    now[0] = 3.5
-    first.close()
-    assert read(tmp_path).elapsed == 3.5
-    now[0] = 0.25
-    second = Journal.resumed(tmp_path, header(), clock=lambda: now[0])
-    assert second.elapsed == 3.75
-    now[0] = 10.0
-    second.add(record_of(18))
-    assert (read(tmp_path).elapsed, len(read(tmp_path).records)) == (13.5, 3)
-    second.close()
-    assert Journal.resumed(tmp_path, header(), clock=lambda: 1.0).elapsed == 14.5
-
-
 def test_the_failures_that_a_run_saved_go_with_its_journal(tmp_path):
     """The first record of another run deletes the failures of the run before, except files of others and new files."""
     folder = tmp_path / "failures"
@@ -388,71 +343,6 @@ def test_another_run_is_not_gone_on_with(written_run, changes, words):
         assert part in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "holds no whole line, so no run; run it again without --resume"),
-        ("{}\n", "is a journal of version None with records of schema None; this narrowgauge reads version"),
-        ("nonsense\n", "line 1 is not JSON: "),
-        ("[]\n", "line 1 is list, and not an object"),
-        (f'{{"journal": {journal.JOURNAL_VERSION}, "schema": {journal.SCHEMA}}}\n',
-         "backend, cases, device, environment"),
-        (None, "line 5 is no record"),
-    ],
-)  # fmt: skip
-def test_what_is_no_journal_is_refused(written_run, text, words):
-    path = written_run / JOURNAL_NAME
-    path.write_text(path.read_text() + '{"case": 1}\n' if text is None else text)
-    with pytest.raises(JournalError, match=re.escape(words)):
-        read(written_run)
-
-
-def test_a_folder_without_a_journal_is_refused(tmp_path, folder):
-    with pytest.raises(
-        JournalError, match=f"the folder holds no {JOURNAL_NAME}; a run writes it into its --report-dir"
-    ):
-        read(tmp_path)
-    result = narrowgauge("--backend", "reference", "--resume")
-    assert result.exit_code == 2
-    assert f"there is no {JOURNAL_NAME}" in result.stderr or f"holds no {JOURNAL_NAME}" in result.stderr
-
-
-@pytest.fixture
-def small_disk():
-    """This process cannot write a file beyond 2 000 bytes behind what `full` is told."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def full(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    yield full
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, old)
-
-
-def test_a_full_disk_costs_the_record_that_did_not_fit(tmp_path, small_disk):
-    kept = Journal(tmp_path, header)
-    kept.add(record_of(16))
-    size = (tmp_path / JOURNAL_NAME).stat().st_size
-    small_disk(size + 100)
-    with pytest.raises(JournalError, match=r"cannot be written: File too large\. The records before are in it"):
-        kept.add(record_of(17))
-    assert (tmp_path / JOURNAL_NAME).stat().st_size == size
-    small_disk(size + 10_000)
-    kept.add(record_of(18))
-    assert [record["shape"] for record in read(tmp_path).records] == ["16x32", "18x32"]
-
-
-def test_a_report_that_does_not_fit_leaves_the_journal(written_run, small_disk):
-    small_disk(2000)
-    with pytest.raises(ReportError) as raised:
-        write_journaled(read(written_run).records, {}, written_run, elapsed=1.0)
-    for words in (str(written_run), "File too large", "2 records", JOURNAL_NAME, "--resume"):
-        assert words in str(raised.value)
-    assert [path.name for path in written_run.iterdir()] == [JOURNAL_NAME]
-
-
 def test_a_run_ends_if_its_journal_does_not_fit(folder, monkeypatch):
     """The command ends with status 2. The records before stay, and the run counts as incomplete."""
     select(folder, (16, 28))
@@ -476,41 +366,6 @@ def _no_space(*_, **__):
 
 
 # Under pytest, without a process.
-
-
-def in_pytest(pytester, monkeypatch, folder):
-    """A run of pytest over the cases of 16 and 26 rows, in this process."""
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
-    select(folder, (16, 26))
-    words = ["-p", PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "--ng-backend", "reference"]
-    return pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("compiler")
-def test_pytest_ends_if_its_journal_does_not_fit(folder, pytester, monkeypatch):
-    add = Journal.add
-
-    def full(self, record):
-        if rows_of(record) == 26:
-            monkeypatch.setattr(os, "write", _no_space)
-        add(self, record)
-
-    monkeypatch.setattr(Journal, "add", full)
-    result = in_pytest(pytester, monkeypatch, folder)
-    monkeypatch.undo()
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["*Exit: *cannot be written: No space left on device. The records before are in it*"])
-    assert len(read(folder / "reports" / "latest").records) == 1
-
-
-def test_a_debugger_has_the_kernel_in_the_process_of_pytest(folder, pytester, monkeypatch):
-    """With --pdb a person stops in the backend; no worker is begun."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sandbox, "Worker", None)
-    words = ["-p", PLUGIN, "-p", "no:cacheprovider", "--ng-backend", "faulty:Backend", "--pdb", "-k", "16x32"]
-    result = pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
-    result.assert_outcomes(passed=1, deselected=len(ALL) - 1)
 
 
 def test_a_worker_that_died_between_two_cases_is_replaced(folder):

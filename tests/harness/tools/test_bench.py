@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.tools.bench import bench, interleave, judge_outputs, peer_libraries, silence_stderr
-from narrowgauge.harness.tools.bench.bench import Bench, measure
-from narrowgauge.harness.tools.bench.bench_row import BenchRow
-from narrowgauge.harness.tools.bench.interleave import Times
+from narrowgauge.harness.tools.bench import interleave, judge_outputs, peer_libraries
+from narrowgauge.harness.tools.bench.bench import measure
 from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
-from narrowgauge.harness.tools.bench.operations import SAME, BenchInputs, PreparedTask
+from narrowgauge.harness.tools.bench.operations import BenchInputs
 from narrowgauge.harness.tools.bench.report import cells
 from narrowgauge.harness.tools.bench.tasks import MEMORY, BenchTask, tasks
 from narrowgauge.native import ops as native
@@ -47,35 +43,6 @@ def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
         "gemm/fp8-block-1x128/64x32x48", "gemm-grouped/nvfp4/64x32x48",
     ]  # fmt: skip
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
-
-
-def test_a_keyword_selects_by_id() -> None:
-    assert ids("cpu", ["128x128"], "swizzle") == ["swizzle/128x128", "unswizzle/128x128"]
-    assert ids("cpu", ["128x128"], "mxfp8-2d and both") == ["quantize/mxfp8-2d/both/128x128"]
-
-
-def test_a_quick_bench_has_the_first_size_of_each_kind() -> None:
-    for device in ("cpu", "cuda"):
-        result = ids(device)
-        quick = ids(device, quick=True)
-        assert set(quick) < set(result)
-        assert len({name.rpartition("/")[2] for name in quick}) == 2
-    assert ids("cpu", ["128x128", "256x256"], quick=True) == ids("cpu", ["128x128"])
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ("128", "a size is MxK of a matrix or MxKxN of a product, not '128'"),
-        ("0x128", "a size is MxK"),
-        ("1x2x3x4", "a size is MxK"),
-        ("130x128", "extents are multiples of 128, those of a product of 16; 130x128 has others"),
-        ("16x24x32", "extents are multiples of 128, those of a product of 16; 16x24x32 has others"),
-    ],
-)
-def test_a_size_that_is_none(size: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tasks("cpu", [size])
 
 
 # The judge.
@@ -131,19 +98,6 @@ def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, 
         verdict = judge_outputs.judge_halves(X, r, given, (wrong[0], wrong[1]))
         assert verdict.mismatches > 0, part
         assert verdict.sentence.startswith(f"{('rowwise', 'columnwise')[number]} {part}: "), verdict.sentence
-
-
-def test_quantize_is_judged_with_its_rotation_and_given_amax() -> None:
-    r = find_recipe("nvfp4-rht")
-    plain = reference.quantize(X, r)
-    assert not judge_outputs.judge_quantized(X, r, QuantizeArguments(), plain).sentence
-    assert judge_outputs.judge_quantized(X, r, QuantizeArguments(), reference.quantize(X, "nvfp4")).sentence
-    amax = torch.tensor([7.0])
-    scaled = reference.quantize(X, r, amax=amax)
-    assert not judge_outputs.judge_quantized(X, r, QuantizeArguments((amax, None)), scaled).sentence
-    assert judge_outputs.judge_quantized(X, r, QuantizeArguments((amax, None)), plain).sentence.startswith(
-        "rowwise amax: "
-    )
 
 
 def test_values_rotations_bytes_and_products_are_judged() -> None:
@@ -250,15 +204,6 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
     assert all(row.share is not None for row in launches if row.who == "native")
 
 
-def test_a_row_is_beside_both_of_its_ceilings() -> None:
-    ready = PreparedTask({}, lambda _: judge_outputs.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
-    row = BenchRow("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
-    times = {"copy": Times((4.0,)), SAME: Times((1.0,)), "reference": Times((8.0,))}
-    bench._compare(row, times, ready)
-    assert (row.ceiling, row.ceiling_rate, row.share) == ("copy", 25.0, 0.6)
-    assert (row.second_ceiling, row.second_share, row.speedup) == (SAME, 0.5, 4.0)
-
-
 def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     right = native.swizzle
     monkeypatch.setattr(native, "swizzle", lambda scales: flipped(right(scales)))
@@ -268,28 +213,6 @@ def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None
     verdicts = {row.operation: (row.verdict, row.mismatches, row.message) for row in bench.rows if row.who == "native"}
     assert verdicts["swizzle"] == ("fail", 1, "swizzle: 1 of 2 048 bytes differ")
     assert verdicts["unswizzle"][0] == "pass"
-
-
-def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(scales: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no\nmemory")
-
-    monkeypatch.setattr(native, "swizzle", raises)
-    bench = measure(tasks("cpu", SIZES[:1], "swizzle"), "cpu", quick=True, launches=False)
-    row = next(row for row in bench.rows if row.operation == "swizzle")
-    assert (row.verdict, row.seconds) == ("error", None)
-    assert row.message.startswith("RuntimeError: no memory")
-    assert any(row.verdict == "pass" for row in bench.rows)
-    assert not bench.right
-    assert not Bench().right, "nothing was judged"
-
-
-def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):
-        with silence_stderr.silence_stderr():
-            os.write(2, b"unseen")
-    os.write(2, b"seen")
-    assert capfd.readouterr().err == "seen"
 
 
 # Timing.
@@ -317,73 +240,8 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
     assert interleave.Times((2.0,)).quartiles == (2.0, 2.0)
 
 
-class Gpu:
-    """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue.
-
-    An operation behind an event begins `edge` seconds later, and a call behind a different operation takes `left`
-    seconds more, to write back a cache.
-    """
-
-    left = 20e-6
-
-    def __init__(self, busy: float, launch: float, edge: float) -> None:
-        self.busy, self.launch, self.edge = busy, launch, edge
-        self.host = self.device = 0.0
-        self.slept: list[float] = []
-        self.queue: list[str] = []
-
-    def Event(self, *, enable_timing: bool) -> Any:
-        assert enable_timing
-        event = SimpleNamespace(at=0.0)
-        event.record = lambda: self._pass(event)
-        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
-        return event
-
-    def _pass(self, event: SimpleNamespace) -> None:
-        event.at = max(self.device, self.host)
-        self.device = event.at + self.edge
-
-    def _sleep(self, cycles: int) -> None:
-        self.slept.append(cycles / interleave._CLOCK)
-        self.device = max(self.device, self.host) + cycles / interleave._CLOCK
-
-    def call(self, name: str) -> Any:
-        def work() -> str:
-            self.host += self.launch
-            others = self.queue and self.queue[-1][0] != name[0]
-            self.device = max(self.device, self.host) + self.busy + (self.left if others else 0.0)
-            self.queue.append(name)
-            return name
-
-        return work
-
-    def synchronize(self, device: torch.device) -> None:
-        self.host = self.device = max(self.host, self.device)
-
-
-@pytest.mark.parametrize(
-    ("busy", "launch", "count"),
-    [(50e-6, 90e-6, 36), (5e-3, 90e-6, 1), (1e-6, 30e-6, 100), (17e-6, 390e-6, 25), (17e-6, 50e-6, 90)],
-)
-def test_times_of_a_gpu_leave_out_python_and_little_else(
-    monkeypatch: pytest.MonkeyPatch, busy: float, launch: float, count: int
-) -> None:
-    gpu = Gpu(busy, launch, edge=5e-6)
-    monkeypatch.setattr(torch, "cuda", gpu)
-    monkeypatch.setattr(interleave, "synchronize", gpu.synchronize)
-    monkeypatch.setattr(interleave.time, "perf_counter", lambda: gpu.host)
-    calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
-    times, _ = interleave.time_interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
-    left = gpu.left if count == 1 else 0.0  # a long call has no extra call ahead
-    assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
-    assert times["a"].calls == count
-    queued = [name for name in gpu.queue if name != "b0"][1:]
-    assert queued == list(itertools.islice(itertools.cycle(("a0", "a1", "a2")), len(queued)))
-
-
 # Peers.
 
-GIVEN_TASK = BenchTask("quantize", "nvfp4", "rowwise, amax given", (128, 128))
 MX_TASK = BenchTask("quantize", "mxfp8-e4m3", "rowwise", (128, 128))
 
 
@@ -415,17 +273,6 @@ TORCHAO = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", [GIVEN_TASK, MX_TASK], ids=["nvfp4", "mxfp8"])
-def test_torchao_is_measured_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, task: BenchTask) -> None:
-    fake_torchao(monkeypatch, **TORCHAO)
-    bench = measure([task], "cpu", quick=True, launches=False)
-    theirs = next(row for row in bench.rows if row.who == "torchao")
-    assert theirs.verdict == "pass", theirs.message
-    assert theirs.compared > 128 * 128 // 2
-    assert theirs.share is not None
-    assert list(bench.notes) == [peer_libraries.COMPILED]
-
-
 def test_a_peer_that_is_wrong_is_red_and_does_not_fail_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         scales, codes = to_mx(*arguments, **options)
@@ -450,41 +297,3 @@ def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.M
     bench = measure([MX_TASK], "cpu", quick=True, launches=False)
     assert bench.notes[f"{peer_libraries.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
     assert bench.right
-
-
-def test_the_reference_is_compiled_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    compiled: list[Any] = []
-    warnings = [b"graph break"]  # on stderr, at the first call
-
-    def compile_(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        assert not dynamic
-        compiled.append(function)
-
-        def call(*given: Any) -> Any:
-            if warnings:
-                os.write(2, warnings.pop())
-            return function(*given)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    fake_torchao(monkeypatch, **TORCHAO)
-    larger = replace(MX_TASK, shape=(128, 256))
-    bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
-    assert len(compiled) == 1, "of the first size"
-    assert not warnings
-    assert "graph break" not in capfd.readouterr().err
-    assert next(row for row in bench.rows if row.who == peer_libraries.COMPILED).verdict == "pass"
-    assert not bench.notes
-
-
-def test_torchs_own_fp8_product_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, **_: Any) -> torch.Tensor:
-        return (a.double() @ b.double()).to(out_dtype)
-
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    task = BenchTask("gemm", "fp8-current", "", (16, 32, 48))
-    bench = measure([task], "cpu", quick=True, launches=False)
-    assert next(row for row in bench.rows if row.who == peer_libraries.SCALED_MM).verdict == "pass"

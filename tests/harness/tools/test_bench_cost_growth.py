@@ -40,14 +40,6 @@ def test_what_is_said_of_a_curve(result: CostCurve, output: str) -> None:
     assert result.sentence().endswith(f"{output} ± 20 %; ends before 2^30: no memory")
 
 
-def test_memory_is_held_to_a_line_too_and_small_sizes_to_none() -> None:
-    result = CostCurve("reference", [CostPoint(22, 1.0, 1 << 24), CostPoint(24, 4.0, 1 << 27)])
-    assert result.sentence().endswith(
-        "; memory grows as elements^1.500, that of an element by +0.0 to +100.0 %: dearer than linear ± 20 %"
-    )
-    assert curve(1.0, 16.0, first=16).sentence() == "native, from 2^22: too few large sizes to say how it grows"
-
-
 @needs_compiler
 def test_ever_larger_matrices_are_quantized_by_both() -> None:
     heard: list[str] = []

@@ -19,7 +19,7 @@ from narrowgauge.harness.tools.bench import run_bench
 from narrowgauge.harness.tools.bench.bench import Bench
 from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow
 from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
-from narrowgauge.harness.tools.bench.report import cells, figures, report, table
+from narrowgauge.harness.tools.bench.report import figures, report, table
 from narrowgauge.harness.tools.bench.tasks import BenchTask
 from tests.harness.pages import LOOKS, needs_axe, violations
 from tests.paths import ROOT
@@ -73,31 +73,6 @@ def printed(result: Bench, encoding: str = "utf-8") -> str:
 # Words.
 
 
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (cells.time(1.5), "1.5 s"), (cells.time(1e-3), "1 ms"), (cells.time(123.4e-6), "123 µs"),
-        (cells.time(None), ""),
-        (cells.rate(4.2e12, "B/s"), "4.2 TB/s"), (cells.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
-         (cells.rate(999, "FLOP/s"), "999 FLOP/s"), (cells.rate(None, "B"), ""),
-        (cells.percent(0.8512), "85.1 %"), (cells.spread(row()), "−5 +25 %"), (cells.spread(BenchRow(*"abcdefg")), ""),
-        (cells.ceiling(product()), "70 % (130 %)"), (cells.verdict(row()), "✓ bytes"), (cells.verdict(COPY), ""),
-    ],
-)  # fmt: skip
-def test_figures_for_people(output: str, expected: str) -> None:
-    assert output == expected
-
-
-def test_a_bench_in_one_sentence() -> None:
-    output = cells.sentence(bench().rows)
-    assert output == "2 timed outputs right, 536 870 912 elements compared"
-    assert cells.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
-    output = cells.sentence([row(), wrong(), row("torch._scaled_mm")])
-    assert output.startswith("1 timed output right, 268 435 456 elements compared")
-    assert output.endswith("; 1 of 2 outputs of peers wrong")
-    assert cells.sentence([COPY]) == "nothing was judged"
-
-
 def test_the_table_names_wrong_outputs_and_missing_peers() -> None:
     output = printed(bench(COPY, row(), product(), wrong()))
     lines = output.splitlines()
@@ -133,23 +108,6 @@ def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
     ]
     assert kernel.bar is not None
     assert kernel.bar[0] > kernel.y > kernel.bar[1]  # the slower quartile is lower
-
-
-@pytest.mark.parametrize("rows", [[], [COPY], [row()], [COPY, row(flop=0)]])
-def test_without_a_ceiling_or_arithmetic_there_is_no_roofline(rows: list[BenchRow]) -> None:
-    assert figures.roofline(rows) is None
-
-
-def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
-    level = [CostPoint(20, 1.0, 8 << 20), CostPoint(22, 4.0, 0)]
-    time, memory = figures.growths([CostCurve("native", level), CostCurve("reference", level[:1])])
-    assert (time.title, memory.title) == ("Time", "Memory")
-    first, second = (tuple(map(float, point.split(","))) for point in time.curves[0].points.split())
-    assert first[1] == second[1]
-    assert first[0] < second[0]
-    assert [curve.kind for curve in time.curves] == ["backend", "reference"]
-    assert len(memory.marks) == 2
-    assert figures.growths([]) == []
 
 
 # Files.
@@ -207,13 +165,6 @@ def test_every_column_is_documented() -> None:
     assert dict(documented) == {"schema": "int64", "id": "string", **types, "rate": "double"}
 
 
-def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
-    report.write(bench(), [], {}, tmp_path)
-    report.write(Bench(), [CostCurve("native", [CostPoint(22, 1.0, 4)])], {}, tmp_path)
-    assert not (tmp_path / "bench.parquet").exists()
-    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
-
-
 POINTS = [CostPoint(22, 1.0, 4)]
 
 
@@ -240,62 +191,6 @@ def test_the_verdict_of_a_bench(result: Bench, growths: list[CostCurve], verdict
 
 def command(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["bench", *arguments])
-
-
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Arguments of the sessions. A session finds nothing wrong, except in the folder `wrong`."""
-    result: list[dict[str, Any]] = []
-
-    def rates(tasks: Any, device: str, out: Path, **options: Any) -> bool:
-        result.append({"tasks": [task.id for task in tasks], "device": device, "out": out, **options})
-        return out.name != "wrong"
-
-    def growth(device: str, out: Path) -> bool:
-        result.append({"growth": device, "out": out})
-        return out.name != "wrong"
-
-    monkeypatch.setattr(run_bench, "run_rates", rates)
-    monkeypatch.setattr(run_bench, "run_growth", growth)
-    return result
-
-
-def test_options_reach_the_session(asked_for: list[dict[str, Any]]) -> None:
-    assert command("--sizes", "128x128,256x128", "--sizes", "16x32x48", "-k", "swizzle or launch").exit_code == 0
-    assert command("--quick", "--compile", "--out", "here", "-k", "gemm and mxfp8").exit_code == 0
-    assert command("--growth", "--out", "there").exit_code == 0
-    names = ["swizzle/128x128", "unswizzle/128x128", "swizzle/256x128", "unswizzle/256x128"]
-    usual = {"device": "cpu", "out": Path("reports/bench"), "quick": False, "compiling": False}
-    assert asked_for == [
-        {"tasks": names, "launches": True, **usual},
-        {"tasks": ["gemm/mxfp8-e4m3/512x512x512"], "device": "cpu", "out": Path("here"), "quick": True,
-         "compiling": True, "launches": False},
-        {"growth": "cpu", "out": Path("there")},
-    ]  # fmt: skip
-
-
-def test_a_wrong_output_is_exit_status_1(asked_for: list[dict[str, Any]]) -> None:
-    assert command("--out", "wrong").exit_code == 1
-    assert command("--growth", "--out", "wrong").exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sizes", "12"], "a size is MxK of a matrix or MxKxN of a product, not '12'"),
-        (["-k", "("], "cannot read the keyword expression '('"),
-        (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
-        (["--growth", "--quick"], "--growth has sizes and operations of its own; -k, --sizes, --quick and --compile"),
-        (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    asked_for: list[dict[str, Any]], arguments: list[str], message: str
-) -> None:
-    result = command(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert not asked_for
 
 
 def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from narrowgauge.harness.tools.train import corpus, loss_figure, report
-from narrowgauge.harness.tools.train.processes import RECIPES, tasks
+from narrowgauge.harness.tools.train import report
 from narrowgauge.harness.tools.train.train import TrainingStep, TrainingTask
 from narrowgauge.harness.tools.train.training import Training
 from tests.harness.pages import LOOKS, needs_axe, violations
@@ -37,34 +34,6 @@ def wrong() -> Training:
 
 def session() -> list[Training]:
     return [training(1.5, 1.0), wrong(), training(1.5, 1.25, recipe=None), training(1.5, 1.0, backend="reference")]
-
-
-def printed(trainings: list[Training], encoding: str = "utf-8") -> str:
-    raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding=encoding) as file:
-        report.print_result(trainings, ENTROPY, Console(file=file, width=140))
-        file.flush()
-        return raw.getvalue().decode(encoding)
-
-
-def test_a_corpus_has_its_seed_and_the_entropy_of_pairs() -> None:
-    text = corpus.make(3, 500)
-    assert text == corpus.make(3, 500)
-    assert text != corpus.make(4, 500)
-    assert len(text.text) == 500
-    assert corpus.Corpus("abab" * 50).entropy == pytest.approx(0.0, abs=1e-12)
-    pairs = "aabb" * 64 + "a"  # after either character both follow equally often
-    assert corpus.Corpus(pairs).entropy == pytest.approx(math.log(2), abs=1e-9)
-    assert 1.3 < corpus.make(0).entropy < 1.6
-
-
-def test_batches_are_pieces_of_the_text() -> None:
-    text = corpus.make(0, 300)
-    pieces = text.batches(2, 3, 16, seed=5)
-    assert [tuple(one.shape) for one in pieces] == [(3, 17)] * 2
-    message = "".join(text.characters[number] for number in pieces[1][2])
-    assert message in text.text
-    assert not (pieces[0] == pieces[1]).all()
 
 
 def test_final_loss_learning_and_agreement() -> None:
@@ -124,26 +93,6 @@ def test_a_training_that_ran_too_short_is_not_accused() -> None:
         assert not one.too_short([one, other], ENTROPY)
 
 
-def test_the_sentence() -> None:
-    assert report.sentence([training(1.0), training(1.0, recipe=None)], ENTROPY) == (
-        "2 trainings agree and learn: 10 stages, 1 000 elements compared"
-    )
-    assert report.sentence(session(), ENTROPY) == "1 of 4 trainings did not pass"
-    begun = training(1.0, steps=2)
-    assert report.sentence([*session(), begun], ENTROPY) == (
-        "2 of 5 trainings did not pass, 1 of which did not take every step"
-    )
-    assert report.sentence([], ENTROPY) == "0 of 0 trainings did not pass"
-
-
-def test_terminal() -> None:
-    out = printed(session())
-    assert "high precision" in out
-    assert "layer 1, step 2 fc1.y" in out
-    cells = " ".join(printed([training(1.0)], "ascii").splitlines()[1:3]).split()
-    assert cells[:10] == ["pass", "MXFP8BlockScaling,", "native", "1", "0.25", "1/1", "1", "10", "1", "000"]
-
-
 def test_page_and_steps(tmp_path: Path) -> None:
     path = report.write(session(), {"backend": NASTY}, ENTROPY, tmp_path)
     html = path.read_text(encoding="utf-8")
@@ -169,29 +118,3 @@ def test_page_and_steps(tmp_path: Path) -> None:
 def test_accessibility(width: int, dark: bool, tmp_path: Path) -> None:
     page = report.write(session(), {"backend": NASTY}, ENTROPY, tmp_path)
     assert violations(page, tmp_path, width, dark=dark) == ("", [])
-
-
-def test_the_figure_has_a_place_for_every_finite_loss() -> None:
-    drawn = loss_figure.loss_figure([training(2.0, math.nan, 1.0)], ENTROPY, 3)
-    points = drawn.panels[0].lines[0].points.split()
-    assert [point.partition(",")[0] for point in points] == ["0", str(loss_figure.WIDTH)]
-    heights = [float(point.partition(",")[2]) for point in points]
-    assert heights[0] < drawn.entropy < heights[1] < loss_figure.HEIGHT
-    assert drawn.marks[0] == ("0", loss_figure.HEIGHT)
-    assert drawn.steps_marks == [("1", 0.0), ("2", loss_figure.WIDTH / 2), ("3", loss_figure.WIDTH)]
-    assert [label for label, _ in loss_figure.loss_figure([training(2.0)], ENTROPY, 200).steps_marks] == [
-        "1", "50", "100", "150", "200"
-    ]  # fmt: skip
-    empty = loss_figure.loss_figure([training(math.nan), training(recipe="Float8BlockScaling")], ENTROPY, 1)
-    assert [line.points for panel in empty.panels for line in panel.lines] == [""]
-
-
-def test_tasks() -> None:
-    result = tasks(RECIPES, "native", "cpu", seed=3, steps=7)
-    assert [task.recipe for task in result] == [name for name in [*RECIPES, None] for _ in range(2)]
-    assert {(task.backend, task.judged) for task in result} == {("native", True), ("reference", False)}
-    assert {(task.seed, task.steps, task.device) for task in result} == {(3, 7, "cpu")}
-    alone = tasks(["DelayedScaling", "DelayedScaling"], "reference", "cpu", seed=0, steps=1)
-    assert [(task.recipe, task.judged) for task in alone] == [("DelayedScaling", True), (None, True)]
-    with pytest.raises(ValueError, match="did you mean 'NVFP4BlockScaling'"):
-        tasks(["NVFP4BlockScalin"], "native", "cpu", seed=0, steps=1)

@@ -12,9 +12,7 @@ import torch
 
 from narrowgauge.native.ops import Quantized
 from narrowgauge.reference import ops as reference
-from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
-from tests.golden import bits
 from tests.native import declared
 from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.operands import (
@@ -23,7 +21,6 @@ from tests.native.operands import (
     MX_PAIRS,
     NVFP4_PAIRS,
     PAIRS,
-    lattice,
     operand,
     random_operand,
     random_sections,
@@ -101,14 +98,6 @@ def test_every_scale_is_multiplied_by_every_scale(name: str, codes: list[int]) -
     assert_equal(ops.gemm(a, a, out_dtype=FP32), torch.from_numpy(expected))
 
 
-def test_zeros_are_zero_under_every_two_scales() -> None:
-    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
-    a = operand(torch.zeros(256, 1, dtype=torch.uint8), every, "mxfp8-e4m3")
-    expected = torch.zeros(256, 256)
-    expected[255], expected[:, 255] = torch.nan, torch.nan
-    assert_equal(ops.gemm(a, a, out_dtype=FP32), expected)
-
-
 def test_overflow_of_a_term_or_a_sum() -> None:
     """2^127 + 2^127 stays infinite, also if the exact sum is 0; infinite terms of two signs give NaN."""
     signs = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, -1, 1]])
@@ -143,26 +132,6 @@ def test_any_k_is_multiplied(k: int) -> None:
         assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
-@pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 128, 129])
-def test_any_m_and_n_are_multiplied(m: int) -> None:
-    for n, (left, right) in product(
-        (1, 8, 65, 130), (("mxfp8-2d", "mxfp4"), FP8_PAIRS[1], FP8_PAIRS[2], NVFP4_PAIRS[0])
-    ):
-        a, b = operands(left, right, m, n, 40)
-        assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
-
-
-@pytest.mark.sampled(4)
-@each([MX_PAIRS[0], MX_PAIRS[4], FP8_PAIRS[1], FP8_PAIRS[4], NVFP4_PAIRS[1]])
-def test_c_and_bias_are_added_in_the_order_of_the_recipe(left: str, right: str) -> None:
-    a, b = operands(left, right, 66, 70, 160)
-    for out_dtype, c_dtype, bias_dtype in product(DTYPES, (None, *DTYPES), (None, *DTYPES)):
-        c = None if c_dtype is None else (300 * matrix("normal", 66, 70, FP32)).to(c_dtype)
-        bias = None if bias_dtype is None else (300 * matrix("normal", 1, 70, FP32, seed=1)).view(70).to(bias_dtype)
-        y = ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
-        assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
-
-
 def test_c_is_added_after_the_cast_for_blocks_of_fp8() -> None:
     """1 + 2^-9 is no bfloat16 number: if it is cast to 1 first, adding -1 gives 0, else 2^-9."""
     codes, scale = torch.tensor([[0x38, 0x01]], dtype=torch.uint8), torch.ones(1, 1)
@@ -176,66 +145,10 @@ def test_c_is_added_after_the_cast_for_blocks_of_fp8() -> None:
 # What the reference says.
 
 
-@EVERY_PAIR
-def test_sums_that_cannot_round_are_the_references(left: str, right: str) -> None:
-    for k in (96, 16384):
-        a, b = lattice(left, 5, k, seed=1), lattice(right, 6, k, seed=2)
-        for out_dtype in DTYPES:
-            y = ops.gemm(a, b, out_dtype=out_dtype)
-            assert_equal(y + 0.0, reference.gemm(a, b, out_dtype=out_dtype) + 0.0)
-
-
-@pytest.mark.sampled(3)
-@EVERY_PAIR
-def test_outputs_lie_within_the_proved_bounds(left: str, right: str) -> None:
-    a, b = operands(left, right, 20, 30, 700)
-    c, bias = matrix("normal", 20, 30, torch.bfloat16), matrix("normal", 1, 30, FP32).view(30)
-    for added in ({}, {"c": c, "bias": bias}):
-        limits = bounds(a, b, out_dtype=FP32, order="blocks", **added)
-        y = ops.gemm(a, b, out_dtype=FP32, **added)
-        assert ((limits.lower <= y) & (y <= limits.upper)).all()
-        exact = limits.exact & ~limits.zero_sum
-        same = (bits(y) == bits(limits.expected)) | (bits(y) == bits(limits.fused))
-        assert same[exact].all()
-
-
-@pytest.mark.parametrize("scales", ["pow2", "fp32"])
-def test_blocks_of_fp8_with_exact_sums_are_the_references(scales: str) -> None:
-    a = lattice(f"fp8-block-1x128-e4m3-{scales}", 40, 1000, seed=1)
-    b = lattice(f"fp8-block-128x128-e4m3-{scales}", 50, 1000, seed=2)
-    generator = torch.Generator().manual_seed(3)
-    for q in (a, b):
-        q.scales = (1 + torch.rand(q.scales.shape, generator=generator)) * 2.0 ** torch.randint(-20, 20, q.scales.shape)
-    assert_equal(ops.gemm(a, b, out_dtype=FP32), reference.gemm(a, b, out_dtype=FP32))
-
-
 # Layouts in memory.
 
 
 WAYS = (lambda q: q, stored_transposed, stored_swizzled, lambda q: stored_swizzled(stored_transposed(q)))
-
-
-@each([("mxfp8-e4m3", "mxfp8-e5m2"), ("mxfp6-e3m2", "mxfp8-2d")])
-@pytest.mark.parametrize(("m", "n", "k"), [(70, 133, 100), (1, 3, 33), (129, 5, 64)])
-def test_operands_in_every_layout_are_the_same_operands(left: str, right: str, m: int, n: int, k: int) -> None:
-    a, b = operands(left, right, m, n, k)
-    expected = declared.gemm(a, b, out_dtype=FP32)
-    for one, other in product(WAYS, WAYS):
-        assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
-
-
-@pytest.mark.long
-def test_columnwise_halves_are_multiplied_as_they_are_stored() -> None:
-    """The product of two transposes, as of a weight's gradient."""
-    x, y = matrix("outliers", 70, 45, torch.bfloat16), matrix("normal", 70, 50, torch.bfloat16)
-    for name, swizzled in product(("mxfp8-e4m3", "mxfp4", "fp8-block-1x128-e4m3"), (False, True)):
-        if "fp8-block" in name and swizzled:
-            continue
-        _, a = ops.quantize_both(x, name, swizzled=swizzled)
-        _, b = ops.quantize_both(y, name, swizzled=swizzled)
-        assert a is not None
-        assert b is not None
-        assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
 # Sections.
@@ -258,24 +171,6 @@ def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
             assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added))
 
 
-def test_the_matrix_of_each_section_has_any_layout() -> None:
-    sizes = [5, 70, 0, 1]
-    a = random_sections("mxfp8-e4m3", sizes, 100)
-    plain = [random_operand("mxfp8-e5m2", 66, 100, seed=number) for number, _ in enumerate(sizes)]
-    b = [way(q) for way, q in zip(WAYS, plain, strict=True)]
-    expected = ops.gemm_grouped(a, plain, out_dtype=FP32)
-    assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), expected)
-
-
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-block-128x128-e4m3", "fp8-current-e4m3"])
-def test_sections_that_were_quantized_are_multiplied(name: str) -> None:
-    other = "fp8-block-1x128-e4m3" if "block" in name else name
-    sizes = torch.tensor([130, 0, 20, 256])
-    a = ops.quantize_grouped(matrix("outliers", 406, 200, torch.bfloat16), sizes, name)
-    b = [ops.quantize(matrix("normal", 33, 200, torch.bfloat16, seed=number), other) for number in range(4)]
-    assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), declared.gemm_grouped(a, b, out_dtype=FP32))
-
-
 # Empty products and NaN.
 
 
@@ -286,20 +181,6 @@ def test_an_empty_product_is_empty_or_c_and_bias(m: int, n: int, k: int) -> None
         c, bias = torch.full((m, n), 2.0), torch.arange(n).float()
         assert_equal(ops.gemm(a, b, out_dtype=out_dtype), torch.zeros(m, n, dtype=out_dtype))
         assert_equal(ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), (c + bias).to(out_dtype))
-
-
-@EVERY_PAIR
-def test_a_nan_makes_its_rows_nan(left: str, right: str) -> None:
-    a, b = operands(left, right, 66, 140, 160)
-    clean = ops.gemm(a, b, out_dtype=FP32)
-    expected = clean.clone()
-    if a.recipe.element.nan_code is not None:
-        a.codes[65, 37] = a.recipe.element.nan_code
-        expected[65] = torch.nan
-    if not b.recipe.whole:
-        b.scales[-1, 1] = 255 if b.scales.dtype == torch.uint8 else torch.nan
-        expected[:, -1 if b.recipe.stored_rows == 1 else slice(128, None)] = torch.nan
-    assert_equal(ops.gemm(a, b, out_dtype=FP32), expected)
 
 
 # Errors.

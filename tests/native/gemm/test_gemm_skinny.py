@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 
-from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths
 from narrowgauge.native.gemm import skinny as gemm_skinny
@@ -18,14 +17,12 @@ from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.gemm.paths import FEW, MANY, PORTABLE, SKINNY, path_of
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
-from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import Summation
 from tests.native import declared, skinny
 from tests.native.devices import ON_EVERY_DEVICE, on_every_device
 from tests.native.gemm.test_orders import TEXTS, lost, seen_in_orders
 from tests.native.launching import Source
-from tests.native.operands import lattice, operand, random_operand, stored_swizzled, stored_transposed
+from tests.native.operands import operand, random_operand, stored_swizzled, stored_transposed
 from tests.native.samples import assert_equal, matrix
 
 FP32 = torch.float32
@@ -77,30 +74,6 @@ def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
     lines, tiles = (random_operand(f"fp8-block-{kind}-e4m3", 130, 512, seed=3) for kind in ("1x128", "128x128"))
     for a, b in ((lines, tiles), (tiles, lines)):
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
-
-
-@pytest.mark.long
-def test_bounds_of_any_truncating_order() -> None:
-    """The bounds are narrow enough to see the last bit of a row of codes."""
-    for name in ("nvfp4", *E4M3[::3]):
-        a, b = operands(name, 16, 32, 512)
-        limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
-        assert bool(within_bounds(skinny.product(a, b, out_dtype=FP32), limits).all())
-        codes = b.codes.clone()
-        codes[5] ^= 1
-        other = skinny.product(a, replace(b, codes=codes), out_dtype=FP32)
-        assert not bool(within_bounds(other, limits)[:, 5].all())
-        assert bool(within_bounds(other, limits)[:, 6].all())
-
-
-@pytest.mark.long
-def test_exact_sums_have_the_portable_bits() -> None:
-    for name in ("mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
-        a, b = lattice(name, 20, 512, seed=1), lattice(name, 40, 512, seed=2)
-        assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
-    a, b = (ops.quantize(torch.randn(rows, 384), "nvfp4") for rows in (16, 33))
-    assert bool(bounds(a, b, out_dtype=torch.bfloat16).exact.all())
-    assert_equal(skinny.product(a, b, out_dtype=torch.bfloat16), ops.gemm(a, b, out_dtype=torch.bfloat16))
 
 
 def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor, columns: int) -> Quantized:
@@ -170,13 +143,6 @@ def ends() -> Iterator[tuple[Quantized, Quantized]]:
 def test_scales_of_a_are_multiplied_first_if_exact() -> None:
     for a, b in ends():
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
-
-
-def test_empty_products_are_empty() -> None:
-    a, b = operands("mxfp8-e4m3", 3, 5, 512)
-    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 512))
-    assert skinny.product(none, b, out_dtype=FP32).shape == (0, 5)
-    assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
 
 
 def test_accepted_operands() -> None:

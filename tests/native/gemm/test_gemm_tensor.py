@@ -157,44 +157,6 @@ def test_slices_of_k_are_added_in_order(name: str, monkeypatch: pytest.MonkeyPat
                 assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
 
 
-def test_some_of_these_sums_are_truncated() -> None:
-    for left, right in PAIRS:
-        a, b = random_operand(left, 40, 150, 1), random_operand(right, 30, 150, 2)
-        y = bounds(a, b, out_dtype=FP32, order=ORDER).expected
-        if left.startswith("nvfp4"):
-            continue  # 25 bits hold all terms, unless single blocks are large
-        assert not torch.equal(y, ops.gemm(a, b, out_dtype=FP32))
-        for other in ("decoded-aligned-24-16", "decoded-aligned-26-16", "decoded-aligned-25-8"):
-            assert not torch.equal(y, bounds(a, b, out_dtype=FP32, order=other).expected)
-
-
-@ON_CPU_AND_HOPPER
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
-def test_nan_scales_spread_like_in_other_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = matrix("normal", 40, 96, FP32)
-    a, b = ops.quantize(x, name), ops.quantize(x[:20].contiguous(), name)
-    a.scales[3, 1] = 0x7F if name == "nvfp4" else 0xFF
-    b.scales[2, 2] = 0x7F if name == "nvfp4" else 0xFF
-    expected = ops.gemm(a, b, out_dtype=FP32)
-    with on_tensor_cores(monkeypatch):
-        y = ops.gemm(a, b, out_dtype=FP32)
-    assert torch.equal(y.isnan(), expected.isnan())
-    assert expected.isnan().sum() == 20 + 40 - 1
-
-
-@ON_CPU_AND_HOPPER
-def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = random_operand("mxfp8-e5m2", 40, 96, 1), random_operand("mxfp8-e5m2", 20, 96, 2)
-    a.codes[3, 7], a.codes[4, 40], b.codes[5, 70] = 0x7C, 0x7D, 0xFC
-    a.codes[6, 70] = 0
-    with on_tensor_cores(monkeypatch):
-        assert ops.gemm_order(a, b) == ORDER
-        assert_bits(ops.gemm, a, b, out_dtype=FP32)
-        y = ops.gemm(a, b, out_dtype=FP32)
-    assert y[6, 5].isnan()
-    assert y.isinf().any()
-
-
 @ON_CPU_AND_HOPPER
 def test_operands_in_every_layout_are_the_same_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     for m, n, k in ((70, 133, 100), (1, 3, 33)):
@@ -322,11 +284,6 @@ def test_tensor_cores_make_large_products_on_hopper_alone(monkeypatch: pytest.Mo
             assert path_of(m, n, k, family, device) == wanted
         assert path_of(1024, least // 2**20 - 1, 1024, family, torch.device("cuda", 1)) == PORTABLE
         assert path_of(m, n, k, family, CPU) == PORTABLE
-
-
-def test_a_cpu_adds_in_order_of_blocks() -> None:
-    a = random_operand("nvfp4", 1024, 64)
-    assert ops.gemm_order(a, a) == ops.gemm_order([a, a], [a, a]) == "blocks"
 
 
 # Twins.

@@ -11,7 +11,6 @@ from narrowgauge.native.gemm import paths, wgmma_fp8
 from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
 from narrowgauge.native.ops import Quantized
-from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
@@ -118,26 +117,6 @@ def test_block_scales_are_powers_of_two_or_any_number() -> None:
         assert_equal(ops.gemm(a, b, out_dtype=FP32), expected(a, b, out_dtype=FP32))
     a.scales[3, 1], a.scales[4, 2], b.scales[1, 3] = float("inf"), 0.0, float("nan")
     assert_equal(ops.gemm(a, b, out_dtype=FP32), expected(a, b, out_dtype=FP32))
-
-
-@ON_CPU_AND_HOPPER
-@ON_FP8_PATH
-def test_sums_of_128_columns_are_promoted() -> None:
-    """A small product behind a large one is lost within 128 columns, and kept in the next 128."""
-    codes = torch.zeros(1, 256, dtype=torch.uint8)
-    codes[0, [0, 40, 200]] = torch.tensor([0x78, 0x08, 0x08], dtype=torch.uint8)  # 256, 2^-6, 2^-6
-    a = operand(codes, torch.ones(1, 1), "fp8-current-e4m3")
-    b = operand(torch.full((1, 256), 0x38, dtype=torch.uint8), torch.ones(1, 1), "fp8-current-e4m3")  # ones
-    assert ops.gemm(a, b, out_dtype=FP32).item() == 256 + 2.0**-6
-
-
-@pytest.mark.long
-def test_threads_in_every_order_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: FP8)
-    a, b = random_operand(PAIRS[3][0], 140, 336, 1), random_operand(PAIRS[3][1], 270, 336, 2)
-    for order in host.ORDERS:
-        with host.thread_order(order):
-            assert_equal(ops.gemm(a, b, out_dtype=torch.bfloat16), expected(a, b, out_dtype=torch.bfloat16))
 
 
 @ON_CPU_AND_HOPPER

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference.quantize.delayed import update_scale as reference
 from narrowgauge.reference.scalar.rounding import nearest
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from tests.golden import bits
 from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.samples import FP8_NAMES, assert_equal
 
@@ -108,62 +106,3 @@ def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
     _, scales = ops.update_scale(torch.from_numpy(amaxes).unsqueeze(0), torch.ones(len(amaxes)), name)
     for amax, scale in zip(amaxes.tolist(), scales, strict=True):
         assert_equal(scale, torch.tensor(step([amax], 1.0, recipe)[1]), f"scale of {amax}")
-
-
-@pytest.mark.sampled(4)
-@EVERY_RECIPE
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 1024, 4096])
-def test_histories_of_any_length(name: str, length: int) -> None:
-    for tensors in (1, 31, 33, 300):
-        history, scale = histories(length, tensors), scales_for(tensors, (1.0, 0.3, 0.0, math.nan))
-        for got, expected in zip(ops.update_scale(history, scale, name), reference(history, scale, name), strict=True):
-            assert_equal(got, expected)
-
-
-def test_the_largest_amax_counts_as_long_as_the_history() -> None:
-    for place in range(20):
-        history = torch.full((20, 3), 0.5)
-        history[place, 1] = 2.0
-        scale = torch.ones(3)
-        for number in range(21):
-            history, scale = ops.update_scale(history, scale, "fp8-delayed-e4m3")
-            there = number <= (place - 1 if place else 19)
-            assert scale.tolist() == [896.0, 224.0 if there else 896.0, 896.0], (place, number)
-            history[0] = 0.5
-
-
-def test_a_single_update_rolls_in_a_zero_and_a_bulk_not() -> None:
-    history, scale = torch.tensor([[0.0, 3.0], [2.0, 2.0], [1.0, 1.0]]), torch.tensor([7.0, 7.0])
-    rolled, single = ops.update_scale(history, scale, "fp8-delayed-e4m3")
-    assert rolled.T.tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 3.0]]
-    assert single.tolist() == [224.0, float(f32(448) / f32(3))]
-    kept, bulk = ops.update_scale(history, scale, "fp8-delayed-e4m3-bulk")
-    assert kept.T.tolist() == [[0.0, 2.0, 1.0], [0.0, 1.0, 3.0]]
-    assert bulk.tolist() == [7.0, float(f32(448) / f32(3))]
-
-
-def test_every_choice_of_a_recipe_changes_a_scale() -> None:
-    history, scale = torch.tensor([[1.0, 0.0], [3.0, 2.0]]), torch.tensor([7.0, 7.0])
-    names = ("fp8-delayed-e4m3", "fp8-delayed-e5m2", "fp8-delayed-e4m3-recent", "fp8-delayed-e4m3-margin2",
-             "fp8-delayed-e4m3-bulk")  # fmt: skip
-    found = [tuple(ops.update_scale(history, scale, name)[1].tolist()) for name in names]
-    assert len(set(found)) == len(names)
-
-
-def test_inputs_stay_as_they_are() -> None:
-    history, scale = histories(5, 40), scales_for(40)
-    before = history.clone(), scale.clone()
-    ops.update_scale(history, scale, "fp8-delayed-e4m3")
-    assert torch.equal(bits(history), bits(before[0]))
-    assert torch.equal(bits(scale), bits(before[1]))
-
-
-def test_no_tensors_and_strided_histories() -> None:
-    history, scale = ops.update_scale(torch.empty(4, 0), torch.empty(0), "fp8-delayed-e4m3")
-    assert (history.shape, scale.shape) == ((4, 0), (0,))
-    wide, factors = histories(12, 30), scales_for(60)[::2]
-    for view in (wide.T[:, :11].T, wide[::2], wide[:, 0::1]):
-        got = ops.update_scale(view, factors, "fp8-delayed-e4m3-bulk")
-        copy = ops.update_scale(view.contiguous(), factors.contiguous(), "fp8-delayed-e4m3-bulk")
-        for one, other in zip(got, copy, strict=True):
-            assert_equal(one, other)

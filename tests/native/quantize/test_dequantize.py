@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from narrowgauge.native.ops import Quantized
 from narrowgauge.reference import ops as reference
-from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.quantized import scales_shape
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.samples import (
     DTYPES,
-    NAMES,
     assert_equal,
     codes_under_every_power,
     codes_under_every_scale,
-    dtypes,
-    matrix,
-    options_of,
-    sample,
 )
 
 pytestmark = ON_EVERY_DEVICE
@@ -52,15 +45,6 @@ def test_the_values_are_those_of_the_formats() -> None:
     assert torch.equal(y[0x38].signbit(), torch.arange(16) >= 8)
     assert y[0x7E].tolist() == [448 * v for v in y[0x38].tolist()]
     assert y.isnan().any(dim=1).nonzero().ravel().tolist() == [0x7F, 0xFF]
-
-
-@pytest.mark.sampled(2)
-@EVERY_DTYPE
-def test_any_shape_of_nvfp4(dtype: torch.dtype) -> None:
-    for rows, columns in [*product((1, 2, 17, 129), (*range(1, 34), 47, 63, 65, 4097)), (0, 0), (0, 32), (5, 0)]:
-        x = matrix("outliers", max(1, rows), max(1, columns), torch.float32)[:rows, :columns]
-        q = reference.quantize(x, "nvfp4")
-        assert_equal(ops.dequantize(q, dtype), reference.dequantize(q, dtype))
 
 
 @EVERY_DTYPE
@@ -100,33 +84,3 @@ def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dt
     expected = (values * of_elements.double()).float().to(dtype)
     assert_equal(ops.dequantize(q, dtype), expected)
     assert_equal(reference.dequantize(q, dtype), expected)
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("name", [*NAMES, *FP8])
-def test_any_shape_of_any_recipe(name: str) -> None:
-    """Linear scales, and swizzled scales of recipes with an 8-bit scale."""
-    recipe = find_recipe(name)
-    for (rows, columns), dtype in [
-        *product(((1, 1), (2, 31), (131, 77)), dtypes(recipe)),
-        ((33, 4097), torch.bfloat16),
-    ]:
-        x = sample(recipe, "outliers", rows, columns, dtype)
-        for q in reference.quantize_both(x, recipe, **options_of(recipe)):
-            assert q is not None
-            expected = reference.dequantize(q, dtype)
-            assert_equal(ops.dequantize(q, dtype), expected)
-            if name in NAMES:
-                swizzled = replace(q, scales=reference.swizzle(linear_scales(q)), swizzled=True)
-                assert_equal(ops.dequantize(swizzled, dtype), expected)
-
-
-def test_float32_is_the_default() -> None:
-    assert ops.dequantize(codes_under_every_scale(1.0)).dtype == torch.float32
-
-
-def test_a_recipe_with_row_scales_has_an_amax_for_each_row() -> None:
-    one = reference.quantize(torch.ones(3, 16), "nvfp4-rowscaled", amax=torch.tensor([1.0, 2.0, 4.0]))
-    values = ops.dequantize(replace(one, scales=torch.full_like(one.scales, 0x38)))
-    assert torch.equal(values[1], 2 * values[0])
-    assert torch.equal(values[2], 4 * values[0])

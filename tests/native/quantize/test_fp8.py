@@ -15,11 +15,8 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits
 from tests.native.devices import ON_EVERY_DEVICE, ON_EVERY_DEVICE_CPU_LONG, ops
 from tests.native.fp8 import (
-    BLOCKS,
     KINDS,
     NAMES,
-    SCALES,
-    WHOLE,
     amaxes_of_every_exponent,
     encode_scale,
     inverse,
@@ -28,7 +25,6 @@ from tests.native.fp8 import (
 )
 from tests.native.quantize.test_quantize import TAILS
 from tests.native.samples import (
-    DTYPES,
     FAMILIES,
     VIEWS,
     assert_both_same,
@@ -103,26 +99,6 @@ def test_kernels_in_the_shape_of_a_gpu(name: str, threads: int) -> None:
         assert_same(ops.quantize(x, name, **options), expected[0])
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if find_recipe(name).tensor_scale != "given"])
-def test_an_amax_may_be_given_for_one_half(name: str) -> None:
-    x, amax = matrix("any bits", 20, 45, torch.bfloat16), torch.tensor([3.0])
-    row, column = ops.quantize_both(x, name, amax=(amax, None))
-    assert_same(row, reference.quantize(x, name, amax=amax))
-    assert_same(column, reference.quantize(x.T, name))
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("name", ["fp8-delayed-e4m3", "fp8-delayed-e5m2-bulk"])
-def test_a_given_scale_is_used_and_the_amax_is_reported(name: str) -> None:
-    x = matrix("any bits", 20, 45, torch.bfloat16)
-    for value in SCALES:
-        scale = torch.tensor([value])
-        got = ops.quantize_both(x, name, scale=scale)
-        assert_both_same(got, reference.quantize_both(x, name, scale=scale))
-        assert torch.equal(bits(got[0].amax), bits(ops.amax(x)))
-        assert got[0].tensor_scale is not scale
-
-
 def test_delayed_scaling_reads_a_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other recipes need the amax before they can scale an element."""
 
@@ -139,37 +115,3 @@ def test_delayed_scaling_reads_a_tensor_once(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(got.amax, expected.amax)
     with pytest.raises(AssertionError, match="amax kernel"):
         ops.quantize(x, "fp8-current-e4m3")
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("kind", ["block-1x128", "block-128x128", "current"])
-@pytest.mark.parametrize(("dtype", "smallest"), [(torch.float32, 1e-45), (torch.bfloat16, 1e-40)])
-def test_an_infinite_scale_becomes_the_largest_number(kind: str, dtype: torch.dtype, smallest: float) -> None:
-    """Of the input's dtype, or of float32. No float16 number is small enough."""
-    x = torch.full((2, 3), smallest, dtype=dtype)
-    most = torch.finfo(torch.float32 if kind == "current" else dtype).max
-    for power in (True, False):
-        name = f"fp8-{kind}-e4m3" + ("-pow2" if power else "" if kind == "current" else "-fp32")
-        expected = torch.tensor(1.0) / torch.tensor(2.0**127 if power else most)
-        assert torch.equal(bits(ops.quantize(x, name).scales).unique(), bits(expected.view(1)))
-
-
-def test_every_choice_of_a_recipe_changes_some_byte() -> None:
-    """The test above shows the largest scale, of the input's dtype and of float32."""
-    x = matrix("nan", 140, 150, torch.float32)
-    base, current = find_recipe("fp8-block-1x128-e4m3-fp32"), find_recipe("fp8-current-e4m3")
-    changes = [
-        (base, find_recipe("fp8-block-1x128-e4m3-pow2")), (base, find_recipe("fp8-block-1x128-e5m2-fp32")),
-        (base, find_recipe("fp8-block-128x128-e4m3-fp32")), (base, replace(base, smallest_amax=20.0)),
-        (base, replace(base, nan="propagate")), (current, replace(current, smallest_amax=20.0)),
-        (current, replace(current, nan="propagate")), (current, find_recipe("fp8-current-e4m3-pow2")),
-    ]  # fmt: skip
-    for one, other in changes:
-        for left, right in zip(*(ops.quantize_both(x, recipe) for recipe in (one, other)), strict=True):
-            assert not torch.equal(left.codes, right.codes), (str(one), str(other))
-
-
-def test_dimensions_before_the_last_are_rows() -> None:
-    for dtype, name in zip(DTYPES, BLOCKS[:3], strict=True):
-        x = matrix("outliers", 30, 40, dtype)
-        assert_same(ops.quantize(x.view(2, 3, 5, 40), name), reference.quantize(x, name))

@@ -10,15 +10,12 @@ import torch
 from narrowgauge.reference.quantize import sections as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_EVERY_DEVICE, ops
-from tests.native.samples import assert_equal, matrix
+from tests.native.samples import assert_equal
 
 pytestmark = ON_EVERY_DEVICE
 
 ALIGNED = {"fp8-block-1x128": 16, "fp8-current-e4m3": 16, "mxfp8-e4m3": 32, "mxfp4": 32, "nvfp4": 128, "nvfp4-2d": 128}
 SIZES = [[0], [1], [16], [32], [128], [0, 0], [5, 0, 17], [0, 129, 0, 1], [16, 32, 128], [3] * 40, [0, 0, 200, 0, 31]]
-DTYPES = (torch.uint8, torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
-WIDTHS = (1, 3, 8, 16, 20, 33, 128, 517)
-"""Widths of rows. With DTYPES, a thread moves words of each size: 1, 2, 4, 8 and 16 bytes."""
 
 
 def rows_of(sizes: list[int], width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,16 +44,6 @@ def test_sections_are_padded_with_zeros_and_cut_again(name: str) -> None:
             assert_equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rows_of_any_dtype_and_width_are_moved(dtype: torch.dtype, width: int) -> None:
-    sizes = [5, 0, 17, 32]
-    x, counts = rows_of(sizes, width, dtype), torch.tensor(sizes)
-    got, _ = ops.pad_sections(x, counts, "mxfp8-e4m3")
-    assert_equal(got, padded(x, sizes, 32))
-    assert_equal(ops.unpad_sections(got, counts, "mxfp8-e4m3"), x)
-
-
 def test_rows_at_any_address_are_moved() -> None:
     """A thread reads no words of 16 bytes at an address that is not aligned."""
     sizes, bytes_of = [3, 18], torch.arange(21 * 32 + 16).to(torch.uint8)
@@ -80,20 +67,3 @@ def test_any_number_of_rows_and_sections_is_moved() -> None:
     assert_equal(got, padded(x, counts.tolist(), 16))
     assert int(aligned.sum()) == len(got)
     assert_equal(ops.unpad_sections(got, counts, "fp8-current-e4m3"), x)
-
-
-def test_nan_and_minus_zero_are_moved_bit_for_bit() -> None:
-    x = matrix("any bits", 21, 40, torch.bfloat16)
-    got, _ = ops.pad_sections(x, torch.tensor([20, 1]), "mxfp8-e4m3")
-    assert torch.equal(got[:20].view(torch.int16), x[:20].view(torch.int16))
-    assert torch.equal(got[32:33].view(torch.int16), x[20:].view(torch.int16))
-
-
-def test_strided_rows_vectors_and_more_dimensions() -> None:
-    sizes, wide = torch.tensor([3, 4]), matrix("normal", 14, 60, torch.float32)
-    for x in (wide[::2, ::3], wide.T[:7, :9], wide[:7, 0], wide.view(7, 2, 60), wide[:7, :0]):
-        got, aligned = ops.pad_sections(x, sizes, "mxfp8-e4m3")
-        expected, _ = reference.pad_sections(x, sizes, "mxfp8-e4m3")
-        assert aligned.tolist() == [32, 32]
-        assert_equal(got, expected)
-        assert_equal(ops.unpad_sections(got, sizes, "mxfp8-e4m3"), x.contiguous())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +16,11 @@ from tests.native.devices import ON_EVERY_DEVICE, ON_EVERY_DEVICE_CPU_LONG, ops
 from tests.native.fp8 import threads
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import (
-    FAMILIES,
     SECTIONED,
     assert_equal,
     assert_same,
-    assert_sections_same,
-    dtype_in_turn,
     fitting,
     matrix,
-    nearly_tied,
     options_of,
 )
 
@@ -88,23 +83,6 @@ def test_fp8_sections_in_the_shape_of_a_gpu(name: str, columnwise: bool, threads
         assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise)
 
 
-@pytest.mark.sampled(10)
-@ON_EVERY_DEVICE
-@EITHER
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nvfp4", "nvfp4-2d-sr", "nvfp4-rht", "nvfp4-4over6-256-mae", "nvfp4-2d-4over6-448-mse", "mxfp6-e3m2",
-        "mxfp4-2d-sr", *fp8.NAMES,
-    ],
-)  # fmt: skip
-def test_sections_of_every_family(name: str, columnwise: bool) -> None:
-    sizes, columns = sections(name, [17, 0, 130, 15], columnwise)
-    for family in FAMILIES:
-        x = matrix(family, sum(sizes), columns, dtype_in_turn(name, family))
-        assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise)
-
-
 @EITHER
 @pytest.mark.parametrize("name", [*SECTIONED, *fp8.KINDS])
 def test_a_section_equals_the_matrix_alone(name: str, columnwise: bool) -> None:
@@ -127,58 +105,6 @@ def test_a_section_equals_the_matrix_alone(name: str, columnwise: bool) -> None:
             assert_equal(part.scales, alone.scales)
         else:
             assert_same(part, alone)
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("name", ["nvfp4-2d-4over6-256-mae", "nvfp4-2d-4over6-448-mse"])
-def test_the_rows_of_a_columnwise_tile_choose_its_scale(name: str) -> None:
-    assert_as_reference(nearly_tied(), [1024, 1024], find_recipe(name), columnwise=True)
-
-
-@pytest.mark.sampled(2)
-@ON_EVERY_DEVICE
-@EITHER
-@pytest.mark.parametrize(
-    "name",
-    ["nvfp4", "nvfp4-2d-sr", "nvfp4-4over6-448-mse", "nvfp4-rht", "fp8-current-e4m3", "fp8-current-e5m2-pow2",
-     "fp8-delayed-e4m3"],
-)  # fmt: skip
-def test_given_amaxes_replace_the_amaxes_of_sections(name: str, columnwise: bool) -> None:
-    sizes, columns = sections(name, [20, 0, 45, 30], columnwise)
-    x = matrix("any bits", sum(sizes), columns, torch.bfloat16)
-    amaxes = torch.tensor(fp8.AMAXES) if name.startswith("fp8") else torch.tensor(fp8.AMAXES).abs()
-    for shift in range(len(amaxes)):
-        amax = amaxes.roll(shift)[:4].clone()
-        got = assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise, amax=amax)
-        assert_equal(got.amax, amax)  # type: ignore[arg-type]
-
-
-@ON_EVERY_DEVICE
-@EITHER
-@pytest.mark.parametrize("nan", ["ignore", "propagate"])
-def test_a_nan_stays_in_its_section(columnwise: bool, nan: str) -> None:
-    recipe = replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
-    x = matrix("normal", 60, 20, torch.float32)
-    x[25, 3] = torch.nan
-    got = assert_as_reference(x, [20, 20, 20], recipe, columnwise=columnwise)
-    assert got.amax is not None
-    assert got.amax.isnan().tolist() == [False, nan == "propagate", False]
-
-
-@ON_EVERY_DEVICE
-@EITHER
-@pytest.mark.parametrize(
-    "name",
-    ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-2d-rht-sr", "mxfp4-sr", "mxfp8-2d", *fp8.KINDS],
-)
-def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> None:
-    plain, sizes = matrix("outliers", 192, 192, torch.bfloat16), [16, 0, 48, 32]
-    options = {"columnwise": columnwise, **options_of(find_recipe(name), len(sizes))}
-    for view in (plain[:96].T[:96], plain[::2, ::2], plain[96:, 96:], plain.view(2, 96, 192)[:, ::2, 64:144]):
-        got = ops.quantize_grouped(view, torch.tensor(sizes), name, **options)
-        assert_sections_same(got, ops.quantize_grouped(view.contiguous(), torch.tensor(sizes), name, **options))
-    for sizes in ([15, 0, 5],) if "rht" not in name else ():
-        assert_as_reference(torch.empty(20, 0), sizes, find_recipe(name), columnwise=columnwise)
 
 
 MOST = torch.iinfo(torch.int64).max

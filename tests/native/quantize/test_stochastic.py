@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -198,27 +196,6 @@ def test_every_narrow_format_is_rounded_by_a_byte(cuda_source: Source, fmt: Form
         assert torch.equal(got, reference_codes(x, fmt))
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     assert (codes(cuda_source(TEXT), np.array([np.nan, -np.nan], np.float32), flags, fmt=fmt) == nan).all()
-
-
-@ON_EVERY_DEVICE
-def test_grid_numbers_and_special_values_ignore_the_byte(cuda_source: Source) -> None:
-    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    x = np.array([*grid, *(-v for v in grid), 7.0, -7.0, np.inf, -np.inf, np.nan, -np.nan], np.float32)
-    got = codes(cuda_source(TEXT), x)
-    assert (got == got[:, :1]).all()
-    assert got[:, 0].tolist() == [*range(16), 7, 15, 7, 15, 7, 7]
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_distance_is_the_number_of_bytes_that_round_up(cuda_source: Source, sign: int) -> None:
-    """n/256 of the way from one grid point to the next: n of 256 bytes."""
-    n = np.arange(256)
-    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    for code, (low, high) in enumerate(pairwise(grid)):
-        got = codes(cuda_source(TEXT), (sign * (low + n / 256 * (high - low))).astype(np.float32)) & 7
-        assert ((got == code) | (got == code + 1)).all()
-        assert (got == code + 1).sum(1).tolist() == n.tolist()
 
 
 @EVERY_BUILD

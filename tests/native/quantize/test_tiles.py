@@ -11,13 +11,12 @@ import torch
 
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import amax, dequantize, fp8, mx, nvfp4
-from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import NAMES as FP8_NAMES
 from tests.native.quantize.test_mx import ELEMENTS, RULES
-from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix, options_of
+from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, matrix, options_of
 
 BF16 = torch.bfloat16
 SIDES = [(True, True), (True, False), (False, True)]
@@ -73,14 +72,6 @@ def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch:
         assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
 
 
-def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
-    """The columnwise half is stored transposed and has no kernel of whole tiles."""
-    for family in FAMILIES:
-        x = matrix(family, 32, 256, BF16)
-        assert_same(ops.quantize(x, "mxfp4", swizzled=True), reference.quantize(x, "mxfp4", swizzled=True))
-    assert set(used) == {"quantize_mx_tiles_bf16"}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", FP8_NAMES)
 def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
@@ -123,13 +114,6 @@ def test_other_matrices_use_the_general_kernels(name: str, used: list[str]) -> N
     assert not any("tiles" in kernel for kernel in used)
 
 
-def test_other_roundings_use_the_general_kernels(used: list[str]) -> None:
-    x = matrix("outliers", 128, 128, BF16)
-    for name, random in (("mxfp8-e4m3-sr", (1, 2)), ("mxfp4", None)):
-        assert_both_same(ops.quantize_both(x, name, random=random), reference.quantize_both(x, name, random=random))
-    assert used == ["quantize_mx_bf16"] * 2
-
-
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae"])
 def test_a_block_of_threads_takes_many_tiles(
@@ -145,22 +129,6 @@ def test_a_block_of_threads_takes_many_tiles(
     assert set(used) == {"quantize_nvfp4_tiles_bf16"}
 
 
-@pytest.mark.parametrize(("limit", "size"), [("_LONGEST", 128), ("_MOST", 64 * 128)])
-def test_large_matrices_use_the_general_kernel(limit: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-
-    def noted(*given: Any, **options: Any) -> None:
-        names.append(given[1])
-        launch(*given, **options)
-
-    monkeypatch.setattr(nvfp4, "launch", noted)
-    x = matrix("outliers", 64, 128, BF16)
-    for least in (size + 1, size):
-        monkeypatch.setattr(amax, limit, least)
-        assert_both_same(ops.quantize_both(x, "nvfp4-2d"), reference.quantize_both(x, "nvfp4-2d"))
-    assert names == ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_bf16"]
-
-
 def test_large_matrices_on_a_cpu_use_the_general_kernels(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The general kernels are faster on a CPU."""
     monkeypatch.setattr(amax, "_SMALL", 64 * 128)
@@ -170,25 +138,6 @@ def test_large_matrices_on_a_cpu_use_the_general_kernels(used: list[str], monkey
             assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
     tiled = ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_tiles_bf16", "quantize_mx_tiles_bf16"]
     assert used == [*tiled, "quantize_nvfp4_bf16", "quantize_nvfp4_bf16", "quantize_mx_bf16"]
-
-
-@pytest.mark.long
-def test_general_kernels_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a thread takes many blocks, on a GPU one."""
-    for module, flag in ((nvfp4, "NVFP4"), (mx, "MX"), (amax, "AMAX")):
-        threads_of = GENERAL_THREADS["amax_blocks" if module is amax else f"quantize_{flag.lower()}"]
-        threads = threads_of["cuda"]
-        monkeypatch.setitem(threads_of, "cpu", threads)
-
-        def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...] = (), flag: str = f"-D{flag}_THREADS={threads}",
-                        **options: Any) -> None:  # fmt: skip
-            launch(*given, **options, extra_flags=(*extra_flags, flag, "-O1"))
-
-        monkeypatch.setattr(module, "launch", as_on_a_gpu)
-    for family in FAMILIES:
-        x = matrix(family, 80, 140, BF16)
-        for name in ("nvfp4-2d-4over6-448-mae", "nvfp4-rht", "nvfp4-rowscaled", "mxfp8-e4m3", "mxfp8-2d"):
-            assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
 
 
 # Whole lines of codes.
@@ -208,17 +157,6 @@ def test_whole_lines_have_the_references_values(name: str, dtype: torch.dtype, u
 
 def suffix(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", BF16: "bf16", torch.float16: "fp16"}[dtype]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "columns"),
-    [("nvfp4", 5, 24), ("nvfp4-rowscaled", 4, 24), ("mxfp8-e4m3", 4, 48), ("fp8-block-128x128", 128, 128),
-     ("fp8-block-1x128", 3, 130), ("fp8-current", 3, 5)],
-)  # fmt: skip
-def test_parts_of_lines_use_the_general_kernel(name: str, rows: int, columns: int, used: list[str]) -> None:
-    q = reference.quantize(matrix("outliers", rows, columns, BF16), name)
-    assert_equal(ops.dequantize(q, BF16), reference.dequantize(q, BF16))
-    assert used == ["dequantize_bf16"]
 
 
 def test_transposed_or_unaligned_codes_use_the_general_kernel(used: list[str]) -> None:

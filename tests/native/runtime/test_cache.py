@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import re
@@ -17,14 +16,13 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from narrowgauge.native.runtime import cache as cache_module
 from narrowgauge.native.runtime import host
 from narrowgauge.native.runtime.cache import cache_folder, cache_key, cached
 from narrowgauge.native.runtime.sources import ToolchainError
-from tests.native.launching import ONE, Source, run
+from tests.native.launching import Source
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -60,17 +58,6 @@ def left(folder: Path) -> list[str]:
 
 
 # Its folder.
-
-
-def test_the_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    monkeypatch.setenv("NARROWGAUGE_CACHE", "")
-    assert cache_folder() == tmp_path / "xdg" / "narrowgauge"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == tmp_path / "home" / ".cache" / "narrowgauge"
 
 
 def test_a_file_is_built_once_and_appears_in_one_step(cache: Path) -> None:
@@ -203,38 +190,7 @@ def test_a_damaged_or_foreign_entry_is_built_again(cache: Path, change: Callable
     assert content(cached("it.so", never)) == "again"
 
 
-ANSWER = 'extern "C" __global__ void answer(int* out) { *out = 42; }\n'
-
-
-def answer(source: str) -> int:
-    host._library.cache_clear()
-    out = np.zeros(1, np.int32)
-    run(source, "answer", ONE, ONE, out)
-    return int(out[0])
-
-
-def test_a_truncated_library_is_compiled_again(
-    cuda_source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Code of a truncated library ends the process with SIGBUS."""
-    source = cuda_source(ANSWER)
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(cache))
-    assert answer(source) == 42
-    (entry,) = cache.glob("*.so")
-    half = entry.read_bytes()[: entry.stat().st_size // 2]
-    entry.unlink()  # this process has mapped the file
-    entry.write_bytes(half)
-    assert answer(source) == 42
-    assert entry.stat().st_size > len(half)
-
-
 # Folders that are not used.
-
-
-def test_a_folder_behind_a_link_is_used(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    cache.symlink_to("real")
-    assert cached("it.so", write("built")) == tmp_path / "real" / "it.so"
 
 
 def linked_by_another_user(folder: Path) -> None:
@@ -282,16 +238,6 @@ def test_an_unsafe_folder_is_not_used(
         assert content(cached("it.so", never)) == "built", "other processes of the user find it"
 
 
-def test_a_folder_with_the_name_of_an_entry_stays(cache: Path) -> None:
-    (cache / "it.so" / "kept").mkdir(parents=True, mode=0o700)
-    cache.chmod(0o700)
-    with pytest.warns(RuntimeWarning, match=f"Is a directory: .*'{cache}/it.so'"):
-        entry = cached("it.so", write("built"))
-    assert content(entry) == "built"
-    assert left(cache) == ["it.so"]
-    assert (cache / "it.so" / "kept").is_dir()
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_an_unsafe_temporary_folder_is_replaced(cache: Path, tmp_path: Path, own: bool) -> None:
     """Also the folder of a mutant, which is an argument."""
@@ -308,52 +254,6 @@ def test_an_unsafe_temporary_folder_is_replaced(cache: Path, tmp_path: Path, own
     assert entry.parent.parent == tmp_path / "tmp"
     assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
     assert content(entry) == "built"
-
-
-def test_without_a_safe_folder_the_error_names_every_folder(cache: Path, tmp_path: Path) -> None:
-    cache.mkdir()
-    for path in (cache, tmp_path / "tmp"):
-        path.chmod(0o777)
-    with pytest.warns(RuntimeWarning), pytest.raises(ToolchainError) as raised:
-        cached("it.so", never)
-    for words in (
-        "it.so can be kept in no folder",
-        f"{cache} (mode 0777)",
-        f"{tmp_path}/tmp (mode 0777)",
-        "set TMPDIR",
-    ):
-        assert words in str(raised.value)
-
-
-def fail_to_write(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, *, at_open: bool) -> None:
-    """Writes into `folder` fail with the error `number`, when a file is opened or when its bytes are written."""
-    really = os.open
-
-    def refuse(path: str | Path, flags: int, mode: int = 0o777, **folder_of_path: int) -> int:
-        if Path(path).parent == folder and flags & os.O_CREAT and at_open:
-            raise OSError(number, os.strerror(number), str(path))
-        if Path(path).parent == folder and Path(path).suffix == ".new":
-            os.close(really(path, flags, mode))
-            return really("/dev/full", os.O_WRONLY)  # ENOSPC at the first byte
-        return really(path, flags, mode, **folder_of_path)
-
-    monkeypatch.setattr(cache_module.os, "open", refuse)
-
-
-@pytest.mark.parametrize(("number", "at_open"), [(errno.EROFS, True), (errno.EACCES, True), (errno.ENOSPC, False)])
-def test_a_read_only_folder_serves_its_entries(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at_open: bool
-) -> None:
-    cached("old.so", write("old"))
-    built = []
-    fail_to_write(monkeypatch, cache, number, at_open=at_open)
-    assert content(cached("old.so", never)) == "old"
-    with pytest.warns(RuntimeWarning, match=re.escape(os.strerror(number))):
-        entry = cached("new.so", lambda path: built.append(path.write_text("new")))
-    assert content(entry) == "new"
-    assert len(built) == 1
-    assert entry.is_relative_to(tmp_path / "tmp")
-    assert left(cache) == ["old.so"]
 
 
 # Several processes.
@@ -387,35 +287,6 @@ def test_several_processes_build_a_file_once(cache: Path) -> None:
     assert left(cache) == ["calls.log", "shared.so"]
 
 
-def damage_and_read(together: Barrier, damaged: bool, answers: Queue[str]) -> None:
-    """Damages the entry again and again, or reads it again and again."""
-    together.wait(timeout=60)
-    found = set()
-    for turn in range(200):
-        entry = cached("shared.so", write("whole" * 50_000))
-        found.add(len(entry.read_bytes()))
-        if damaged and turn % 4 == 0:
-            short = entry.with_name("short")
-            short.write_text("short")
-            short.replace(entry)
-    answers.put(",".join(map(str, sorted(found))))
-
-
-def test_a_rebuilt_entry_is_never_seen_in_part(cache: Path) -> None:
-    answers = SPAWN.Queue()
-    together = SPAWN.Barrier(3)
-    workers = [SPAWN.Process(target=damage_and_read, args=(together, not i, answers)) for i in range(3)]
-    for worker in workers:
-        worker.start()
-    whole = 250_000 + cache_module._DIGEST_BYTES
-    sizes = {int(size) for _ in workers for size in answers.get(timeout=60).split(",")}
-    for worker in workers:
-        worker.join(timeout=60)
-        assert worker.exitcode == 0
-    assert sizes - {len("short")} == {whole}, "a size between would be a torn write"
-    assert left(cache) == ["shared.so"]
-
-
 # Builds that do not end.
 
 
@@ -428,12 +299,6 @@ def test_a_failed_build_leaves_no_file(cache: Path) -> None:
         cached("it.so", fail)
     assert left(cache) == []
     assert content(cached("it.so", write("whole"))) == "whole"
-
-
-def test_a_build_without_a_file_is_an_error(cache: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        cached("it.so", lambda _: None)
-    assert left(cache) == []
 
 
 def build_and_die(path: Path) -> None:
@@ -480,16 +345,6 @@ def test_a_missing_compiler_is_an_error_with_the_remedy(
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(ToolchainError, match=rf"{cxx} is not on the PATH.*apt install g\+\+.*CXX"):
         host.library(cuda_source(TRIVIAL + f"// {cxx}"))
-
-
-@pytest.mark.usefixtures("no_compiler_known")
-def test_without_a_compiler_the_error_names_all_candidates(
-    cuda_source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ToolchainError, match=r"and g\+\+ or clang\+\+ or c\+\+ is not on the PATH; install g\+\+"):
-        host.library(cuda_source(TRIVIAL + "// none"))
 
 
 @pytest.mark.usefixtures("no_compiler_known")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.sources import ToolchainError
 from narrowgauge.reference import ops as reference
 from tests.native.gpu import DEVICE, needs_gpu
-from tests.native.launching import ARITHMETIC, Source, arithmetic
+from tests.native.launching import Source
 from tests.native.samples import assert_equal, matrix, to
 
 pytestmark = needs_gpu
@@ -73,34 +70,7 @@ def test_a_kernel_is_queued_on_torchs_current_stream(operation: str) -> None:
 # Arithmetic.
 
 
-@pytest.mark.parametrize("kernel", ["multiply_add", "divide"])
-def test_every_operation_rounds_by_itself(cuda_source: Source, kernel: str) -> None:
-    x, expected = arithmetic(kernel)
-    given_x = torch.from_numpy(x).to(DEVICE)
-    out = torch.zeros(len(expected), device=DEVICE)
-    count = np.int32(len(expected))
-    launch(cuda_source(ARITHMETIC), kernel, (79,), (256,), (given_x, out, count), device=out.device)
-    assert_equal(out, torch.from_numpy(expected))
-
-
 # Compilation.
-
-FILL = 'extern "C" __global__ void fill(int* out, int value) { out[threadIdx.x] = value; }\n'
-
-
-def test_a_compiled_kernel_is_kept_under_the_name_of_its_target(
-    cuda_source: Source, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source = cuda_source(FILL + "// kept")
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    out = torch.zeros(32, dtype=torch.int32, device=DEVICE)
-    for value, flags in ((7, ()), (8, ()), (9, ("-DUNUSED",))):
-        launch(source, "fill", (1,), (32,), (out, np.int32(value)), device=out.device, extra_flags=flags)
-        assert (out == value).all()
-    target = cuda.architecture("".join(map(str, torch.cuda.get_device_capability())))
-    names = [path.name for path in (tmp_path / "cache").iterdir() if path.suffix == ".cubin"]
-    assert len(names) == 2, "one for each set of flags"
-    assert all(name.startswith(f"{source}-{target}-") for name in names)
 
 
 BROKEN = """#include "common/formats.cuh"

@@ -17,9 +17,9 @@ from narrowgauge.native import ops
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import arguments
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.spec.formats import E2M3, E4M3, E8M0
-from narrowgauge.spec.recipes import WHOLE, Hadamard, Recipe, recipe_names
-from tests.native.samples import FP8_NAMES, NAMES, RECIPES
+from narrowgauge.spec.formats import E2M3
+from narrowgauge.spec.recipes import WHOLE, Hadamard, Recipe
+from tests.native.samples import RECIPES
 
 X = torch.ones(3, 32)
 FP32 = torch.float32
@@ -171,19 +171,3 @@ def test_an_unknown_choice_is_refused_by_its_field(name: str, field: str) -> Non
 def test_a_choice_of_another_element_or_family_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         ops.quantize(X.bfloat16(), replace(ops.find_recipe(name), **changes))
-
-
-def test_recipes_of_other_libraries_are_refused_by_a_field() -> None:
-    others = [name for name in recipe_names() if name not in (*NAMES, *FP8_NAMES)]
-    assert others, "other dialects are recipes by now"
-    for name in others:
-        r = ops.find_recipe(name)
-        with pytest.raises(
-            NotImplementedError, match=rf"^the native kernels do not have recipe {name}: its \w+ is "
-        ) as e:
-            ops.quantize(X, r, scale=torch.ones(1) if r.tensor_scale == "given" else None)
-        field = str(e.value).split(": its ")[1].split(" ")[0]
-        base = {E4M3: "nvfp4", E8M0: "mxfp8-e4m3"}.get(r.scale, "fp8-block-1x128")
-        assert getattr(r, field) != getattr(ops.find_recipe(base), field)
-    for name in set(recipe_names()) - set(others):
-        assert arguments.supported(name) == ops.find_recipe(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,20 +141,6 @@ def test_subnormal_numbers_are_kept_if_the_caller_flushes_them(
 # What is refused.
 
 
-@pytest.mark.parametrize("arguments", [[], [np.uintp(0)], [np.uintp(0)] * 3])
-def test_a_wrong_number_of_arguments_is_refused(cuda_source: Source, arguments: list[np.generic]) -> None:
-    message = f"kernel halved has 2 parameters, but {len(arguments)} arguments were given"
-    with pytest.raises(TypeError, match=message):
-        run(cuda_source(TEXT), "halved", ONE, ONE, *arguments)
-
-
-@pytest.mark.parametrize("block", [(1025, 1, 1), (32, 33, 1), (1, 1, 2000), (0, 1, 1)])
-def test_a_block_that_no_gpu_runs_is_refused(cuda_source: Source, block: tuple[int, int, int]) -> None:
-    out = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match=re.escape(f"kernel halved: a block has 1 to 1024 threads, not {block}")):
-        run(cuda_source(TEXT), "halved", ONE, block, out, out)
-
-
 def test_an_unknown_order_is_refused_and_the_last_one_stays() -> None:
     with host.thread_order("reverse"):
         with pytest.raises(ValueError, match="threads can run forward, reverse, shuffled, not 'backward'"):
@@ -180,25 +165,3 @@ def test_a_mistake_in_a_kernel_is_named_by_file_and_line(cuda_source: Source, fo
     with pytest.raises(ToolchainError, match=rf"{source}\.cu:5:.*undeclared_name") as caught:
         host.library(source)
     assert str(caught.value).startswith(f"{source}.cu does not compile: ")
-
-
-def test_a_mistake_in_a_header_is_named_by_file_and_line(cuda_source: Source, folder: Path) -> None:
-    (folder / "first.cuh").write_text('#pragma once\n#include "second.cuh"\nusing first = nonsense;\n')
-    (folder / "second.cuh").write_text("#pragma once\nusing second = rubbish;\n")
-    with pytest.raises(ToolchainError) as caught:
-        host.library(cuda_source("\n\n" + BROKEN))
-    for where in (r"first\.cuh:3:.*nonsense", r"second\.cuh:2:.*rubbish", r"\.cu:7:.*undeclared_name"):
-        assert re.search(where, str(caught.value))
-
-
-WIDE = """
-struct wide { long long parts[2]; };
-extern "C" __global__ void exchange(wide* x) { x[threadIdx.x] = __shfl_xor_sync(0xFFFFFFFFu, x[threadIdx.x], 1); }
-"""
-
-
-def test_what_the_host_model_refuses_is_named_by_its_own_line(cuda_source: Source) -> None:
-    lines = (host.FOLDER / "cpu" / "simt.h").read_text().splitlines()
-    at = 1 + next(i for i, line in enumerate(lines) if "a lane exchanges up to eight bytes" in line)
-    with pytest.raises(ToolchainError, match=rf"simt\.h:{at}:.*a lane exchanges up to eight bytes"):
-        host.library(cuda_source(WIDE))

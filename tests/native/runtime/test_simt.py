@@ -221,31 +221,6 @@ def test_a_lane_gets_the_value_of_its_partner(
         np.testing.assert_array_equal(out, x[np.arange(threads) ^ lanes])
 
 
-@EVERY_ORDER
-def test_exchanges_follow_each_other(cuda_source: Source, order: str) -> None:
-    x = np.random.default_rng(3).integers(-1000, 1000, 96, dtype=np.int32)
-    out = np.zeros_like(x)
-    with host.thread_order(order):
-        run(cuda_source(TEXT), "rounds", ONE, (96, 1, 1), x, out)
-    value, mixed = x.copy(), np.zeros_like(x)
-    for _ in range(7):
-        for lanes in (1, 2, 4, 8, 16):
-            value = 3 * value + value[np.arange(96) ^ lanes]
-        mixed ^= value
-    np.testing.assert_array_equal(out, mixed)
-
-
-@EVERY_ORDER
-def test_half_a_warp_exchanges_alone_while_the_other_waits(cuda_source: Source, order: str) -> None:
-    x = np.random.default_rng(4).integers(-1000, 1000, 64, dtype=np.int32)
-    out = np.zeros_like(x)
-    with host.thread_order(order):
-        run(cuda_source(TEXT), "halves", ONE, (64, 1, 1), x, out)
-    halves = x.reshape(2, 2, 2, 8).copy()
-    halves[:, 0] = halves[:, 0].sum(axis=2, keepdims=True)
-    np.testing.assert_array_equal(out, halves[:, ::-1].ravel())
-
-
 # Atomics.
 
 
@@ -260,13 +235,6 @@ def test_atomic_max_keeps_the_largest_of_all_blocks(cuda_source: Source, workers
     assert len(np.unique(replaced)) == len(replaced), "no value is replaced twice"
     if workers == 1:
         np.testing.assert_array_equal(before[1:], x[:-1])
-
-
-def test_atomic_max_leaves_a_larger_value(cuda_source: Source) -> None:
-    x, out, before = np.array([7, 3], np.uint32), np.array([5], np.uint32), np.zeros(2, np.uint32)
-    run(cuda_source(TEXT), "maximum", ONE, (2, 1, 1), x, out, before)
-    assert out.tolist() == [7]
-    assert before.tolist() == [5, 7]
 
 
 # Deadlocks.

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from narrowgauge import native
-from narrowgauge.native.gemm.operands import _GEMM
 from narrowgauge.native.runtime import host, sources, structs
 from narrowgauge.native.runtime.structs import KernelStruct, enumerators
 
@@ -147,20 +145,3 @@ def test_declarations_that_python_cannot_read_are_errors(text: str, message: str
     declare(text)
     with pytest.raises(ValueError, match=message):
         KernelStruct("c.cuh", "Outer")
-
-
-def test_a_tensor_on_another_device_is_refused() -> None:
-    from narrowgauge.native.runtime.launch import launch
-
-    operand = {"codes": torch.empty(1, device="meta"), "scales": None, "element": "E2M1", "layout": 0}
-    epilogue = {
-        "c": None,
-        "bias": None,
-        "out": None,
-        "c_type": "FLOAT32",
-        "bias_type": "FLOAT32",
-        "out_type": "FLOAT32",
-    }
-    value = _GEMM(a=operand, b=operand, epilogue=epilogue, m=1, n=1, k=1)
-    with pytest.raises(ValueError, match=r"gemm_mx runs on cpu, but a tensor lies on meta"):
-        launch("gemm_mx", "gemm_mx", (1,), (64,), [value], device=torch.device("cpu"))

@@ -17,12 +17,10 @@ from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.gemm.operands import element_values
 from narrowgauge.reference.ops import gemm, quantize
-from narrowgauge.reference.scalar import gemm as scalar_gemm
 from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import Summation
 from tests.golden import bits
 from tests.reference import orders
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -113,18 +111,6 @@ def test_no_order_of_summation_leaves_the_bounds(
         assert (distance <= limits.budget)[out.isfinite()].all(), name
 
 
-@pytest.mark.parametrize("amaxes", AMAXES)
-def test_a_bias_may_be_fused_as_c_may(amaxes: tuple[float, float]) -> None:
-    """docs/tolerance.md#the-accepted-interval: of c or a bias the fused and the unfused rounding are both accepted."""
-    problem = Problem("lattice", 1, 4, 4, 96, amaxes)
-    added = problem.addends("bias")
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32, **added)
-    assert limits.exact.all()
-    sums = problem.terms.sum(axis=2)[None]
-    for name, out in orders.outputs(sums, problem.alpha, None, added["bias"].numpy(), torch.float32):
-        assert accepted(limits, out).all(), name
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_the_exact_tier_every_order_gives_the_same_sum(family: str) -> None:
     found = 0
@@ -137,16 +123,6 @@ def test_in_the_exact_tier_every_order_gives_the_same_sum(family: str) -> None:
         assert (sums[0, exact] == problem.terms.astype(np.float64).sum(axis=2)[exact]).all()
         found += exact.sum()
     assert found, "no output of this family is in the exact tier"
-
-
-def test_orders_do_round_outside_the_exact_tier() -> None:
-    """Else the tests above would show nothing: most outputs of the wide family depend on the order."""
-    problem = Problem("wide", 1, 6, 6, 160, AMAXES[0])
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    sums = orders.accumulators(problem.terms, problem.rng, 40)
-    moved = (sums != sums[0]).any(axis=0)
-    assert not limits.exact.all()
-    assert moved[~limits.exact.numpy()].mean() > 0.5
 
 
 @pytest.mark.parametrize("epilogue", ["", "c", "bias", "c and bias"])
@@ -204,34 +180,6 @@ def test_a_scaled_row_has_the_bounds_of_the_row_alone(family: str, epilogue: str
                 assert tuple(mine.shape) == (4, 3)
                 assert same(mine[i : i + 1, j : j + 1], its), field.name
             assert same(y[i : i + 1, j : j + 1], alone.expected)
-
-
-@settings(SETTINGS, max_examples=30)
-@given(
-    seed=st.integers(0, 2**32),
-    family=st.sampled_from(FAMILIES),
-    names=st.tuples(*[st.sampled_from(["nvfp4-rowscaled", "nvfp4-4over6-256-mae"])] * 2),
-    expression=st.sampled_from(["(a*b)/d", "(b*a)*(1/d)"]),
-)
-def test_no_order_leaves_the_bounds_of_other_recipes(
-    seed: int, family: str, names: tuple[str, str], expression: str
-) -> None:
-    """With α of each output from the scalar twin: amaxes of rows, and the constant of 4over6."""
-    problem = Problem(family, seed, 2, 3, 64, (1.0, 1.0))
-    pair, amaxes = [], []
-    for q, name in zip((problem.a, problem.b), names, strict=True):
-        rows = q.shape[0] if name == "nvfp4-rowscaled" else 1
-        amax = problem.rng.uniform(0.01, 300, rows).astype(np.float32)
-        rule = dataclasses.replace(find_recipe(name), alpha=expression)  # type: ignore[arg-type]
-        pair.append(dataclasses.replace(q, amax=torch.from_numpy(amax), recipe=rule))
-        amaxes.append(np.broadcast_to(amax, q.shape[:1]))
-    limits = bounds(*pair, out_dtype=torch.float32)
-    sums = orders.accumulators(problem.terms, problem.rng, 20)
-    most = tuple(256 if "256" in name else 448 for name in names)
-    factors = np.array([[scalar_gemm.alpha(x, y, expression, most) for y in amaxes[1]] for x in amaxes[0]])
-    out = torch.from_numpy(factors.astype(np.float32) * sums)
-    assert accepted(limits, out).all()
-    assert ((out.double() - limits.centre).abs() <= limits.budget).all()
 
 
 # The tiers, in exact arithmetic.
@@ -349,73 +297,6 @@ def test_one_ulp_is_seen_in_the_exact_tier(family: str, out_dtype: torch.dtype, 
     assert not accepted(limits, perturbed)[limits.exact].any()
 
 
-def test_one_ulp_is_seen_with_c_too_but_for_the_fused_rounding() -> None:
-    problem = Problem("lattice", 5, 8, 8, 64, AMAXES[1])
-    added = problem.addends("c")
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32, **added)
-    assert limits.exact.all()
-    terms = problem.terms.astype(np.float64).sum(axis=2).astype(np.float32)[None]
-    named = dict(orders.outputs(terms, problem.alpha, added["c"].numpy(), None, torch.float32))
-    assert torch.equal(limits.expected, named["unfused"][0])
-    assert torch.equal(limits.fused, named["c fused"][0])
-    assert not torch.equal(limits.expected, limits.fused)
-    for direction in (-math.inf, math.inf):
-        moved = neighbour(limits.expected, direction)
-        assert torch.equal(accepted(limits, moved), moved == limits.fused)
-
-
-@pytest.mark.parametrize("family", ["randn", "lattice", "positive", "sparse"])
-def test_the_loss_of_any_one_product_of_an_exact_sum_is_seen(family: str) -> None:
-    """With α = 1 different sums have different outputs."""
-    problem = Problem(family, 6, 4, 4, 32, AMAXES[0])
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    assert problem.alpha == 1
-    assert limits.exact.any()
-    exact = problem.terms.astype(np.float64).sum(axis=2)
-    for k in range(32):
-        lost = torch.from_numpy((exact - problem.terms[:, :, k]).astype(np.float32))
-        changed = torch.from_numpy(problem.terms[:, :, k] != 0) & limits.exact
-        assert not accepted(limits, lost)[changed].any()
-
-
-@pytest.mark.parametrize("family", ["randn", "wide", "positive"])
-@pytest.mark.parametrize("accumulator", [torch.bfloat16, torch.float16])
-def test_an_accumulator_of_half_precision_is_rejected(family: str, accumulator: torch.dtype) -> None:
-    problem = Problem(family, 7, 6, 6, 256, AMAXES[0])
-    scale = 2.0**-24 if accumulator == torch.float16 else 1.0  # within float16's range
-    acc = torch.zeros(6, 6)
-    for k in range(256):
-        acc = ((acc + torch.from_numpy(problem.terms[:, :, k]) * scale).to(accumulator)).float()
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    assert not accepted(limits, acc / scale).all()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_alpha_in_the_other_order_of_operations_is_seen(family: str) -> None:
-    """If the factors differ by an ulp, exact outputs in float32 show the order of operations."""
-    amaxes = next(
-        (x / 8, 5.0)
-        for x in range(8, 80)
-        if scalar_gemm.alpha(np.float32(x / 8), np.float32(5), "(a*b)/d")
-        != scalar_gemm.alpha(np.float32(x / 8), np.float32(5), "(b*a)*(1/d)")
-    )
-    problem = Problem(family, 8, 6, 6, 32, amaxes)
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    other = scalar_gemm.alpha(np.float32(amaxes[1]), np.float32(amaxes[0]), "(b*a)*(1/d)")
-    sums = problem.terms.astype(np.float64).sum(axis=2).astype(np.float32)
-    assert accepted(limits, torch.from_numpy(problem.alpha * sums)).all()
-    assert not accepted(limits, torch.from_numpy(other * sums)).all()
-
-
-def test_a_sum_rounded_before_it_is_scaled_twice_is_seen() -> None:
-    """fl(fl(acc·amax_a)·amax_b/d) instead of fl(α·acc)."""
-    problem = Problem("lattice", 9, 8, 8, 32, AMAXES[1])
-    limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    sums = problem.terms.astype(np.float64).sum(axis=2).astype(np.float32)
-    twice = (sums * np.float32(3.3)) * (np.float32(41.7) / np.float32(36 * 448 * 448))
-    assert not accepted(limits, torch.from_numpy(twice)).all()
-
-
 # Zeros, NaN, infinities, overflow, nothing.
 
 
@@ -472,16 +353,6 @@ def test_an_infinity_has_the_sign_of_the_sum_if_determined() -> None:
     assert limits.undetermined.any()
 
 
-def test_an_exact_zero_times_infinity_is_nan() -> None:
-    codes, scales = np.array([[2, 10, *[0] * 14]], np.uint8), np.full((1, 1), 0x38, np.uint8)
-    limits = bounds(quantized(codes, scales, math.inf), quantized(codes & 7, scales), out_dtype=torch.float32)
-    assert limits.zero_sum.all()
-    assert limits.expected.isnan().all()
-    assert not limits.undetermined.any()
-    assert accepted(limits, torch.tensor([[math.nan]])).all()
-    assert not accepted(limits, torch.tensor([[math.inf]])).any()
-
-
 @pytest.mark.parametrize("epilogue", ["", "c"])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_every_order_is_accepted_where_the_output_overflows(out_dtype: torch.dtype, epilogue: str) -> None:
@@ -499,32 +370,7 @@ def test_every_order_is_accepted_where_the_output_overflows(out_dtype: torch.dty
         assert accepted(limits, out).all(), name
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (2, 3, 0), (0, 0, 0), (0, 3, 2048)])
-def test_the_bounds_of_an_empty_product_are_empty_or_zero(m: int, n: int, k: int) -> None:
-    a, b = (quantize(torch.ones(rows, k), "nvfp4") for rows in (m, n))
-    limits = bounds(a, b, out_dtype=torch.bfloat16)
-    assert tuple(limits.expected.shape) == (m, n)
-    assert limits.exact.all()
-    assert accepted(limits, torch.zeros(m, n).bfloat16()).all()
-    if m and n:
-        assert not accepted(limits, torch.full((m, n), 1e-30).bfloat16()).any()
-
-
 # ---- float16 outputs that overflow -----------------------------------------------------------------------------------
-
-
-def test_float16_outputs_overflow_at_65520():
-    """65520 is the tie between 65504 and 2^16: it rounds to infinity, and any number below rounds to 65504."""
-    # 65520 and its float32 neighbours.
-    edges = np.nextafter(np.float32(65520), np.float32([0, 65520, np.inf]))
-    expected = torch.tensor([65504.0, math.inf, math.inf], dtype=torch.float16)
-    zeros, one = (quantize(torch.zeros(rows, 32), "mxfp8-e4m3") for rows in (1, 3))
-    for sign in (1, -1):
-        c = sign * torch.from_numpy(edges).unsqueeze(0)
-        for declared in (Summation(), Summation(operands="decoded-float32")):
-            limits = bounds(zeros, one, out_dtype=torch.float16, c=c, order=declared)
-            for end in (limits.expected, limits.fused, limits.lower, limits.upper, sign * expected.unsqueeze(0)):
-                assert torch.equal(end, gemm(zeros, one, out_dtype=torch.float16, c=c))
 
 
 def test_float16_sums_that_overflow():

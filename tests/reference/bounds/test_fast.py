@@ -20,11 +20,10 @@ from narrowgauge.reference.bounds.running_error import CHUNK, PartialSums, empty
 from narrowgauge.reference.bounds.summation_orders import block_sums, float64_exact
 from narrowgauge.reference.gemm.operands import element_values, format_span, operand, scale_values
 from narrowgauge.reference.numbers.exact import lowest_bit
-from narrowgauge.reference.numbers.slabs import tiles
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import UNIT, Summation
-from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
+from tests.reference.gemm.test_gemm_formats import pair
 from tests.reference.narrow import codes
 
 FAMILIES = ("any", "data", "positive", "sparse", "lattice")
@@ -101,15 +100,6 @@ def test_the_certificate_holds_up_to_2_to_the_25_quanta() -> None:
         assert torch.equal(certain, magnitude <= 2.0**25 * lowest)
 
 
-def test_very_large_ratios_are_clamped_in_the_certificate() -> None:
-    x = torch.tensor([[2.0**-80, 2.0**60], [0.0, 2.0**60]], dtype=torch.float64)
-    certificate = exactness_certificate(x, torch.ones(1, 2, dtype=torch.float64), exact=True)
-    assert certificate is not None
-    magnitude = torch.tensor([[2.0**-55], [2.0**7]], dtype=torch.float64)
-    quanta = magnitude_in_quanta(certificate.power_sums(), magnitude)
-    assert torch.equal(quanta, torch.full_like(magnitude, certificate.exact_limit))
-
-
 @pytest.mark.parametrize(
     ("left", "right"),
     [
@@ -182,22 +172,6 @@ def test_if_most_outputs_are_doubtful_all_are_followed(monkeypatch: pytest.Monke
     assert same(fast, sequential_sum(x, y, UNIT, empty))
     assert calls
     assert fast.error.all()
-
-
-def test_magnitudes_are_added_in_order_of_k() -> None:
-    """2^50 and odd numbers: each partial sum is a float64 number, but the sum of their magnitudes is not."""
-    x = torch.from_numpy(np.random.default_rng(2).integers(-(2**19), 2**19, (8, 4 * CHUNK)) * 2 + 1).double()
-    x[1:] = torch.where(x[1:] < 0, -1.0, 1.0)
-    x[0, 0] = 2.0**50
-    y = torch.ones(8, 4 * CHUNK, dtype=torch.float64)
-    empty, certificate = empty_sums(8, 8, x.device), exactness_certificate(x, y, exact=False)
-    assert certificate is not None
-    for width in (CHUNK, 4 * CHUNK):
-        columns = slice(0, width)
-        fast = certified_sum(x[:, columns], y[:, columns], UNIT, empty, certificate.columns(columns))
-        assert same(fast, sequential_sum(x[:, columns], y[:, columns], UNIT, empty))
-        assert fast.error[0].all()
-        assert not fast.error[1:].any()
 
 
 # The order "blocks".
@@ -279,27 +253,5 @@ def test_bounds_of_mx_are_the_same_without_the_fast_paths(
             assert all(map(torch.equal, fast, plain))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bounds_of_promoted_sums_without_a_certificate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, names in enumerate(BLOCK_PAIRS):
-        a, b = pair(names, seed, (40, 33, 600), "near", family)
-        fast = fields_of_bounds(a, b)
-        with monkeypatch.context() as patched:
-            module = "narrowgauge.reference.bounds.promotion_bounds"
-            patched.setattr(f"{module}.exactness_certificate", lambda *_, **__: None)
-            assert all(map(torch.equal, fast, fields_of_bounds(a, b)))
-
-
 def fields_of_bounds(a: Quantized, b: Quantized) -> list[torch.Tensor]:
     return list(vars(bounds(a, b, out_dtype=torch.float32, order="blocks")).values())
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1 << 18), (1 << 18, 3), (700, 900), (0, 5), (5, 0), (1, 1 << 19)])
-@pytest.mark.parametrize("numbers_per_element", [1, 8])
-def test_tiles_contain_every_element_once(shape: tuple[int, int], numbers_per_element: int) -> None:
-    times = torch.zeros(shape, dtype=torch.uint8)
-    for tile in tiles(times, numbers_per_element):
-        times[tile] += 1
-        assert times[tile].numel() * numbers_per_element <= 1 << 18
-    assert (times == 1).all()

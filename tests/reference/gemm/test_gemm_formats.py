@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.fast.code_ranges import code_ranges
 from narrowgauge.reference.gemm.gemm import alpha, exact_product, gemm, gemm_grouped
 from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import Expansion, exact_sum, lowest_bit
 from narrowgauge.reference.ops import gemm_quantized, quantize
-from narrowgauge.reference.quantize.layout import swizzle
 from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E8M0, FORMATS, Format
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
@@ -59,19 +55,6 @@ def test_an_operand_is_every_code_times_every_scale(kind: str) -> None:
     q = Quantized(codes, exponents, None, recipe, (256, 256))
     expected = np.array(recipe.element.values)[every] * np.array(E8M0.values)[:, None]
     np.testing.assert_array_equal(operand(q), expected)
-
-
-@pytest.mark.parametrize("kind", narrow.MX)
-@pytest.mark.parametrize("columns", [1, 31, 32, 33, 65, 160])
-def test_operands_in_any_layout_are_the_same(kind: str, columns: int) -> None:
-    q = narrow.narrow(kind, np.random.default_rng(columns), 5, columns, kind="wild")
-    expected = narrow.values(q)
-    np.testing.assert_array_equal(operand(q), expected)
-    np.testing.assert_array_equal(operand(replace(q, scales=swizzle(q.scales), swizzled=True)), expected)
-    if q.recipe.columnwise == "in-place":
-        turned = replace(q, codes=q.codes.T.contiguous(), transposed=True)
-        np.testing.assert_array_equal(operand(replace(turned, scales=q.scales.T.contiguous())), expected)
-        np.testing.assert_array_equal(operand(replace(turned, scales=swizzle(q.scales), swizzled=True)), expected)
 
 
 # The exact sum.
@@ -117,14 +100,6 @@ def test_few_rows_beyond_float64_are_summed_separately(special: int | None, sign
     expected = (k - 1) * Fraction(57344 * 448) + sign * Fraction(1, 2**25)
     assert Fraction(total.high[3, 0].item()) + Fraction(total.low[3, 0].item()) == expected
     assert Fraction(plain[3, 0].item()) != expected
-
-
-def test_a_float64_matmul_would_not_have_been_exact() -> None:
-    """Else the test above would show nothing."""
-    for names in [("mxfp8-e5m2", "mxfp8-e5m2"), ("mxfp8-e4m3", "mxfp8-e5m2"), ("mxfp8-e4m3", "mxfp8-e4m3")]:
-        a, b = pair(names, 1, (6, 6, 96), "wild")
-        plain = (operand(a) @ operand(b).T).numpy()
-        assert (fractions(plain) != sums(a, b)).any()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -199,15 +174,6 @@ def test_codes_that_are_not_finite_spoil_their_rows_and_no_other(kind: str) -> N
 
 
 # α and the epilogue.
-
-
-def test_one_factor_is_the_product_of_two_scales() -> None:
-    for x, y in itertools.product([1e-45, 1e-30, 0.37, 1.0, 3e38, math.inf, math.nan], repeat=2):
-        a, b = pair(("fp8-current-e4m3", "fp8-delayed-e5m2"), 1, (1, 1, 16))
-        a.scales, b.scales = torch.tensor([[x]]), torch.tensor([[y]])
-        with np.errstate(all="ignore"):
-            expected = np.float32(x) * np.float32(y)
-        np.testing.assert_array_equal(alpha(a, b).numpy(), [[expected]])
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -297,42 +263,6 @@ def test_the_quantized_output_is_the_output_quantized(recipe: str) -> None:
 
 
 # Empty shapes and errors.
-
-ALONE = [*((kind, kind) for kind in narrow.MX), ("fp8-current-e4m3", "fp8-current-e5m2"), BLOCK_PAIRS[0]]
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (0, 0, 32), (2, 3, 0), (0, 3, 0)])
-@pytest.mark.parametrize("names", ALONE, ids="-".join)
-def test_an_empty_product_is_empty_or_zero(names: tuple[str, str], m: int, n: int, k: int) -> None:
-    a, b = pair(names, 1, (m, n, k))
-    for out_dtype in DTYPES:
-        y = gemm(a, b, out_dtype=out_dtype)
-        assert tuple(y.shape) == (m, n)
-        assert y.dtype == out_dtype
-        assert not y.any()
-
-
-@pytest.mark.parametrize(
-    ("names", "reason"),
-    [
-        (("mxfp8-e4m3", "nvfp4"), "scale is E8M0 and E4M3"),
-        (("fp8-current-e4m3", "fp8-block-1x128-e4m3"), "alpha is s_a*s_b and 1"),
-        (("fp8-current-e5m2", "fp8-delayed-e5m2"), "element is E5M2 of both; one of the two has to be E4M3"),
-        (("fp8-block-128x128", "fp8-block-128x128"), "block is 128x128 of both; one of the two has to be 1x128"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(names: tuple[str, str], reason: str) -> None:
-    made = [quantize(torch.ones(2, 128), one, scale=torch.ones(1) if "delayed" in one else None) for one in names]
-    message = f"gemm cannot multiply {made[0].recipe} by {made[1].recipe}: {reason}"
-    for door in (gemm, bounds):
-        with pytest.raises(ValueError, match=re.escape(message) + "$"):
-            door(made[0], made[1], out_dtype=torch.float32)
-
-
-def test_every_format_has_a_pair_here() -> None:
-    """The fnuz formats are elements of FP8 alone: tests/reference/bounds/test_row_scales.py."""
-    used = {find_recipe(kind).element.name for kind in narrow.MX}
-    assert used == {name for name, fmt in FORMATS.items() if fmt.negative_zero}
 
 
 # What an operand spans.

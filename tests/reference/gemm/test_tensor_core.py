@@ -16,7 +16,6 @@ from narrowgauge.reference.gemm.gemm import alpha, exact_product
 from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two, tensor_core_sum
 from narrowgauge.reference.numbers import slabs
-from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
@@ -152,26 +151,6 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
     assert min(shares) < 1
 
 
-@pytest.mark.parametrize(("precision", "by_matmul"), [("highest", True), ("medium", False)])
-def test_sums_do_not_depend_on_float32_matmuls(
-    precision: str, by_matmul: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With "medium", a float32 matrix product may round its factors to bfloat16."""
-    a, b = pair(FP8, 11, (24, 24, 150), "one", "data")
-    model, exact = summation("aligned-13-32").aligned, exact_product(a, b).high
-    assert model is not None
-    factors, used = (factors_of_operand(a), factors_of_operand(b)), []
-    real, before = fast._sums_by_matmul, torch.get_float32_matmul_precision()
-    monkeypatch.setattr(fast, "_sums_by_matmul", lambda device: (used.append(real(device)), real(device))[1])
-    torch.set_float32_matmul_precision(precision)
-    try:
-        found = fast_tensor_core_sum(*factors, model, exact)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert set(used) == {by_matmul}
-    assert torch.equal(bits(found.float()), bits(tensor_core_sum(*factors, model, exact).float()))
-
-
 @pytest.mark.parametrize("width", [1, 16, 64])
 @pytest.mark.parametrize("lowest", [0, -8, -62])
 def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -> None:
@@ -191,21 +170,6 @@ def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -
     assert (largest == 0).any()
 
 
-@pytest.mark.parametrize(
-    ("lowest", "width", "by_matmul"), [(-62, 16, True), (-63, 16, False), (-62, 64, True), (-62, 65, False)]
-)
-def test_powers_that_are_far_apart_are_compared_one_by_one(lowest: int, width: int, by_matmul: bool) -> None:
-    powers = torch.ones(2, 150, dtype=torch.float64)
-    powers[1, 7] = 2.0**lowest
-    powers[1, width:] = 2.0**300  # other blocks
-    powers[0, :width] = 0.0
-    x, y = (fast._BlockedFactors.of(Factors(side, side), width) for side in (powers, powers.flip(0)))
-    assert fast._matmul_finds_largest(x, y) == by_matmul
-    for block in (slice(0, width), slice(width, 2 * width)):
-        largest = (powers[:, block].unsqueeze(1) * powers.flip(0)[:, block]).amax(2)
-        assert torch.equal(fast._largest_products(x, y, block, by_matmul=by_matmul), largest)
-
-
 def test_scales_of_blocks_are_part_of_the_products() -> None:
     a, b = pair(("mxfp8-e4m3", "mxfp6-e3m2"), 2, (3, 3, 96), "near", "data")
     limits = bounds(a, b, out_dtype=torch.float32, order="aligned-25-1")
@@ -214,23 +178,6 @@ def test_scales_of_blocks_are_part_of_the_products() -> None:
         wide = Format("wide", 16, 8, 3, bias=300, max_code=1)  # no scaled element is subnormal
         formats = (wide, wide)
         assert limits.expected[i, j] == accumulator(left[i], right[j], formats, 25, 1)
-
-
-@pytest.mark.parametrize("names", [("mxfp6-e3m2", "mxfp6-e2m3"), FP8])
-def test_decoded_factors_are_normal_numbers(names: tuple[str, str]) -> None:
-    """Subnormal elements have exponents of their own."""
-    a, b = pair(names, 5, (4, 4, 160), "one" if names == FP8 else "near", "any")
-    for q in (a, b):
-        fmt = q.recipe.element
-        q.codes &= fmt.sign_code | (1 << fmt.mantissa_bits) - 1
-    limits = bounds(a, b, out_dtype=torch.float32, order="decoded-aligned-4-16")
-    left, right = ((narrow.elements if names == FP8 else narrow.values)(q) for q in (a, b))
-    wide = Format("wide", 16, 8, 7, bias=300, max_code=1)
-    for i, j in np.ndindex(4, 4):
-        total = np.float32(accumulator(left[i], right[j], (wide, wide), 4, 16))
-        assert limits.expected[i, j] == alpha(a, b).numpy()[0, 0] * total
-    assert limits.exact.all()
-    assert not torch.equal(limits.expected, bounds(a, b, out_dtype=torch.float32, order="aligned-4-16").expected)
 
 
 def products(left: list[float], right: list[float]) -> tuple[Quantized, Quantized]:
@@ -252,13 +199,6 @@ def test_what_is_below_the_last_bit_of_the_largest_is_lost(large: float, kept: b
     assert bool(accepted(right, limits.expected)) == kept
     for direction in (-math.inf, math.inf):
         assert not accepted(limits, neighbour(limits.expected, direction))
-
-
-@pytest.mark.parametrize(("order", "expected"), [("aligned-4-16", 0.0), ("decoded-aligned-4-16", 2.0**-18)])
-def test_subnormal_products_are_cut_off_as_if_they_were_normal(order: str, expected: float) -> None:
-    """The largest power is the power of the smallest normal numbers, larger than the sum."""
-    a, b = products([2.0**-9], [2.0**-9])
-    assert bounds(a, b, out_dtype=torch.float32, order=order).expected == expected
 
 
 def test_bits_of_separate_blocks_are_truncated_later() -> None:
@@ -302,33 +242,6 @@ def test_blocks_are_promoted_to_what_the_tensor_core_gave(order: str, slices: li
     assert not accepted(limits, bounds(a, b, out_dtype=torch.float32).expected).all()
     unsplit = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
     assert torch.equal(unsplit.expected, limits.expected) == (len(slices) == 1)
-
-
-def test_codes_that_are_not_finite_follow_ieee_arithmetic() -> None:
-    a, b = pair(FP8, 5, (3, 3, 64), "one", "positive")
-    a.codes[1, 7], b.codes[:, 7] = 0x7F, 0x3C
-    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
-    assert limits.expected.isnan().any(1).tolist() == [False, True, False]
-    assert accepted(limits, limits.expected).all()
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 32), (2, 3, 0)])
-def test_the_model_of_nothing_is_nothing_or_zero(shape: tuple[int, int, int]) -> None:
-    a, b = pair(FP8, 6, shape, "one")
-    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
-    assert tuple(limits.expected.shape) == shape[:2]
-    assert (limits.expected == 0).all()
-
-
-def test_the_epilogue_follows() -> None:
-    a, b = pair(FP8, 7, (3, 4, 64), "near", "data")
-    c = torch.linspace(-3, 3, 12).view(3, 4)
-    plain, limits = (bounds(a, b, out_dtype=torch.float32, c=added, order="aligned-13-32") for added in (None, c))
-    assert torch.equal(limits.expected, plain.expected + c)
-    cast = bounds(a, b, out_dtype=torch.bfloat16, order="aligned-13-32")
-    assert torch.equal(cast.expected, plain.expected.bfloat16())
-    assert cast.exact.all()
-    assert rounding.nearest(Fraction(plain.expected[0, 0].item()), "bfloat16") == cast.expected[0, 0]
 
 
 @pytest.mark.parametrize(

@@ -48,15 +48,3 @@ def test_sums_of_a_lattice_are_right_to_the_bit() -> None:
     assert not bool(expected.error.any())
     assert bool(inside(dy.float().sum(0), expected).all())
     assert not bool(inside(torch.nextafter(dy.float().sum(0), torch.full((24,), torch.inf)), expected).any())
-
-
-def test_no_rows_sum_to_zero() -> None:
-    assert column_sum(torch.zeros(0, 3)).value.tolist() == [0, 0, 0]
-    assert column_sum(torch.zeros(0, 3)).error.tolist() == [0, 0, 0]
-
-
-def test_errors_say_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"residual have the same shape, not \(2, 3\) and \(3,\)"):
-        residual_sum(torch.ones(2, 3), torch.ones(3))
-    with pytest.raises(ValueError, match=r"column_sum takes a matrix \(M, N\), not a tensor of shape \(2, 3, 4\)"):
-        column_sum(torch.ones(2, 3, 4))

@@ -82,30 +82,6 @@ def test_a_forward_that_fails_leaves_the_scales() -> None:
     assert torch.equal(layer.scale, torch.ones(3))
 
 
-def test_a_state_has_the_history_and_the_scales() -> None:
-    layer, again = made(Linear, INNER, OUTER), Linear(INNER, OUTER)
-    Pass(layer, NAMES[0])
-    again.load_state_dict(layer.state_dict())
-    assert same([again.amax_history, again.scale], [layer.amax_history, layer.scale])
-    again.load_state_dict({"weight": layer.weight, "bias": layer.bias}, strict=False)
-    assert same(again.scale, layer.scale)
-    layer.weight.grad = layer.bias.grad = None
-    assert_same_pass(Pass(again, NAMES[0]), Pass(layer, NAMES[0]))
-
-
-def test_a_history_of_another_length_is_taken_after_a_reset() -> None:
-    layer = made(Linear, INNER, OUTER)
-    x = normal(ROWS, INNER)
-    with autocast("DelayedScaling-history2"):
-        layer(x)
-    with pytest.raises(ValueError, match="set its amax_history to None"), autocast("DelayedScaling-history4"):
-        layer(x)
-    layer.amax_history = None
-    with autocast("DelayedScaling-history4"):
-        layer(x)
-    assert len(layer.amax_history) == 4
-
-
 def test_a_held_weights_amax_is_recorded_where_it_is_written() -> None:
     layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
     weight = normal(OUTER, INNER)

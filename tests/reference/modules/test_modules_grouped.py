@@ -66,15 +66,6 @@ def test_bits_of_all_sections_are_drawn_through() -> None:
     assert same([found.seen["dy"], found.seen["dy columnwise"]], [rowwise, columnwise])
 
 
-def test_a_group_without_rows_has_gradients_of_zeros() -> None:
-    for recipe in (*NAMES, None):
-        found = grouped_pass(made(GroupedLinear, 3, INNER, OUTER), recipe)
-        assert not found.gradients["weight1"].any()
-        assert not found.gradients["bias1"].any()
-        assert found.gradients["weight2"].any()
-        assert found.gradients["bias2"].any()
-
-
 def test_groups_share_the_scales_and_the_largest_amax_counts() -> None:
     layer = made(GroupedLinear, 3, INNER, OUTER)
     found = grouped_pass(layer, NAMES[-1])

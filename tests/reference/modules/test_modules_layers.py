@@ -40,17 +40,6 @@ def test_a_norm_runs_before_a_linear_layer(norm: Any) -> None:
     assert all(same(found.seen[name], value) for name, value in alone.seen.items() if name != "dx")
 
 
-def test_norms_start_as_the_identity_and_differ() -> None:
-    torch.manual_seed(0)
-    one, other = LayerNormLinear(INNER, OUTER), LayerNormLinear(INNER, OUTER, norm="rms")
-    assert torch.equal(one.layer_norm_weight, torch.ones(INNER).bfloat16())
-    assert one.layer_norm_bias is not None
-    assert not one.layer_norm_bias.any()
-    other.load_state_dict(one.state_dict(), strict=False)
-    x = normal(ROWS, INNER, seed=1) + 1
-    assert not same(one(x), other(x))
-
-
 def expected_names(*, biases: bool = True) -> set[str]:
     """Everything that a transformer layer tells an observer under a recipe without a history."""
     halves = {f"{half}{usage}" for half in ("x", "w", "dy") for usage in ("", " columnwise")}
@@ -121,17 +110,3 @@ def test_without_a_recipe_a_transformer_layer_is_torchs(norm: Any) -> None:
         assert theirs is not None
         assert float((ours - theirs).norm() / theirs.norm()) < 2.0**-16
     assert len(pairs) == 2 + len(dict(layer.named_parameters()))
-
-
-def test_delayed_gradients_of_a_transformer_layer() -> None:
-    options: list[dict[str, Any]] = [{}, {"delay_wgrad": True}]
-    now, later = (made(TransformerLayer, HIDDEN, FFN, HEADS, **chosen) for chosen in options)
-    x, dy = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
-    one, other = Pass(now, RECIPE, x, dy), Pass(later, RECIPE, x, dy)
-    waiting = [name for name, gradient in other.gradients.items() if gradient is None]
-    assert waiting == [f"{child}.weight" for child in ("qkv", "proj", "fc1", "fc2")]
-    names: list[str] = []
-    later.observer = lambda name, _: names.append(name)
-    later.backward_dw()
-    assert names == ["fc2.dw", "fc1.dw", "proj.dw", "qkv.dw"]
-    assert same({name: parameter.grad for name, parameter in later.named_parameters()}, one.gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.reference.ops import quantize, quantize_both, swizzle, transform, unswizzle
+from narrowgauge.reference.ops import quantize, quantize_both, transform
 from narrowgauge.spec.quantized import amax_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, matrix, words
@@ -59,23 +59,6 @@ def test_a_half_alone_is_that_of_both(name: str, seeded: bool, swizzled: bool) -
         assert_same(quantize_both(x, name, rowwise=False, random=(None, random[1]), swizzled=swizzled)[1], column)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_swizzled_scales_are_linear_scales_in_tiles(name: str) -> None:
-    x, random = source(name), random_of(name)
-    linear, swizzled = (quantize_both(x, name, random=random, swizzled=each) for each in (False, True))
-    for one, other in zip(linear, swizzled, strict=True):
-        assert one is not None
-        assert other is not None
-        assert (one.swizzled, other.swizzled) == (False, True)
-        assert torch.equal(other.codes, one.codes)
-        assert torch.equal(other.scales, swizzle(one.scales))
-        rows, columns = one.scales.shape
-        padded = unswizzle(other.scales, tuple(other.scales.shape))
-        assert torch.equal(padded[:rows, :columns], one.scales)
-        assert not padded[rows:].any()
-        assert not padded[:, columns:].any()
-
-
 def test_a_rotation_turns_the_columnwise_half_alone() -> None:
     x = source("nvfp4-rht")
     row, column = quantize_both(x, "nvfp4-rht")
@@ -87,14 +70,6 @@ def test_a_rotation_turns_the_columnwise_half_alone() -> None:
     assert str(row.recipe) == "nvfp4"
     assert column.recipe.transform is not None
     assert not torch.equal(row.amax, column.amax)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).transform is not None])
-def test_the_rowwise_recipe_is_the_one_without_the_rotation(name: str) -> None:
-    plain = find_recipe(name).rowwise
-    assert "rht" not in str(plain)
-    assert plain == find_recipe(str(plain))
-    assert plain.rowwise is plain
 
 
 @pytest.mark.sampled(2)
@@ -113,18 +88,3 @@ def test_a_given_amax_is_that_of_its_half(name: str) -> None:
     if name in TRANSPOSED:
         alone = quantize(x.T, name, amax=amax[1], random=None if random is None else random[1])
         assert_same(halves[1], alone)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
-    base = matrix("normal", 2, 256, 256).bfloat16()
-    random = (words(1, 128, 128), words(2, 128, 128)) if find_recipe(name).rounding == "stochastic" else None
-    for view in (base.T[:128, :128], base[::2, ::2], base[100:228, 3:131], base[:1, :128].expand(128, -1)):
-        copy = view.clone(memory_format=torch.contiguous_format)
-        halves = quantize_both(view, name, random=random), quantize_both(copy, name, random=random)
-        for one, other in zip(*halves, strict=True):
-            assert_same(one, other)
-            assert one is not None
-            assert one.codes.is_contiguous()
-            assert one.scales.is_contiguous()

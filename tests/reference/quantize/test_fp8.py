@@ -26,11 +26,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NAMES = [name for name in recipe_names() if "@" not in name and "fnuz" not in name]
 BLOCKS = [name for name in NAMES if name.startswith("fp8-block")]
 CURRENT = [name for name in NAMES if name.startswith("fp8-current")]
-DELAYED = [name for name in NAMES if name.startswith("fp8-delayed")]
 ROWS = [name for name in NAMES if name.startswith("fp8-row")]
 WITHOUT_AMAX = ("fp8-block", "fp8-row")
 ALL = [*BLOCKS, *CURRENT, *ROWS, "fp8-delayed-e4m3", "fp8-delayed-e5m2"]
-ONE = torch.ones(1)
 
 
 def scale_of(name: str) -> torch.Tensor | None:
@@ -182,17 +180,6 @@ def test_eps_is_the_smallest_amax() -> None:
 # One scale for the tensor.
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_a_given_amax_replaces_the_tensors(name: str) -> None:
-    x = matrix("normal", 1, 5, 40)
-    q = quantize(x, name, amax=torch.tensor([17.3]))
-    whole = quantize(torch.cat([x, torch.full((1, 40), 17.3)]), name)
-    assert torch.equal(q.codes, whole.codes[:5])
-    assert torch.equal(q.scales, whole.scales)
-    assert q.amax is not None
-    assert torch.equal(q.amax, torch.tensor([17.3]))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-130, 1e-45, 3.4028234663852886e38, 448.0, 0.1])
 @pytest.mark.parametrize("family", MATRICES)
@@ -211,15 +198,6 @@ def test_delayed_scaling_uses_the_scale_that_it_is_given(element: Format, family
     assert q.amax.item() == rounding.largest(x.numpy().ravel())  # of what was seen, for the history
 
 
-@pytest.mark.parametrize("name", DELAYED)
-def test_every_delayed_recipe_quantizes_alike(name: str) -> None:
-    x = matrix("normal", 3, 4, 20)
-    base = "fp8-delayed-e5m2" if "e5m2" in name else "fp8-delayed-e4m3"
-    one, other = (quantize(x, each, scale=torch.tensor([9.0])) for each in (name, base))
-    assert torch.equal(one.codes, other.codes)
-    assert torch.equal(one.scales, other.scales)
-
-
 # Back to values.
 
 
@@ -235,15 +213,6 @@ def test_dequantize_is_one_product_and_one_cast(name: str, dtype: str) -> None:
     values = torch.tensor(recipe.element.values, dtype=torch.float64)[q.codes.int()]
     expected = (values * factors).float().to(DTYPES[dtype])
     assert torch.equal(bits(dequantize(q, DTYPES[dtype])), bits(expected))
-
-
-@ELEMENTS
-def test_every_code_survives_a_scale_of_a_power_of_two(element: Format) -> None:
-    values = torch.tensor([[v for v in element.values if math.isfinite(v)]])
-    for power in (-20, 0, 30):
-        q = quantize(values * 2.0**power, f"fp8-current-{element.name.lower()}")
-        assert q.scales.item() == 2.0**power
-        assert torch.equal(bits(dequantize(q)), bits(values * 2.0**power))
 
 
 # Halves.
@@ -304,25 +273,4 @@ def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool,
             assert mine is None or torch.equal(bits(mine), bits(theirs))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_an_amax_for_each_section_replaces_its_own(name: str) -> None:
-    x, amax = matrix("normal", 7, 9, 20), torch.tensor([5.0, 6.0, 7.0])
-    grouped = quantize_grouped(x, torch.tensor([4, 0, 5]), name, amax=amax)
-    assert torch.equal(grouped.amax, amax)  # type: ignore[arg-type]
-    for part, section, each in zip(grouped.sections(), torch.split(x, [4, 0, 5]), amax, strict=True):
-        assert torch.equal(part.codes, quantize(section, name, amax=each.view(1)).codes)
-
-
 # Errors.
-
-
-def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
-    recipe = find_recipe("fp8-block-1x128-e4m3-fp32")
-    with pytest.raises(ValueError, match=f"recipe {recipe} has a largest scale of the dtype of x; give dtype"):
-        encode_scales(torch.ones(1, 1), recipe, None)
-
-
-@pytest.mark.parametrize("name", ["fp8-block-1x128", "fp8-delayed", "mxfp8-e4m3"])
-def test_a_recipe_without_a_rule_for_it_has_no_tensor_scale(name: str) -> None:
-    with pytest.raises(ValueError, match=f"recipe {find_recipe(name)} has no tensor scale"):
-        tensor_scale(ONE, find_recipe(name))

@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference.ops import GroupedQuantized, dequantize, gemm, gemm_grouped, quantize, quantize_grouped
+from narrowgauge.reference.ops import GroupedQuantized, gemm, gemm_grouped, quantize, quantize_grouped
 from narrowgauge.reference.scalar import philox
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
-from narrowgauge.spec.recipes import find_recipe, recipe_names
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.reference.samples import matrix
 from tests.reference.twins import assert_same
 
-NAMES = [
-    name
-    for name in recipe_names()
-    if name.startswith("nvfp4") and "@" not in name and find_recipe(name).granularity == "tensor"
-]
-NEAREST = [name for name in NAMES if find_recipe(name).rounding == "nearest-even"]
 SIZES = {
     "one": [5],
     "one empty": [0],
@@ -108,15 +102,6 @@ def test_random_bits_count_the_blocks_of_all_sections(name: str, columnwise: boo
     check(q, x, sizes, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_section_is_the_matrix(name: str) -> None:
-    x = matrix("normal", 2, 128, 128).bfloat16()
-    random = (8, 9) if find_recipe(name).rounding == "stochastic" else None
-    for columnwise in (False, True):
-        q = quantize_grouped(x, torch.tensor([128]), name, columnwise=columnwise, random=random)
-        assert_same(q.sections()[0], quantize(x.T if columnwise else x, name, random=random))
-
-
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_a_given_amax_is_that_of_its_section(columnwise: bool) -> None:
     sizes = [3, 0, 20]
@@ -124,25 +109,6 @@ def test_a_given_amax_is_that_of_its_section(columnwise: bool) -> None:
     parts = sections_of(x, sizes, columnwise)
     expected = [quantize(part, "nvfp4", amax=amax[i : i + 1]) for i, part in enumerate(parts)]
     check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise, amax=amax), x, sizes, expected)
-
-
-def test_more_dimensions_are_rows_and_views_equal_copies() -> None:
-    sizes = torch.tensor([5, 7])
-    x = matrix("normal", 3, 34, 12).T
-    flat = quantize_grouped(x.contiguous(), sizes, "nvfp4")
-    for view in (x, x.contiguous().view(3, 4, 34), x.contiguous().view(2, 1, 6, 34)):
-        q = quantize_grouped(view, sizes, "nvfp4")
-        for one, other in zip(q.sections(), flat.sections(), strict=True):
-            assert_same(one, other)
-
-
-@pytest.mark.parametrize("columns", [0, 1])
-def test_sections_of_no_columns_or_one(columns: int) -> None:
-    sizes = [2, 0, 17]
-    x = source(sizes, columns)
-    for columnwise in (False, True):
-        expected = [quantize(part.contiguous(), "nvfp4") for part in sections_of(x, sizes, columnwise)]
-        check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise), x, sizes, expected)
 
 
 def test_bytes_behind_the_last_section_are_not_used() -> None:
@@ -153,15 +119,6 @@ def test_bytes_behind_the_last_section_are_not_used() -> None:
     longer = dataclasses.replace(q, codes=torch.cat([q.codes, more]), scales=torch.cat([q.scales, more]))
     for one, other in zip(longer.sections(), q.sections(), strict=True):
         assert_same(one, other)
-
-
-def test_sections_are_views_and_may_do_without_a_tensor_scale() -> None:
-    q = quantize_grouped(source([4, 5], 32), torch.tensor([4, 5]), "nvfp4")
-    q.codes.fill_(0x22)
-    assert all((part.codes == 0x22).all() for part in q.sections())
-    without = dataclasses.replace(q, tensor_scale=None).sections()
-    assert [part.tensor_scale for part in without] == [None, None]
-    assert torch.equal(dequantize(without[0]), dequantize(q.sections()[0]))
 
 
 # GEMM.
@@ -192,13 +149,3 @@ def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], added: s
         )  # fmt: skip
         assert torch.equal(bits(y[start:stop]), bits(alone))
         start = stop
-
-
-@pytest.mark.parametrize("name", NEAREST)
-def test_sections_of_every_recipe_are_multiplied(name: str) -> None:
-    sizes = [5, 0, 12]
-    a = quantize_grouped(source(sizes, 128).bfloat16(), torch.tensor(sizes), name)
-    b = matrices(3, 4, 128, name)
-    y = gemm_grouped(a, b, out_dtype=torch.float32)
-    expected = [gemm(part, other, out_dtype=torch.float32) for part, other in zip(a.sections(), b, strict=True)]
-    assert torch.equal(y, torch.cat(expected))

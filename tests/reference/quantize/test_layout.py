@@ -54,27 +54,6 @@ def test_every_byte_lies_at_its_index_and_padding_is_zero(shape: tuple[int, int]
     assert torch.equal(unswizzle(swizzled, shape), scales)
 
 
-def test_the_formula_is_a_permutation() -> None:
-    places = [place(i, j, 12) for i in range(384) for j in range(12)]
-    assert sorted(places) == list(range(384 * 12))
-
-
-def test_swizzle_is_neither_the_identity_nor_its_wrong_twin() -> None:
-    """Rows split as (32, 4) in place of (4, 32)."""
-    scales = numbered(256, 8)
-    twin = scales.view(2, 32, 4, 2, 4).permute(0, 3, 1, 2, 4).reshape(256, 8)
-    assert not torch.equal(swizzle(scales), twin)
-    assert not torch.equal(swizzle(scales), scales)
-
-
-@pytest.mark.parametrize("door", [swizzle, unswizzle])
-def test_a_view_gives_the_bytes_of_its_copy(door: object) -> None:
-    more = (256, 8)
-    for view in (numbered(8, 256).T, numbered(256, 16)[:, ::2], numbered(512, 8)[::2]):
-        args = () if door is swizzle else (more,)
-        assert torch.equal(door(view, *args), door(view.clone(memory_format=torch.contiguous_format), *args))  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-448-mae"])
 @pytest.mark.parametrize("shape", [(1, 1), (130, 70), (0, 20), (20, 0)])
 def test_quantize_gives_swizzled_scales_where_asked(name: str, shape: tuple[int, int]) -> None:

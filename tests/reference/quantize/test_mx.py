@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.rounding import stochastic
-from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped, swizzle, unswizzle
-from narrowgauge.reference.quantize.layout import linear_scales, pack
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped
+from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.reference.scalar import mx, philox
 from narrowgauge.reference.scalar import rounding as scalar_rounding
 from narrowgauge.spec.formats import E2M1, E8M0, Format
-from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference.mx_exponents import DIALECTS, ELEMENTS, NAMES
@@ -30,7 +30,6 @@ SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=N
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
 ALL = [name for name in recipe_names() if name.startswith("mxfp") and "@" not in name]
 NEAREST = [name for name in ALL if not name.endswith("-sr")]
-FLT_MAX = 3.4028234663852886e38
 
 
 def tiled(element: Format) -> str:
@@ -65,49 +64,11 @@ def test_a_recipe_is_its_twin(
     assert q.tensor_scale is None
 
 
-@pytest.mark.sampled(2)
-@ELEMENT
-def test_tiles_of_32_rows_and_their_tails_are_the_twins(element: Format) -> None:
-    x = matrix("spread", 5, 70, 40)
-    q = quantize(x, tiled(element))
-    codes, scales = mx.quantize(x.numpy(), q.recipe)
-    np.testing.assert_array_equal(q.scales.numpy(), scales)
-    np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
-    assert len(set(map(tuple, scales.tolist()))) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@ELEMENT
-def test_the_input_dtype_is_only_a_carrier(element: Format, dtype: torch.dtype) -> None:
-    x = matrix("normal", 1, 33, 70).to(dtype)
-    one, other = quantize(x, NAMES[element]), quantize(x.float(), NAMES[element])
-    assert torch.equal(one.codes, other.codes)
-    assert torch.equal(one.scales, other.scales)
-
-
 # Special values.
 
 
 def row_of(*numbers: float, columns: int = 32) -> torch.Tensor:
     return torch.tensor([[*numbers, *[0.0] * (columns - len(numbers))]])
-
-
-@ELEMENT
-def test_zeros_have_the_smallest_scale_and_keep_their_sign(element: Format) -> None:
-    q = quantize(row_of(0.0, -0.0, 0.0, -0.0), NAMES[element])
-    assert q.scales.tolist() == [[0]]
-    assert rowwise_elements(q)[0, :4].tolist() == [0, element.sign_code] * 2
-    tiny = quantize(row_of(element.max, -(2.0**-30), 2.0**-30), NAMES[element])
-    assert rowwise_elements(tiny)[0, :3].tolist() == [element.max_code, element.sign_code, 0]
-
-
-@ELEMENT
-def test_infinity_has_the_largest_scale_and_the_largest_code(element: Format) -> None:
-    q = quantize(row_of(math.inf, -math.inf, FLT_MAX, 1.0), NAMES[element])
-    assert q.scales.tolist() == [[E8M0.max_code]]
-    large = scalar_rounding.encode(FLT_MAX * 2.0**-127, element)
-    assert rowwise_elements(q)[0, :4].tolist() == [element.max_code, element.max_code | element.sign_code, large, 0]
-    assert not dequantize(q).isnan().any()
 
 
 @ELEMENT
@@ -234,35 +195,6 @@ def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> 
         assert tuple(column.scales.shape) == (-(-shape[0] // 32), shape[1])
 
 
-@pytest.mark.parametrize("name", [name for name in NEAREST if "2d" in name])
-def test_tiles_have_one_set_of_codes_for_both_halves(name: str) -> None:
-    x = matrix("spread", 2, 70, 100)
-    row, column = quantize_both(x, name)
-    assert row is not None
-    assert column is not None
-    assert torch.equal(rowwise_elements(row), rowwise_elements(column).T)
-    assert torch.equal(dequantize(row), dequantize(column).T)
-    assert torch.equal(linear_scales(row)[::32], linear_scales(column)[::32].T)
-
-
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "mxfp6-e3m2", "mxfp4"])
-def test_swizzled_scales_are_linear_scales_in_tiles(name: str) -> None:
-    x = matrix("spread", 3, 200, 300)
-    linear, swizzled = (quantize_both(x, name, swizzled=each) for each in (False, True))
-    for one, other in zip(linear, swizzled, strict=True):
-        assert one is not None
-        assert other is not None
-        along = linear_scales(one)
-        assert along.shape == (one.shape[0], -(-one.shape[1] // 32))
-        assert torch.equal(other.codes, one.codes)
-        assert torch.equal(other.scales, swizzle(along))
-        assert tuple(other.scales.shape) == swizzled_shape(other.shape, other.recipe)
-        assert torch.equal(unswizzle(other.scales, tuple(along.shape)), along)
-        assert torch.equal(linear_scales(other), along)
-        assert torch.equal(dequantize(other), dequantize(one))
-        assert other.transposed == one.transposed
-
-
 SIZES = {
     "plain": [32, 64, 32],
     "no multiples": [1, 33, 5, 70],
@@ -363,18 +295,6 @@ def test_the_sum_rounds_once_to_float32(element: Format) -> None:
     assert len(beside) > 6 * (element.max_code - 1)
 
 
-@ELEMENT
-def test_signs_infinities_and_nan(element: Format) -> None:
-    x = torch.cat([halves(element), near_grid(element)])
-    assert torch.equal(bits(enumerated(-x, element)), bits(-enumerated(x, element)))
-    wide = torch.tensor([element.max, element.max * 1.01, FLT_MAX, math.inf])
-    assert (enumerated(wide, element) == element.max).all()
-    assert (enumerated(-wide, element) == -element.max).all()
-    nan = torch.tensor([math.nan, -math.nan])
-    code = element.max_code if element.nan_code is None else element.nan_code
-    assert (encode(enumerated(nan, element), element) == code).all()
-
-
 FLOATS = st.one_of(
     st.floats(width=32),
     st.floats(-8, 8, width=32),
@@ -448,17 +368,3 @@ def test_the_columnwise_half_draws_with_the_next_offset(name: str) -> None:
     for half, alone, offset in ((row, x, 8), (column, x.T.contiguous(), 9)):
         made = quantize(alone, name, random=philox_words(7, offset, *alone.shape))
         assert torch.equal(rowwise_elements(half), rowwise_elements(made))
-
-
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp4-sr", "mxfp8-2d-sr"])
-def test_sections_count_their_blocks_through(name: str, columnwise: bool) -> None:
-    sizes = [33, 0, 5, 70]
-    x = matrix("normal", 9, sum(sizes), 45)
-    grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise, random=(3, 4))
-    first = 0
-    for part, section in zip(grouped.sections(), torch.split(x, sizes), strict=True):
-        alone = section.T.contiguous() if columnwise else section
-        made = quantize(alone, name, random=philox_words(3, 4, *alone.shape, first=first))
-        assert torch.equal(rowwise_elements(part), rowwise_elements(made))
-        first += alone.shape[0] * -(-alone.shape[1] // 32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.reference.numbers import slabs
-from narrowgauge.reference.quantize.steps import encode_elements, quantize_matrix
+from narrowgauge.reference.quantize.steps import quantize_matrix
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 
@@ -51,13 +51,3 @@ def test_the_size_of_a_slab_changes_no_byte(
     for field in ("codes", "scales", "amax", "tensor_scale"):
         first, second = raw(getattr(whole, field)), raw(getattr(parts, field))
         assert (first is None and second is None) or torch.equal(first, second), field  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [name for name in recipe_names() if find_recipe(name).transform is None])
-def test_codes_under_given_scales_are_those_of_all_steps(name: str) -> None:
-    """Steps 6 to 8 alone, under the scales that steps 1 to 5 gave."""
-    recipe = find_recipe(name)
-    x = matrix(recipe, 37, 96)
-    q = quantized(x, recipe)
-    random = (3, 5) if recipe.rounding == "stochastic" else None
-    assert torch.equal(encode_elements(x, q.scales, q.tensor_scale, recipe, random, 2), q.codes)

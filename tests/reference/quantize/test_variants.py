@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference.ops import quantize, quantize_both
+from narrowgauge.reference.ops import quantize
 from narrowgauge.spec.quantized import amax_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, NASTY, matrix, words
@@ -71,47 +70,3 @@ def test_a_rotated_variant_is_its_scalar_twin(name: str, family: str, seed: int,
     x = matrix(family, seed, rows if columns < 100 else 1 + rows % 3, columns).bfloat16()
     bits = words(seed, *x.shape) if find_recipe(name).rounding == "stochastic" else None
     assert_twin(quantize(x, name, random=bits), x, words=bits)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_input_dtype_is_only_a_carrier(name: str, dtype: torch.dtype) -> None:
-    x = matrix("normal", 1, 33, 50).to(dtype)
-    bits = words(1, 33, 50) if find_recipe(name).rounding == "stochastic" else None
-    for one, other in zip(
-        dataclasses.astuple(quantize(x, name, random=bits)),
-        dataclasses.astuple(quantize(x.float(), name, random=bits)),
-        strict=True,
-    ):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-@pytest.mark.parametrize("shape", [(0, 0), (0, 32), (5, 0), (0, 128)])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_empty_matrix_gives_empty_halves(name: str, shape: tuple[int, int]) -> None:
-    recipe = find_recipe(name)
-    x = torch.zeros(shape, dtype=torch.bfloat16)
-    if recipe.transform is not None and shape[0]:
-        x = torch.zeros(256, 0, dtype=torch.bfloat16)  # whole groups along M, for the columnwise half
-    random = (1, 2) if recipe.rounding == "stochastic" else None
-    rows, columns = x.shape
-    for q, (m, k) in zip(quantize_both(x, recipe, random=random), [(rows, columns), (columns, rows)], strict=True):
-        assert q is not None
-        assert q.amax is not None
-        assert q.shape == (m, k)
-        assert tuple(q.codes.shape) == (m, -(-k // 2))
-        assert tuple(q.scales.shape) == (m, -(-k // 16))
-        assert q.amax.tolist() == [0.0] * (m if recipe.granularity == "row" else 1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_inputs_come_back_unchanged(name: str) -> None:
-    recipe = find_recipe(name)
-    x = matrix("normal", 2, 128, 128).bfloat16()
-    random = (words(2, 128, 128), words(3, 128, 128)) if recipe.rounding == "stochastic" else None
-    amax = torch.full(amax_shape((128, 128), recipe), 3.0)
-    given_tensors = [x, amax, *(random or ())]
-    before = [tensor.clone() for tensor in given_tensors]
-    quantize_both(x, recipe, amax=(amax, amax), random=random, swizzled=True)
-    for tensor, copy in zip(given_tensors, before, strict=True):
-        assert torch.equal(tensor, copy)

@@ -88,12 +88,3 @@ def test_many_columns_in_order_take_few_calls() -> None:
     gemm.calibrate()
     assert reveal(gemm) == tree
     assert gemm.calls < 120
-
-
-def test_an_order_that_is_not_regular_is_probed_at_every_column() -> None:
-    """Two columns of a chain are exchanged, which a few probes do not tell."""
-    order = [*range(100), 101, 100, *range(102, 200)]
-    tree = Chain(0, tuple((column,) for column in order[1:]))
-    found = accumulation_order(lambda a, b: tree_sum(tree, a, b, NodeArithmetic()), 64, 200, 8, dtype=torch.float32)
-    assert found.confirmed
-    assert found.tree == tree
