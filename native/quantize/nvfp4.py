@@ -158,6 +158,8 @@ def _launch(
         name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", GENERAL_THREADS["quantize_nvfp4"].get(x.device.type, 1)
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
     flags = variant_flags(_VARIANT, choices, x.device)
+    if x.device.type == "cuda":
+        flags += ("-DUNIT=UNIT_" + ("tiles" if "tiles" in name else suffix(x.dtype)).upper(),)
     launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
 
 
