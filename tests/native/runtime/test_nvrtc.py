@@ -129,6 +129,14 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
         assert (POWER in found) == narrow
 
 
+def test_a_launch_compiles_the_kernels_of_its_dtype() -> None:
+    kernels = KERNELS["quantize_nvfp4"]
+    units = {kernel: nvfp4.unit_flag(kernel) for kernel in kernels}
+    for unit in set(units.values()):
+        compiled = entries(nvrtc.ptx("quantize_nvfp4", "compute_90a", *NEAREST, unit))
+        assert compiled == {kernel for kernel in kernels if units[kernel] == unit}
+
+
 def test_what_those_flags_keep_out_would_be_seen() -> None:
     fast = instructions(nvrtc.ptx("gemm_nvfp4", "compute_90", "--ftz=true", "--prec-div=false", "--fmad=true"))
     assert any(".ftz" in i for i in fast)
