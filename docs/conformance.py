@@ -1,6 +1,7 @@
 """Makes docs/conformance.md: which rule the quantizers of other libraries follow. Run it by `make conformance`.
 
-Each library has an environment of its own, because libraries pin different versions of torch. A survey is `narrowgauge
+Each library has an environment of its own, because libraries pin different versions of torch. An environment has 1 to
+4 GB and is removed after the surveys of its library, unless `--environments` gives a folder. A survey is `narrowgauge
 dialect` of an adapter and a recipe. Libraries without a package are surveyed in a checkout that somebody gives by
 `--checkout`. With `--device cuda` the libraries are those of the interpreter that runs this program. Rows of libraries
 that are not surveyed are kept.
@@ -11,11 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import venv
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +107,39 @@ def wrong_rows() -> list[str]:
     ]
 
 
-def python_of(name: str, library: dict[str, Any], folder: Path) -> Path:
-    """The interpreter of a library's environment, which is made and filled if it is missing. `alone`: requirements
-    that are installed without their own, which need a GPU."""
-    python = folder / name / "bin" / "python"
-    if not python.exists():
-        venv.create(folder / name, with_pip=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints-cpu.txt")]
-        subprocess.run([*install, "-e", str(ROOT), *library.get("requirements", [])], check=True)
-        if "alone" in library:
-            subprocess.run([*install, "--no-deps", *library["alone"]], check=True)
+class NotInstalled(Exception):
+    """A library cannot be installed. The message is that of pip."""
+
+
+@contextmanager
+def interpreter(name: str, folder: Path | None, device: str) -> Iterator[Path]:
+    """The interpreter that has a library: on a GPU that of this program, else that of the library's environment in
+    `folder`. Without a folder the environment is removed at the end. Raises NotInstalled."""
+    if device == "cuda":
+        yield Path(sys.executable)
+    elif folder is not None:
+        yield python_of(LIBRARIES[name], folder / name)
+    else:
+        with tempfile.TemporaryDirectory(prefix="conformance-") as new:
+            yield python_of(LIBRARIES[name], Path(new) / name)
+
+
+def python_of(library: dict[str, Any], folder: Path) -> Path:
+    """The interpreter of an environment, which is made and filled if it is missing. `alone`: requirements that are
+    installed without their own, which need a GPU. Raises NotInstalled."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    venv.create(folder, with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints-cpu.txt")]
+    commands = [[*install, "-e", str(ROOT), *library.get("requirements", [])]]
+    if "alone" in library:
+        commands.append([*install, "--no-deps", *library["alone"]])
+    for command in commands:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            shutil.rmtree(folder)
+            raise NotInstalled((result.stderr.strip().splitlines() or ["pip failed"])[-1])
     return python
 
 
@@ -122,7 +150,8 @@ def survey(python: Path, path: str, backend: str, recipe: str, device: str) -> d
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     start = result.stdout.find("{")
     if start < 0:
-        return {"error": (result.stderr.strip().splitlines() or ["no answer"])[-1]}
+        lines = result.stderr.strip().splitlines() or ["no answer"]
+        return {"error": next((line for line in lines if line.startswith("narrowgauge: ")), lines[-1])}
     answer: dict[str, Any] = json.loads(result.stdout[start:])
     return answer
 
@@ -199,15 +228,18 @@ def measured_product(one: dict[str, Any], python: Path) -> str:
     return line
 
 
-def product_rows(folder: Path, libraries: list[str], device: str) -> list[str]:
+def product_rows(folder: Path | None, libraries: list[str], device: str) -> list[str]:
     """The rows of all products: those of `libraries` on the device are measured, the others are kept."""
     kept = section("Products of matrices")
-    asked = [one for one in PRODUCTS if one["library"] in libraries and one.get("device", "cpu") == device]
-    pythons = [_python(one["library"], folder, device) for one in asked]
-    with ThreadPoolExecutor(4 if device == "cuda" else 1) as pool:
-        measured = dict(zip(map(id, asked), pool.map(measured_product, asked, pythons), strict=True))
-    lines = [measured.get(id(one)) or _kept_product(one, kept) for one in PRODUCTS]
-    return [line for line in lines if line]
+    measured: dict[int, str] = {}
+    for name in libraries:
+        asked = [one for one in PRODUCTS if one["library"] == name and one.get("device", "cpu") == device]
+        with interpreter(name, folder, device) as python, ThreadPoolExecutor(4 if device == "cuda" else 1) as pool:
+            measured.update(
+                zip(map(id, asked), pool.map(lambda one: measured_product(one, python), asked), strict=True)
+            )
+    rows = [measured.get(id(one)) or _kept_product(one, kept) for one in PRODUCTS]
+    return [row for row in rows if row]
 
 
 def _kept_product(one: dict[str, Any], kept: list[str]) -> str:
@@ -215,11 +247,6 @@ def _kept_product(one: dict[str, Any], kept: list[str]) -> str:
     start = f"| `{one['call']}` | {one['operands']} | "
     on_cpu = one.get("device", "cpu") == "cpu"
     return next((row for row in kept if row.startswith(start) and row.startswith(f"{start}CPU |") == on_cpu), "")
-
-
-def _python(name: str, folder: Path, device: str) -> Path:
-    """The interpreter that has a library: on a GPU, that of this program."""
-    return Path(sys.executable) if device == "cuda" else python_of(name, LIBRARIES[name], folder)
 
 
 def section(title: str) -> list[str]:
@@ -238,25 +265,30 @@ def by_library(lines: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def page(folder: Path, only: list[str], checkouts: dict[str, str], *, products: bool, device: str) -> str:
+def surveyed(name: str, surveys: list[str], folder: Path | None, path: str, device: str) -> list[str]:
+    """The rows of a library. `surveys`: backend@recipe. `path`: a checkout of the library, or empty."""
+    pairs = [one.split("@") for one in surveys]
+    try:
+        with interpreter(name, folder, device) as python, ThreadPoolExecutor(os.cpu_count()) as pool:
+            answers = list(pool.map(lambda pair: survey(python, path, *pair, device), pairs))
+    except NotInstalled as error:
+        answers = [{"error": f"{name} cannot be installed: {error}"}] * len(pairs)
+    rows = [row(*pair, answer, device) for pair, answer in zip(pairs, answers, strict=True)]
+    print("\n".join(rows), flush=True)
+    return rows
+
+
+def page(folder: Path | None, only: list[str], checkouts: dict[str, str], *, products: bool, device: str) -> str:
     """The page. `products`: measure products of matrices in place of quantizers."""
     found = product_rows(folder, only if products else [], device)
     rows = {name: by_library(section(title)) for name, title in (("cpu", ""), ("cuda", "On a GPU"))}
-    jobs: list[tuple[Path, str, str, str, str]] = []
     for name, library in LIBRARIES.items():
         surveys = library.get("surveys" if device == "cpu" else "gpu", [])
         if products or not surveys or (only and name not in only):
             continue
         if device == "cpu" and "checkout" in library and name not in checkouts:
             continue
-        rows[device][name] = []
-        python = _python(name, folder, device)
-        jobs += [(python, checkouts.get(name, ""), *line.split("@"), device) for line in surveys]  # type: ignore[misc]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for job, answer in zip(jobs, pool.map(lambda job: survey(*job), jobs), strict=True):
-            line = row(job[2], job[3], answer, device)
-            rows[device][job[2].partition(":")[0]].append(line)
-            print(line, flush=True)
+        rows[device][name] = surveyed(name, surveys, folder, checkouts.get(name, ""), device)
     return assembled(*([line for lines in rows[name].values() for line in lines] for name in ("cpu", "cuda")), found)
 
 
@@ -286,7 +318,7 @@ def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--environments", type=Path, default=ROOT / ".conformance", help="folder of the environments")
+    parser.add_argument("--environments", type=Path, help="folder that keeps the environments (default: none is kept)")
     parser.add_argument("--checkout", action="append", default=[], metavar="LIBRARY=FOLDER", help="folder of a library")
     parser.add_argument("libraries", nargs="*", help="libraries to survey (default: all)")
     parser.add_argument("--products", action="store_true", help="measure products of matrices of these libraries")
