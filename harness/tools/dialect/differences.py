@@ -164,29 +164,41 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
 
     if not bool(wrong.any()):
         return
-    scaled = rules.scaled(number, rule)
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand_as(wrong)[wrong]
+
+    x, scaled, codes, expected = map(here, (stack.x, rules.scaled(number, rule), stack.codes, made))
+    kernel, oracle = canonical(codes, fmt), canonical(expected, fmt)
     ends = _at_the_ends(stack.scales, rule.scale) | _at_the_ends(rules.scales(number, rule)[0], rule.scale)
-    kernel, oracle = (canonical(codes, fmt) for codes in (stack.codes, made))
+    between = _beside_tie(scaled, kernel, oracle, fmt)
     kinds = [
-        ("dead blocks", rules.dead(number)),
-        ("positive zeros as -0", (kernel == oracle) & (stack.codes == fmt.sign_code) & ~stack.x.signbit()),
+        ("dead blocks", here(rules.dead(number))),
+        ("positive zeros as -0", (kernel == oracle) & (codes == fmt.sign_code) & ~x.signbit()),
         ("-0", (kernel == oracle) & (kernel == 0)),
         ("NaN sign", kernel == oracle),
-        ("codes of NaN", stack.x.isnan()),
-        ("codes of infinity", stack.x.isinf()),
-        ("codes under special amaxes", scaled.isnan() | rules.of_elements(number, rules.special(number, rule)[0])),
-        ("codes by infinite reciprocals in float16", _by_infinity(rules, number)),
-        ("codes at the ends of float32", rules.of_elements(number, ends)),
-        ("codes by subnormal numbers", _subnormal(stack.x.float()) | _below(rules, number, rule, len(stack.x))),
+        ("codes of NaN", x.isnan()),
+        ("codes of infinity", x.isinf()),
+        (
+            "codes under special amaxes",
+            scaled.isnan() | here(rules.of_elements(number, rules.special(number, rule)[0])),
+        ),
+        ("codes by infinite reciprocals in float16", here(_by_infinity(rules, number))),
+        ("codes at the ends of float32", here(rules.of_elements(number, ends))),
+        ("codes by subnormal numbers", _subnormal(x.float()) | here(_below(rules, number, rule, len(stack.x)))),
         ("codes beyond the range", scaled.abs() > fmt.max),
-        ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt, 0)),
+        ("rounding of ties", between == 0),
         ("rounding below the first tie", _below_first_tie(scaled, kernel, oracle, fmt)),
-        ("rounding beside ties", _other_neighbour(scaled, kernel, oracle, fmt, _ULPS)),
-        ("element rule", torch.ones_like(wrong)),
+        ("rounding beside ties", between <= _ULPS),
+        ("element rule", torch.ones_like(x, dtype=torch.bool)),
     ]
+    left = torch.ones_like(x, dtype=torch.bool)
     for kind, holds in kinds:
-        yield kind, wrong & holds, describe
-        wrong = wrong & ~holds
+        if bool((of_kind := left & holds).any()):
+            of_all = torch.zeros_like(wrong)
+            of_all[wrong] = of_kind
+            yield kind, of_all, describe
+            left &= ~holds
 
 
 def _is_nan(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -247,19 +259,18 @@ def _is_zero(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (scales & 0x7F) == 0 if fmt.signed else torch.zeros_like(scales, dtype=torch.bool)
 
 
-def _other_neighbour(
-    scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format, most: int
-) -> torch.Tensor:
-    """Elements between two neighbouring codes, at most `most` float32 numbers from their middle. The quantizer has one
-    of the codes and the rule the other."""
+def _beside_tie(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Number of float32 numbers from an element to the tie of two neighbouring codes, of which the quantizer has one
+    and the rule the other; the largest int32 for other codes and for a tie of the other sign."""
     values = scaled.new_tensor(fmt.values)
     valid = (kernel.int() < fmt.codes) & (oracle.int() < fmt.codes)
     a, e = (values[codes.int().clamp(max=fmt.codes - 1)] for codes in (kernel, oracle))
-    middle = (a.double() + e.double()) / 2
+    tie = ((a.double() + e.double()) / 2).float()
     apart = (kernel.int() - oracle.int()).abs() == 1
     from_zero = ((kernel == 0) | (oracle == 0)) & ((a.abs() + e.abs()) == fmt.value(1))
-    far = (scaled.abs().view(torch.int32) - middle.abs().float().view(torch.int32)).abs()
-    return valid & (apart | from_zero) & (far <= most) & (scaled.signbit() == middle.signbit())
+    known = valid & (apart | from_zero) & (scaled.signbit() == tie.signbit())
+    distance = (scaled.abs().view(torch.int32) - tie.abs().view(torch.int32)).abs()
+    return distance.masked_fill(~known, torch.iinfo(torch.int32).max)
 
 
 def _below_first_tie(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:
