@@ -8,7 +8,6 @@ import pickle
 import shlex
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import narrowgauge as ng
 from narrowgauge.harness.api.default_settings import current_settings
 from narrowgauge.harness.api.verdict import Verdict, WrongResult
 from narrowgauge.spec.recipes import find_recipe, recipe_names
-from tests.paths import ROOT
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -389,28 +387,3 @@ def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.Monke
     verdict = wrong(ng.assert_quantized, x, q.codes ^ 2, q.scales)
     assert verdict.reproduction.startswith("not saved: ")
     assert "NARROWGAUGE_FAILURES" in verdict.reproduction
-
-
-@pytest.mark.long
-def test_an_xdist_worker_reports_failures_and_saves_once(tmp_path: Path, failures: Path) -> None:
-    text = """
-        import narrowgauge
-        import pytest
-        import torch
-
-        @pytest.mark.parametrize("flip", [0, 1, 1])
-        def test_kernel(flip):
-            q = narrowgauge.quantize(torch.ones(16, 32), "mxfp8-e4m3")
-            narrowgauge.assert_quantized(torch.ones(16, 32), q.codes ^ flip, q.scales, "mxfp8-e4m3")
-    """
-    (tmp_path / "test_kernel.py").write_text(textwrap.dedent(text), encoding="utf-8")
-    words = ["-n", "1", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", "test_kernel.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert "2 failed, 1 passed" in done.stdout, done.stdout
-    assert done.stdout.count("WrongResult: ") >= 2
-    assert ">       narrowgauge.assert_quantized(" in done.stdout  # the line of the test, not one of narrowgauge
-    (saved,) = failures.iterdir()
-    assert done.stdout.count(saved.name) == 2

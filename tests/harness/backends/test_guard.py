@@ -196,16 +196,6 @@ def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
 # Unguarded memory.
 
 
-def test_operations_that_allocate_for_themselves_are_left_alone():
-    def work(x):
-        y = torch.cat([x, x.clone()]) @ x.T
-        return y.float().abs().sort(1).values.cumsum(0)[y.argsort()[0] % 6]
-
-    guard, out = within(work)
-    assert torch.equal(out, work(X))
-    assert said(guard) == []
-
-
 @pytest.mark.long
 def test_allocations_import_no_compiler_of_torch():
     """sympy takes 0.3 s and torch._dynamo a second, in every kernel host."""

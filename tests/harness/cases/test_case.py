@@ -1,6 +1,5 @@
 """Case files: expansion, selection, messages for mistakes, and the committed matrix."""
 
-import gc
 import itertools
 import re
 from collections import Counter
@@ -52,18 +51,6 @@ def ids(cases: list[Case]) -> list[str]:
 # Expansion.
 
 
-def test_no_garbage_is_collected_while_cases_are_made():
-    """Collections would take a third of the time."""
-    collections = []
-    gc.callbacks.append(lambda phase, info: collections.append(phase))
-    try:
-        assert len(load_all([CASES])) > 10_000
-        assert gc.isenabled()
-    finally:
-        gc.callbacks.pop()
-    assert len(collections) < 20  # without the pause hundreds; the last lines may start some
-
-
 def test_lists_are_a_product_in_order(write):
     lists = {"shape": "[[128, 128], [16, 32]]", "dtype": "['fp32', 'fp16']", "usage": "['rowwise', 'columnwise']"}
     assert ids(load(write(QUANTIZE | lists))) == [
@@ -96,24 +83,6 @@ def test_the_device_decides_the_tier(write):
         assert select(cases, tier="full", device=device) == cases
         for case in cases:
             assert new_record(case, backend="b", device=device, seed=0).tier == case.tier_on(device)
-
-
-def test_what_a_case_says_of_itself(write):
-    (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "usage": "'both'", "view": "'strided'"}))
-    assert (case.usage, case.view, case.scales, case.random) == ("both", "strided", "linear", None)
-    (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "scales": "'swizzled'", "random": "'words'"}))
-    assert (case.usage, case.view, case.scales, case.random) == ("rowwise", "contiguous", "swizzled", "words")
-    (case,) = load(write(GROUPED | {"sections": "'middle:4'", "usage": "'columnwise'"}))
-    assert (case.usage, case.section_sizes) == ("columnwise", (32, 32, 0, 64))
-    (case,) = load(write(PRODUCT | {"sections": "'front:2'", "w_recipe": "'nvfp4-2d'"}))
-    assert (case.section_sizes, case.recipe_names) == ((0, 16), ("nvfp4", "nvfp4-2d"))
-    assert not case.padded
-    (case,) = load(write(PRODUCT | {"padded": "true"}))
-    assert case.padded
-    (case,) = load(write(GEMM | {"layout": "'nt'"}))
-    assert (case.layout, case.recipe_names) == ("nt", ("nvfp4", "nvfp4"))
-    (case,) = load(write(AGAIN | {"layout": "'nn'"}))
-    assert (case.layout, case.recipe_names, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
 
 
 # Selection.

@@ -13,11 +13,9 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate.baseline import baseline_of, read, write
 from narrowgauge.harness.gate.figures import (
     BELOW,
-    FLOATS,
     Figures,
     exponent,
     figures,
-    not_finite,
     parse,
 )
 from narrowgauge.harness.gate.gate import Judgement, judge
@@ -68,12 +66,6 @@ def test_figures_of_records() -> None:
 )
 def test_figures_are_read_as_they_were_written(given: Figures) -> None:
     assert parse(str(given)) == given
-
-
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_not_finite(name: str, value: float) -> None:
-    assert not_finite(product(**{name: value})) == [f"{name} is {value}"]
 
 
 WORSE = [

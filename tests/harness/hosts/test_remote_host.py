@@ -110,20 +110,6 @@ class Short(Right):
 class Unlike(Right):
     def changed(self, q):
         return (q.codes, q.scales)
-
-
-class ColumnMajor(Right):
-    def quantize(self, x, recipe, **options):
-        q = ops.quantize(x, recipe, **options)
-        return q.codes.T.contiguous().T, q.scales[:1].expand(q.scales.shape), q.amax
-
-    def dequantize(self, q, dtype):
-        assert (q.codes.stride(), q.scales.stride()) == ((1, q.shape[0]), (0, 1))
-        return ops.dequantize(q, dtype).T.contiguous().T
-
-    def gemm(self, a, b, **options):
-        assert (a.codes.stride(), b.scales.stride()) == ((1, a.shape[0]), (0, 1))
-        return ops.gemm(a, b, **options).T.contiguous().T
 """
 
 

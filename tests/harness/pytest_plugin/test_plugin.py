@@ -38,11 +38,6 @@ class Wrong:
         return q
 
 
-class Raising:
-    def quantize(self, x, recipe):
-        raise RuntimeError("illegal memory access")
-
-
 class Hanging:
     def quantize(self, x, recipe):
         while x.shape[1] == 48:
@@ -208,18 +203,6 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert "plugin.py" not in printed
     (row,) = records(project)
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("compiler")
-def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
-    """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
-    arguments = ["--ng-backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
-    result = project.runpytest_inprocess(*arguments)
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
-    assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
 
 
 @pytest.mark.long

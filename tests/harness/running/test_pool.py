@@ -31,18 +31,6 @@ class Broken:
     def __init__(self):
         raise OSError("libkernels.so is missing")
 
-class OnceOnly:
-    # Loads the first time, dies at 17 rows, and then its library is gone.
-    def __init__(self):
-        if os.path.exists("loaded"):
-            raise OSError("libkernels.so is gone")
-        open("loaded", "w").close()
-
-    def quantize(self, x, recipe, *, amax=None, random=None):
-        if x.shape[0] == 17:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return ops.quantize(x, recipe)
-
 class Dying:
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)

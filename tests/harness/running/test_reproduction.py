@@ -72,11 +72,6 @@ class Shuffled:
         return q
 
 
-class Slow:
-    def quantize(self, x, recipe):
-        time.sleep(60)
-
-
 class CachedAmax:
     # The amax of the first call is that of all calls.
     amax = None

@@ -46,30 +46,6 @@ def test_the_verdict_comes_before_the_page_and_without_torch(tmp_path):
     assert process.returncode != 0
 
 
-def test_the_processes_start_before_the_commands_are_imported(tmp_path):
-    """Torch is imported while the command reads its options and case files."""
-    code = """
-import subprocess, sys
-
-class Popen(subprocess.Popen):
-    def __init__(self, *arguments, **options):
-        print("started", {"typer", "narrowgauge.harness.cases.case"} & set(sys.modules) or "first", flush=True)
-        super().__init__(*arguments, **options)
-        print("starter", self.pid, flush=True)
-
-subprocess.Popen = Popen
-from narrowgauge.harness.cli import main
-main()
-"""
-    (tmp_path / "cases.toml").write_text(CASE)
-    command = [sys.executable, "-c", code, "run", "cases.toml", "-k", "nothing"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert process.returncode == 2, process.stderr
-    started, pid = process.stdout.splitlines()
-    assert started == "started first"
-    assert not Path(f"/proc/{pid.split()[1]}").exists()  # a usage error ends the processes
-
-
 @pytest.mark.long
 def test_judges_hold_no_kernels(tmp_path):
     """The server is forked before the starter imports the kernels, and imports the oracle in the meantime."""

@@ -19,7 +19,7 @@ from narrowgauge.harness.tools.bench import run_bench
 from narrowgauge.harness.tools.bench.bench import Bench
 from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow
 from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
-from narrowgauge.harness.tools.bench.report import figures, report, table
+from narrowgauge.harness.tools.bench.report import report, table
 from narrowgauge.harness.tools.bench.tasks import BenchTask
 from tests.harness.pages import LOOKS, needs_axe, violations
 from tests.paths import ROOT
@@ -84,30 +84,6 @@ def test_the_table_names_wrong_outputs_and_missing_peers() -> None:
 
 
 # Figures.
-
-
-def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
-    result = figures.roofline(bench().rows)
-    assert result is not None
-    assert [curve.title for curve in result.curves] == ["copy: 4 TB/s", "torch's matmul: 785 TFLOP/s"]
-    slope, flat = ([tuple(map(float, point.split(","))) for point in curve.points.split()] for curve in result.curves)
-    assert slope[1] == flat[0], "the roofs meet"
-    assert flat[0][1] == flat[1][1], "and one is level"
-    kernel, oracle, gemm = result.marks
-    assert [mark.kind for mark in result.marks] == ["backend", "reference", "backend"]
-    assert kernel.x == oracle.x == slope[0][0]
-    assert slope[0][1] < kernel.y < oracle.y, "down is slow"
-    assert gemm.y > flat[0][1]
-    assert "75 % of copy" in kernel.title
-    assert all(0 <= mark.x <= figures.WIDTH and 0 <= mark.y <= figures.HEIGHT for mark in result.marks)
-    assert result.x_ticks
-    assert result.y_ticks
-    assert (result.across, result.up) == ("arithmetic intensity (FLOP/byte)", "rate (FLOP/s)")
-    assert [(mark.row, mark.label) for mark in result.marks] == [
-        (one.id, str(number)) for number, one in enumerate((row(), REFERENCE, product()), 1)
-    ]
-    assert kernel.bar is not None
-    assert kernel.bar[0] > kernel.y > kernel.bar[1]  # the slower quartile is lower
 
 
 # Files.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from narrowgauge.harness.backends.backend import BackendError
-from narrowgauge.harness.records.environment import Fact
 from narrowgauge.harness.running.sanitizer import Sanitizer
 from narrowgauge.harness.tools import doctor
-from narrowgauge.harness.tools.sanitize import compute_sanitizer
 from narrowgauge.native.runtime import host
 
 
@@ -39,16 +37,3 @@ def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_c
     fact_ = guard("sanitizers of the compiler")
     assert (fact_.value, fact_.ok) == ("missing", False)
     assert "CXX" in fact_.remedy
-
-
-def test_compute_sanitizer_is_a_path_or_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(compute_sanitizer, "_PLACES", (str(tmp_path),))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    fact_ = doctor._compute_sanitizer()
-    assert (fact_.value, fact_.ok) == ("missing", False)
-    assert fact_.remedy.startswith("only `narrowgauge sanitize` needs it: compute-sanitizer is neither on the PATH")
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    assert doctor._compute_sanitizer() == Fact("compute-sanitizer", str(tool))

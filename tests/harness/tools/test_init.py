@@ -95,19 +95,6 @@ def settings(path: Path) -> tuple[list[str], str]:
     return section["narrowgauge_cases"].split(), section["narrowgauge_backend"]
 
 
-@pytest.mark.parametrize("text", ["", "[project]\nname = 'x'", "[tool.ruff]\nline-length = 99\n"])
-def test_a_project_without_settings_of_pytest_gets_a_section(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "pyproject.toml"
-    path.write_text(text)
-    assert states(tmp_path)["pyproject.toml"] == "extended"
-    assert path.read_text().startswith(text)
-    assert settings(path) == SETTINGS
-    assert not (tmp_path / "pytest.ini").exists()
-    before = path.read_bytes()
-    assert states(tmp_path)["pyproject.toml"] == "unchanged"
-    assert path.read_bytes() == before
-
-
 class Installed:
     """A distribution that pip installed from `source`."""
 

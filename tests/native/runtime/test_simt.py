@@ -95,14 +95,6 @@ extern "C" __global__ void rounds(const int* x, int* out) {
     out[t] = mixed;
 }
 
-extern "C" __global__ void halves(const int* x, int* out) {
-    const int t = threadIdx.x;
-    int value = x[t];
-    if (t % 32 < 16)
-        for (int lanes = 1; lanes < 8; lanes *= 2) value += __shfl_xor_sync(0x0000FFFFu, value, lanes);
-    out[t] = __shfl_xor_sync(0xFFFFFFFFu, value, 16);
-}
-
 extern "C" __global__ void maximum(const unsigned* x, unsigned* out, unsigned* before) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     before[i] = atomicMax(out, x[i]);
