@@ -72,14 +72,17 @@ def imports(text: str, module: str, *, package: bool) -> Iterator[str]:
                 yield inner if inner in MODULES else base
 
 
-GRAPH = {
-    name: {
-        other
-        for other in imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
-        if other != name
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {
+        name: {
+            other
+            for other in imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
+            if other != name
+        }
+        for name, path in MODULES.items()
     }
-    for name, path in MODULES.items()
-}
 
 
 def side(module: str) -> str:
@@ -108,14 +111,14 @@ def test_every_form_of_an_import_is_seen(text: str, expected: set[str]) -> None:
     assert set(imports(text, "narrowgauge.spec.recipes", package=False)) == expected
 
 
-def test_every_import_of_the_project_names_a_module() -> None:
-    unknown = {f"{name} -> {other}" for name, found in GRAPH.items() for other in found if of_project(other)} - {
-        f"{name} -> {other}" for name, found in GRAPH.items() for other in found if other in MODULES
+def test_every_import_of_the_project_names_a_module(graph: dict[str, set[str]]) -> None:
+    unknown = {f"{name} -> {other}" for name, found in graph.items() for other in found if of_project(other)} - {
+        f"{name} -> {other}" for name, found in graph.items() for other in found if other in MODULES
     }
     assert not unknown
 
 
-def test_sides_import_spec_and_never_each_other() -> None:
+def test_sides_import_spec_and_never_each_other(graph: dict[str, set[str]]) -> None:
     allowed = {
         "spec": {"spec"},
         "adapt": {"spec", "adapt"},
@@ -124,14 +127,14 @@ def test_sides_import_spec_and_never_each_other() -> None:
     }
     wrong = [
         f"{name} -> {other}"
-        for name, found in GRAPH.items()
+        for name, found in graph.items()
         for other in found
         if side(name) in allowed and of_project(other) and side(other) not in allowed[side(name)]
     ]
     assert not wrong
 
 
-def test_scalar_and_vectorised_reference_share_spec_alone() -> None:
+def test_scalar_and_vectorised_reference_share_spec_alone(graph: dict[str, set[str]]) -> None:
     """Each of the two checks the second, so a shared function would hide its own error."""
 
     def scalar(module: str) -> bool:
@@ -139,26 +142,26 @@ def test_scalar_and_vectorised_reference_share_spec_alone() -> None:
 
     wrong = [
         f"{name} -> {other}"
-        for name, found in GRAPH.items()
+        for name, found in graph.items()
         for other in found
         if (scalar(name) and of_project(other) and not scalar(other) and side(other) != "spec")
         or (scalar(other) and not scalar(name))
     ]
     assert not wrong
-    assert sum(scalar(name) for name in GRAPH) > 1
+    assert sum(scalar(name) for name in graph) > 1
 
 
-def test_nobody_inside_imports_the_public_package() -> None:
-    assert not [name for name, found in GRAPH.items() if "narrowgauge" in found]
+def test_nobody_inside_imports_the_public_package(graph: dict[str, set[str]]) -> None:
+    assert not [name for name, found in graph.items() if "narrowgauge" in found]
 
 
-def test_the_harness_imports_downwards() -> None:
+def test_the_harness_imports_downwards(graph: dict[str, set[str]]) -> None:
     def folder(module: str) -> int:
         return ORDER.index(module.split(".")[2])
 
     wrong = [
         f"{name} -> {other}"
-        for name, found in GRAPH.items()
+        for name, found in graph.items()
         for other in found
         if side(name) == side(other) == "harness" and name.count(".") > 1 and folder(other) > folder(name)
     ]
@@ -166,18 +169,18 @@ def test_the_harness_imports_downwards() -> None:
     assert {path.name for path in (ROOT / "harness").iterdir() if path.is_dir()} - {"__pycache__"} == set(ORDER)
 
 
-def test_only_what_builds_kernels_imports_native() -> None:
+def test_only_what_builds_kernels_imports_native(graph: dict[str, set[str]]) -> None:
     prefixes = tuple(f"narrowgauge.harness.tools.{tool}." for tool in ("bench", "mutants"))
     importers = {
         name
-        for name, found in GRAPH.items()
+        for name, found in graph.items()
         if side(name) == "harness" and any(side(other) == "native" for other in found)
     }
     assert {name for name in importers if not name.startswith(prefixes)} == BUILDERS
 
 
-def test_there_are_no_circles() -> None:
-    remaining = {name: found & MODULES.keys() for name, found in GRAPH.items()}
+def test_there_are_no_circles(graph: dict[str, set[str]]) -> None:
+    remaining = {name: found & MODULES.keys() for name, found in graph.items()}
     while free := [name for name, found in remaining.items() if not found & remaining.keys()]:
         for name in free:
             del remaining[name]
