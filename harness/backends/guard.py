@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ POISON = (0xFF, 0xA5, 0x3C, 0x81)
 """Poison of successive runs; 0xFF is NaN in every floating dtype."""
 
 _aten = torch.ops.aten
+_EMPTY_OF_SHAPE = _aten.empty.memory_format
 _EMPTY = {
-    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _EMPTY_OF_SHAPE, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default, _aten.empty_permuted.default,
 }  # fmt: skip
 _FILLED = {
@@ -240,11 +241,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _meta_result(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The result of a function on the meta device: shape, strides and dtype without memory."""
+    if func is _EMPTY_OF_SHAPE and kwargs.keys() <= {"dtype", "device", "pin_memory"}:
+        return _empty_form(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
     if func in _LIKE and kwargs.keys() <= {"dtype", "device", "pin_memory"} and _is_dense(args[0]):
         # torch's own functions import sympy, for 0.3 s in every process
         dtype = kwargs.get("dtype") or args[0].dtype
         return torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype, device="meta")
     return func(*_meta(args), **{**kwargs, "device": "meta"})  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1024)
+def _empty_form(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _meta(args: tuple[Any, ...]) -> list[Any]:

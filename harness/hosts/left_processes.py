@@ -27,11 +27,16 @@ class LeftProcesses:
     def __init__(self, host: int, marker: str) -> None:
         """`marker`: name of the shared memory of the host, which only its descendants map."""
         self._host, self._marker = host, marker
+        self._newest = _newest()
         self._known = set(_processes())
 
     def new(self) -> list[LeftProcess]:
         """Descendants of the host that started since the last call. Copies of the host are killed: a worker pool of a
         library, which executes its own program, runs until its host ends."""
+        newest = _newest()
+        if newest and newest == self._newest:  # no process has started on this machine
+            return []
+        self._newest = newest
         now = set(_processes())
         found = [left for pid in sorted(now - self._known) if (left := self._left(pid)) is not None]
         self._known = now
@@ -59,6 +64,15 @@ class LeftProcesses:
 
 def _read(pid: int, name: str) -> str:
     return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
+def _newest() -> int:
+    """The last process id that the system gave, to a process or a thread. 0: unknown."""
+    try:
+        with open("/proc/loadavg", encoding="ascii") as file:
+            return int(file.read().rpartition(" ")[2])
+    except (OSError, ValueError):
+        return 0
 
 
 def _processes() -> list[int]:

@@ -643,11 +643,13 @@ class RemoteHost:
 
         Gives the part of the shared memory for the message, None without elements, and the copies.
         """
-        copies = {name: tensor for name, tensor in tensors.items() if not tensor.numel()}
+        copies = {}
         groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in tensors.items():
             if tensor.numel():
                 groups.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+            else:
+                copies[name] = tensor
         if not groups:
             return None, copies
         extents = {storage: _extent([tensor for _, tensor in group]) for storage, group in groups.items()}

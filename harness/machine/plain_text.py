@@ -56,17 +56,17 @@ def _fits(text: str, size: int) -> bool:
 
 def plain_value(value: Any) -> Any:
     """A value of JSON whose texts, also keys, are `plain_text`."""
-    kind = type(value)
-    if kind in _NUMBERS:
+    if type(value) in _NUMBERS:
         return value
     if isinstance(value, str):
-        return plain_text(value)
-    if isinstance(value, (int, float)):
-        return value
+        return plain_text(value) if value else value
     if isinstance(value, dict):
-        return {_plain_key(str(key)): plain_value(inner) for key, inner in value.items()}
+        return {
+            _plain_key(str(key)): inner if type(inner) in _NUMBERS else plain_value(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [inner if type(inner) is int else plain_value(inner) for inner in value]
+        return [inner if type(inner) in _NUMBERS else plain_value(inner) for inner in value]
     return value
 
 
