@@ -23,7 +23,7 @@ __all__ = ["OnRecord", "Settings", "Task", "run_cases", "run_tasks"]
 OnRecord = Callable[[dict[str, Any]], None]
 _OF_BACKWARD, _OF_RECOMPUTATION = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 """Modules that the first `Tensor.backward` with a gradient imports, with sympy, for 0.3 s of a core; and that the first
-`torch.utils.checkpoint` imports, for 1.2 s."""
+`torch.utils.checkpoint` imports, for 0.6 s."""
 START = {"cpu": 0.5, "cuda": 10.0}
 """Seconds of a core for the start of a worker on each device. On a CPU: 4 cases with 4 workers take 1.5 to 2 s more
 than with one, on 2 cores under load. On a GPU the value is an upper bound: 1040 small cases with 40 workers on two H200

@@ -164,7 +164,7 @@ def _launch(
 
 
 def unit_flag(kernel: str) -> str:
-    """Flag that compiles a kernel of quantize_nvfp4.cu with those of its dtype alone. All kernels of a variant take
+    """Flag that compiles a kernel of quantize_nvfp4.cu with those of its dtype alone. All kernels of 4over6 take
     NVRTC 3 s, those of a dtype 0.7 s."""
     return "-DUNIT=UNIT_" + ("TILES" if "tiles" in kernel else kernel.rpartition("_")[2].upper())
 
