@@ -30,6 +30,8 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _ORDER = ("tensor_scale", "block_scale", "scale_rounding", "statistics")
 """Fields that decide the scales of ordinary blocks."""
+_FLOAT_SCALES = (*_ORDER[:3], "largest_scale")
+"""Fields of float32 scales: an infinite max/amax is the largest scale, and amax/max has none."""
 _FIRST_SCALES = (*_ORDER, "zero_block", "smallest_scale")
 """Fields of scales with all of whose values the search starts."""
 _EDGES = (("tensor_limit", "nan", "smallest_amax"), ("zero_block", "smallest_scale"))
@@ -223,11 +225,12 @@ def _search(rules: Rules, starts: list[Recipe]) -> Recipe:
     """The rule with the best score, from these rules and every order of operations."""
     ends: list[Recipe] = []
     tried: Counter[str] = Counter()
+    groups = (*_EDGES, *_rest(), _ORDER, *([_FLOAT_SCALES] if starts[0].scale is FP32 else []))
     for start in _orders(rules, starts):
         tried[start.tensor_scale] += 1
         if tried[start.tensor_scale] > _STARTS_OF_FORM:
             continue
-        ends.append(_descend(start, (*_EDGES, *_rest(), _ORDER), rules.scale_score, _with_scales))
+        ends.append(_descend(start, groups, rules.scale_score, _with_scales))
         if rules.scale_score(ends[-1]) == Score(0, 0):
             break
     return _elements(rules, _equal_scales(rules, min(ends, key=rules.scale_score)))
