@@ -83,3 +83,17 @@ def test_errors_name_the_value(
     half = {name: torch.zeros(4, 32, dtype=torch.bfloat16) for name in ("a", "b")}
     save_file(half, "bf16.safetensors")
     assert message in " ".join(predict(*options, status=2).split())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seed", "1"], ["--inputs", "outliers"], ["--promoted", "64"], ["--splits", "2"], ["--operands", "e5m2,e4m3"],
+        ["--hardware", "blackwell-fp8"],
+    ],
+    ids=lambda options: options[0],
+)  # fmt: skip
+def test_every_option_changes_the_digest(options: list[str]) -> None:
+    usual = ["--hardware", "hopper-fp8", "--gemm", "16x256x8"]
+    assert predict(*usual).split()[5] != predict(*usual, *options).split()[5]

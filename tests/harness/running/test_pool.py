@@ -221,3 +221,10 @@ def test_a_worker_runs_a_task_on_the_inputs_of_its_seed():
     right = [run_case(QUANTIZE, load_backend("reference"), seed=seed).input_digest for seed in (3, 8)]
     assert [record["input_digest"] for record in records] == right
     assert len(set(right)) == 2
+
+
+def test_every_worker_that_dies_is_replaced(scripted):
+    records = scripted(["die", "record", "die"], 3)
+    assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
+    assert records[0]["message"] == f"the judge of the case died ({SIGKILL}): the other side closed the connection"
+    assert len(Scripted.made) == 2  # the last worker is not replaced

@@ -5,6 +5,7 @@ To see that it always does: `for i in $(seq 20); do pytest -q -n 0 -k test_survi
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records.journal import JOURNAL_NAME, Journal, JournalError, RecordedRun, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import load
+from narrowgauge.harness.report.report import ReportError, write_journaled
 from narrowgauge.harness.running.pool import Settings, Task
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN, ROOT
@@ -389,3 +391,39 @@ def test_a_worker_that_died_between_two_cases_is_replaced(folder):
         assert runner.run(task, **given)["message"] == record["message"]  # and it is not tried again
     finally:
         runner.close()
+
+
+@pytest.fixture
+def small_disk():
+    """This process cannot write a file beyond 2 000 bytes behind what `full` is told."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def full(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield full
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, old)
+
+
+def test_a_full_disk_costs_the_record_that_did_not_fit(tmp_path, small_disk):
+    kept = Journal(tmp_path, header)
+    kept.add(record_of(16))
+    size = (tmp_path / JOURNAL_NAME).stat().st_size
+    small_disk(size + 100)
+    with pytest.raises(JournalError, match=r"cannot be written: File too large\. The records before are in it"):
+        kept.add(record_of(17))
+    assert (tmp_path / JOURNAL_NAME).stat().st_size == size
+    small_disk(size + 10_000)
+    kept.add(record_of(18))
+    assert [record["shape"] for record in read(tmp_path).records] == ["16x32", "18x32"]
+
+
+def test_a_report_that_does_not_fit_leaves_the_journal(written_run, small_disk):
+    small_disk(2000)
+    with pytest.raises(ReportError) as raised:
+        write_journaled(read(written_run).records, {}, written_run, elapsed=1.0)
+    for words in (str(written_run), "File too large", "2 records", JOURNAL_NAME, "--resume"):
+        assert words in str(raised.value)
+    assert [path.name for path in written_run.iterdir()] == [JOURNAL_NAME]

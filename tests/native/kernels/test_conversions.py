@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from tests.native import conversions
 from tests.native.conversions import EVERY_BYTE, EVERY_HALF, TEXT, convert
-from tests.native.devices import EVERY_BUILD
+from tests.native.devices import EVERY_BUILD, ON_EVERY_DEVICE
 from tests.native.launching import Source
 
 Flags = tuple[str, ...]
@@ -157,3 +157,40 @@ def test_a_pair_is_its_two_codes_the_first_one_low(cuda_source: Source, name: st
     codes = convert(source, f"{name}_from_floats", x, flags)
     got = convert(source, f"{name}x2_from_floats", x, flags)
     np.testing.assert_array_equal(got, codes[::2] | codes[1::2].astype(np.uint16) << (4 if name == "e2m1" else 8))
+
+
+@EVERY_BUILD
+def test_every_e8m0_code_becomes_its_value(cuda_source: Source, flags: Flags) -> None:
+    """0 is 2^-127, a subnormal number, and 255 is NaN."""
+    got = convert(cuda_source(TEXT), "e8m0_to_floats", EVERY_BYTE, flags)
+    assert_same(got, np.array(E8M0.values, np.float32))
+    assert_same(got, EVERY_BYTE.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize(
+    ("x", "bits"),
+    [
+        (65504.0, 0x7BFF),
+        (65519.996, 0x7BFF),  # the float32 below the midpoint
+        (65520.0, 0x7C00),
+        (2.0**-14, 0x0400),
+        (2.0**-14 - 2.0**-25, 0x0400),  # a tie, to the even code: the smallest normal number
+        (2.0**-24, 0x0001),
+        (2.0**-25, 0x0000),
+        (2.0**-25 * (1 + 2.0**-23), 0x0001),
+        (1.5 * 2.0**-24, 0x0002),
+    ],
+)
+def test_a_cast_to_float16_at_its_ends(cuda_source: Source, x: float, bits: int) -> None:
+    got = convert(cuda_source(TEXT), "fp16_from_float", np.array([x, -x], np.float32))
+    assert got.tolist() == [bits, bits | 0x8000]
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ties_between_e2m1_codes_go_to_the_even_one(cuda_source: Source, sign: int) -> None:
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32) * np.float32(sign)
+    got = convert(cuda_source(TEXT), "e2m1_from_floats", ties)
+    assert (got & 7).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert (got >> 3 == (sign < 0)).all()

@@ -106,3 +106,11 @@ def test_every_exponent_of_an_amax_has_the_exact_scale(name: str) -> None:
     _, scales = ops.update_scale(torch.from_numpy(amaxes).unsqueeze(0), torch.ones(len(amaxes)), name)
     for amax, scale in zip(amaxes.tolist(), scales, strict=True):
         assert_equal(scale, torch.tensor(step([amax], 1.0, recipe)[1]), f"scale of {amax}")
+
+
+def test_every_choice_of_a_recipe_changes_a_scale() -> None:
+    history, scale = torch.tensor([[1.0, 0.0], [3.0, 2.0]]), torch.tensor([7.0, 7.0])
+    names = ("fp8-delayed-e4m3", "fp8-delayed-e5m2", "fp8-delayed-e4m3-recent", "fp8-delayed-e4m3-margin2",
+             "fp8-delayed-e4m3-bulk")  # fmt: skip
+    found = [tuple(ops.update_scale(history, scale, name)[1].tolist()) for name in names]
+    assert len(set(found)) == len(names)

@@ -115,3 +115,18 @@ def test_delayed_scaling_reads_a_tensor_once(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(got.amax, expected.amax)
     with pytest.raises(AssertionError, match="amax kernel"):
         ops.quantize(x, "fp8-current-e4m3")
+
+
+def test_every_choice_of_a_recipe_changes_some_byte() -> None:
+    """The test above shows the largest scale, of the input's dtype and of float32."""
+    x = matrix("nan", 140, 150, torch.float32)
+    base, current = find_recipe("fp8-block-1x128-e4m3-fp32"), find_recipe("fp8-current-e4m3")
+    changes = [
+        (base, find_recipe("fp8-block-1x128-e4m3-pow2")), (base, find_recipe("fp8-block-1x128-e5m2-fp32")),
+        (base, find_recipe("fp8-block-128x128-e4m3-fp32")), (base, replace(base, smallest_amax=20.0)),
+        (base, replace(base, nan="propagate")), (current, replace(current, smallest_amax=20.0)),
+        (current, replace(current, nan="propagate")), (current, find_recipe("fp8-current-e4m3-pow2")),
+    ]  # fmt: skip
+    for one, other in changes:
+        for left, right in zip(*(ops.quantize_both(x, recipe) for recipe in (one, other)), strict=True):
+            assert not torch.equal(left.codes, right.codes), (str(one), str(other))

@@ -163,3 +163,12 @@ def test_the_plain_kernel_gives_the_bytes_of_the_general_kernel(name: str) -> No
 
 
 # Random bits.
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-e5m2"])
+def test_every_two_rules_differ_on_some_amax(name: str) -> None:
+    x = torch.from_numpy(amaxes(find_recipe(name))).unsqueeze(1)
+    scales = [ops.quantize(x, f"{name}@{dialect}").scales for dialect in MX_DIALECTS]
+    for number, one in enumerate(scales):
+        assert not any(torch.equal(one, other) for other in scales[:number])
