@@ -67,9 +67,6 @@ def test_a_kernel_is_queued_on_torchs_current_stream(operation: str) -> None:
     assert_equal(late, expected_new)
 
 
-# Arithmetic.
-
-
 # Compilation.
 
 
