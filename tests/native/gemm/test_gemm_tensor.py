@@ -391,3 +391,30 @@ def test_no_thread_passes_a_barrier_too_soon(order: str, cuda_source: Source) ->
     with host.thread_order(order):
         run(cuda_source(TEXT), "turns", ONE, (32, 1, 1), out)
     np.testing.assert_array_equal(out[:, 1:], np.repeat(np.arange(1, 31), 31).reshape(30, 31))
+
+
+@ON_CPU_AND_HOPPER
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+def test_nan_scales_spread_like_in_other_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = matrix("normal", 40, 96, FP32)
+    a, b = ops.quantize(x, name), ops.quantize(x[:20].contiguous(), name)
+    a.scales[3, 1] = 0x7F if name == "nvfp4" else 0xFF
+    b.scales[2, 2] = 0x7F if name == "nvfp4" else 0xFF
+    expected = ops.gemm(a, b, out_dtype=FP32)
+    with on_tensor_cores(monkeypatch):
+        y = ops.gemm(a, b, out_dtype=FP32)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert expected.isnan().sum() == 20 + 40 - 1
+
+
+@ON_CPU_AND_HOPPER
+def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_operand("mxfp8-e5m2", 40, 96, 1), random_operand("mxfp8-e5m2", 20, 96, 2)
+    a.codes[3, 7], a.codes[4, 40], b.codes[5, 70] = 0x7C, 0x7D, 0xFC
+    a.codes[6, 70] = 0
+    with on_tensor_cores(monkeypatch):
+        assert ops.gemm_order(a, b) == ORDER
+        assert_bits(ops.gemm, a, b, out_dtype=FP32)
+        y = ops.gemm(a, b, out_dtype=FP32)
+    assert y[6, 5].isnan()
+    assert y.isinf().any()
