@@ -9,12 +9,12 @@ import torch
 
 from narrowgauge.native.gemm.operands import Product
 from narrowgauge.native.gemm.paths import clusters_of
+from narrowgauge.native.gemm.skinny import takes_operand
 from narrowgauge.native.gemm.wgmma import dequantize, fields_of, multiply_refused
 from narrowgauge.native.gemm.wgmma_fp8 import tensor_map
 from narrowgauge.native.runtime.arguments import blocks_for
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct
-from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
 
 _PARAMETERS = KernelStruct("gemm/sm90/gemm_fused.cuh", "FusedParameters")
@@ -30,8 +30,6 @@ RUNS = {"nvfp4": 256, "mx": 512}
 """Family to the columns of a run, which has 16 bytes of scales: a slice of K has a multiple of them."""
 _LARGEST = 2**31 - _ROWS
 """Largest extent: coordinates of a box of a tensor map are 32-bit integers."""
-_ALIGNMENT = 16
-"""Bytes, of codes and of scales."""
 
 
 def takes(a: Quantized, b: Quantized, family: str) -> bool:
@@ -39,11 +37,7 @@ def takes(a: Quantized, b: Quantized, family: str) -> bool:
     (m, k), n = a.shape, b.shape[0]
     if family not in RUNS or k < 2 * RUNS[family] or k % RUNS[family] or max(m, n, k) > _LARGEST:
         return False
-    return all(
-        not (q.transposed or q.swizzled or q.codes.data_ptr() % _ALIGNMENT or q.scales.data_ptr() % _ALIGNMENT)
-        and (family == "nvfp4" or q.recipe.element is E4M3)
-        for q in (a, b)
-    )
+    return all(takes_operand(q, family) for q in (a, b))
 
 
 def tokens_of(m: int) -> int:

@@ -58,10 +58,11 @@ def takes(a: Quantized, b: Quantized, family: str) -> bool:
     n, k = b.shape
     if k % _COLUMNS or not k or max(n, k) > _LARGEST:
         return False
-    return all(_takes_operand(q, family) for q in (a, b))
+    return all(takes_operand(q, family) for q in (a, b))
 
 
-def _takes_operand(q: Quantized, family: str) -> bool:
+def takes_operand(q: Quantized, family: str) -> bool:
+    """Whether the layout, the alignment and the element format of an operand are those of these kernels."""
     if q.transposed or q.swizzled or (family != "nvfp4" and q.recipe.element is not E4M3):
         return False
     return q.codes.data_ptr() % _ALIGNMENT == 0 and q.scales.data_ptr() % _ALIGNMENT == 0

@@ -20,7 +20,7 @@ BASES = (
 
 
 LATER = ("(amax*(1/6))/dec", 448e-30)
-"""Values that are not drawn, so that the seeds keep their rules. Dialects and surveys have them."""
+"""Values of dialects and surveys that no random rule has: a further value would change the rules of all seeds."""
 
 
 def composed(draw, base):

@@ -2,9 +2,10 @@
 //
 // With few rows of a, to dequantize b to memory would take longer than to multiply it. Here the operands of wgmma change
 // places: 64 rows of b are its first operand, which may lie in registers, and rows of a are its columns. A block has 128 rows
-// of b and TOKENS rows of a. Four consumer warpgroups have 64 rows of b of a slice of K each. While one of them decodes, the
-// tensor cores multiply for another. The producer warpgroup copies codes of b, and tiles of a, which `pack_interleaved` has
-// dequantized. A block has two slices of K; on a GPU a cluster of blocks has all slices of an output tile.
+// of b and TOKENS rows of a. Four consumer warpgroups have 64 rows of b of a slice of K each. While a warpgroup decodes, the
+// tensor cores multiply for the other warpgroups. The producer warpgroup copies codes of b, and tiles of a, which
+// `pack_interleaved` has dequantized. A block has two slices of K; on a GPU a cluster of blocks has all slices of an output
+// tile.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
@@ -339,7 +340,7 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
     const int thread = threadIdx.x, lane = thread % WARP, rank = static_cast<int>(blockIdx.x % CLUSTER);
     const i64 row = i64{blockIdx.x / CLUSTER} * TILE_ROWS, token = i64{blockIdx.y} * TOKENS;
 #ifdef __CUDA_ARCH__
-    constexpr int blocks = 1;  // of the cluster whose slices this block has
+    constexpr int blocks = 1;  // blocks of a cluster whose slices this block sums
 #else
     const int blocks = p.slices / BLOCK_SLICES;
 #endif
