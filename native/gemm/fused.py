@@ -63,21 +63,17 @@ def multiply(product: Product, out: torch.Tensor, *, slices: tuple[int, ...]) ->
         return
     device, family, tokens = out.device, product.family, tokens_of(product.m)
     cuda, source = device.type == "cuda", f"gemm_fused_{family}"
-    cluster = len(slices) // 2 if cuda else 1
-    grid = blocks_for(product.n, _ROWS) * cluster, blocks_for(product.m, tokens)
-    refused = refused_b = None
-    if family == "mx":  # a flag for each block of both kernels, each of which sets its own
-        tiles = blocks_for(product.m, _ROWS) * (product.k // _COLUMNS)
-        refused = torch.empty(tiles + grid[0] * grid[1], dtype=torch.int32, device=device)
-        refused_b = refused[tiles:]
+    refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
     a = dequantize(family, product.a, product.m, product.k, 1, refused, early_kernel=(source, "pack_interleaved"))
     parameters = _PARAMETERS(
-        a=a, b_codes=product.b["codes"], b_scales=product.b["scales"], refused=refused_b,
+        a=a, b_codes=product.b["codes"], b_scales=product.b["scales"], refused=refused,
         **fields_of(product, out, len(slices), _COLUMNS) | {"slice_steps": slices[1] // _COLUMNS},
     )  # fmt: skip
     k = product.k // 2 if family == "nvfp4" else product.k
+    cluster = len(slices) // 2 if cuda else 1
+    blocks = blocks_for(product.n, _ROWS) * cluster
     launch(
-        source, f"gemm_fused_{tokens}", grid, (_THREADS,),
+        source, f"gemm_fused_{tokens}", (blocks, blocks_for(product.m, tokens)), (_THREADS,),
         [tensor_map(product.b, product.n, k), parameters, *([product.alpha_parameters()] if refused is None else [])],
         device=device, shared_bytes=_SHARED_BYTES if cuda else 0,  # the CPU build has a static array
         extra_flags=(f"-DSLICES={cluster}",) if cluster > 1 else (), early=True,

@@ -23,15 +23,7 @@
 namespace narrowgauge {
 
 constexpr int STEP_PAIRS = WGMMA_K / 8;                    // pairs of numbers of a thread in a row, for a wgmma
-#ifndef PARTS_
-#define PARTS_ 2
-#endif
-constexpr int PARTS = PARTS_, WGMMAS = TILE_COLUMNS / WGMMA_K / PARTS;  // parts of a step of 64 columns, wgmmas of a part
-#ifndef BUFS
-#define BUFS 2
-#endif
-constexpr int BUFFERS = BUFS;                              // of fragments
-constexpr int LAG = PARTS == 1 ? BUFFERS - 1 : BUFFERS / PARTS;
+constexpr int WGMMAS = TILE_COLUMNS / WGMMA_K;             // of a step of 64 columns
 constexpr int BLOCK_SLICES = 2;                            // slices of K of a block
 constexpr int FUSED_CONSUMERS = 2 * BLOCK_SLICES, FUSED_THREADS = (FUSED_CONSUMERS + 1) * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
@@ -49,7 +41,7 @@ constexpr int SLICES_OF_SUMS = 8 * BLOCK_SLICES;
 struct FusedParameters {
     const u8* a;  // tiles of pack_interleaved
     const u8 *b_codes, *b_scales;
-    u32* refused;  // (blocks,)
+    u32* refused;
     EpilogueParameters epilogue;
     i64 m, n, k;
     int slices;       // of K
@@ -88,9 +80,7 @@ static_assert(sizeof(FusedShared<64>) == 193 * 1024 && sizeof(FusedShared<128>) 
               "native/gemm/fused.py asks for this size");
 #endif
 
-__device__ __forceinline__ u32* block_flag(u32* flags) { return flags + (i64{blockIdx.y} * gridDim.x + blockIdx.x); }
-
-// Operand of the wgmma of a part of a step: of each wgmma the pairs of rows g and g + 8 of a warp, then the second pairs.
+// Operand of the wgmma of a step: of each wgmma the pairs of rows g and g + 8 of a warp, then the second pairs.
 using Fragments = u32[WGMMAS][2 * STEP_PAIRS];
 // 16 bytes of scales of rows g and g + 8 of a warp.
 using RowScales = ptx::Vector4[2];
@@ -103,26 +93,28 @@ struct Nvfp4Codes {
     // Steps of a stage of codes, and of RowScales.
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
 
-    // Part `part` of the scales. `codes`: the first of the thread's rows in the stage.
-    static __device__ __forceinline__ void decode(u32 (*fragments)[2 * STEP_PAIRS], const u8* codes, const RowScales& scales, int part) {
+    // Step `step` of the scales. `codes`: the first of the thread's rows in the stage.
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
         const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const u8* place = codes + 8 * row * ROW_BYTES + ((part ^ g) << 4) + 2 * t;  // codes of both wgmmas are in a word
-            const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
-            const u32 word = low | high << 16;
-            const u32 factors = decode_scales(scales[row].words[part / 2] >> part % 2 * 16);
-            u32 even[2], odd[2];
-            ptx::cvt_rn_f16x2_e4m3x2(even_as_e4m3(word), even[0], even[1]);
-            ptx::cvt_rn_f16x2_e4m3x2(odd_as_e4m3(word), odd[0], odd[1]);
-            fragments[0][row] = ptx::mul_rn_f16x2_low(even[0], factors);
-            fragments[0][2 + row] = ptx::mul_rn_f16x2_low(odd[0], factors);
-            fragments[1][row] = ptx::mul_rn_f16x2_high(even[1], factors);
-            fragments[1][2 + row] = ptx::mul_rn_f16x2_high(odd[1], factors);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // two wgmmas, whose codes are in a word
+                const u8* place = codes + 8 * row * ROW_BYTES + ((2 * step + half ^ g) << 4) + 2 * t;
+                const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
+                const u32 word = low | high << 16;
+                const u32 factors = decode_scales(scales[row].words[step] >> 16 * half);
+                u32 even[2], odd[2];
+                ptx::cvt_rn_f16x2_e4m3x2(even_as_e4m3(word), even[0], even[1]);
+                ptx::cvt_rn_f16x2_e4m3x2(odd_as_e4m3(word), odd[0], odd[1]);
+                fragments[2 * half][row] = ptx::mul_rn_f16x2_low(even[0], factors);
+                fragments[2 * half][2 + row] = ptx::mul_rn_f16x2_low(odd[0], factors);
+                fragments[2 * half + 1][row] = ptx::mul_rn_f16x2_high(even[1], factors);
+                fragments[2 * half + 1][2 + row] = ptx::mul_rn_f16x2_high(odd[1], factors);
+            }
         }
     }
 
-    static constexpr bool REFUSES = false;
     static __device__ __forceinline__ void check_range(const FusedParameters&, i64, i64, const ptx::Vector4&) {}
 };
 
@@ -133,30 +125,28 @@ struct MxCodes {
     static constexpr BlockScales SCALES = BlockScales::E8M0;
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
 
-    static __device__ __forceinline__ void decode(u32 (*fragments)[2 * STEP_PAIRS], const u8* codes, const RowScales& scales, int part) {
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
         const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const u32 code = scales[row].words[part / 4] >> part % 4 * 8 & 0xFFu;
-            const u32 scale = code << 7 | code << 23;  // a bfloat16 pair
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int chunk = part % 4 * 2 + i;
+            for (int i = 0; i < WGMMAS; ++i) {
+                const int chunk = step % 2 * WGMMAS + i;
                 const u8* place = codes + 8 * row * ROW_BYTES + ((chunk ^ g) << 4) + 4 * t;
                 u32 low, high;
                 ptx::cvt_rn_f16x2_e4m3x2(*reinterpret_cast<const u32*>(place), low, high);
                 float numbers[4];
                 ptx::cvt_f32_f16(low, numbers[0], numbers[1]);
                 ptx::cvt_f32_f16(high, numbers[2], numbers[3]);
+                const u32 code = scales[row].words[step / 2] >> (step % 2 * 2 + i / 2) * 8 & 0xFFu;
+                const u32 scale = code << 7 | code << 23;  // a bfloat16 pair
                 fragments[i][row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[0], numbers[2]), scale);
                 fragments[i][2 + row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[1], numbers[3]), scale);
             }
         }
     }
 
-    static constexpr bool REFUSES = true;
-
-    // Sets the block's flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
+    // Sets the `refused` flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
     static __device__ __forceinline__ void check_range(const FusedParameters& p, i64 y, i64 first, const ptx::Vector4& scales) {
         // Under scales of 2^-53 to 2^39 every number from 2^-9 to 448 is inside.
         constexpr u32 SMALLEST = 127 - 53, LARGEST = 127 + 39;
@@ -171,17 +161,16 @@ struct MxCodes {
         for (int chunk = threadIdx.x % 4; chunk < 16 * 32 / CHUNK; chunk += 4) {  // four threads have the same rows
             const u8* codes = p.b_codes + y * p.k + first * 32 + chunk * CHUNK;
             const u8 scale = p.b_scales[y * (p.k / 32) + first + chunk / (32 / CHUNK)];
-            if (out_of_range<E4M3>({{load_word(codes, 4), load_word(codes + 4, 4)}}, e8m0_to_float(scale))) *block_flag(p.refused) = 1;
+            if (out_of_range<E4M3>({{load_word(codes, 4), load_word(codes + 4, 4)}}, e8m0_to_float(scale))) *p.refused = 1;
         }
     }
 };
 
-// d += b * a^T over part `part` of a step: 64 rows of b, in registers, and TOKENS rows of a tile. Asynchronous on a GPU: one
-// wgmma group.
+// d += b * a^T over 64 columns: 64 rows of b, in registers, and TOKENS rows of a tile. Asynchronous on a GPU: one wgmma group.
 template <class T, int TOKENS>
-__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* a, int part) {
+__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* a) {
 #ifdef HAS_WGMMA
-    const u64 right = matrix_descriptor(a) + part * WGMMAS * (WGMMA_K * 2 >> 4);
+    const u64 right = matrix_descriptor(a);
 #pragma unroll
     for (int i = 0; i < WGMMAS; ++i) {
         if constexpr (TOKENS == 64) {
@@ -204,22 +193,21 @@ __device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const
         const Words words = distance == 0 ? own : simt::exchange(0xFFFFFFFFu, own, static_cast<unsigned>(distance));
         for (int i = 0; i < WGMMAS; ++i) {
             for (int j = 0; j < 2 * STEP_PAIRS; ++j) {
-                const int column = (part * WGMMAS + i) * WGMMA_K + j / 2 * 8 + 2 * (lane % 4 ^ distance);
+                const int column = i * WGMMA_K + j / 2 * 8 + 2 * (lane % 4 ^ distance);
                 left[j % 2].set(column, static_cast<u16>(words.of[i][j]));
                 left[j % 2].set(column + 1, static_cast<u16>(words.of[i][j] >> 16));
             }
         }
     }
-    constexpr int COLUMNS = WGMMAS * WGMMA_K;
-    multiply_rows<TOKENS>(d, left, a, lane, part * COLUMNS, (part + 1) * COLUMNS);
+    multiply_rows<TOKENS>(d, left, a, lane);
 #endif
 }
 
-// Waits for all but the last PENDING wgmma groups of the warpgroup, of which those before read `read`.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_fragments([[maybe_unused]] Fragments& read) {
+// Waits for all wgmma of the warpgroup, which read the fragments until then.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_sums(float (&d)[COUNT], [[maybe_unused]] Fragments& read) {
+    wait_for_sums(d);
 #ifdef HAS_WGMMA
-    ptx::wgmma_wait_group<PENDING>();
 #pragma unroll
     for (int i = 0; i < WGMMAS; ++i) {
 #pragma unroll
@@ -279,7 +267,6 @@ struct FusedSlice {
 #pragma unroll
             for (int i = 0; i < 2; ++i) next[i] = ptx::ld_global_nc_v4_u32(row_scales[i] + i64{run} * 16);
         };
-        Fragments fragments[BUFFERS];
         load(0);
         for (u32 run = 0; run < steps / STEPS; ++run) {
             RowScales scales;
@@ -296,27 +283,15 @@ struct FusedSlice {
                 if (step % STAGE_STEPS == 0) {
                     ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes / CODE_STAGES % 2);
                 }
-#pragma unroll
-                for (int half = 0; half < PARTS; ++half) {
-                    const int part = step * PARTS + half;
-#pragma unroll
-                    for (int i = 0; i < WGMMAS / 2; ++i) {
-                        Codes::decode(fragments[part % BUFFERS] + 2 * i, pipelines.codes[code_stage] + own * ROW_BYTES, scales, part * (WGMMAS / 2) + i);
-                    }
-                    if (part % (STAGE_STEPS * PARTS) == STAGE_STEPS * PARTS - 1) release(barriers.codes_empty[code_stage], lane);
-                    if (half == 0) ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], number / STAGES % 2);
-                    ptx::wgmma_fence();
-                    multiply_fragments<typename Codes::Number, TOKENS>(d, fragments[part % BUFFERS], pipelines.tokens[stage], half);
-                    wait_for_fragments<BUFFERS - 1>(fragments[(part + 1) % BUFFERS]);
-                    if (half == 0 && (run > 0 || step >= LAG)) {
-                        release(barriers.tokens_empty[(number - LAG) % STAGES], lane);
-                    }
-                }
+                Fragments fragments;
+                Codes::decode(fragments, pipelines.codes[code_stage] + own * ROW_BYTES, scales, step);
+                if (step % STAGE_STEPS == STAGE_STEPS - 1) release(barriers.codes_empty[code_stage], lane);
+                ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], number / STAGES % 2);
+                ptx::wgmma_fence();
+                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[stage]);
+                wait_for_sums(d, fragments);
+                release(barriers.tokens_empty[stage], lane);
             }
-        }
-        wait_for_sums(d);
-        for (u32 number = before + steps - LAG; number < before + steps; ++number) {
-            release(barriers.tokens_empty[number % STAGES], lane);
         }
     }
 };
@@ -376,7 +351,6 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
                                          steps, static_cast<u32>(block * p.slice_steps)};
     };
     if (thread == 0) {
-        if constexpr (Codes::REFUSES) *block_flag(p.refused) = 0;
         for (typename Shared::Barriers& barriers : shared.barriers) {
             for (int stage = 0; stage < CODE_STAGES; ++stage) {
                 ptx::mbarrier_init(barriers.codes_full[stage], 1);
@@ -434,14 +408,8 @@ __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters
     const i64 row = i64{blockIdx.x / steps} * TILE_ROWS, column = i64{step} * TILE_COLUMNS;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
-    u32* refused = nullptr;
-    if constexpr (Codes::REFUSES) {
-        refused = block_flag(p.refused);
-        if (threadIdx.x == 0) *refused = 0;
-        __syncthreads();
-    }
     dequantize_tile<typename Codes::Element, Codes::SCALES, true>({p.operand, p.rows}, row, column, p.k,
-                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, refused);
+                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, p.refused);
 }
 
 }  // namespace narrowgauge

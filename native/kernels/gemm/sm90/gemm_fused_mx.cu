@@ -4,8 +4,7 @@
 //
 //   codes    b: (N, K) through a tensor map, contiguous, aligned to 16 bytes; a in tiles
 //   scales   of b: (N, K/32), aligned to 16 bytes
-//   refused  of each kernel, a flag for each block, which the block sets: to 1 if an operand has numbers outside the range of
-//            tiles, else to 0. Then out has no meaning, and gemm_mx_refused computes it
+//   refused  one flag, 0 before the first launch: an operand has numbers outside the range of tiles. Then out has no meaning
 //   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES. The last slice may be shorter
 //   Any M and N; K is a multiple of 512
 //   Launch: pack_interleaved with 256 threads for every tile, grid K/64 * rows of tiles; it waits for the kernel before it.

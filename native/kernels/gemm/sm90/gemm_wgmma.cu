@@ -1,7 +1,7 @@
 // pack: dequantizes an operand, its sections, or the matrices of sections to bfloat16 tiles (dequantize_tiles.cuh).
 // gemm_tensor: out = alpha * (a @ b.T) (+ c) (+ bias) of tiles, on the tensor cores of a Hopper GPU.
 // gemm_tensor_grouped: the same for every section of a, with its own matrix b.
-// gemm_mx_refused, gemm_grouped_mx_refused: the GEMM of gemm_mx.cu, if one of `flags` flags of refused operands is set.
+// gemm_mx_refused, gemm_grouped_mx_refused: the GEMM of gemm_mx.cu, if packing has refused an operand.
 //
 //   operand  NVFP4, MX, or FP8 with a tensor scale, in any layout
 //   tiles    128 rows by 64 columns each (tile.cuh). Tiles of the same rows are contiguous, with zeros beyond the last row
@@ -63,25 +63,21 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
 
 // Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles: few blocks return at once if nothing was refused.
 template <class Multiply>
-__device__ __forceinline__ void for_rows_of_tiles(const u32* refused, int flags, i64 m, const Multiply& multiply_row) {
+__device__ __forceinline__ void for_rows_of_tiles(const u32* refused, i64 m, const Multiply& multiply_row) {
     ptx::griddepcontrol_wait();
-    u32 any = 0;
-    for (int i = threadIdx.x % WARP; i < flags; i += WARP) any |= refused[i];
-    for (int distance = WARP / 2; distance > 0; distance /= 2) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
-    if (any == 0) return;
+    if (*refused == 0) return;
     for (i64 tile_row = blockIdx.y; tile_row * TILE < m; tile_row += gridDim.y) {
         multiply_row(tile_row);
         __syncthreads();  // the next tile overwrites shared memory
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused, int flags) {
-    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply(MxScaling{}, p, tile_row); });
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused) {
+    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply(MxScaling{}, p, tile_row); });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused, int flags) {
-    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused) {
+    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
 }
 
 #endif

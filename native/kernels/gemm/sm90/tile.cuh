@@ -96,11 +96,9 @@ struct TileRow {
     }
 };
 
-// The sums of a thread over columns `first` to `end` - 1 of K: of rows `left` of a, and COLUMNS rows of tiles of b. Numbers have
-// eight significant bits at most.
+// The sums of a thread: of rows `left` of a, and COLUMNS rows of tiles of b. Numbers have eight significant bits at most.
 template <int COLUMNS, class T>
-inline void multiply_rows(float (&d)[COLUMNS / 2], const TileRow<T> (&left)[2], const u8* b, int lane, int first = 0,
-                          int end = TILE_COLUMNS) {
+inline void multiply_rows(float (&d)[COLUMNS / 2], const TileRow<T> (&left)[2], const u8* b, int lane) {
     static_assert(WGMMA_K == TERMS_PER_STEP, "a wgmma is a step of the model");
     for (int j = 0; j < COLUMNS / 8; ++j) {
         for (int e = 0; e < 2; ++e) {
@@ -109,7 +107,7 @@ inline void multiply_rows(float (&d)[COLUMNS / 2], const TileRow<T> (&left)[2], 
                 // Rows beyond the end of an operand are zeros and are skipped.
                 if ((left[i].zero && right.finite) || (right.zero && left[i].finite)) continue;
                 float& sum = d[4 * j + 2 * i + e];
-                for (int k = first; k < end; k += WGMMA_K) sum = sum_bf16(sum, left[i].values + k, right.values + k);
+                for (int k = 0; k < TILE_COLUMNS; k += WGMMA_K) sum = sum_bf16(sum, left[i].values + k, right.values + k);
             }
         }
     }
