@@ -21,7 +21,7 @@ from narrowgauge.reference.gemm.gemm import alpha, check_operands
 from narrowgauge.reference.gemm.operands import element_values, format_span, operand, promotes, scale_values
 from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import factors_of_operand
-from narrowgauge.reference.numbers.exact import ExactSum, lowest_bit, round_to_odd, two_sum
+from narrowgauge.reference.numbers.exact import ExactSum, float32_ends, lowest_bit, round_to_odd, two_sum
 from narrowgauge.spec.arguments import check_epilogue
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import (
@@ -38,6 +38,8 @@ EXACT, DECLARED, ANY_ORDER = 0, 1, 2
 """Tiers of an output."""
 # Roundoff of the cast at the end of a GEMM, and half the smallest subnormal number; a float32 output has no cast.
 _CAST = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25)}
+_ADDITION = UNIT, SMALLEST_SUBNORMAL
+"""Roundoff of the addition of c or the bias, in the same form."""
 
 
 @dataclass
@@ -144,9 +146,10 @@ def bounds(
 
     acc = total.to_float32()
     expected = fused = factor * acc
-    lower32, upper32 = lower.float(), upper.float()
     centre, budget = scaled, radius + slack
     addends = [t.float() for t in (c, bias) if t is not None]
+    if not addends:
+        lower32, upper32 = float32_ends(lower, upper)
     for number, addend in enumerate(addends):
         low, high = extended_to_zero(addend, addend) if declared.flushes else (addend, addend)
         if number == 0:  # the addition that may be fused with the multiplication by α
@@ -157,7 +160,7 @@ def bounds(
             lower32, upper32 = lower32 + low, upper32 + high
         expected = expected + addend
         centre = centre + addend.double()
-        budget = budget + UNIT * centre.abs() + SMALLEST_SUBNORMAL
+        budget = _budget_after_rounding(centre, budget, _ADDITION)
         if declared.flushes:
             zero = (expected == 0) & (fused == 0)
             exact &= ~(may_flush(lower32, upper32) & ~zero | is_subnormal(addend))
@@ -177,7 +180,7 @@ def bounds(
         | infinite_or_flushed
         | (torch.isinf(factor64) & (s.abs() <= error) & ~exact),
         centre=centre,
-        budget=_budget_after_cast(centre, budget, out_dtype),
+        budget=_budget_after_rounding(centre, budget, _CAST[out_dtype]),
         tier=tier,
     )
 
@@ -292,18 +295,18 @@ def _bounds_of_sums(
         cast_first = not addends
     if cast_first:
         expected, lower, upper = (end.to(out_dtype) for end in (expected, lower, upper))
-        budget = _budget_after_cast(centre, budget, out_dtype)
+        budget = _budget_after_rounding(centre, budget, _CAST[out_dtype])
     for addend, dtype in steps:
         low, high = extended_to_zero(addend, addend) if declared.flushes else (addend, addend)
         expected, lower, upper = expected.float() + addend, lower.float() + low, upper.float() + high
         centre = centre + addend.double()
-        budget = budget + UNIT * centre.abs() + SMALLEST_SUBNORMAL
+        budget = _budget_after_rounding(centre, budget, _ADDITION)
         if declared.flushes:
             exact = exact & ~(may_flush(lower, upper) & (expected != 0) | is_subnormal(addend))
             lower, upper = extended_to_zero(lower, upper)
             budget = budget + 2 * SMALLEST_NORMAL
         expected, lower, upper = (end.to(dtype) for end in (expected, lower, upper))
-        budget = _budget_after_cast(centre, budget, dtype)
+        budget = _budget_after_rounding(centre, budget, _CAST[dtype])
     tier = DECLARED if declared.order is not None else ANY_ORDER
     return Bounds(
         expected=expected,
@@ -319,8 +322,10 @@ def _bounds_of_sums(
     )
 
 
-def _budget_after_cast(centre: torch.Tensor, budget: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    relative, absolute = _CAST[out_dtype]
+def _budget_after_rounding(centre: torch.Tensor, budget: torch.Tensor, errors: tuple[float, float]) -> torch.Tensor:
+    """Largest distance from `centre` of a number within `budget` of `centre`, rounded. The number may be larger than
+    `centre` by the budget. `errors`: largest relative error of the rounding, and largest absolute error near 0."""
+    relative, absolute = errors
     return budget * (1 + relative) + relative * centre.abs() + absolute
 
 

@@ -15,7 +15,7 @@ from narrowgauge.reference.bounds.flushing import extended_to_zero, is_subnormal
 from narrowgauge.reference.bounds.promotion_bounds import SumBounds
 from narrowgauge.reference.bounds.running_error import error_growth
 from narrowgauge.reference.gemm.operands import element_values, operand, promotes, scale_values
-from narrowgauge.reference.numbers.exact import lowest_bit
+from narrowgauge.reference.numbers.exact import float32_ends, lowest_bit
 from narrowgauge.reference.quantize.scaling import over_elements, used_tensor_scale
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import (
@@ -144,7 +144,7 @@ def decoded_bounds(left: Decoded, right: Decoded, declared: Summation) -> SumBou
     overflow = (most + error > FLT_MAX) & ~exact | unknown
     not_finite = ~total.isfinite()
     error = error.masked_fill(not_finite, 0.0)
-    lower, upper = (total - error).float(), (total + error).float()
+    lower, upper = float32_ends(total - error, total + error)
     if declared.flushes:
         rounds = ~(exact | not_finite)
         flushed = extended_to_zero(lower, upper)

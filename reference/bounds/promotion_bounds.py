@@ -16,7 +16,7 @@ from narrowgauge.reference.bounds.running_error import empty_sums, tree_sum, wit
 from narrowgauge.reference.gemm.fast.promoted_sum import fast_promoted_sum
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands, promoted_sum
 from narrowgauge.reference.gemm.split_k import SplitK, join
-from narrowgauge.reference.numbers.exact import fma, lowest_bit
+from narrowgauge.reference.numbers.exact import float32_ends, fma, lowest_bit
 from narrowgauge.reference.numbers.slabs import tiles
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Summation
@@ -174,7 +174,7 @@ def _block_interval(
         part = None if certificate is None else certificate.columns(columns)
         sums = certified_sum(left, right, declared.roundoff, empty, part)
     error = with_evaluation_error(sums, left.shape[1], declared.roundoff)
-    low, high = 0.0 - _round_down(error - exact), _round_down(exact + error)
+    low, high = float32_ends(exact - error, exact + error)
     low, high = (torch.where(not_finite, exact.float(), end) for end in (low, high))
     return low, high, not_finite | sums.exact()
 
@@ -237,8 +237,9 @@ def _set_any_order(operands: BlockScaledOperands, bounds: SumBounds, declared: S
     error = error.masked_fill(exact_sums | not_finite, 0.0)
     expected = bounds.expected
     exact_sums |= not_finite
-    bounds.lower.copy_(torch.where(exact_sums, expected, -_round_down(error - centre)))
-    bounds.upper.copy_(torch.where(exact_sums, expected, _round_down(centre + error)))
+    lower, upper = float32_ends(centre - error, centre + error)
+    bounds.lower.copy_(torch.where(exact_sums, expected, lower))
+    bounds.upper.copy_(torch.where(exact_sums, expected, upper))
     exact_sums &= ~overflow
     bounds.exact.copy_(exact_sums)
     bounds.any_order.copy_(exact_sums)
@@ -255,10 +256,3 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _ordered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.minimum(x, y), torch.maximum(x, y)
-
-
-def _round_down(v: torch.Tensor) -> torch.Tensor:
-    """The largest float32 number not above `v`, float64; infinities are unchanged."""
-    nearest = v.float()
-    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
-    return torch.where(nearest.double() > v, below, nearest)

@@ -65,6 +65,20 @@ def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return s, (a - (s - back)).add_(b - back)
 
 
+def float32_ends(lower: torch.Tensor, upper: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest float32 number of intervals [lower, upper], float64 ends.
+
+    An end that rounds to infinity is infinite: the nearest float32 number of a number of the interval is infinite too.
+    """
+
+    def round_down(v: torch.Tensor) -> torch.Tensor:
+        nearest = v.float()
+        above = (nearest.double() > v) & nearest.isfinite()
+        return torch.where(above, torch.nextafter(nearest, torch.full_like(nearest, -torch.inf)), nearest)
+
+    return 0.0 - round_down(0.0 - lower), round_down(upper)
+
+
 def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """fl(x·y + z), rounded once, of float32 tensors.
 

@@ -68,6 +68,18 @@ def accepted(limits: Bounds, out: torch.Tensor) -> torch.Tensor:
     return torch.where(limits.exact, right_bits | unsigned | nan, inside | nan | free)
 
 
+def assert_within_budget(limits: Bounds, out: torch.Tensor, what: object) -> None:
+    """Every finite output is within its budget, if the budget is finite."""
+    above = (out.double() - limits.centre).abs() > limits.budget
+    assert not (above & out.isfinite() & limits.centre.isfinite() & limits.budget.isfinite()).any(), what
+
+
+def assert_ends_within_budget(limits: Bounds) -> None:
+    """Every accepted output is within its budget: the ends of each interval, the expected and the fused output."""
+    for end in (limits.lower, limits.upper, limits.expected, limits.fused):
+        assert_within_budget(limits, torch.where(limits.exact, limits.expected, end), "end")
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal, NaN being equal to NaN; zeros of both signs are too."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
@@ -99,7 +111,8 @@ def neighbour(x: torch.Tensor, direction: float) -> torch.Tensor:
 def test_no_order_of_summation_leaves_the_bounds(
     family: str, seed: int, blocks: int, amaxes: tuple[float, float], out_dtype: torch.dtype, epilogue: str
 ) -> None:
-    """About 120 orders and trees an example, each with the epilogue fused and unfused."""
+    """About 120 orders and trees an example, each with the epilogue fused and unfused. Outputs and ends of intervals
+    are within their budgets."""
     problem = Problem(family, seed, 2, 3, 32 * blocks, amaxes)
     added = problem.addends(epilogue)
     limits = bounds(problem.a, problem.b, out_dtype=out_dtype, **added)
@@ -107,8 +120,8 @@ def test_no_order_of_summation_leaves_the_bounds(
     arrays = {name: tensor.numpy() for name, tensor in added.items()}
     for name, out in orders.outputs(sums, problem.alpha, arrays.get("c"), arrays.get("bias"), out_dtype):
         assert accepted(limits, out).all(), name
-        distance = (out.double() - limits.centre).abs()
-        assert (distance <= limits.budget)[out.isfinite()].all(), name
+        assert_within_budget(limits, out, name)
+    assert_ends_within_budget(limits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -246,15 +259,26 @@ def test_the_fused_addition_rounds_once(sign: int) -> None:
     assert limits.expected == sign  # α·S itself rounds to 2^-24
 
 
+def float32_inside(low: Fraction, high: Fraction) -> tuple[float, float]:
+    """The smallest and the largest float32 number of [low, high]."""
+    ends = []
+    for end, sign in ((low, -1), (high, 1)):
+        number = rounding.nearest(end, "float32")
+        outside = sign * (Fraction(number) - end) > 0
+        ends.append(float(np.nextafter(np.float32(number), np.float32(-sign * np.inf))) if outside else number)
+    return ends[0], ends[1]
+
+
 def rule(problem: Problem, i: int, j: int, c: float, exact: bool, dtype: str) -> tuple[float, float]:
-    """[cast(αS − E), cast(αS + E)] of docs/tolerance.md#the-accepted-interval in fractions, c added and rounded to
-    float32 before the cast."""
+    """The interval of docs/tolerance.md#the-accepted-interval in fractions: casts of the float32 numbers of
+    [αS − E, αS + E], or of both ends plus c, rounded to float32. A c of 0 is no addend."""
     positive, negative, n = parts(problem, i, j)
     factor = Fraction(float(problem.alpha))
     accumulation = 0 if exact else max(n - 1, 0) * U * (positive + negative)
     centre = factor * (positive - negative)
     error = abs(factor) * accumulation * (1 + U) + U * abs(centre) + Fraction(1, 1 << 149)
-    ends = [rounding.nearest(end + Fraction(c), "float32") for end in (centre - error, centre + error)]
+    ends = centre - error, centre + error
+    ends = [rounding.nearest(end + Fraction(c), "float32") for end in ends] if c else float32_inside(*ends)
     low, high = (rounding.nearest(Fraction(end), dtype) for end in ends)
     return low, high
 

@@ -18,7 +18,7 @@ from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.reference import kernels, narrow, orders
-from tests.reference.bounds.test_bounds import accepted, neighbour, ordinal
+from tests.reference.bounds.test_bounds import accepted, assert_ends_within_budget, float32_inside, neighbour, ordinal
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair, sums
 
 U = Fraction(1, 1 << 24)
@@ -134,6 +134,20 @@ def test_the_bias_comes_before_the_cast_and_c_after_it(out_dtype: torch.dtype, o
         assert ((out.double() - limits.centre).abs() <= limits.budget).all()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "names", [NAMES[0], NAMES[3], ("fp8-current-e4m3", "fp8-current-e5m2"), *BLOCK_PAIRS], ids="-".join
+)
+def test_every_accepted_output_is_within_its_budget(names: tuple[str, str], family: str) -> None:
+    """Also if c and the bias cancel the sum, so that the budget is far larger than the output."""
+    a, b = pair(names, 11, (12, 13, 300), "near", family)
+    y = gemm(a, b, out_dtype=torch.float32)
+    c, bias = -y * (1 + 2.0**-20), y.flip(0)[0] * 0.3
+    epilogues = ({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias})
+    for out_dtype, added, order in itertools.product(DTYPES, epilogues, (*ORDERS, "decoded-aligned-25-16")):
+        assert_ends_within_budget(bounds(a, b, out_dtype=out_dtype, order=order, **added))
+
+
 # The tiers.
 
 
@@ -213,7 +227,7 @@ def test_the_interval_of_any_order_is_the_rules_to_within_an_ulp(names: tuple[st
         for error, inside in ((acc, True), (most, False)):
             e = 0 if limits.exact[i, j] else error
             e = e * (1 + U) + U * abs(exact[i, j]) + Fraction(1, 1 << 149)
-            low, high = (torch.tensor(rounding.nearest(exact[i, j] + side * e, "float32")) for side in (-1, 1))
+            low, high = (torch.tensor(end) for end in float32_inside(exact[i, j] - e, exact[i, j] + e))
             if inside:
                 assert limits.lower[i, j] <= low
                 assert limits.upper[i, j] >= high
