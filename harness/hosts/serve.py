@@ -84,7 +84,7 @@ class _Server:
     def load(self, stack: ExitStack) -> dict[str, Any]:
         """Import the backend. The answer has its facts, or the reason why it cannot be loaded."""
         settings = self.settings
-        prepare_process(settings["workers"])
+        prepare_process(settings["workers"], self.device.type)
         if self.device.type == "cuda":
             wait_for_gpus_asleep()
         before = read_environment()

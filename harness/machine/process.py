@@ -21,12 +21,13 @@ _PARENT_DIES, _CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of linux/prctl.h."""
 
 
-def prepare_process(workers: int) -> None:
-    """Give torch, and the native kernels, which use as many threads, the share of the cores of one of `workers`."""
+def prepare_process(workers: int, device: str = "cpu") -> None:
+    """Give torch, and the native kernels, which use as many threads, the share of the cores of one of `workers`. With a
+    GPU half of the share: threads of torch that wait for work keep a core busy while the GPU works."""
     import torch
 
     _keep_memory()
-    torch.set_num_threads(max(1, cores() // workers))
+    torch.set_num_threads(max(1, cores() // (workers * (2 if device == "cuda" else 1))))
 
 
 def _keep_memory() -> None:

@@ -190,7 +190,7 @@ def main(ours: socket.socket, hosts: socket.socket, other_hosts: socket.socket, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what an interrupt means
     change = settings.pop("change")
     given = Settings(**settings, change=change and tuple(change))
-    prepare_process(given.workers)
+    prepare_process(given.workers, given.device)
     with suppress(FrameError):  # the run is gone
         serve(Connection(ours), Channel(hosts), Channel(other_hosts), given)
 
