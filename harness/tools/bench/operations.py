@@ -23,7 +23,7 @@ from narrowgauge.harness.tools.bench.judge_outputs import (
     judge_rotated,
     judge_values,
 )
-from narrowgauge.harness.tools.bench.tasks import EXPERTS, GIVEN, BenchTask
+from narrowgauge.harness.tools.bench.tasks import GIVEN, BenchTask, sections_of
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.operands import operand
@@ -287,8 +287,9 @@ def _gemm(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
 
 def _gemm_grouped(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     m, k, n = task.shape
-    x, weights = inputs.new_matrix((m, k)), [inputs.new_matrix((n, k)) for _ in range(EXPERTS)]
-    sizes = torch.full((EXPERTS,), m // EXPERTS, device=inputs.device, dtype=torch.int64)
+    rows = sections_of(task)
+    x, weights = inputs.new_matrix((m, k)), [inputs.new_matrix((n, k)) for _ in rows]
+    sizes = torch.tensor(rows, device=inputs.device)
     a: GroupedQuantized = native.quantize_grouped(x, sizes, task.recipe)
     b = [native.quantize(w, task.recipe) for w in weights]
     pairs = list(zip(a.sections(), b, strict=True))
@@ -302,7 +303,7 @@ def _gemm_grouped(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
         },
         lambda y: judge_product(y, pairs, order),
         lambda y: nbytes(tuple(b)) + nbytes((a.codes, a.scales)) + nbytes(y),
-        _products([pairs], [list(zip(x.chunk(EXPERTS), weights, strict=True))], cpu=cpu), m * n, 2 * m * n * k, 0,
+        _products([pairs], [list(zip(x.split(rows), weights, strict=True))], cpu=cpu), m * n, 2 * m * n * k, 0,
         "fp32" if cpu else "bf16",
     )  # fmt: skip
 

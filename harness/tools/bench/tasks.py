@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 
 from narrowgauge.harness.cases.case import matching
 
@@ -19,6 +20,8 @@ _OTHERS = (
 )  # fmt: skip
 _DECODED = ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128")
 GIVEN = ", amax given"
+RAGGED, MANY = "ragged", "64 sections"
+"""Variants of a grouped product. Without a variant it has 8 sections of equal size."""
 LAUNCH = "launch"
 """Operation of the rows for the cost of a call. These rows have no size."""
 
@@ -34,13 +37,13 @@ MEMORY = (
 """Memory-bound operations: (operation, recipe, variant)."""
 PRODUCTS = (
     ("gemm", "nvfp4", ""), ("gemm", "mxfp8-e4m3", ""), ("gemm", "fp8-current", ""), ("gemm", "fp8-block-1x128", ""),
-    ("gemm-grouped", "nvfp4", ""),
+    *(("gemm-grouped", name, "") for name in ("nvfp4", "mxfp8-e4m3", "fp8-current")),
+    *(("gemm-grouped", name, RAGGED) for name in ("nvfp4", "mxfp8-e4m3")),
+    ("gemm-grouped", "nvfp4", MANY),
 )  # fmt: skip
-EXPERTS = 8
-"""Sections of a grouped product, of equal size."""
 
 _SIZES = {
-    "cuda": ("16384x16384", "8192x8192x8192", "16x8192x8192"),
+    "cuda": ("16384x16384", "8192x8192x8192", "16x8192x8192", "64x8192x8192", "128x8192x8192"),
     "cpu": ("1024x2048", "512x512x512", "16x1024x1024"),
 }
 _TYPICAL = (
@@ -52,8 +55,10 @@ _FURTHER = {
 }  # fmt: skip
 """Extra sizes, unless sizes are given, and patterns of the tasks that are timed at them. 32768x32768 has 64 MB of
 scales; 16384x16384 has 16 MB, and a copy of 16 MB reaches only 75 % of the rate of a large copy."""
-_GROUPED_FROM = 64
-"""Rows from which a product is also timed as a grouped product."""
+_GROUPED_FROM = 512
+"""Rows from which a product is also timed as a grouped product: 8 of each of 64 sections."""
+_RAGGED = (17, 3000, 129, 700, 40, 2506, 300, 1500)
+"""Rows of the ragged sections of 8192 rows."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,14 @@ class BenchTask:
     def id(self) -> str:
         """Text matched by `-k`."""
         return "/".join(filter(None, (self.operation, self.recipe, self.variant, self.size)))
+
+
+def sections_of(task: BenchTask) -> list[int]:
+    """Rows of the sections of a grouped product."""
+    rows = task.shape[0]
+    shares = {"": (1,) * 8, MANY: (1,) * 64, RAGGED: _RAGGED}[task.variant]
+    ends = [rows * end // sum(shares) for end in accumulate(shares, initial=0)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def parse(size: str) -> tuple[int, ...]:
@@ -106,7 +119,7 @@ def tasks(device: str, sizes: Sequence[str] = (), keyword: str = "", *, quick: b
         BenchTask(*operation, shape)
         for shape in products
         for operation in PRODUCTS
-        if operation[0] == "gemm" or (shape[0] >= _GROUPED_FROM and shape[0] % EXPERTS == 0)
+        if operation[0] == "gemm" or shape[0] >= _GROUPED_FROM
     ]
     matches = matching(keyword)
     return [task for task in candidates if matches(task.id)]

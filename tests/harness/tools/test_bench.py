@@ -16,7 +16,7 @@ from narrowgauge.harness.tools.bench.bench import measure
 from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
 from narrowgauge.harness.tools.bench.operations import BenchInputs
 from narrowgauge.harness.tools.bench.report import cells
-from narrowgauge.harness.tools.bench.tasks import MEMORY, BenchTask, tasks
+from narrowgauge.harness.tools.bench.tasks import MEMORY, BenchTask, sections_of, tasks
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import Quantized
@@ -36,13 +36,30 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
 
 
 def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
-    result = ids("cpu", ["256x128", "64x32x48"])
+    result = ids("cpu", ["256x128", "512x32x48", "64x32x48"])
     assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
+    plain = ["gemm/nvfp4", "gemm/mxfp8-e4m3", "gemm/fp8-current", "gemm/fp8-block-1x128"]
+    grouped = ["nvfp4", "mxfp8-e4m3", "fp8-current", "nvfp4/ragged", "mxfp8-e4m3/ragged", "nvfp4/64 sections"]
     assert [name for name in result if name.startswith("gemm")] == [
-        "gemm/nvfp4/64x32x48", "gemm/mxfp8-e4m3/64x32x48", "gemm/fp8-current/64x32x48",
-        "gemm/fp8-block-1x128/64x32x48", "gemm-grouped/nvfp4/64x32x48",
-    ]  # fmt: skip
+        *(f"{name}/512x32x48" for name in plain),
+        *(f"gemm-grouped/{name}/512x32x48" for name in grouped),
+        *(f"{name}/64x32x48" for name in plain),
+    ]
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
+
+
+@pytest.mark.parametrize(
+    ("variant", "rows", "sections"),
+    [
+        ("", 512, [64] * 8),
+        ("64 sections", 512, [8] * 64),
+        ("ragged", 8192, [17, 3000, 129, 700, 40, 2506, 300, 1500]),
+        ("ragged", 512, [1, 187, 8, 44, 2, 157, 19, 94]),
+    ],
+)
+def test_sections_of_a_grouped_product_have_all_rows(variant: str, rows: int, sections: list[int]) -> None:
+    assert sections_of(BenchTask("gemm-grouped", "nvfp4", variant, (rows, 32, 48))) == sections
+    assert sum(sections) == rows
 
 
 # The judge.
