@@ -79,6 +79,15 @@ def decorated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return quantize(x)
 
 
+@decorated.register_fake
+def fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    byte = torch.uint8
+    return (
+        x.new_empty(rows, columns // 2, dtype=byte), x.new_empty(rows, columns // 16, dtype=byte), x.new_empty(1),
+    )  # fmt: skip
+
+
 def table(op: Any) -> str:
     """The registered kernels of an op."""
     return torch._C._dispatch_dump(op.default.name())
@@ -163,6 +172,16 @@ def test_methods_are_watched_and_restored(name: str, x: torch.Tensor) -> None:
     assert Layer.__dict__[name] is before
 
 
+def test_every_name_of_a_function_in_a_module(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "another_name", quantize, raising=False)
+    original = quantize
+    with narrowgauge.watch(quantize, skip) as watched:
+        sys.modules[__name__].another_name(x)  # type: ignore[attr-defined]
+        original(x)  # a reference that no module holds
+    assert watched.calls == 1
+    assert quantize is original
+
+
 @pytest.mark.long
 def test_errors_of_the_watcher_stay_inside(x: torch.Tensor, capsys: Any) -> None:
     def adapter(result: Any, x: torch.Tensor) -> dict[str, Any]:
@@ -180,6 +199,27 @@ def test_errors_of_the_watcher_stay_inside(x: torch.Tensor, capsys: Any) -> None
     assert "ValueError: scales" in watched.summary()
 
 
+def test_exceptions_of_the_function_pass(x: torch.Tensor) -> None:
+    with narrowgauge.watch(OPS.explicit, skip, every=1, pending=1) as watched:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="int64"):
+                OPS.explicit(x.long())
+        OPS.explicit(x)
+    assert watched.calls == 3
+    assert "1 not judged: the adapter returned None" in watched.summary()
+    assert "2 not judged: the function raised an exception" in watched.summary()
+
+
+def test_gradients_and_modes_stay(x: torch.Tensor) -> None:
+    with narrowgauge.watch(OPS.smooth, skip, every=1) as watched, torch.autocast("cpu"):
+        given = x.clone().requires_grad_()
+        OPS.smooth(given).sum().backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert given.grad is not None
+    assert torch.equal(given.grad, x.cos())
+    assert "1 not judged: the adapter returned None" in watched.summary()
+
+
 def test_calls_without_numbers_are_not_judged(x: torch.Tensor) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -195,6 +235,18 @@ def test_calls_without_numbers_are_not_judged(x: torch.Tensor) -> None:
         found(x.to("meta"))
     assert (watched.calls, watched.judged) == (3, 0)
     assert "error" not in watched.summary()
+
+
+@pytest.mark.long
+def test_compiled_code_sees_no_watcher(x: torch.Tensor) -> None:
+    with narrowgauge.watch(doubled, skip) as watched:
+        compiled = torch.compile(lambda x: sys.modules[__name__].doubled(x) + 1, backend="eager", fullgraph=True)  # type: ignore[attr-defined]
+        assert torch.equal(compiled(x), 2 * x + 1)
+    assert watched.calls == 0
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 @pytest.mark.long
@@ -223,6 +275,39 @@ def test_wrong_arguments() -> None:
         narrowgauge.watch(lambda x: x).start()
     with pytest.raises(TypeError, match="Python function; not Linear"):
         narrowgauge.watch(torch.nn.Linear(2, 2)).start()
+
+
+VARIABLE = """
+import narrowgauge, vq
+watched = narrowgauge.watch(vq.quantize, every=2)
+"""
+PROGRAM = """
+import torch
+import narrowgauge
+import vq
+for _ in range(3):
+    vq.quantize(torch.ones(16, 32))
+"""
+QUANTIZER = """
+def quantize(x):
+    import narrowgauge
+    q = narrowgauge.quantize(x, "nvfp4")
+    return q.codes ^ 1, q.scales
+"""
+
+
+@pytest.mark.long
+def test_the_variable(tmp_path: Path) -> None:
+    for name, text in (("vw", VARIABLE), ("program", PROGRAM), ("vq", QUANTIZER)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    environment = os.environ | {"NARROWGAUGE_WATCH": "vw:watched,vw:missing", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "vw:missing: not started" in done.stderr
+    assert "3 calls, 2 judged, 2 failed" in done.stderr
+    assert "narrowgauge.assert_quantized(" in done.stderr
 
 
 @pytest.mark.long
