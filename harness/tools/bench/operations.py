@@ -303,7 +303,7 @@ def _gemm_grouped(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
         },
         lambda y: judge_product(y, pairs, order),
         lambda y: nbytes(tuple(b)) + nbytes((a.codes, a.scales)) + nbytes(y),
-        _products([pairs], [list(zip(x.split(rows), weights, strict=True))], cpu=cpu), m * n, 2 * m * n * k, 0,
+        _products([pairs], [list(zip(torch.split(x, rows), weights, strict=True))], cpu=cpu), m * n, 2 * m * n * k, 0,
         "fp32" if cpu else "bf16",
     )  # fmt: skip
 
