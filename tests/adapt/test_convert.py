@@ -198,6 +198,24 @@ def test_words_of_e8m0_for_float32_scales(dtype: torch.dtype) -> None:
         adapt.quantized(q.codes, words, q.recipe, q.shape)
 
 
+def test_several_dimensions_of_rows() -> None:
+    q = oracle("nvfp4", (6, 32))
+    got = adapt.quantized(q.codes.view(2, 3, 16), q.scales.view(2, 3, 2), "nvfp4", (2, 3, 32))
+    assert same(got, q)
+
+
+@pytest.mark.parametrize("layout", ["128x4", "8x4"])
+def test_scales_in_tiles_may_be_flat_or_tiled(layout: Any) -> None:
+    q = oracle("nvfp4")
+    scales = adapt.stored_as(q, layout=layout).scales
+    height = {"128x4": 32, "8x4": 8}[layout]
+    tiled = scales.view(-1, height, 16 if height == 32 else 4)
+    for form in (scales.flatten(), tiled):
+        assert same(adapt.quantized(q.codes, form, "nvfp4", q.shape, layout=layout), q)
+    with pytest.raises(ValueError, match=r"not contiguous.*before permute"):
+        adapt.quantized(q.codes, tiled.transpose(1, 2), "nvfp4", q.shape, layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 def test_padding_of_tiles(layout: Any) -> None:
     q = oracle("nvfp4")  # scales (70, 7)

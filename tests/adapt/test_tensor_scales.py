@@ -184,3 +184,9 @@ def test_the_amax_of_a_rotated_matrix_is_the_kernels_own(kind: Any) -> None:
 def test_scales_that_do_not_fit_are_named(recipe: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapt.quantized(torch.zeros(1, 16), torch.ones(1, 1), recipe, (1, 16), **arguments)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1, dtype=torch.int32), torch.ones(1).to(torch.float8_e4m3fn), True])
+def test_other_dtypes_are_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"amax is float32, not|bool is no tensor"):
+        adapted(amax=value)

@@ -59,6 +59,14 @@ def test_another_thread_has_recipes_of_its_own() -> None:
     assert seen == [None, CURRENT]
 
 
+def test_what_is_no_training_recipe_is_refused() -> None:
+    with pytest.raises(TypeError, match="autocast takes a training recipe, the name of one or None, not Recipe"):
+        autocast(MX.input).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no training recipe is called 'mxfp8-e4m3'"):
+        autocast("mxfp8-e4m3").__enter__()
+    assert current() is None
+
+
 # ---- at_exit ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +108,12 @@ def test_an_exception_drops_the_callbacks() -> None:
             fail(2)
         assert called == []
     assert called == [2]  # the outermost ended well
+
+
+def test_a_callback_needs_an_autocast() -> None:
+    message = "at_exit has no end of an autocast to wait for: no autocast is active in this thread"
+    with pytest.raises(RuntimeError, match=message):
+        at_exit(print)
 
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------

@@ -151,6 +151,11 @@ def test_decode_refuses_a_byte_that_is_no_code(fmt: Format) -> None:
         decode(torch.tensor([fmt.codes], dtype=torch.uint8), fmt)
 
 
+def test_decode_refuses_codes_that_are_not_bytes() -> None:
+    with pytest.raises(TypeError, match=r"decode takes uint8 codes of E4M3, not torch\.int32"):
+        decode(torch.tensor([1], dtype=torch.int32), E4M3)
+
+
 # Encode.
 
 
@@ -238,6 +243,13 @@ def test_e8m0_agrees_with_exact_fractions_at_every_boundary() -> None:
     x = x[x > 0]
     expected = [min(rounding.nearest_code(Fraction(float(v)), E8M0), 0xFE) for v in x]
     np.testing.assert_array_equal(codes_of(x, E8M0), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_encode_refuses_another_dtype(dtype: torch.dtype) -> None:
+    message = f"encode takes float32 values, not {dtype}; convert them first, exactly"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        encode(torch.ones(1, dtype=dtype), E4M3)
 
 
 # Errors.

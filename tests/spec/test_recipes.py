@@ -17,7 +17,7 @@ from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, update_scale
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32
-from narrowgauge.spec.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe, find_recipe, recipe_names
+from narrowgauge.spec.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe, find_recipe, recipe_names, recipes
 from tests.golden import bits
 from tests.reference.edges import edges
 
@@ -159,6 +159,11 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -
     assert ("did you mean" in message) == nearest.startswith("'")
     assert ("narrowgauge.recipes() lists all" in message) == unknown.startswith("no recipe")
     assert len(message) < 300
+
+
+def test_the_recipes_are_those_of_their_names() -> None:
+    assert [str(recipe) for recipe in recipes()] == recipe_names()
+    assert len(set(recipes())) == len(recipes())
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,15 @@ def test_a_cause_is_named() -> None:
     assert "bias" in verdict.explanations[0]["sentence"]
 
 
+def test_empty_products() -> None:
+    for rows, columns, depth in ((0, 16, 64), (16, 0, 64), (16, 16, 0)):
+        a, b = (ng.quantize(torch.zeros(extent, depth).bfloat16(), "mxfp8-e4m3") for extent in (rows, columns))
+        y = torch.zeros(rows, columns)
+        ng.assert_gemm(a, b, y, out_dtype=torch.float32)
+        if y.numel():
+            wrong(a, b, y + 1, out_dtype=torch.float32)
+
+
 ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("a", {"a": torch.ones(2, 2)}, TypeError, "a is a Quantized"),
     ("actual", {"actual": torch.ones(3, 3)}, ValueError, "actual has shape"),

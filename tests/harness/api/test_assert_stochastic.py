@@ -78,6 +78,17 @@ def test_rounding_to_nearest_is_found() -> None:
     assert wrong(X, lambda seed: (q.codes, q.scales, q.amax)).message.startswith("codes: ")
 
 
+def test_scales_that_differ_between_calls_are_found() -> None:
+    kernel = Kernel(X)
+
+    def drifting(seed: int) -> tuple[Any, ...]:
+        codes, scales, amax = kernel(seed)
+        scales[3, 3] += seed == 2
+        return codes, scales, amax
+
+    assert wrong(X, drifting).message.startswith("repeat: scales of call 2 differ")
+
+
 @pytest.mark.long
 def test_given_bits_are_judged_exactly() -> None:
     words = torch.randint(-(2**31), 2**31, (128, 64), dtype=torch.int32)

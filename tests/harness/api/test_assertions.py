@@ -254,6 +254,18 @@ def test_settings_of_the_caller_change_no_verdict_and_are_kept(name: str) -> Non
         assert next(context, None) is None
 
 
+@pytest.mark.long
+def test_fake_tensors_are_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = matrix()
+    q = ng.quantize(x, "nvfp4")
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match="FakeTensorMode"):
+        ng.assert_quantized(x, q.codes, q.scales)
+    with pytest.raises(TypeError, match="FakeTensor"):
+        ng.assert_quantized(mode.from_tensor(x), q.codes, q.scales)
+
+
 # ---- fake tensors, graphs, custom ops --------------------------------------------------------------------------------
 
 
@@ -295,6 +307,13 @@ def test_explain_gives_the_verdict_of_right_and_wrong_results() -> None:
         assert json.loads(json.dumps(verdict.to_dict()))["passed"] is verdict.passed
     with pytest.raises(TypeError, match="assertion"):
         ng.explain(ng.quantize, x, "nvfp4")  # type: ignore[call-arg]
+
+
+def test_html_is_escaped() -> None:
+    html = Verdict("assert_quantized", "<b>&", message="codes: <script>")._repr_html_()
+    assert "<script>" not in html
+    assert "codes: &lt;script&gt;" in html
+    assert "&lt;b&gt;&amp;" in html
 
 
 def test_an_error_keeps_its_verdict_when_it_is_pickled() -> None:
@@ -387,3 +406,22 @@ def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.Monke
     verdict = wrong(ng.assert_quantized, x, q.codes ^ 2, q.scales)
     assert verdict.reproduction.startswith("not saved: ")
     assert "NARROWGAUGE_FAILURES" in verdict.reproduction
+
+
+@pytest.mark.long
+def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    x = matrix()
+    q = ng.quantize(x, "nvfp4")
+    monkeypatch.setattr("narrowgauge.harness.api.save_arguments.LARGEST", 100)
+    assert "MiB, more than" in wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales).reproduction
+    monkeypatch.undo()
+    monkeypatch.setenv("NARROWGAUGE_FAILURES", str(failures))
+    wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales)
+    monkeypatch.setattr("narrowgauge.harness.api.save_arguments.LARGEST_FOLDER", 100)
+    assert "delete files" in wrong(ng.assert_quantized, x, q.codes ^ 2, q.scales).reproduction
+    changed = replace(find_recipe("nvfp4"), nan_code=0)
+    assert "changed fields" in wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales, changed).reproduction
+    monkeypatch.setenv("NARROWGAUGE_FAILURES", "/dev/null/no")
+    assert wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales).reproduction.startswith("not saved: NotADirectoryError")

@@ -45,6 +45,19 @@ def test_the_reference_passes_every_default_case(recipe: str) -> None:
     assert re.fullmatch(rf"quantize, quantize {recipe}: \d+ cases passed, [\d ]+ elements compared", repr(done))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("operation", "recipe"), [("dequantize", "nvfp4"), ("transform", "nvfp4-rht"), ("gemm", "nvfp4")]
+)
+def test_the_reference_passes_the_other_operations(operation: Any, recipe: str) -> None:
+    function = getattr(ops, operation)
+    done = check(function, recipe, operation=operation)
+    assert done.cases == done.passed > 15
+    if operation == "gemm":  # with c, with bias, and with both
+        alone = check(lambda a, b: ops.gemm(a, b, out_dtype=torch.bfloat16), recipe, operation="gemm")
+        assert alone.cases == done.cases - 3
+
+
 def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     q = ops.quantize(x, "nvfp4", swizzled=True)
     assert q.amax is not None

@@ -58,6 +58,15 @@ def test_wrong_arguments_of_inputs_are_named(arguments: Any, error: Any, text: s
         inputs(*arguments)
 
 
+def test_wrong_keywords_of_inputs_are_named() -> None:
+    with pytest.raises(TypeError, match="dtype is float32, bfloat16, float16, not float64"):
+        inputs("nvfp4", (2, 16), "normal", dtype=torch.float64)
+    with pytest.raises(ValueError, match="operation is 'swizzle'; it can be quantize, transform, gemm"):
+        inputs("nvfp4", (2, 16), "position", operation="swizzle")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="which is 0 in fp16"):
+        inputs("nvfp4", (2, 16), "normal-1e-28", dtype=torch.float16)
+
+
 # ---- matrix ----------------------------------------------------------------------------------------------------------
 
 
@@ -74,3 +83,20 @@ def test_the_matrix_is_a_selection_of_the_shipped_cases() -> None:
     narrow = matrix("nvfp4", dtype="bf16", usage="both", shape=(128, 128), tier="full")
     assert narrow
     assert all(case.id.startswith("quantize/nvfp4/128x128/bf16/") and "both" in case.id for case in narrow)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tier": "quikc"}, "tier is 'quikc' (did you mean 'quick'?); it can be quick, full"),
+        ({"device": "gpu"}, "device is 'gpu' (did you mean 'cpu'?); it can be cpu, cuda"),
+        ({"operation": "quantise"}, "operation is 'quantise' (did you mean 'quantize'?)"),
+        ({"usge": "both"}, "no key of quantize is called 'usge' (did you mean 'usage'?)"),
+        ({"usage": "all"}, "usage is 'all'; it can be rowwise, columnwise, both"),
+        ({"shape": (5, 5)}, "no case of the tier quick is quantize of nvfp4, shape=(5, 5)"),
+        ({"operation": "transform"}, "no case of the tier quick is transform of nvfp4"),
+    ],
+)
+def test_wrong_arguments_of_matrix_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        matrix("nvfp4", **arguments)

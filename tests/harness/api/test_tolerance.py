@@ -108,3 +108,12 @@ def test_the_page_has_every_interval_in_plot_and_table() -> None:
         assert all(f"<title>{each.library}: {each.ulp} ulp</title>" in html for each in interval.libraries)
     assert html.count("normal, any order") == html.count("normal, given order") == 1
     assert html.count('<circle class="point" cx=') == len(found.intervals) + 1  # and the legend's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(("--gemm", "8x8"), "MxKxN"), (("--out", "bf8"), "bf8"), (("--recipe", "nvfp5"), "nvfp5")]
+)
+def test_bad_options_end_with_usage_status(arguments: tuple[str, str], words: str) -> None:
+    done = CliRunner().invoke(app, [*COMMAND, *arguments])
+    assert done.exit_code == 2
+    assert words in done.output

@@ -97,6 +97,19 @@ def test_a_library_without_a_driver_has_plain_modules(broken_library):
     assert plain_library("broken_library.quantizers.plain", "pip install it").Quantizer.__name__ == "Quantizer"
 
 
+def test_a_plain_module_without_its_library_names_the_remedy(broken_library):
+    with pytest.raises(ModuleNotFoundError, match="no_such_library is not installed; pip install it"):
+        plain_library("no_such_library.part", "pip install it")
+    with pytest.raises(ModuleNotFoundError, match=r"quantizers.plain cannot be imported .*; pip install it"):
+        plain_library("broken_library.quantizers.plain", "pip install it")
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "microxcaling", "mlx", "torchao"])
+def test_an_unknown_variant_names_the_variants(name):
+    with pytest.raises(BackendError, match=rf"no variant 'other'; {name} has "):
+        load_implementation(f"{name}:other")
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({*MODULES}))
 def test_bytes_of_an_installed_library_are_those_of_its_dialects(name):

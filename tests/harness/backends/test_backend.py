@@ -9,11 +9,12 @@ import torch
 
 from narrowgauge.harness.backends.backend import METHODS, BackendError, Unsupported, load_backend
 from narrowgauge.harness.backends.loading import LIBRARIES
+from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import ORDERS
+from narrowgauge.spec.summation import ORDERS, Summation
 from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
@@ -208,3 +209,27 @@ def test_a_declaration_that_says_nothing_known(declares, words):
     with pytest.raises(BackendError) as raised:
         backend(quantize=reference.quantize, declares=declares)
     assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_an_order_of_a_product_replaces_the_declaration():
+    asked = []
+
+    def gemm_order(a, b):
+        asked.append((a, b))
+        return next(orders)
+
+    orders = iter(["tree", None, "truncating", "trees"])
+    result = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
+    one, other = object(), object()
+    assert [result.gemm_order(one, other), result.gemm_order([one], [other])] == ["tree", None]
+    assert asked == [(one, other), ([one], [other])]
+    assert order_of(result, one, other) == Summation(None, truncates=True)
+    with pytest.raises(BackendError) as raised:
+        result.gemm_order(one, other)
+    assert str(raised.value) == (
+        f"gemm_order gave 'trees'; the order of a sum is {', '.join(map(repr, ORDERS))}, 'truncating', or None for any"
+    )
+    with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
+        result.gemm_order(one, other)
+    assert backend(gemm=reference.gemm, declares={"gemm": "blocks"}).gemm_order(one, other) == "blocks"
+    assert backend(gemm=reference.gemm).gemm_order(one, other) is None

@@ -160,6 +160,18 @@ class Hooks(torch.nn.Module):
         return y
 
 
+class EvaluationsCountNot(modules.Linear):
+    """A forward under no_grad leaves the history unchanged."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts = torch.is_grad_enabled()
+        return super().forward(x)
+
+    def record_forward(self, *given: Any) -> None:
+        if self.counts:
+            super().record_forward(*given)
+
+
 LATE = ("delayed-wgrad",)
 RIGHT = [
     *((modules.Linear, use, ()) for use in USES),
@@ -181,6 +193,15 @@ def test_a_right_module_passes(module: Any, use: str, flags: tuple[str, ...]) ->
     assert (record.verdict, record.message) == ("pass", "")
     compared = {entry["stage"] for entry in record.stages if entry["compared"]}
     assert compared >= {"step 1 y", "step 2 y", "step 2 dbias"}
+
+
+def test_a_forward_without_gradients_may_move_the_history_or_not() -> None:
+    for module in (modules.Linear, EvaluationsCountNot):
+        record = record_of(module, "no-grad", training="DelayedScaling-history2")
+        assert (record.verdict, record.message) == ("pass", "")
+        compared = {entry["stage"] for entry in record.stages if entry["compared"]}
+        assert compared >= {"step 1 probe y", "step 1 y", "step 2 probe y", "step 2 y", "step 2 dw"}
+        assert ("step 2 history" in compared) == (module is modules.Linear)  # else the history before is unknown
 
 
 # Wrong modules.

@@ -87,6 +87,11 @@ def test_both_operands_of_a_product_are_in_the_dialect():
     assert chosen.recipe_names == ("nvfp4@torchao", "nvfp4@torchao")
 
 
+def test_operations_without_a_method_are_no_part_of_an_offer():
+    swizzle = case(operation="swizzle", recipe="", dtype="", shape=(4, 4))
+    assert backend(dialects={"nvfp4": "te"}).offer.select([swizzle]) == ([], {"has no swizzle": 1})
+
+
 @pytest.mark.parametrize(
     ("constraints", "inside", "outside", "reason"),
     [

@@ -1,5 +1,7 @@
 """How rows are divided into sections."""
 
+import re
+
 import pytest
 
 from narrowgauge.harness.cases.sections import MOST, section_sizes
@@ -42,3 +44,19 @@ def test_ragged_sections_end_inside_a_tile(count):
         if whole <= 32:
             assert all(size % tile for size in sizes)
     assert section_sizes("ragged:7", 300) == section_sizes("ragged:7", 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "whole", "message"),
+    [
+        ("rows:17,0", 16, 1, "is 'rows:17,0', 17 rows together; M is 16"),
+        ("rows:16,24", 40, 16, "is 'rows:16,24'; 24 rows are no whole groups of 16, which the recipe rotates"),
+        ("rows:", 0, 1, "is 'rows:'; rows are numbers with commas between them: rows:17,0,48"),
+        ("rows:4,-4", 0, 1, "is 'rows:4,-4'; rows are numbers with commas between them: rows:17,0,48"),
+        ("rows:" + ",".join("1" * 65), 65, 1, "there can be 1 to 64 sections"),
+        ("row:4", 4, 1, "is 'row:4' (did you mean 'rows'?); sections are a kind and a count, even:4; kinds are even, "),
+    ],
+)
+def test_rows_that_are_given(text, rows, whole, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        section_sizes(text, rows, whole=whole)

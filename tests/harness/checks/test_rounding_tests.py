@@ -117,6 +117,27 @@ def test_a_backend_that_draws_from_torch_repeats(monkeypatch):
     assert run_case(case, black_box(quantize=drawing(fresh)), seed=1).p_value != found[0].p_value
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_from_labels("quantize-grouped", "mxfp8-e4m3-sr", (99, 96), "bf16", "normal", ("ragged:3", "columnwise")),
+        case_from_labels("quantize-grouped", "nvfp4-sr", (99, 96), "fp32", "normal", ("ragged:3",)),
+        case_from_labels("gemm", "nvfp4-sr", (48, 96, 80), "bf16xbf16-bf16", "normal", ("nt",)),
+        case_from_labels("gemm-grouped", "nvfp4-sr", (99, 96, 80), "bf16xbf16-bf16", "normal", ("ragged:3",)),
+    ],
+    ids=lambda case: case.id,
+)  # fmt: skip
+def test_where_codes_are_made_once_they_are_judged_as_one_draw(case):
+    names = ("quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped")
+    right = black_box(**{name: getattr(native, name) for name in names})
+    record = run_case(case, right)
+    assert (record.verdict, record.message) == ("pass", "")
+    codes = [s for s in record.stages if s["stage"].endswith("codes")]
+    assert {s["rule"] for s in codes} == {"statistics"}
+    assert 0 < record.draws < sum(s["compared"] for s in codes)
+
+
 # Wrong samplers.
 
 
@@ -275,6 +296,16 @@ def test_codes_that_are_never_written_are_found():
     record = run_case(replace(NVFP4, shape=(16, 32)), black_box(quantize=quantize))
     assert (record.verdict, record.stage) == ("fail", "codes")
     assert ", all in row 15; no random bits give them" in record.message
+
+
+def test_a_backend_that_makes_its_own_bits_takes_no_words():
+    doors = {"quantize": reference.quantize, "quantize_both": reference.quantize_both}
+    for usage in ("rowwise", "both"):
+        record = run_case(replace(NVFP4, usage=usage, random="words"), black_box(**doors))
+        words = "backend black_box makes its own random bits; it takes no words"
+        assert (record.verdict, record.message) == ("unsupported", words)
+    plain = SimpleNamespace(quantize=reference.quantize)
+    assert run_case(replace(NVFP4, random="words"), Backend.local("plain", plain)).verdict == "pass"
 
 
 def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):

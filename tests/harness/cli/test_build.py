@@ -39,6 +39,16 @@ def test_build_fills_the_cache_that_calls_use(compiled: list[str], tmp_path: Pat
     assert len(compiled) == 2, "kernels of the cache are compiled again"
 
 
+@pytest.mark.long
+def test_build_says_which_source_does_not_compile(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = host.text
+    monkeypatch.setattr(host, "text", lambda source: real(source) + "\n#error broken" * (source == "pad"))
+    result = run_build()
+    assert result.exit_code == 2
+    assert "pad.cu does not compile" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_sources_of_a_cpu_are_those_without_hopper() -> None:
     left = set(KERNELS) - set(CPU_SOURCES)
     assert {"gemm_wgmma", "gemm_wgmma_fp8", "gemm_skinny_nvfp4"} <= left

@@ -458,6 +458,34 @@ def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, outp
     assert output in re.sub(r" +\n", "\n", result.stdout)
 
 
+def test_show_counts_rows_through_sections(operations):
+    for at, output in (
+        ("9,17", "section 1, row 1, block 1"),
+        ("31,0", "section 3, row 7"),
+        ("99,99", "section 3, row 7"),
+    ):
+        name = "quantize-grouped/nvfp4/32x48/bf16/normal/even:4"
+        result = narrowgauge("show", name, "--backend", "reference", "--at", at)
+        assert output in result.stdout
+
+
+def test_recipes_of_captured_tensors(one_process, folder):
+    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
+    listed = narrowgauge("list", "--input", "captured.npz", "--recipe", "nvfp4-2d", "--recipe", "nvfp4-rht")
+    assert [line.split("/")[1] for line in listed.stdout.splitlines()] == ["nvfp4-2d"] * 4
+    reason = "recipe nvfp4-rht rotates bf16 alone, not fp32"
+    assert f"captured.npz: up makes no quantize case: {reason}\n" in listed.stderr
+    assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file, and none is given"
+    assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
+    (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
+    arguments = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *arguments, "-k", "quantize and not columnwise")
+    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
+    shown = narrowgauge(*line.split())
+    assert shown.exit_code == 1, shown.output
+    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
+
+
 # doctor
 
 

@@ -99,6 +99,22 @@ def test_reading_in_another_layout(cause, read):
     assert (stage, found[:1]) == ("unswizzle", [cause])
 
 
+def test_tiles_counted_by_columns_that_are_not_padded():
+    def unswizzle(swizzled, shape):
+        rows, columns = shape
+        flat, tiles = swizzled.flatten(), columns // 4
+        read = [
+            flat[512 * (i // 128 * tiles + j // 4) + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4]
+            for i in range(rows) for j in range(columns)
+        ]  # fmt: skip
+        return torch.stack(read).view(shape)
+
+    found = causes(
+        case_from_labels("swizzle", "", (130, 5), "u8", "bytes"), swizzle=reference.swizzle, unswizzle=unswizzle
+    )
+    assert found == (["swizzle-columns-not-padded"], "unswizzle")
+
+
 # ---- rotations -------------------------------------------------------------------------------------------------------
 
 

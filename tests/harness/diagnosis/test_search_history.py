@@ -31,12 +31,14 @@ from tests.harness.wrong_steps import (
     grid,
     record_of,
     right_amax,
+    rotated,
     signed_blocks,
     ties_away,
     truncated_to,
     unclamped,
     wrong,
     wrong_amax,
+    wrong_tensor,
 )
 
 pytestmark = pytest.mark.usefixtures("history")
@@ -77,6 +79,25 @@ def test_sections_of_different_deviations_have_none():
 
     wanted = case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:2",))
     assert causes(record_of(wanted, quantize_grouped=grouped)) == []
+
+
+HIDDEN = [
+    ("amax-without-fabs", "nvfp4-rowscaled", {"amax": lambda s: s.x.clamp(min=0).float().amax(1)}),
+    ("rotation-without-signs", "nvfp4-rht", {"x": lambda s: rotated(s, first=False).bfloat16()}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks, "amax": right_amax}),
+    ("tensor-scale-order:1/(amax/max)", "fp8-current-e5m2", wrong_tensor(lambda s, a: (a / 57344).reciprocal())),
+]
+
+
+@pytest.mark.parametrize(("cause", "recipe", "steps"), HIDDEN)
+def test_numbers_that_the_kernel_does_not_show(cause, recipe, steps):
+    def quantize(x, recipe):
+        return replace(wrong(**steps)(x, recipe), amax=None, tensor_scale=None)
+
+    record = record_of(case(recipe), quantize=quantize)
+    assert record.stage == "scales"
+    assert causes(record)[0] == cause, record.explanations
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-rht64-nosign"])

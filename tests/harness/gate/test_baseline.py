@@ -111,10 +111,57 @@ def test_a_baseline_of_something_else_is_not_replaced(change: dict[str, Any], ki
     assert path.read_bytes() == before
 
 
+def test_a_baseline_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.mkdir()
+    with pytest.raises(BaselineError) as error:
+        write(baseline_of(run(record())), path)
+    assert str(error.value) == f"{path}: cannot be written: Is a directory"
+    assert [one.name for one in tmp_path.iterdir()] == ["host.json"]
+
+
 GOOD = {
     "format": 2, "architecture": "host", "device": "cpu", "backend": "native", "seed": 0,
     "cases": {"a": {"pass 1": ["b"]}},
 }  # fmt: skip
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "it holds list, not an object"),
+    ({}, "its format is None; this narrowgauge reads 2: accept a run anew"),
+    (GOOD | {"format": 3}, "its format is 3; this narrowgauge reads 2: accept a run anew"),
+    (
+        GOOD | {"format": 1, "device": "NVIDIA H200"},
+        'its format is 1; this narrowgauge reads 2: accept a run anew, or write "format": 2 into it, and a line '
+        '"architecture": "sm_90"',
+    ),
+    (GOOD | {"architecture": "H200"}, "architecture is 'H200'; it is host, or sm_90 and the like"),
+    (
+        GOOD | {"sed": 0},
+        "unknown key 'sed' (did you mean 'seed'?); it can be format, architecture, device, backend, seed, cases",
+    ),
+    (GOOD | {"seed": True}, "seed is True, not int"),
+    ({name: value for name, value in GOOD.items() if name != "device"}, "device is None, not str"),
+    (GOOD | {"cases": []}, "cases is [], not dict"),
+    (GOOD | {"cases": {}}, "it holds no case"),
+    (GOOD | {"cases": {"a": ["pass 1"]}}, "'a' is ['pass 1'], not an object of figures"),
+    (GOOD | {"cases": {"a": {"pass": ["b"]}}}, "a: 'pass' are no figures; they look like 'fail 561, wrong 12, ulp 1, "),
+    (
+        GOOD | {"cases": {"a": {"pass 9, exact 5+5/9": ["b"]}}},
+        "a: exact 5+5 are more than the 9 outputs",
+    ),
+    (GOOD | {"cases": {"a": {"pass 1": "b"}}}, "a: 'pass 1' is of 'b', not of a list of how ids go on"),
+    (GOOD | {"cases": {"a": {"pass 1": ["b/c"]}, "a/b": {"pass 2": ["c"]}}}, "a/b/c is there twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_a_file_that_is_no_baseline(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(BaselineError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: is no baseline: {message}")
 
 
 @pytest.mark.parametrize(

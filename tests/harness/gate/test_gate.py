@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate.baseline import baseline_of, read, write
+from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
+from narrowgauge.harness.gate.difference import LISTED
 from narrowgauge.harness.gate.figures import (
     BELOW,
     Figures,
@@ -18,7 +22,8 @@ from narrowgauge.harness.gate.figures import (
     figures,
     parse,
 )
-from narrowgauge.harness.gate.gate import Judgement, judge
+from narrowgauge.harness.gate.gate import Judgement, judge, show
+from narrowgauge.harness.report.failure_view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage, wrong
 
 
@@ -150,6 +155,11 @@ def test_a_figure_that_is_not_finite() -> None:
     assert text(judgement.problems)[0].endswith("/normal/tn: interval_ulps_max is nan")
 
 
+def test_a_case_with_two_records() -> None:
+    judgement = judge(run(record(), record(mismatches=5)), baseline_of(run(record(mismatches=5))))
+    assert text(judgement.problems) == ["recorded twice: quantize/nvfp4/64x128/bf16/normal: 2 records"]
+
+
 def test_a_shard() -> None:
     judgement = judge(run(record(), shard="2/4"), baseline_of(run(record())))
     assert text(judgement.problems) == [
@@ -189,6 +199,22 @@ def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> Non
     ]
 
 
+def test_a_report_names_the_baseline_of_failing_cases(tmp_path: Path) -> None:
+    write(baseline_of(run(record(), record("zeros"))), tmp_path / "host.json")
+    (tmp_path / "other.json").write_text("{", encoding="utf-8")
+    bad = {"verdict": "fail", "mismatches": 3}
+    records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
+    records.append(record(device="cuda", **bad))
+    add_baseline_notes(records, GPU, tmp_path)  # the baseline of a GPU is made below
+    assert [one["baseline"] for one in records] == [
+        "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
+    ]  # fmt: skip
+    assert "baseline: host.json has pass 90 accepted" in first_failure(records[0])
+    write(baseline_of(run(record(device="cuda"), device="cuda", environment=GPU)), tmp_path / "sm_90.json")
+    add_baseline_notes(records[-1:], H100, tmp_path)
+    assert records[-1]["baseline"] == "sm_90.json has pass 90 accepted"
+
+
 # The baseline in a report
 
 
@@ -208,6 +234,23 @@ def test_more_skips_than_accepted() -> None:
     assert text(judgement.problems) == [
         "new, and not pass: quantize/nvfp4/64x128/bf16/ties: unsupported 90 (no door gemm)",
         "more skips: 2 cases unsupported, and 1 accepted; most often: no door gemm (2)",
+    ]
+
+
+def test_what_is_printed() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    many = [record(f"file:{n:03}") for n in range(LISTED + 2)]
+    show(judge(run(record(budget_max=0.1, inputs="[b]")), baseline_of(run(*many))), "host.json", console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [lines[0], lines[2], lines[3]] == [
+        "new: 1", "    quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52",
+    ]  # fmt: skip
+    assert "1 case" in lines[1]
+    assert lines[-3:] == [
+        "  quantize/nvfp4/64x128/bf16/file:049",
+        "  … and 2 more",
+        "gate fails against host.json: 0 cases as accepted, 52 did not run, 1 new",
     ]
 
 

@@ -15,7 +15,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
 from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES
 from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS
-from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, load, load_beside
+from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, is_link, load, load_beside
 from narrowgauge.harness.operations.stages.repeated import REPEAT_CAUSES
 from narrowgauge.harness.records.record import Record, outcome, succeeded
 from narrowgauge.harness.report import groups, markdown, tables, text
@@ -142,6 +142,12 @@ def test_the_page_of_verdicts_lists_every_cause():
     listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     expected = {*CAUSES, *(f"{family}…" for family in FAMILIES)}
     assert set(listed) == expected
+
+
+@pytest.mark.parametrize("link", ["ftp://a/b", "https://", "http://[", "https://a b", "//a/b", "a"])
+def test_what_is_no_link(link):
+    assert not is_link(link)
+    assert is_link(ISSUE)
 
 
 def test_the_projects_own_ledger_is_right_and_no_case_file():
@@ -294,3 +300,20 @@ def test_a_run_fails_if_a_known_failure_passes_or_differs(run):
     result, _ = run(ledger=known_table(case="quantize/*/16x48/fp32/*"))
     assert result.exit_code == 1
     assert "1 of 4 cases did not pass: 1 fail; 1 known failure" in " ".join(result.stdout.split())
+
+
+def test_a_run_does_not_launch_what_is_known_to_crash(run):
+    result, launched = run(ledger=known_table(case="quantize/*/16x48/*", verdict="crash"))
+    assert result.exit_code == 0, result.output
+    assert [case for case in launched if "48" in case] == []
+    assert "2 cases passed, 18 elements compared; 2 known failures" in " ".join(result.stdout.split())
+
+
+def test_a_link_is_the_last_line_of_the_summary(run):
+    result, _ = run("--link", "https://ci.example/7", ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+    assert Path("reports/latest/summary.md").read_text(encoding="utf-8").endswith("<https://ci.example/7>\n")
+    result, launched = run("--link", "ci/7")
+    assert result.exit_code == 2
+    assert "--link is 'ci/7'; it is the address of a page: https://…" in result.stderr
+    assert not launched

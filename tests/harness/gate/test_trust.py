@@ -23,7 +23,7 @@ from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError
 from narrowgauge.harness.records.record import ENTRIES, Record
 from narrowgauge.harness.records.record_check import _ENTRY_TYPES, record_problems
 from tests.harness import small_toml
-from tests.harness.runs import product, record, stage, wrong
+from tests.harness.runs import product, record, run, saved, stage, wrong
 
 CASES = "".join([
     small_toml.matrix(dtype="bf16"),
@@ -457,6 +457,22 @@ def test_a_consistent_run_that_is_worse_has_another_exit_status(
     assert " ".join(expected.split()) in " ".join(judged.stdout.split())  # lines are wrapped
 
 
+def test_further_commands_refuse_the_run_of_the_gate(folder: Path, lines: Lines) -> None:
+    gate(folder, lines, replaced("budget_max", math.nan))
+    expected = "budget_max is nan, not a finite number"
+    for command in (
+        ("baseline", "accept", "--run", "damaged", "--baseline", "other.json"),
+        ("compare", "run", "damaged"),
+        ("compare", "damaged", "run"),
+    ):
+        result = narrowgauge(*command)
+        assert (result.exit_code, expected in result.stderr) == (2, True), command
+    assert not Path("other.json").exists()
+    gate(folder, lines, lambda lines: lines[0]["sources"].update(harness="0"))
+    assert narrowgauge("compare", "run", "damaged").exit_code == 0
+    assert narrowgauge("baseline", "accept", "--run", "damaged", "--baseline", "other.json").exit_code == 0
+
+
 # Further commands, and facts that a process cannot verify.
 
 
@@ -471,6 +487,24 @@ def test_a_changed_kernel_is_refused_until_it_runs_again(folder: Path, monkeypat
     assert result.exit_code == 0
     assert "not verified: 1\n" in result.stdout
     assert f"backend {BACKEND}: its module is no Python file in this folder" in result.stdout
+
+
+@pytest.mark.parametrize(("content", "status"), [(b"kept", 0), (b"changed", 2), (None, 0)])
+def test_captured_tensors_are_compared_if_their_file_is_there(
+    content: bytes | None, status: int, tmp_path: Path
+) -> None:
+    from narrowgauge.harness.records.environment import source_hashes
+
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"kept")
+    finished = run(record("x.npy:x", file=str(path)), sources=source_hashes("native", str(path)))
+    saved(tmp_path / "run", finished)
+    assert narrowgauge("baseline", "accept", "--run", tmp_path / "run", "--baseline", tmp_path / "b").exit_code == 0
+    path.unlink() if content is None else path.write_bytes(content)
+    result = narrowgauge("gate", "--run", tmp_path / "run", "--baseline", tmp_path / "b")
+    assert result.exit_code == status
+    assert ("sources: input has changed" in result.stderr) is (status == 2)
+    assert ("not verified: 1\n" in result.stdout) is (content is None)
 
 
 # Records.

@@ -164,6 +164,15 @@ def test_threads_with_buffers_of_their_own_pass():
     assert judged(replace(QUANTIZE, repeats=8, concurrency="threads"), OwnScratch, "local").verdict == "pass"
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("concurrency", ["streams", "graph"])
+def test_streams_and_graphs_need_a_gpu(form, concurrency):
+    record = judged(replace(SWIZZLE, concurrency=concurrency), Layouts, form)
+    message = f"concurrency '{concurrency}' needs a GPU; the device is cpu"
+    assert (record.verdict, record.message) == ("unsupported", message)
+
+
 @needs_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_replayed_on_changed_inputs(form):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from narrowgauge.harness.inputs.capture import Captured, CaptureError, captured_cases, refused
+from narrowgauge.harness.inputs.capture import Captured, CaptureError, Header, captured_cases, refused
 from narrowgauge.harness.inputs.inputs import make_inputs
 
 WEIGHT = torch.linspace(-3, 3, 48 * 32).view(48, 32)
@@ -121,6 +121,16 @@ def test_inputs_are_the_captured_tensors(safetensors):
     assert torch.equal(given.w, brain)
     assert given.x.shape == (128, 32)
     assert given.x.dtype == torch.bfloat16
+
+
+def test_inputs_that_do_not_fit(safetensors):
+    brain = Captured.load(safetensors, ["layer.brain"])
+    case = captured_cases(Captured.load(safetensors, ["layer.half"]))[0]
+    with pytest.raises(ValueError, match=r"'model\.safetensors:layer\.half' is not in .*, which gave layer\.brain"):
+        make_inputs(case, captured=brain)
+    changed = Captured(safetensors, {"layer.half": Header("fp32", (16, 32), lambda: WEIGHT[:16])})
+    with pytest.raises(ValueError, match=r"the case is \(48, 32\) torch\.float16, but .* is \(16, 32\) torch\.float32"):
+        make_inputs(case, captured=changed)
 
 
 def test_impossible_recipes_of_a_tensor_are_left_out_and_named(safetensors):

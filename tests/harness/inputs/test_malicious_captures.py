@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs import capture
@@ -259,6 +260,23 @@ def test_compressed_tensors_are_unpacked_once_and_deleted(tmp_path):
     assert not Path(copy).parent.exists()
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".safetensors"])
+def test_files_that_can_be_mapped_are_not_copied(tmp_path, suffix):
+    path = tmp_path / f"w{suffix}"
+    write = {".npy": lambda: np.save(path, MATRIX), ".npz": lambda: np.savez(path, w=MATRIX),
+             ".pt": lambda: torch.save({"w": torch.from_numpy(MATRIX)}, path),
+             ".safetensors": lambda: save_file({"w": torch.from_numpy(MATRIX)}, path)}  # fmt: skip
+    write[suffix]()
+    stored = path.read_bytes()
+    captured = Captured.load(path)
+    with unpacked(str(path), captured_cases(captured)) as same:
+        assert same == str(path)
+    captured["w"].zero_()
+    assert path.read_bytes() == stored
+    with unpacked("", []) as nothing:
+        assert nothing == ""
+
+
 def test_what_a_run_unpacks_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "a.npz"
     np.savez_compressed(path, a=SMALL, b=SMALL)
@@ -270,3 +288,16 @@ def test_what_a_run_unpacks_is_limited(tmp_path, monkeypatch):
     )
     with pytest.raises(CaptureError, match=message), unpacked(str(path), cases_of(path)):
         pass
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("array", [
+    np.asfortranarray(MATRIX), MATRIX.astype(">f4"), MATRIX[:0], MATRIX[:, :0], MATRIX.astype(np.float16)
+])  # fmt: skip
+def test_arrays_of_every_layout(tmp_path, save, array):
+    save(tmp_path / "a.npz", odd_name=array)
+    np.save(tmp_path / "b.npy", array)
+    for tensor in (Captured.load(tmp_path / "a.npz")["odd_name"], Captured.load(tmp_path / "b.npy")["b"]):
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % tensor.element_size() == 0
+        assert np.array_equal(tensor.numpy(), array)

@@ -104,6 +104,19 @@ def test_each_setting_of_the_registers_is_a_note_and_is_restored(
     assert all(part in note["sentence"] for part in parts), note
 
 
+@known_registers
+def test_unknown_registers_are_probed_and_not_restored(libm: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_environment, "_libm", None)
+    before = read_environment()
+    assert (before["rounding-mode"], before["subnormal-numbers"]) == (NEAREST, KEPT)
+    restore(before)
+    libm.fesetround(ROUNDING[UP])
+    after = read_environment()
+    with pytest.raises(RuntimeError, match=r"rounding mode.*'toward \+inf'.*'to nearest'.*process of its own"):
+        restore(before)
+    assert causes(changes(before, after)) == ["changes-rounding-mode"]
+
+
 @pytest.mark.parametrize(
     ("environment", "parts"),
     [

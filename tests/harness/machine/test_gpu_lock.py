@@ -92,3 +92,8 @@ def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(LAUNCH_QUEUE.holders):
         holder("GPU-2")
     assert had(monkeypatch)
+
+
+def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert gpu_lock._acquire("GPU-1", LAUNCH_QUEUE) is None

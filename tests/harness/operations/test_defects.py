@@ -22,6 +22,7 @@ from tests.harness.operation_cases import (
     grouped_case,
     passes,
     quantize_case,
+    run,
     stages,
     swizzle_case,
 )
@@ -237,6 +238,27 @@ def test_a_defect_fails_in_its_stage(case, stage, words, method, defect):
     assert words in record.message
     if defect not in WITH_CONSEQUENCES:
         assert [name for name, entry in stages(record).items() if entry["sentence"]] == [stage]
+
+
+NO_RESULT = [
+    (quantize_case("nvfp4", "both"), {"quantize_both": lambda x, recipe, **options: quantize_both(x, recipe)},
+     "a columnwise half, columnwise=False"),
+    (quantize_case("nvfp4", "both"), {"quantize_both": lambda x, recipe: (reference.quantize(x, recipe), None)},
+     "no columnwise half, columnwise=True"),
+    (quantize_case("nvfp4", "both"), {"quantize_both": lambda *a, **o: quantize_both(*a, **o)[::-1]},
+     "the rowwise half of quantize_both gave codes as uint8 of shape (64, 24)"),
+    (swizzle_case(shape=(130, 5)), {"swizzle": lambda scales: scales}, "uint8 of shape (256, 8)"),
+    (quantize_case("nvfp4", "swizzled"), {"quantize": lambda x, recipe, swizzled: reference.quantize(x, recipe)},
+     "(128, 4)"),
+    (quantize_case("nvfp4-rowscaled"), {"quantize": lambda x, recipe: reference.quantize(x, "nvfp4")}, "(48,)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "doors", "words"), NO_RESULT)
+def test_a_result_of_another_form_is_an_error(case, doors, words):
+    record = run(case, **doors)
+    assert record.verdict == "error"
+    assert words in record.message
 
 
 @pytest.mark.parametrize("usage", [(), ("columnwise",)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
-from narrowgauge.reference.high_precision.additions import residual_sum
+from narrowgauge.reference.high_precision.additions import column_sum, residual_sum
 from narrowgauge.reference.high_precision.attention import attention_forward
 from narrowgauge.reference.high_precision.gelu import gelu_forward
 from narrowgauge.reference.high_precision.norm import norm_forward
@@ -68,3 +68,14 @@ def test_what_cannot_round_is_compared_to_the_bit() -> None:
     stage = bounded_stage("h", off, expected, torch.bfloat16)
     assert (stage.mismatches, stage.max_ulp) == (32, 1)
     assert "32 of them where no order of summation can round" in stage.sentence
+
+
+def test_another_shape_or_dtype_is_wrong_as_a_whole() -> None:
+    expected = column_sum(given(4, 8))
+    stage = bounded_stage("dbias", torch.zeros(7).bfloat16(), expected, torch.bfloat16)
+    assert stage.sentence == "dbias is (7,) torch.bfloat16, not (8,) torch.bfloat16"
+    assert stage.mismatches == 7
+    stage = bounded_stage("dbias", torch.zeros(8), expected, torch.bfloat16)
+    assert stage.sentence == "dbias is (8,) torch.float32, not (8,) torch.bfloat16"
+    empty = column_sum(torch.zeros(4, 0))
+    assert bounded_stage("dbias", torch.zeros(0), empty, torch.float32).passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,16 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.modules.modules import judge_module
 from narrowgauge.harness.records.record import Record, elements_compared
+from narrowgauge.harness.records.saved_failure import SavedFailure, save
+from narrowgauge.harness.records.saved_failure import load as load_saved
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.shrink import shrink
 from narrowgauge.reference import modules
 from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.quantized import Quantized
@@ -442,8 +449,65 @@ def test_results_that_are_none_are_errors() -> None:
         assert (record.verdict, record.message[: len(words)]) == (verdict, words)
 
 
+def test_a_failure_is_saved_whole_and_not_shrunk(tmp_path: Any) -> None:
+    case = linear("MXFP8BlockScaling", "bias")
+    given, wrong = make_inputs(case), backend(Linear=BiasTwice)
+    outcome = judge_module(case, given, wrong)
+    assert shrink(case, given, outcome, wrong) is None
+    path = tmp_path / "failure.safetensors"
+    save(path, SavedFailure(case.id, case, given, 0, "wrong", "step 1 y"), outcome)
+    found = load_saved(path)
+    assert found.case == case
+    assert torch.equal(found.inputs.x, given.x)
+    assert found.inputs.given.keys() == given.given.keys()
+    assert all(torch.equal(found.inputs.given[name], tensor) for name, tensor in given.given.items())
+
+
 # Inputs, saving and case files.
 
 
 TABLE = {"operation": "'linear'", "tier": "'quick'", "training": "'NVFP4BlockScaling'", "shape": "[1, 16, 32, 48]"}
 TABLE |= {"dtype": "'bf16'", "inputs": "'normal'"}
+
+
+GROUPED = TABLE | {"operation": "'grouped-linear'", "shape": "[16, 32, 48]", "sections": "'front:2'"}
+
+
+LAYER = TABLE | {"operation": "'transformer-layer'", "heads": "4"}
+
+
+MISTAKES = [
+    (TABLE | {"training": "'NVFP4BlockScalign'"}, "training is 'NVFP4BlockScalign': no training recipe"),
+    (TABLE | {"training": "4"}, "training is 4, not a training recipe's name"),
+    (TABLE | {"recipe": "'nvfp4'"}, "unknown key 'recipe' (did you mean 'recompute'?)"),
+    (TABLE | {"norm": "'rms'"}, "unknown key 'norm'"),
+    (TABLE | {"shape": "[16, 32, 48]"}, "shape is [16, 32, 48]; a shape is [B, S, K, N], 4 sizes that are not "),
+    (TABLE | {"shape": "[1, 0, 32, 48]"}, "shape is [1, 0, 32, 48]; but for the rows of a grouped-linear, which may be "
+     "0, a module has no empty side"),
+    (TABLE | {"dtype": "'fp32'"}, "recipe nvfp4-rht rotates bf16 alone, not fp32"),
+    (TABLE | {"shape": "[1, 17, 32, 48]"}, "recipe nvfp4-rht rotates whole groups of 16; B·S = 17 is no multiple of "),
+    (TABLE | {"steps": "0"}, "steps is 0; there can be 1 to 16 steps"),
+    (TABLE | {"steps": "true"}, "steps is True; there can be 1 to 16 steps"),
+    (TABLE | {"inputs": "'spread'"}, "inputs is 'spread'"),
+    (TABLE | {"quantized-parameters": "true"}, "quantized-parameters have no high-precision weight that could hold a "
+     "gradient: accumulate can be true"),
+    (TABLE | {"use": "'frozen'"}, "use is 'frozen' (did you mean "),
+    (TABLE | {"use": "'pending'"}, "use is 'pending', which needs a second step: steps can be 2"),
+    (TABLE | {"use": "'frozen-weight'", "accumulate": "true", "quantized-parameters": "true"}, "quantized-parameters "
+     "have no weight whose requires_grad could be false: use can be 'frozen-input'"),
+    (TABLE | {"use": "'no-grad'", "accumulate": "true", "quantized-parameters": "true", "training": "'DelayedScaling'"},
+     "use is 'no-grad', in which a quantized weight takes part in two forwards, and nothing says if its amax counts "
+     "twice under delayed scaling: quantized-parameters can be false"),
+    (LAYER | {"heads": "3"}, "hidden = 32 is no multiple of heads = 3"),
+    ({k: v for k, v in LAYER.items() if k != "heads"}, "heads is missing; a transformer-layer needs training, shape, "),
+    (LAYER | {"norm": "'RMS'"}, "norm is 'RMS'"),
+    (GROUPED | {"sections": "'even:3'"}, "sections is 'even:3'; M = 16 is no multiple of 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+def test_mistakes_in_case_files(tmp_path: Any, table: dict[str, str], message: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()), encoding="utf-8")
+    with pytest.raises(CaseFileError, match=re.escape(f"{path}: [[matrix]] 1: {message}")):
+        load(path)

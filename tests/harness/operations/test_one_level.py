@@ -10,6 +10,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.tools.show import show_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.delayed import update_scale
@@ -399,6 +400,40 @@ def test_an_update_with_one_defect(door, recipe, inputs, stages):
     record = fails(update_case(recipe, inputs), *stages, update_scale=door)
     element = record.findings[-1]["elements"][0]
     assert {"tensor", "before", "expected_bits", "actual_bits"} <= element.keys()
+
+
+def shown(capsys, case, at=None, **doors):
+    right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, place=at)
+    return right, capsys.readouterr().out
+
+
+def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
+    def door(x, recipe, **options):
+        row, column = reference.quantize_both(x, recipe, **options)
+        if column is not None:
+            column.codes[41, 37] ^= 1
+        return row, column
+
+    right, said = shown(capsys, case_of("mxfp8-e4m3", "both"), quantize_both=door)
+    assert not right
+    assert "columnwise half, column 37, block 1" in said
+    (line,) = (line for line in said.splitlines() if line.split()[:1] == ["41"])
+    expected, actual = (word for word in line.split() if word.startswith("0b"))
+    assert int(expected, 2) ^ int(actual, 2) == 1
+    assert len(expected) == len("0b") + 8
+
+
+def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
+    def door(history, scale, recipe):
+        after, made = update_scale(history, scale, recipe)
+        made[21] *= 2
+        return after, made
+
+    right, said = shown(capsys, update_case(), update_scale=door)
+    assert not right
+    tensors = [line.split()[0] for line in said.splitlines() if line.count("0x") == 2]
+    assert tensors == [str(tensor) for tensor in range(16, 24)]
+    assert "the result is empty" in shown(capsys, update_case(shape=(4, 0)))[1]
 
 
 # Shown results, messages and times.

@@ -9,13 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
-from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools import run_cases
 from narrowgauge.native import ops
 from narrowgauge.native.runtime import host, sources
 from tests.harness.sample_backends import QUANTIZE, backend, quantize
-from tests.paths import CASES
+from tests.paths import CASES, PLUGIN
 
 pytest_plugins = ["pytester"]
 
@@ -107,6 +107,11 @@ def test_a_case_runs_through_as_many_as_are_asked_for(tmp_path: Path) -> None:
     assert counted[1] == counted[0] // 3 * 7
 
 
+def test_a_backend_that_has_no_orders_is_refused() -> None:
+    with pytest.raises(BackendError, match="--schedules: backend reference does not choose the order of its threads"):
+        load_backend("reference", "cpu", 2)
+
+
 # The options reach the workers.
 
 FILE = str(CASES / "nvfp4_layout.toml")
@@ -119,3 +124,28 @@ def test_the_command_hands_its_options_to_the_workers(monkeypatch: pytest.Monkey
     for options in ([], ["--schedules", "3"], ["--sanitize"]):
         assert CliRunner().invoke(cli.app, ["run", FILE, *options]).exit_code == 0
     assert [(settings.schedules, settings.sanitize) for settings in seen] == [(0, False), (3, False), (0, True)]
+
+
+@pytest.mark.parametrize("option", [["--schedules", "2"], ["--sanitize"]])
+def test_the_command_refuses_both_on_a_gpu(option: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["run", FILE, "--device", "cuda", *option])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"narrowgauge: {option[0]} ")
+    assert "on a CPU, not on cuda; " in result.stderr
+    assert "`narrowgauge sanitize" in result.stderr
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("options", "words"), [
+    (["--ng-schedules", "0"], "ERROR: --ng-schedules is 0; *"),
+    (["--ng-sanitize", "--ng-device", "cuda"], "ERROR: --ng-sanitize is for kernels on a CPU, not on cuda; *"),
+    (["--ng-sanitize", "--pdb"], "ERROR: --ng-sanitize runs cases in processes that have the sanitizers, *"),
+])  # fmt: skip
+def test_pytest_refuses_what_cannot_be(
+    options: list[str], words: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.check_device", lambda device: None)
+    pytester.makefile(".toml", one="")
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "one.toml", *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([words])

@@ -100,6 +100,23 @@ def test_case_files_of_a_folder_of_the_ini_file_are_collected(project):
     assert all(line.startswith("cases/small.toml::") for line in result.outlines if "::" in line)
 
 
+@pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
+def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
+    """The controller has ids alone: of the run's cases, and of the case of a dead worker."""
+    root = project.mkdir("root")
+    arguments = ("--rootdir", root, project.path / named)
+    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *arguments)
+    assert ids(result) == [*QUICK, *FULL]
+    found = [line for line in result.outlines if "::" in line]
+    session = project.parseconfigure(*arguments).pluginmanager.get_plugin("narrowgauge-session")
+    session.pytest_xdist_node_collection_finished(found)
+    assert session.cases == [*QUICK, *FULL]
+    session.pytest_runtest_logreport(pytest.TestReport(found[1], ("", 0, ""), {}, "failed", "", "???"))
+    (record,) = session.records
+    assert (record["case"], record["verdict"]) == (QUICK[1], "crash")
+    session.pytest_unconfigure()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
@@ -203,6 +220,18 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert "plugin.py" not in printed
     (row,) = records(project)
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiler")
+def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
+    """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
+    arguments = ["--ng-backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
+    result = project.runpytest_inprocess(*arguments)
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
+    assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
 
 
 @pytest.mark.long

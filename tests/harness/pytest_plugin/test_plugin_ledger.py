@@ -1,9 +1,13 @@
 """What pytest makes of the ledger of known failures, of a job of GitHub, and of JUnit's properties."""
 
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from _pytest.junitxml import LogXML, xml_key
 
+from narrowgauge.harness.pytest_plugin.junit import add_properties
+from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
@@ -136,3 +140,13 @@ def test_a_wrong_ledger_is_one_error(project):
     result = project.runpytest_inprocess(*WORDS, "--ng-link", "ci/7")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--ng-link is 'ci/7'; it is the address of a page*"])
+
+
+def test_a_case_whose_pytest_worker_died_has_its_properties(tmp_path):
+    xml = LogXML(tmp_path / "junit.xml", None)
+    died = pytest.TestReport("cases/a.toml::a", ("cases/a.toml", None, "a"), {}, "failed", "died", "???")
+    record = Record("a", "", "quantize", "nvfp4", "16x32", "bf16", "", "", "", "native", "cpu", 0, verdict="crash")
+    add_properties(SimpleNamespace(stash={}), died, record.to_dict())
+    add_properties(SimpleNamespace(stash={xml_key: xml}), died, record.to_dict())
+    result = {p.get("name"): p.get("value") for p in xml.node_reporter(died).to_xml().iter("property")}
+    assert (result["verdict"], result["recipe"], len(result)) == ("crash", "nvfp4", 11)

@@ -1,6 +1,7 @@
 """The description of the machine in `doctor` and in reports: no exception, and a remedy for every missing part."""
 
 import importlib.metadata
+import sys
 
 import pytest
 import torch
@@ -34,6 +35,37 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert fact("pyarrow") == environment.Fact("pyarrow", "missing", ok=False, remedy="pip install pyarrow")
     assert fact("pandas").ok
+
+
+def test_a_missing_compiler_says_how_to_get_one(monkeypatch, fresh_compiler):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    fact_ = fact("C++ compiler")
+    assert (fact_.value, fact_.ok) == ("missing", False)
+    assert "g++ or clang++ or c++ is not on the PATH" in fact_.remedy
+    assert "apt install g++" in fact_.remedy
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", "cuda13"), ("12.8", "cuda12")])
+def test_a_gpu_without_cupy_says_which_to_install(monkeypatch, gpu, cuda, extra):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert fact("GPU").value == "NVIDIA H200, compute capability 9.0"
+    assert fact("CUDA of torch").value == cuda
+    fact_ = fact("CuPy")
+    assert not fact_.ok
+    assert fact_.value.startswith("cannot be imported: ModuleNotFoundError")
+    assert fact_.remedy == f"pip install 'narrowgauge[{extra}]'"
+
+
+def test_a_driver_that_fails_is_a_fact(monkeypatch, gpu):
+    def fails():
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    fact_ = fact("GPU")
+    assert not fact_.ok
+    assert "CUDA driver version is insufficient" in fact_.value
 
 
 def test_a_run_is_described_by_its_settings_then_the_machine():

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.records import history
-from narrowgauge.harness.records.history import HistoryError, append, history_rows
+from narrowgauge.harness.records.history import HistoryError, append, history_rows, update
+from narrowgauge.harness.report.page.history_json import runs_json
 from tests.harness.runs import GPU, product, record, run, wrong
 
 
@@ -98,6 +99,33 @@ def test_the_oldest_runs_are_removed(path: Path, monkeypatch: pytest.MonkeyPatch
     for seed in range(5):
         append(run(record(), product(), seed=seed), path)
     assert [row["seed"] for row in history_rows(path)] == [2, 2, 3, 3, 4, 4]
+
+
+def test_runs_of_the_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "DRAWN", 2)
+    update(run(record(), backend="mine:Backend"), path, complete=True)
+    update(run(record(tier="full")), path, complete=True)
+    for seed in range(3):
+        update(run(record(), wrong("a", max_ulp=3), product(budget_max=0.5), seed=seed), path, complete=True)
+    warning, rows = update(run(record()), path, complete=False)
+    assert (warning, [row["seed"] for row in rows]) == ("", [1, 1, 2, 2])
+    _, rows = update(run(record()), path, complete=True)
+    found = runs_json(rows)
+    assert [one["seed"] for one in found["runs"]] == [2, 0]
+    gemm, quantize = found["places"]
+    assert (gemm["cases"], gemm["failed"], gemm["ulp"], gemm["budget"]) == (
+        [1, None],
+        [0, None],
+        [0, None],
+        [0.5, None],
+    )
+    assert (quantize["cases"], quantize["failed"], quantize["ulp"]) == ([2, 1], [1, 0], [3, 0])
+    assert runs_json(rows[-1:]) == {"runs": [], "places": []}
+    path.write_bytes(b"damaged" * 999)
+    assert update(run(record()), path, complete=False) == ("", [])
+    warning, rows = update(run(record()), path, complete=True)
+    assert "warning" in warning
+    assert rows == []
 
 
 CASES = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -122,6 +124,40 @@ def test_a_process_shares_its_own_lock(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["a"]
 
 
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(RuntimeWarning, match=r"has no locks \(No locks available\); start no second run"):
+        journal = Journal(tmp_path, run)
+    journal.add(record("a"))
+    journal.close()
+    assert shapes(tmp_path) == ["a"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / LOCK_NAME).symlink_to(tmp_path / "file")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / "link"):
+        with pytest.raises(JournalError, match=r"(cannot be written: .*|is no folder); give another --report-dir"):
+            Journal(folder, run)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_the_text_of_a_lock_file_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    for content, shown in ((NASTY, r"in use by \x1b[2J \::error::\u202e, which"), ("", "in use by another process,")):
+        (tmp_path / LOCK_NAME).write_text(content)
+        with pytest.raises(JournalError) as raised:
+            Journal(tmp_path, run)
+        assert shown in str(raised.value)
+
+
 # A lost file.
 
 
@@ -176,6 +212,26 @@ def test_a_lost_journal_is_written_again(
     foreign = folder / FOREIGN_NAME
     assert (foreign.read_bytes() if foreign.exists() else None) == left
     assert b"\0" not in path.read_bytes()
+
+
+def test_a_folder_that_another_run_took_is_left_to_it(tmp_path: Path) -> None:
+    """The folder was deleted with the lock, and a second run began in a new folder of this name."""
+    folder = tmp_path / "run"
+    journal = Journal(folder, run)
+    journal.add(record("a"))
+    shutil.rmtree(folder)
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        for name in "bc":
+            with pytest.raises(JournalError, match=f"in use by process {other.pid} on "):
+                journal.add(record(name))
+        other.kill()
+    with pytest.raises(JournalError, match="in use by process"):
+        journal.add(record("d"))
+    journal.close()
+    assert shapes(folder) == ["held"]
 
 
 # A hostile file.
@@ -284,6 +340,28 @@ def test_a_hostile_journal_is_refused_or_read_as_plain_text(tmp_path: Path, cont
         assert not any(set(text) & set("\x1b\u202e\ud800\udfff") or "\n::" in text for text in texts)
         assert max((len(text) for text in texts), default=0) <= 1 << 16
         assert len(found.records) == (0 if "elapsed" in str(content)[-2_000_000:] and not found.records else 1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+def test_a_journal_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / JOURNAL_NAME
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path)
+    with pytest.raises(JournalError, match=f"{JOURNAL_NAME}: (is no regular file|cannot be read)"):
+        read(tmp_path)
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
+    """A sparse file of 1 GiB."""
+    path = tmp_path / JOURNAL_NAME
+    path.write_text(f"{HEADER}\n")
+    os.truncate(path, 1 << 30)
+    with pytest.raises(JournalError, match="line 2 is longer than 67108864 bytes"):
+        read(tmp_path)
 
 
 def test_only_a_complete_record_is_resumed(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.saved_failure import load
 from tests.harness.refusals import refusal
 from tests.harness.sample_backends import QUANTIZE
@@ -88,3 +93,32 @@ def test_a_malicious_failure_is_one_error(tmp_path, name):
 def test_the_same_file_unchanged_is_read(tmp_path):
     save_file(INPUTS, tmp_path / "a.safetensors", metadata={"narrowgauge_saved": "1", "about": about()})
     assert load(tmp_path / "a.safetensors").case == QUANTIZE
+
+
+DOUBLED = (
+    b'{"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"x":{"dtype":"F16","shape":[8],"data_offsets":[0,16]}}'
+)
+
+
+HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "header of 2^60 bytes": (
+        lambda path: path.write_bytes(struct.pack("<Q", 1 << 60)),
+        "its header has 11529215046068",
+    ),
+    "doubled": (
+        lambda path: path.write_bytes(struct.pack("<Q", len(DOUBLED)) + DOUBLED + bytes(16)),
+        "two tensors are called 'x'",
+    ),
+    "large": (
+        lambda path: save_file({"x": torch.zeros(saved_failure.LARGEST + (17 << 20), dtype=torch.uint8)}, path),
+        " bytes; a saved failure has at most 67108864 bytes of tensors",
+    ),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_is_read_before_the_tensors(tmp_path, name):
+    make, message = HEADERS[name]
+    make(tmp_path / "a.safetensors")
+    assert message in refusal("show", QUANTIZE.id, "--saved", tmp_path / "a.safetensors")

@@ -214,6 +214,13 @@ def test_a_search_that_raises_costs_itself_alone(folder, monkeypatch):
     assert saved_lines(record.to_dict())[0] == record.save_note
 
 
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(folder):
+    (folder / "failures").write_text("a file")
+    record = kept(LARGE, folder)
+    assert (record.verdict, record.shrunk, record.saved) == ("fail", "1x208", "")
+    assert record.save_note.startswith("not saved: FileExistsError: ")
+
+
 # Runs
 
 
@@ -235,6 +242,12 @@ def refused(*arguments):
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     return result.stderr.removeprefix("narrowgauge: ").rstrip("\n")
+
+
+def test_a_file_of_another_case(folder):
+    record = kept(LARGE, folder)
+    message = refused(GEMM.id, "--saved", record.saved)
+    assert message == f"{record.saved}: holds a failure of {LARGE.id}, not of {GEMM.id}"
 
 
 def test_a_file_that_is_no_saved_failure(folder):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from narrowgauge.harness.checks import finding
 from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, explanation_lines, first_failure
 from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.text import explanation
+from narrowgauge.harness.tools.run_cases import print_result
 from tests.harness.runs import record
 
 STEPS = [[-2, -2, 1], [-1, -1, 3512], [0, 0, 90], [1, 1, 0], [2, 2, 0], [3, 4, 7]]
@@ -55,6 +58,20 @@ def test_counts_are_shown_only_if_they_are_uneven(counts: list[int], shown: bool
     wrong = failing(found(modulo={"row": {"16": counts}}))
     assert ("  by row modulo 16: " in first_failure(wrong)) is shown
     assert bool(failure(wrong, [])["findings"][0]["modulo"]["row"]) is shown
+
+
+def test_a_terminal_of_80_columns_breaks_sentences_between_words() -> None:
+    census = {"expected": dict.fromkeys(SPECIAL, 10_000), "actual": dict.fromkeys(SPECIAL, 20_000)}
+    wide = found(elements=[{"which": "first", "input": "1" * 40}, {"which": "worst", "input": "2" * 40}], census=census)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    print_result([failing(wide), failing(wide)], console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "The worst of 2 failures:" in lines
+    long = [line for line in lines if len(line) > 80]
+    assert {line.split()[0] for line in long} <= {"reproduce:", "narrowgauge", "element", "input"}
+    assert any(line.split() == ["input", "1" * 40, "2" * 40] for line in long)  # a row of elements is a line
+    assert "saturated 10 000 → 20 000, subnormal 10 000 → 20 000" in " ".join(map(str.strip, lines))
 
 
 def test_what_a_finding_counts_has_a_name() -> None:

@@ -133,3 +133,11 @@ def test_a_job_has_annotations_and_a_summary_within_its_limit(tmp_path, monkeypa
         github.publish([record(3)], {}, 1.0, link="https://ci/1", print_line=output.append)
         assert summary.stat().st_size <= markdown.BUDGET
     assert summary.stat().st_size == markdown.BUDGET - 10
+
+
+def test_a_summary_that_cannot_be_written_costs_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    output: list[str] = []
+    github.publish([record(3)], {}, 1.0, link="", print_line=output.append)
+    assert len(output) == 1
+    assert output[0].startswith("the summary of the job cannot be written: ")

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int =
         report.print_summary(records, Console(file=file, width=width), details=details)
         file.flush()
         return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_parquet_schema(tmp_path: Path, count: int) -> None:
+    write(mixed()[:count], tmp_path)
+    schema = pyarrow.parquet.read_schema(tmp_path / "records.parquet")
+    assert schema.metadata[b"narrowgauge_schema"] == str(SCHEMA).encode()
+    types = {"int": "int64", "float": "double", "bool": "bool"}
+    expected = [(f.name, types.get(str(f.type).removesuffix(" | None"), "string")) for f in fields(Record)]
+    assert [(field.name, str(field.type)) for field in schema] == [("schema", "int64"), *expected]
 
 
 def test_parquet_and_csv_hold_the_records(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import time
 
 import pytest
+from rich.console import Console
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.machine.timing import OTHER, PHASES, count_seconds, stopwatch, timed_function
 from narrowgauge.harness.records.record import Record
-from narrowgauge.harness.report import times
+from narrowgauge.harness.report import markdown, times
+from narrowgauge.harness.report.page import page
+from narrowgauge.harness.report.report import print_summary
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend, quantize
 
@@ -96,3 +100,22 @@ def test_rows_are_sums_and_the_longest_comes_first() -> None:
         ("gemm", "", 1, (16, 1, 2, 8, 3, 0, 2, 30)),
         ("quantize", "", 3, (14, 0, 2, 0, 9, 1, 2, 13)),
     ]
+
+
+def test_every_report_has_the_table() -> None:
+    out = io.StringIO()
+    print_summary(RECORDS, Console(file=out, width=80), details=True)
+    terminal = [line.split() for line in out.getvalue().splitlines()]
+    assert ["operation", "cases", "all", "inputs"] in [line[:4] for line in terminal]
+    assert ["all", "4", "30", "1", "4", "8", "12", "1", "4", "43"] in terminal
+    assert ["16", "s,", "reference", "50", "%:", "a"] in terminal
+    summary = markdown.render(RECORDS, {}, 1.0)
+    assert "| quantize | nvfp4 (2) | 2 | 12 s |  |  |  | 9 s | 1 s | 2 s | 12 s |" in summary
+    assert "| `c` | 7 s |  |  |  | 5 s | 1 s | 1 s | 7 s |" in summary
+    html = page.render(RECORDS, {}, 1.0)
+    assert (
+        '<th scope="row">quantize</th><td>nvfp4 (2)</td><td class="number">2</td><td class="number">12 s</td>' in html
+    )
+    assert '<td class="case"><a href="#case=a">a</a></td><td class="number">16 s</td>' in html
+    nothing = page.render(RECORDS[4:], {}, 1.0) + markdown.render(RECORDS[4:], {}, 1.0)
+    assert times.NOTE not in nothing

@@ -11,7 +11,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.hosts.frames import Connection, pair
-from narrowgauge.harness.hosts.starter import children
+from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
+from narrowgauge.harness.hosts.starter import Channel, children, starter
 from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
@@ -79,6 +80,23 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
     with pytest.raises(BackendError) as raised:
         run_cases([case_of(16)] * 3, Settings(f"pool_kernels:{name}"), records.append)
     assert re.fullmatch(message, str(raised.value))
+    assert records == []
+    assert not running_judges()
+
+
+@pytest.mark.long
+def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
+    """The judge ends the host, or the run ends a judge without an answer."""
+    (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")
+    channel = Channel(starter().connect())
+    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s; a longer --timeout"):
+        RemoteHost(HostSettings("hanging_kernels:B"), channel, load=1.0)
+    channel.close()
+    monkeypatch.setattr(worker, "LOAD", 0.0)
+    monkeypatch.setattr(worker, "JUDGING", 0.0)
+    records = []
+    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s"):
+        run_cases([case_of(16)] * 3, Settings("hanging_kernels:B", timeout=1.0), records.append)
     assert records == []
     assert not running_judges()
 
@@ -228,3 +246,11 @@ def test_every_worker_that_dies_is_replaced(scripted):
     assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
     assert records[0]["message"] == f"the judge of the case died ({SIGKILL}): the other side closed the connection"
     assert len(Scripted.made) == 2  # the last worker is not replaced
+
+
+def test_a_worker_that_cannot_start_a_host_is_replaced(scripted):
+    records = scripted(["record", "last record", "record"], 3)
+    assert verdicts(records) == [("1x32", "pass"), ("2x32", "pass"), ("3x32", "pass")]
+    first, second = Scripted.made
+    assert (first.killed, first.joined) == (True, [KILLED])
+    assert second.ready

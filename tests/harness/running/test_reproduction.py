@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from narrowgauge.harness.running.pool import run_cases
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Settings
 from tests.harness import small_toml
+from tests.paths import PLUGIN, ROOT
 
 KERNELS = """
 import os
@@ -223,6 +226,28 @@ def test_the_shipped_cases_from_a_folder_without_cases() -> None:
     assert re.search(r"^1 case in ", ran.stdout, re.MULTILINE)
 
 
+@pytest.mark.long
+def test_items_of_pytest_whose_backend_lies_beside_the_tests(folder: Path) -> None:
+    """pytest adds the folder of its conftest to the path; the line names the folder."""
+    kernels, conftest = folder / "tests" / "repro_kernels.py", folder / "tests" / "conftest.py"
+    conftest.parent.mkdir()
+    conftest.write_text("")
+    (folder / "repro_kernels.py").rename(kernels)
+    (folder / "tests" / "mine.toml").write_text(small_toml.matrix(shape=[[16, 32]], dtype="bf16"))
+    options = ["--ng-backend", "repro_kernels:Wrong", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", PLUGIN]
+    command = [sys.executable, "-m", "pytest", "tests/mine.toml", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    (line,) = re.findall(r"reproduce: (narrowgauge .*)", ran.stdout)
+    assert "--cases tests/mine.toml" in line
+    assert line.endswith("--path tests")
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 1, result.output
+    (sentence,) = re.findall(r"^fail: .*", result.stdout, re.MULTILINE)
+    assert sentence in ran.stdout
+
+
 # ---- earlier cases ---------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +311,33 @@ def test_a_failure_that_fails_again_costs_one_case_of_a_kind(monkeypatch) -> Non
     assert len(hosts) == 1
 
 
+@pytest.mark.parametrize("needed", [[0], [9], [3, 7], [0, 5, 9], list(range(10))])
+def test_the_shortest_sequence_among_many(needed: list[int], monkeypatch) -> None:
+    """The needed cases among ten earlier cases, at any place."""
+    cases = [case_from_id(f"quantize/nvfp4/16x{32 * (n + 1)}/bf16/normal") for n in range(11)]
+    failing = new_record(cases[10], backend="b", device="cpu", seed=0)
+    failing.verdict, failing.message, failing.stage = "fail", "codes: wrong", "codes"
+    ran: list[Case] = []
+
+    def run(case: Case, *arguments: object, **options: object) -> Record:
+        ran.append(case)
+        record = new_record(case, backend="b", device="cpu", seed=0)
+        if case is cases[10] and all(cases[n] in ran for n in needed):
+            record.verdict, record.message, record.stage = "fail", "codes: wrong", "codes"
+        return record
+
+    @contextmanager
+    def new_host() -> Iterator[None]:
+        ran.clear()
+        yield
+
+    monkeypatch.setattr(earlier_cases, "run_case", run)
+    monkeypatch.setattr(earlier_cases, "TRIALS", 100)
+    earlier = EarlierCases(new_host, ran=[(case, 0.0) for case in cases[:10]])
+    assert earlier.examine(failing, cases[10], sharing=1, timeout=300.0, started=time.perf_counter())
+    assert re.findall(r"16x(\d+)", failing.options) == [str(32 * (n + 1)) for n in needed]
+
+
 def fails_in_hosts(numbers: set[int], monkeypatch) -> tuple[EarlierCases, Record]:
     """A search after one earlier case, where the case fails in the hosts of these numbers, from 0."""
     started: list[int] = []
@@ -330,3 +382,17 @@ def test_a_sequence_fails_twice_and_the_case_passes_twice(
     assert [(entry["cause"], entry["exact"]) for entry in record.explanations] == [(cause, False)] * (cause is not None)
     assert all(words in entry["sentence"] for entry in record.explanations)
     assert ("--after" in record.options) == (cause == STATE_BETWEEN_CALLS)
+
+
+def test_a_search_that_fails_costs_itself_and_not_the_verdict(monkeypatch) -> None:
+    @contextmanager
+    def new_host() -> Iterator[Backend]:
+        raise OSError("no more processes")
+        yield
+
+    case, other = (case_from_id(f"quantize/nvfp4/{n}x32/bf16/normal") for n in (16, 32))
+    earlier = EarlierCases(new_host, ran=[(other, 0.1)])
+    record = run_case(case, load_backend("repro_kernels:Wrong"), earlier=earlier)
+    assert record.verdict == "fail"
+    assert record.explanations[-1]["cause"] == "no-diagnosis"
+    assert "OSError: no more processes" in record.explanations[-1]["sentence"]

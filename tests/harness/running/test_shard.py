@@ -1,5 +1,6 @@
 """Shards: each case is in a single shard, the same on every machine, with about equal times."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,12 @@ def test_recorded_durations_divide_and_scale_the_estimates():
     assert [case.id for case in alone.cases] == [first]
 
 
+@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/4/2", " 1/4", "1.0/4", "١/4"])
+def test_what_is_no_shard(text):
+    with pytest.raises(ShardError, match=r"--shard is '.*'; "):
+        Shard.parse(text)
+
+
 def test_what_cannot_be_divided():
     with pytest.raises(ShardError, match="--shard is '1/13', but 12 cases are selected, and no shard is empty"):
         part_of(CASES, Shard(1, 13))
@@ -121,6 +128,17 @@ def test_pytest_leaves_a_shard(pytester):
     for case in expected:
         result.stdout.fnmatch_lines([f"*{case.id}"])
     result.stdout.fnmatch_lines(["*test_of_something_else", f"{len(expected) + 1}/7 tests collected*"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiler")
+def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
+    pytest_run(pytester, "--ng-shard", "2/3", "--ng-report-dir", "out").assert_outcomes(passed=2, deselected=4)
+    header = json.loads((pytester.path / "out" / "records.jsonl").read_text().splitlines()[0])
+    part = part_of(load_all([pytester.path / "small.toml"]), Shard(2, 3))
+    assert (header["shard"], header["selection"]) == ("2/3", digest(ALL))
+    assert sorted(header["cases"]) == sorted(case.id for case in part.cases)
 
 
 @pytest.mark.parametrize(

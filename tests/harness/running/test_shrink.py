@@ -231,6 +231,24 @@ def test_the_smallest_sections_of_a_product():
     assert [tuple(t.shape) for t in found.inputs.tensors()] == [(9, 16), (1, 16), (9, 1), (1, 1)]
 
 
+def test_the_smallest_swizzle_and_history():
+    def swizzle(scales):
+        out = reference.swizzle(scales)
+        return out ^ 1 if scales.shape[0] > 100 else out
+
+    found, stage = shrunk(case_from_labels("swizzle", "", (150, 12), "", "bytes"), swizzle=swizzle)
+    assert (found.case.shape, stage) == ((101, 1), "layout")
+
+    def update(history, scale, recipe):
+        rolled, updated = reference.update_scale(history, scale, recipe)
+        updated[5:] *= 2
+        return rolled, updated
+
+    case = case_from_labels("update-scale", "fp8-delayed-e4m3", (16, 20), "", "amaxes")
+    found, stage = shrunk(case, update_scale=update)
+    assert (found.case.shape, stage) == ((1, 6), "scale")
+
+
 # Cropping
 
 

@@ -367,6 +367,32 @@ def _no_space(*_, **__):
     raise OSError(28, "No space left on device")
 
 
+def in_pytest(pytester, monkeypatch, folder):
+    """A run of pytest over the cases of 16 and 26 rows, in this process."""
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
+    select(folder, (16, 26))
+    words = ["-p", PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "--ng-backend", "reference"]
+    return pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiler")
+def test_pytest_ends_if_its_journal_does_not_fit(folder, pytester, monkeypatch):
+    add = Journal.add
+
+    def full(self, record):
+        if rows_of(record) == 26:
+            monkeypatch.setattr(os, "write", _no_space)
+        add(self, record)
+
+    monkeypatch.setattr(Journal, "add", full)
+    result = in_pytest(pytester, monkeypatch, folder)
+    monkeypatch.undo()
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*Exit: *cannot be written: No space left on device. The records before are in it*"])
+    assert len(read(folder / "reports" / "latest").records) == 1
+
+
 # Under pytest, without a process.
 
 

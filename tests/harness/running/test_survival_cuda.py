@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from narrowgauge.harness.backends.host import CaseEnd
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.machine.gpu_lock import pop_gpu_error
 from narrowgauge.harness.records.journal import read
@@ -155,3 +156,15 @@ def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, errors, verdict,
     first = errors[0].splitlines()[0] if errors else ""
     tail = f"; before that, error: {before}" if before and errors else ""
     assert record.message == (message.format("RuntimeError", first) + tail if errors else before)
+
+
+def test_memory_that_ran_out_is_given_back(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
+    _settle(record, CaseEnd())
+    assert done == []
+    record.verdict, record.message = "error", "quantize raised OutOfMemoryError: CUDA out of memory"
+    _settle(record, CaseEnd())
+    assert done == ["emptied"]
+    assert record.message.startswith("quantize raised")

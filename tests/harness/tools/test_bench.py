@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.tools.bench import interleave, judge_outputs, peer_libraries
-from narrowgauge.harness.tools.bench.bench import measure
+from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
 from narrowgauge.harness.tools.bench.operations import BenchInputs
 from narrowgauge.harness.tools.bench.report import cells
@@ -46,6 +48,21 @@ def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
         *(f"{name}/64x32x48" for name in plain),
     ]
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("128", "a size is MxK of a matrix or MxKxN of a product, not '128'"),
+        ("0x128", "a size is MxK"),
+        ("1x2x3x4", "a size is MxK"),
+        ("130x128", "extents are multiples of 128, those of a product of 16; 130x128 has others"),
+        ("16x24x32", "extents are multiples of 128, those of a product of 16; 16x24x32 has others"),
+    ],
+)
+def test_a_size_that_is_none(size: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tasks("cpu", [size])
 
 
 @pytest.mark.parametrize(
@@ -232,6 +249,20 @@ def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None
     assert verdicts["unswizzle"][0] == "pass"
 
 
+def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(scales: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no\nmemory")
+
+    monkeypatch.setattr(native, "swizzle", raises)
+    bench = measure(tasks("cpu", SIZES[:1], "swizzle"), "cpu", quick=True, launches=False)
+    row = next(row for row in bench.rows if row.operation == "swizzle")
+    assert (row.verdict, row.seconds) == ("error", None)
+    assert row.message.startswith("RuntimeError: no memory")
+    assert any(row.verdict == "pass" for row in bench.rows)
+    assert not bench.right
+    assert not Bench().right, "nothing was judged"
+
+
 # Timing.
 
 
@@ -255,6 +286,70 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
     assert times["a"].median == 1.0
     assert times["a"].quartiles == (1.0, 3.0)
     assert interleave.Times((2.0,)).quartiles == (2.0, 2.0)
+
+
+class Gpu:
+    """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue.
+
+    An operation behind an event begins `edge` seconds later, and a call behind a different operation takes `left`
+    seconds more, to write back a cache.
+    """
+
+    left = 20e-6
+
+    def __init__(self, busy: float, launch: float, edge: float) -> None:
+        self.busy, self.launch, self.edge = busy, launch, edge
+        self.host = self.device = 0.0
+        self.slept: list[float] = []
+        self.queue: list[str] = []
+
+    def Event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: self._pass(event)
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+    def _pass(self, event: SimpleNamespace) -> None:
+        event.at = max(self.device, self.host)
+        self.device = event.at + self.edge
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept.append(cycles / interleave._CLOCK)
+        self.device = max(self.device, self.host) + cycles / interleave._CLOCK
+
+    def call(self, name: str) -> Any:
+        def work() -> str:
+            self.host += self.launch
+            others = self.queue and self.queue[-1][0] != name[0]
+            self.device = max(self.device, self.host) + self.busy + (self.left if others else 0.0)
+            self.queue.append(name)
+            return name
+
+        return work
+
+    def synchronize(self, device: torch.device) -> None:
+        self.host = self.device = max(self.host, self.device)
+
+
+@pytest.mark.parametrize(
+    ("busy", "launch", "count"),
+    [(50e-6, 90e-6, 36), (5e-3, 90e-6, 1), (1e-6, 30e-6, 100), (17e-6, 390e-6, 25), (17e-6, 50e-6, 90)],
+)
+def test_times_of_a_gpu_leave_out_python_and_little_else(
+    monkeypatch: pytest.MonkeyPatch, busy: float, launch: float, count: int
+) -> None:
+    gpu = Gpu(busy, launch, edge=5e-6)
+    monkeypatch.setattr(torch, "cuda", gpu)
+    monkeypatch.setattr(interleave, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(interleave.time, "perf_counter", lambda: gpu.host)
+    calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
+    times, _ = interleave.time_interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
+    left = gpu.left if count == 1 else 0.0  # a long call has no extra call ahead
+    assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
+    assert times["a"].calls == count
+    queued = [name for name in gpu.queue if name != "b0"][1:]
+    assert queued == list(itertools.islice(itertools.cycle(("a0", "a1", "a2")), len(queued)))
 
 
 # Peers.
@@ -314,3 +409,31 @@ def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.M
     bench = measure([MX_TASK], "cpu", quick=True, launches=False)
     assert bench.notes[f"{peer_libraries.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
     assert bench.right
+
+
+def test_the_reference_is_compiled_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[Any] = []
+    warnings = [b"graph break"]  # on stderr, at the first call
+
+    def compile_(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert not dynamic
+        compiled.append(function)
+
+        def call(*given: Any) -> Any:
+            if warnings:
+                os.write(2, warnings.pop())
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    fake_torchao(monkeypatch, **TORCHAO)
+    larger = replace(MX_TASK, shape=(128, 256))
+    bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
+    assert len(compiled) == 1, "of the first size"
+    assert not warnings
+    assert "graph break" not in capfd.readouterr().err
+    assert next(row for row in bench.rows if row.who == peer_libraries.COMPILED).verdict == "pass"
+    assert not bench.notes

@@ -19,7 +19,7 @@ from narrowgauge.harness.tools.bench import run_bench
 from narrowgauge.harness.tools.bench.bench import Bench
 from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow
 from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
-from narrowgauge.harness.tools.bench.report import report, table
+from narrowgauge.harness.tools.bench.report import cells, report, table
 from narrowgauge.harness.tools.bench.tasks import BenchTask
 from tests.harness.pages import LOOKS, needs_axe, violations
 from tests.paths import ROOT
@@ -68,6 +68,16 @@ def printed(result: Bench, encoding: str = "utf-8") -> str:
         table.print_bench(result, Console(file=file))
         file.flush()
         return raw.getvalue().decode(encoding)
+
+
+def test_a_bench_in_one_sentence() -> None:
+    output = cells.sentence(bench().rows)
+    assert output == "2 timed outputs right, 536 870 912 elements compared"
+    assert cells.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
+    output = cells.sentence([row(), wrong(), row("torch._scaled_mm")])
+    assert output.startswith("1 timed output right, 268 435 456 elements compared")
+    assert output.endswith("; 1 of 2 outputs of peers wrong")
+    assert cells.sentence([COPY]) == "nothing was judged"
 
 
 # Words.
@@ -167,6 +177,43 @@ def test_the_verdict_of_a_bench(result: Bench, growths: list[CostCurve], verdict
 
 def command(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["bench", *arguments])
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Arguments of the sessions. A session finds nothing wrong, except in the folder `wrong`."""
+    result: list[dict[str, Any]] = []
+
+    def rates(tasks: Any, device: str, out: Path, **options: Any) -> bool:
+        result.append({"tasks": [task.id for task in tasks], "device": device, "out": out, **options})
+        return out.name != "wrong"
+
+    def growth(device: str, out: Path) -> bool:
+        result.append({"growth": device, "out": out})
+        return out.name != "wrong"
+
+    monkeypatch.setattr(run_bench, "run_rates", rates)
+    monkeypatch.setattr(run_bench, "run_growth", growth)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "12"], "a size is MxK of a matrix or MxKxN of a product, not '12'"),
+        (["-k", "("], "cannot read the keyword expression '('"),
+        (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
+        (["--growth", "--quick"], "--growth has sizes and operations of its own; -k, --sizes, --quick and --compile"),
+        (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    asked_for: list[dict[str, Any]], arguments: list[str], message: str
+) -> None:
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not asked_for
 
 
 def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

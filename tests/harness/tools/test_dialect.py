@@ -1,8 +1,10 @@
 """The rule of a quantizer: named dialects, differences by class, and rules that no library has."""
 
 import contextlib
+import json
 import re
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +16,13 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.tools.dialect import inputs
 from narrowgauge.harness.tools.dialect.differences import classified
 from narrowgauge.harness.tools.dialect.fit import dialects_of, fit
-from narrowgauge.harness.tools.dialect.issue import issue
-from narrowgauge.harness.tools.dialect.report import pasted, sentence
+from narrowgauge.harness.tools.dialect.issue import _nearest_text, issue
+from narrowgauge.harness.tools.dialect.report import as_json, pasted, sentence
 from narrowgauge.harness.tools.dialect.rules import Rules, Score, with_fields
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import swap_nibbles
 from narrowgauge.spec.dialects import DIALECTS
+from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
 
@@ -313,6 +316,38 @@ def test_an_issue_has_versions_a_program_and_exact_numbers(few, monkeypatch, cap
     assert printed == re.findall(r"^Actual: (0b[01]+) = ", text, re.MULTILINE)
 
 
+def test_a_scale_that_differs_has_an_issue_with_the_exact_scale(few, monkeypatch, capsys):
+    door = speaking("nvfp4@te-2.8")
+    result = fit(door)
+    result.nearest = of(result, "te")
+    text = issue(result, door, "kernels:Backend")
+    assert "scale rule" in text
+    actual = re.search(r"Actual: 0b([01]{8}) = \S+\. Expected, by dialect te: 0b([01]{8}) = ", text)
+    assert actual is not None
+    assert actual[1] != actual[2]
+    assert re.search(r"Exact numbers: amax/6/\(tensor amax/2688\) = \S+\. (It is a tie of|The nearest number is)", text)
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name: door)
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
+    assert capsys.readouterr().out.strip() == "0b" + actual[1]
+
+
+@pytest.mark.parametrize(
+    ("exact", "message"),
+    [
+        (Fraction(3, 2**129), "The smallest scale is 2^-127 (code 0)."),
+        (Fraction(3), "The powers of two around it are 2^1 and 2^2 (codes 128 and 129)."),
+        (Fraction(2**127), "The largest scale is 2^127 (code 254)."),
+    ],
+)
+def test_a_power_of_two_is_named_with_codes_that_exist(exact, message):
+    assert _nearest_text(exact, E8M0) == message
+
+
+def test_a_dialect_has_no_issue(few):
+    door = speaking("nvfp4@jax")
+    assert issue(fit(door), door, "mine:Backend").endswith("There is nothing to report.")
+
+
 # The command
 
 
@@ -342,6 +377,16 @@ def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
     rows = [line.split()[0] for line in lines[3 + len(DIALECTS) : -1]]
     assert rows == list(FEW)
     assert lines[-1] == "speaks quark: every byte of 6 inputs"
+
+
+def test_the_command_s_json(few):
+    result = command("reference", "--recipe", "mxfp4", "--json")
+    assert result.exit_code == 0
+    content = json.loads(result.stdout)
+    assert (content["matching"], content["explained"], content["inputs"]) == (["te"], True, 6)
+    assert {row["input"] for row in content["rows"]} == {f"{family} bf16" for family in FEW}
+    assert content["dialects"][0]["codes_different"] == 0
+    assert content == as_json(fit(load_backend("reference"), "mxfp4"), "reference")
 
 
 def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):

@@ -95,6 +95,45 @@ def settings(path: Path) -> tuple[list[str], str]:
     return section["narrowgauge_cases"].split(), section["narrowgauge_backend"]
 
 
+@pytest.mark.parametrize("text", ["", "[project]\nname = 'x'", "[tool.ruff]\nline-length = 99\n"])
+def test_a_project_without_settings_of_pytest_gets_a_section(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text)
+    assert states(tmp_path)["pyproject.toml"] == "extended"
+    assert path.read_text().startswith(text)
+    assert settings(path) == SETTINGS
+    assert not (tmp_path / "pytest.ini").exists()
+    before = path.read_bytes()
+    assert states(tmp_path)["pyproject.toml"] == "unchanged"
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["[project\n", "tool = {ruff = {line-length = 99}}\n"])
+def test_a_project_that_cannot_be_extended_is_not_changed(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text)
+    assert states(tmp_path)["pyproject.toml"] == "to do"
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "state"), [("*.o\n", "to do"), ("reports/latest/\n", "unchanged"), ("/reports\n", "unchanged")]
+)
+def test_the_list_of_ignored_files_is_not_changed(text: str, state: str, tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text(text)
+    assert states(tmp_path)[".gitignore"] == state
+    assert (tmp_path / ".gitignore").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["kernel_cases", ".github"])
+def test_a_file_in_the_place_of_a_folder_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    done = init(tmp_path)
+    assert done.exit_code == 2
+    assert f"{tmp_path / name}" in done.output
+    assert (tmp_path / name).read_text() == "mine"
+
+
 class Installed:
     """A distribution that pip installed from `source`."""
 
@@ -126,3 +165,9 @@ def test_the_action_is_the_repository_of_narrowgauge(
     done = init(tmp_path)
     assert f"uses: {action or '<owner>/narrowgauge@<ref>'}\n" in (tmp_path / WRITTEN[0]).read_text()
     assert ("to do      .github/workflows/narrowgauge.yml: put the repository" in done.output) is (not action)
+
+
+def test_an_action_without_a_revision_is_refused(tmp_path: Path) -> None:
+    done = init(tmp_path, "--action", "me/narrowgauge")
+    assert (done.exit_code, "owner/narrowgauge@ref" in done.output) == (2, True)
+    assert not contents(tmp_path)

@@ -164,6 +164,15 @@ def test_shards_of_different_runs_are_refused(folder, name):
     assert [word for word in words if word not in str(error.value)] == []
 
 
+def test_a_refusal_writes_nothing_and_has_status_2(folder):
+    shard("a", 1)
+    result = narrowgauge("merge", "a", "--report-dir", "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "narrowgauge: 1 of 2 shards are missing: 2/2\n"
+    assert not Path("out").exists()
+    assert narrowgauge("merge", "none").stderr.startswith("narrowgauge: none: there is no none")
+
+
 def test_saved_failures_come_along(folder):
     """From the present place of the shards; missing files are reported."""
     folders = [shard("a", 1), shard("b", 2)]
@@ -180,6 +189,15 @@ def test_saved_failures_come_along(folder):
     arguments = "not shrunk: a reason; not with its shard: reports/shard-1/failures/two.safetensors"
     assert (second["saved"], second["save_note"]) == ("", arguments)
     assert third["saved"] == ""
+
+
+def test_a_shard_is_not_replaced_by_the_report(folder):
+    folders = [shard("a", 1), shard("b", 2)]
+    before = (folder / "b" / "records.jsonl").read_bytes()
+    for given in (folders, [path / "records.jsonl" for path in folders]):
+        with pytest.raises(MergeError, match=r"--report-dir is a/\.\./b, which is a shard's: it would be replaced"):
+            collect_failures(merge(given), given, Path("a/../b"))
+    assert (folder / "b" / "records.jsonl").read_bytes() == before
 
 
 def commands(text):

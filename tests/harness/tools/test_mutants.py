@@ -27,12 +27,12 @@ from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.mutants import mutant as mutants
 from narrowgauge.harness.tools.mutants import recorded
-from narrowgauge.harness.tools.mutants.conventional_tests import Detections
+from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant, MutantFileError
-from narrowgauge.harness.tools.mutants.processes import run_mutants
+from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 from narrowgauge.harness.tools.mutants.run_mutants import print_results
-from narrowgauge.harness.tools.mutants.selection import sources_of, touched_by
+from narrowgauge.harness.tools.mutants.selection import selected, sources_of, touched_by
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
@@ -113,6 +113,29 @@ def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str,
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a file of mutants holds [[mutant]] tables, at least one"),
+        (f"other = 1\n{TABLE}", "unknown key 'other'; a file of mutants holds [[mutant]] tables"),
+        ("mutant = [1]", "[[mutant]] 1: is 1; a mutant is a table of keys"),
+        ("mutant = [", "not TOML: "),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(MutantFileError, match=re.escape(f"{path}: {message}")):
+        mutants.load(path)
+
+
+def test_two_of_one_name_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MutantFileError, match=re.escape(f"{tmp_path}: holds no *.toml file of mutants")):
+        mutants.load_all(tmp_path)
+    path = written(tmp_path, TABLE + TABLE)
+    with pytest.raises(MutantFileError, match=re.escape(f"{path}: two mutants are called 'wrong'")):
+        mutants.load_all(tmp_path)
+
+
 # ---- the text of a kernel file, replaced within a process ----
 
 
@@ -137,6 +160,11 @@ def test_a_replaced_text_is_compiled_into_its_own_folder(tmp_path: Path, monkeyp
     # What is not replaced comes from the cache, or was loaded by an earlier test of this process.
     assert {path.name.split("-")[0] for path in (tmp_path / "cache").glob("*.so")} <= {"amax", "swizzle"}
     assert torch.equal(layout.swizzle(scales), right)
+
+
+def test_what_is_no_kernel_file_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no kernel file is called 'cpu/simt\.h'; there are common/blocks\.cuh, "):
+        sources.replaced("cpu/simt.h", "", tmp_path).__enter__()
 
 
 def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
@@ -187,6 +215,22 @@ def test_every_source_that_a_case_launches_is_known(
         assert sources_of(case) - launched <= {"amax", "amax_blocks"}, case.id
 
 
+def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None:
+    mutant = next(mutant for mutant in ALL if mutant.name == "scale-truncated")
+    cases = selected(mutant, quick)
+    assert cases == selected(mutant, quick)
+    groups = {(case.operation, case.recipe_label, case.inputs) for case in cases}
+    first = cases[: len(groups)]
+    assert {(case.operation, case.recipe_label, case.inputs) for case in first} == groups
+    assert len({case.recipe_label for case in first[:ENOUGH]}) > 1
+    assert len({case.inputs for case in first[:ENOUGH]}) > 1
+    narrowed = selected(replace(mutant, cases="zeros and not negative and not gemm"), quick)
+    assert {(case.operation, case.inputs) for case in narrowed} == {
+        ("quantize", "zeros"),
+        ("quantize-grouped", "zeros"),
+    }
+
+
 # ---- results ----
 
 SWIZZLES = "swizzle/129x5/bytes", "swizzle/31x1/position", "swizzle/0x4/bytes"
@@ -231,6 +275,25 @@ def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
     assert re.search(r"^made +repeat +repeat +2 of 3 ", shown, re.MULTILINE)
     assert re.search(r"^ +memory, ", shown, re.MULTILINE)
     assert "caught by narrowgauge 1 of 1, by allclose " in shown
+
+
+@pytest.mark.long
+def test_recorded_cases_run_first_and_suffice_if_all_fail(few: list[Case]) -> None:
+    by_name = {case.id: case for case in few}
+    failing, passing = by_name["swizzle/31x1/position"], by_name["swizzle/0x4/bytes"]
+    mutant = made("    if (quad.row >= rows) return;")
+
+    def ran(*names: str) -> tuple[int, list[str]]:
+        entry = recorded.Entry(names, Detections(False, True, False))
+        [result] = run_mutants([mutant], few, workers=1, recorded={"made": entry})
+        assert result.detections == entry.detections
+        return result.ran, [record["case"] for record in result.failing]
+
+    assert ran(failing.id) == (1, [failing.id])
+    assert ran(failing.id, "no/such/case") == (1, [failing.id])
+    number, cases = ran(failing.id, passing.id)
+    assert number == len(few)
+    assert set(cases) == {"swizzle/129x5/bytes", failing.id}
 
 
 def test_the_cheapest_cases_with_the_cause_are_recorded(few: list[Case], tmp_path: Path) -> None:
@@ -282,6 +345,28 @@ def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     assert "made is equivalent: a >= b is not a < b for integers" in console.export_text()
 
 
+@pytest.mark.long
+def test_a_crash_and_what_does_not_compile_are_rows(few: list[Case]) -> None:
+    crash = examined(made("    *reinterpret_cast<volatile int*>(blockIdx.x) = 1;"), few)
+    assert (crash.check, crash.right, crash.failing[-1]["message"]) == (
+        "crash",
+        True,
+        "the process died (signal SIGSEGV)",
+    )
+    assert crash.failing[-1]["case"] in SWIZZLES
+    assert crash.detections == Detections(True, True, True)
+    broken = examined(made("    undeclared();"), few)
+    assert not broken.right
+    assert "swizzle.cu does not compile" in broken.problem
+
+
+@pytest.mark.long
+def test_a_hang_is_neither_caught_nor_missed(few: list[Case]) -> None:
+    hang = examined(made("    for (volatile int i = 0; i >= 0;) {}"), few, timeout=3.0)
+    assert (hang.killed, hang.named, hang.right, hang.timed_out in SWIZZLES) == (False, False, False, True)
+    assert hang.detections == Detections(True, True, True)
+
+
 def test_totals_count_what_is_not_equivalent() -> None:
     def result(
         kind: str, *, killed: bool, noticed: tuple[bool, bool, bool], cause: str = "", same: str = ""
@@ -311,6 +396,13 @@ def test_totals_count_what_is_not_equivalent() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("judged", sorted({(mutant.door, mutant.recipe) for mutant in ALL}))
+def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
+    """A door and the recipes of its operands."""
+    assert ConventionalTests(*judged, ops).notice(ops) == Detections(False, False, False)
+
+
+@pytest.mark.long
 def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any verdict, of the native kernels on a CPU alone."""
     given: list[str] = []
@@ -331,3 +423,23 @@ def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: 
     result = CliRunner().invoke(cli.app, ["mutants", str(tmp_path), "-k", "unswizzle-of-unpadded"])
     assert result.exit_code == 0, result.output
     assert given == ["inf", "nan", "outliers"]
+
+
+@pytest.mark.long
+def test_a_search_ignores_the_recorded_cases_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command without and with --search."""
+    monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")
+    runner = CliRunner()
+    nothing = runner.invoke(cli.app, ["mutants", "-k", "no_such_mutant"])
+    assert nothing.exit_code == 2
+    assert f"no mutant of {len(ALL)} is selected by -k 'no_such_mutant'" in nothing.output
+    arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
+    for options in ([], ["--search"]):
+        assert not recorded.PATH.exists()
+        result = runner.invoke(cli.app, ["mutants", *arguments, *options])
+        assert result.exit_code == 0, result.output
+        assert "caught by narrowgauge 1 of 1" in result.output
+    assert list(recorded.read(recorded.PATH)) == ["unswizzle-of-unpadded"]
+    kept = json.loads((tmp_path / "mutants.json").read_text())
+    assert kept["totals"]["killed"] == 1
+    assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"

@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from narrowgauge.harness import cli
+from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import load
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.tools.sanitize import run_sanitizer
+from narrowgauge.harness.records.record import Record, new_record
+from narrowgauge.harness.tools.sanitize import compute_sanitizer, run_sanitizer, sanitized_process
 from narrowgauge.harness.tools.sanitize.compute_sanitizer import (
+    ComputeSanitizerError,
     SanitizerRequest,
     examine,
+    find_tool,
     run_under,
 )
 from narrowgauge.harness.tools.sanitize.report import ToolReport, parse
+from tests.paths import ROOT
 
 SAMPLES = Path(__file__).parent / "compute_sanitizer"
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -75,6 +83,9 @@ def test_only_what_came_to_its_end_and_found_nothing_is_clean(text: str, clean: 
 
 CASES = [case_from_labels("quantize", "nvfp4", (16, k), "bf16", "normal") for k in range(16, 16 + 16 * 13, 16)]
 REQUEST = SanitizerRequest("memcheck")
+
+
+CASES_OF_A_FILE = load(ROOT / "cases" / "nvfp4_layout.toml")
 
 
 def record(case: Case, **changes: Any) -> dict[str, Any]:
@@ -155,6 +166,58 @@ def test_the_tool_is_asked_for_the_cases_and_its_report_is_read(
     assert (asked["backend"], asked["seed"]) == ("mine:Backend", 7)
     assert (tmp_path / "environ").read_text() == "1\n"
     assert "--tool racecheck " in (tmp_path / "command").read_text()
+
+
+def test_a_tool_that_gives_no_summary_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_tool(tmp_path, monkeypatch, "echo the driver is too old; exit 1")
+    with pytest.raises(ComputeSanitizerError, match="--tool memcheck gave no summary: the driver is too old"):
+        run_under(CASES[:1], REQUEST)
+
+
+def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_tool(tmp_path, monkeypatch, "sleep 100")
+    report, records, ended = run_under(CASES[:1], SanitizerRequest("memcheck", timeout=0.1))
+    assert (report.errors, records, ended) == (None, [], "timeout")
+
+
+def test_a_watched_process_runs_unguarded_until_the_gpu_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = CASES_OF_A_FILE[:3]
+    seen = []
+
+    def run_case(case: Case, backend: str, *, device: str, seed: int) -> Record:
+        guard, x = Guard(0xA5), torch.arange(12).view(3, 4).T
+        guard.place_inputs({"x": x})
+        given = guard.inputs_on(x.device)["x"]
+        with guard:
+            assert torch.empty(3)._base is None, "of its own memory"
+        assert (given.stride(), given._base) == (x.stride(), None)
+        assert torch.equal(given, x)
+        seen.append((case.id, backend, device, seed))
+        record = new_record(case, backend=backend, device=device, seed=seed)
+        record.verdict = "crash" if case.id == asked[1].id else "pass"
+        return record
+
+    monkeypatch.setattr("narrowgauge.harness.running.runner.run_case", run_case)
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name, device: name)
+    lines = tmp_path / "records.jsonl"
+    wanted = {"backend": "mine", "seed": 7, "records": str(lines), "cases": [(case.file, case.id) for case in asked]}
+    (tmp_path / "cases.json").write_text(json.dumps(wanted))
+    sanitized_process.main(tmp_path / "cases.json")
+    assert seen == [(case.id, "mine", "cuda", 7) for case in asked[:2]]
+    assert [json.loads(line)["case"] for line in lines.read_text().splitlines()] == [case.id for case in asked[:2]]
+
+
+def test_a_machine_without_the_tool_gets_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(compute_sanitizer, "_PLACES", ())
+    with pytest.raises(ComputeSanitizerError, match="compute-sanitizer is neither on the PATH nor in"):
+        find_tool()
+    result = CliRunner().invoke(cli.app, ["sanitize", "-k", "quantize/nvfp4/256x1024/bf16/normal"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("narrowgauge: compute-sanitizer is neither on the PATH nor in")
 
 
 # Its runs.

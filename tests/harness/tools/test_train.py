@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import signal
@@ -13,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.tools.train import corpus, processes
+from narrowgauge.harness.tools.train import corpus, processes, report
 from narrowgauge.harness.tools.train.model import Model, Size
-from narrowgauge.harness.tools.train.processes import run_tasks
+from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
 from narrowgauge.harness.tools.train.train import NAMED_STAGES, TrainingTask, train
 from narrowgauge.reference.modules import TransformerLayer
 
@@ -165,6 +168,33 @@ def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     assert fine.seconds > 0
 
 
+@pytest.mark.long
+def test_ended_trainings_are_kept_at_once_and_survive_a_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
+    output, kept = io.StringIO(), []
+
+    def write(result: list[processes.Training], *given: Any) -> Path:
+        kept.append([(len(one.steps), one.error) for one in result])
+        if len(kept) <= 2:  # the second time the last report is being written
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report_write(result, *given)
+
+    report_write = report.write
+    monkeypatch.setattr(report, "write", write)
+    assert not processes.run_session(tasks, tmp_path, workers=1, console=Console(file=output, width=200))
+    assert kept == [[(2, ""), (0, NOT_BEGUN), (0, NOT_BEGUN)]] * 2
+    first, *_ = lines = output.getvalue().splitlines()
+    assert re.fullmatch(r"high precision, reference: final loss \d\.\d+, \d.*s", first)
+    assert f"high precision, reference: ended after 0 of 1 step: {NOT_BEGUN}" in lines
+    assert lines[-1].startswith("3 of 3 trainings did not pass, 2 of which did not take every step; ")
+    with (tmp_path / "losses.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2
+    assert f"ended after 0 of 1 000 steps: {NOT_BEGUN}" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_the_model_looks_back_and_not_ahead() -> None:
     plain = model("reference")
     tokens = corpus.make(0).batches(1, 1, TINY.sequence, seed=0)[0][:, :-1]
@@ -173,6 +203,20 @@ def test_the_model_looks_back_and_not_ahead() -> None:
     one, other = plain(tokens), plain(changed)
     assert torch.equal(one[0, :8], other[0, :8])
     assert not torch.equal(one[0, 9:], other[0, 9:])  # not by the residual alone
+
+
+@pytest.mark.parametrize(
+    ("message", "output"),
+    [
+        (["--recipe", "MXFP8Block"], "no training recipe is called 'MXFP8Block' (did you mean 'MXFP8BlockScaling'?)"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--backend", "nativ"], "no backend is called 'nativ'"),
+    ],
+)
+def test_the_command_refuses(message: list[str], output: str) -> None:
+    done = CliRunner().invoke(app, ["train", *message])
+    assert done.exit_code == 2
+    assert output in done.output
 
 
 @pytest.mark.sampled(2)

@@ -145,6 +145,13 @@ def test_scales_of_a_are_multiplied_first_if_exact() -> None:
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
 
 
+def test_empty_products_are_empty() -> None:
+    a, b = operands("mxfp8-e4m3", 3, 5, 512)
+    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 512))
+    assert skinny.product(none, b, out_dtype=FP32).shape == (0, 5)
+    assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
+
+
 def test_accepted_operands() -> None:
     def taken(a: Quantized, b: Quantized | None = None) -> bool:
         b = a if b is None else b

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.native.modules import Linear, autocast, checkpoint
+from narrowgauge.native.modules import Linear, TransformerLayer, autocast, checkpoint
 from narrowgauge.native.modules import layer as layer_module
 from narrowgauge.spec.recipes import Recipe
 from tests.native.devices import on_every_device
@@ -173,6 +173,15 @@ def test_quantized_parameters_are_those_of_the_master(recipe: str) -> None:
     assert_value_same(run(other, given[:1], recipe)["w"], got["w"][:1], "w of the reference's state")
 
 
+def test_a_conversion_leaves_scales_and_amaxes_float32() -> None:
+    layer = Linear(32, 16, accumulate=True, quantized_parameters=True)
+    layer.write_weight(lattice(16, 32, torch.float32) / 7, "DelayedScaling-history2")
+    given = steps(2, 16, 32, 16)
+    expected = run(copy.deepcopy(layer), given, "DelayedScaling-history2")
+    assert_reports_same(run(layer.bfloat16(), given, "DelayedScaling-history2"), expected)
+    assert layer.bias.dtype == torch.bfloat16
+
+
 def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake reduction with the result 64; tests/test_parallel.py has a group of processes."""
     asked: list[tuple[str, bool, bool]] = []
@@ -189,6 +198,40 @@ def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyP
     assert [float(seen[name][0].amax) for name in OPERANDS] == [64.0] * 6
     delayed = run(Linear(32, 16, amax_group="the group"), [step], "DelayedScaling-history2")
     assert delayed["history"][-1].tolist() == [[0.0] * 3, [64.0] * 3]
+
+
+@pytest.mark.parametrize("options", [{"accumulate": True}, {"delay_wgrad": True}, {"bias": False}], ids=str)
+def test_options_of_groups_are_the_references(options: dict[str, bool]) -> None:
+    given = steps(2, 50, 32, 16, splits=(20, 0, 30))
+    for recipe in ("MXFP8BlockScaling", None):
+        pair = beside("GroupedLinear", 3, 32, 16, **options)
+        got, expected = (run(layer, given, recipe) for layer in pair)
+        assert_reports_same(got, expected)
+        if "delay_wgrad" in options:
+            for layer in pair:
+                assert layer.weight0.grad is None
+                layer.backward_dw()
+        for name in ("weight0", "weight1", "weight2"):
+            found = [
+                getattr(getattr(layer, name), "main_grad" if "accumulate" in options else "grad") for layer in pair
+            ]
+            assert_equal(*found, name)
+
+
+def test_a_transformer_layer_hands_its_options_on() -> None:
+    layer = TransformerLayer(32, 48, 4, norm="rms", bias=False, accumulate=True, delay_wgrad=True, dtype=torch.float32)
+    for child in layer.children():
+        assert isinstance(child, Linear)
+        assert child.bias is None
+        assert (child.accumulate, child.delay_wgrad, child.dtype) == (True, True, torch.float32)
+    assert layer.qkv.layer_norm_bias is None
+    run(layer, steps(1, 16, 32, 32, shape=(1, 16), dtype=torch.float32), "MXFP8BlockScaling")
+    assert not layer.fc2.weight.main_grad.any()
+    order: list[str] = []
+    layer.observer = lambda name, _: order.append(name)
+    layer.backward_dw()
+    assert order == ["fc2.dw", "fc1.dw", "proj.dw", "qkv.dw"]
+    assert layer.qkv.weight.main_grad.any()
 
 
 # The norm.

@@ -238,6 +238,16 @@ def test_an_unsafe_folder_is_not_used(
         assert content(cached("it.so", never)) == "built", "other processes of the user find it"
 
 
+def test_a_folder_with_the_name_of_an_entry_stays(cache: Path) -> None:
+    (cache / "it.so" / "kept").mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    with pytest.warns(RuntimeWarning, match=f"Is a directory: .*'{cache}/it.so'"):
+        entry = cached("it.so", write("built"))
+    assert content(entry) == "built"
+    assert left(cache) == ["it.so"]
+    assert (cache / "it.so" / "kept").is_dir()
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_an_unsafe_temporary_folder_is_replaced(cache: Path, tmp_path: Path, own: bool) -> None:
     """Also the folder of a mutant, which is an argument."""
@@ -254,6 +264,21 @@ def test_an_unsafe_temporary_folder_is_replaced(cache: Path, tmp_path: Path, own
     assert entry.parent.parent == tmp_path / "tmp"
     assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
     assert content(entry) == "built"
+
+
+def test_without_a_safe_folder_the_error_names_every_folder(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    for path in (cache, tmp_path / "tmp"):
+        path.chmod(0o777)
+    with pytest.warns(RuntimeWarning), pytest.raises(ToolchainError) as raised:
+        cached("it.so", never)
+    for words in (
+        "it.so can be kept in no folder",
+        f"{cache} (mode 0777)",
+        f"{tmp_path}/tmp (mode 0777)",
+        "set TMPDIR",
+    ):
+        assert words in str(raised.value)
 
 
 # Several processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,20 @@ def test_subnormal_numbers_are_kept_if_the_caller_flushes_them(
     run(cuda_source(TEXT), "halved", (8, 1, 1), (32, 1, 1), bits, out, workers=workers, flags=flags)
     np.testing.assert_array_equal(out, bits // 2)
     assert not (bits.view(np.float32) * np.float32(0.5)).any(), "and the caller flushes still"
+
+
+@pytest.mark.parametrize("arguments", [[], [np.uintp(0)], [np.uintp(0)] * 3])
+def test_a_wrong_number_of_arguments_is_refused(cuda_source: Source, arguments: list[np.generic]) -> None:
+    message = f"kernel halved has 2 parameters, but {len(arguments)} arguments were given"
+    with pytest.raises(TypeError, match=message):
+        run(cuda_source(TEXT), "halved", ONE, ONE, *arguments)
+
+
+@pytest.mark.parametrize("block", [(1025, 1, 1), (32, 33, 1), (1, 1, 2000), (0, 1, 1)])
+def test_a_block_that_no_gpu_runs_is_refused(cuda_source: Source, block: tuple[int, int, int]) -> None:
+    out = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=re.escape(f"kernel halved: a block has 1 to 1024 threads, not {block}")):
+        run(cuda_source(TEXT), "halved", ONE, block, out, out)
 
 
 # What is refused.

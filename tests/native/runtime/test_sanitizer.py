@@ -111,3 +111,10 @@ def test_a_compiler_without_the_runtime_is_one_error(monkeypatch: pytest.MonkeyP
             sanitizer.environment(tmp_path / "found")
     finally:
         sanitizer._runtime.cache_clear()
+
+
+def test_a_runtime_that_does_not_load_is_one_error(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    with pytest.raises(ToolchainError, match=r"--sanitize: Python does not run with the sanitizers of .*broken\.so"):
+        sanitizer._try(str(broken))

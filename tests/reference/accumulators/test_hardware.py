@@ -198,6 +198,25 @@ def test_special_numbers_have_the_bits_of_nvidia() -> None:
     assert bits == [0x7F800000, 0x7FFFFFFF, 0x7FFFFFFF, 0]
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: find_hardware("hopper-fp4"), "'hopper-fp4' is no hardware model; the models are volta-fp16"),
+        (lambda a: product(a, a, find_hardware("blackwell-nvfp4")), "a scale for every 16 columns"),
+        (lambda a: product(a, a, find_hardware("hopper-bf16"), scales=(a, a)), "takes no scales"),
+        (lambda a: product(a, a, find_hardware("hopper-bf16"), operands=("fp16", "bf16")), "multiplies bf16; not"),
+        (lambda a: product(a, a, find_hardware("hopper-bf16"), composition=Composition(promoted=24)), "of the 16 of"),
+        (lambda a: product(a, a, find_hardware("hopper-fp8-fp16"), composition=Composition(splits=2)), "float16 acc"),
+        (lambda a: Composition(splits=0), "splits is 0"),
+        (lambda a: Composition(reduction="any"), "reduction is 'any'"),  # type: ignore[arg-type]
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(call: object, message: str) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 64))
+
+
 @pytest.mark.parametrize("name", ["hopper-fp8", "hopper-bf16", "ampere-tf32", "blackwell-fp8"])
 def test_a_product_by_the_fast_sum_equals_the_product_by_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For numbers within the range of the fast sum; subnormal, infinite and NaN numbers are added by steps."""

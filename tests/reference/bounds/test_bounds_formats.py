@@ -327,6 +327,22 @@ def test_codes_that_are_not_finite_follow_ieee_arithmetic(names: tuple[str, str]
     assert clean.expected.isfinite().all()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("names", [NAMES[0], ("fp8-current-e4m3", "fp8-current-e5m2"), BLOCK_PAIRS[0]], ids="-".join)
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (2, 3, 0), (0, 0, 0)])
+def test_the_bounds_of_an_empty_product_are_empty_or_zero(
+    names: tuple[str, str], m: int, n: int, k: int, order: str | None
+) -> None:
+    a, b = pair(names, 1, (m, n, k))
+    limits = bounds(a, b, out_dtype=torch.bfloat16, order=order)
+    assert tuple(limits.expected.shape) == (m, n)
+    assert limits.exact.all()
+    assert limits.tier.shape == limits.exact.shape
+    assert accepted(limits, torch.zeros(m, n).bfloat16()).all()
+    if m and n:
+        assert not accepted(limits, torch.full((m, n), 1e-30).bfloat16()).any()
+
+
 def test_an_unknown_order_is_refused() -> None:
     a = quantize(torch.ones(2, 32), "mxfp8-e4m3")
     with pytest.raises(ValueError, match=re.escape(", or None for any order; not 'butterfly'")):

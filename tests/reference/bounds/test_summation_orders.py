@@ -250,6 +250,13 @@ def test_nothing_is_widened_where_nothing_can_be_flushed(order: str | None) -> N
     assert large.any()
 
 
+def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
+    codes = torch.zeros(1, 1 << 23, dtype=torch.uint8)
+    a = Quantized(codes, torch.ones(1), None, find_recipe("fp8-current-e4m3"), (1, 1 << 23))
+    with pytest.raises(ValueError, match="decoded first, have a bound for K up to 4194304, not 8388608"):
+        bounds(a, a, out_dtype=torch.float32, order=Summation(truncates=True))
+
+
 @pytest.mark.parametrize(
     ("order", "truncates", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -24,8 +25,9 @@ from narrowgauge.reference.ops import dequantize, gemm, quantize, quantize_both
 from narrowgauge.reference.scalar import gemm as scalar_gemm
 from narrowgauge.reference.scalar import hadamard
 from narrowgauge.reference.scalar import rounding as scalar_rounding
+from narrowgauge.spec.formats import E2M3
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import Hadamard, find_recipe
 from tests.golden import bits, floats, golden, load
 from tests.reference import samples
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -426,6 +428,23 @@ def test_bounds_raises_the_errors_of_gemm(options: dict[str, Any], error: type[E
         gemm(a, b, **arguments)
     with pytest.raises(error, match=re.escape(str(expected.value))):
         bounds(a, b, **arguments)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"element": E2M3}, {"transform": Hadamard()}, {"transform": Hadamard(32)}, {"alpha": "(b*a)*(1/d)"},
+    {"block": (1, 32)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+def test_operands_of_incompatible_recipes_are_refused(changed: dict[str, Any]) -> None:
+    a, b = (quantize(torch.ones(rows, 32), "nvfp4") for rows in (2, 3))
+    b.recipe = dataclasses.replace(b.recipe, name="mine", **changed)
+    (field,) = changed
+    for function, (left, right) in itertools.product((gemm, bounds), ((a, b), (b, a))):
+        message = rf"gemm cannot multiply {left.recipe} by {right.recipe}: {field} is .* and "
+        with pytest.raises(ValueError, match=message):
+            function(left, right, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,26 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
     assert min(shares) < 1
 
 
+@pytest.mark.parametrize(("precision", "by_matmul"), [("highest", True), ("medium", False)])
+def test_sums_do_not_depend_on_float32_matmuls(
+    precision: str, by_matmul: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "medium", a float32 matrix product may round its factors to bfloat16."""
+    a, b = pair(FP8, 11, (24, 24, 150), "one", "data")
+    model, exact = summation("aligned-13-32").aligned, exact_product(a, b).high
+    assert model is not None
+    factors, used = (factors_of_operand(a), factors_of_operand(b)), []
+    real, before = fast._sums_by_matmul, torch.get_float32_matmul_precision()
+    monkeypatch.setattr(fast, "_sums_by_matmul", lambda device: (used.append(real(device)), real(device))[1])
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = fast_tensor_core_sum(*factors, model, exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(used) == {by_matmul}
+    assert torch.equal(bits(found.float()), bits(tensor_core_sum(*factors, model, exact).float()))
+
+
 @pytest.mark.parametrize("width", [1, 16, 64])
 @pytest.mark.parametrize("lowest", [0, -8, -62])
 def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -> None:

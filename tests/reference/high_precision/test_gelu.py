@@ -117,3 +117,8 @@ def test_special_values() -> None:
     forward = gelu_forward(x)
     assert bool(inside(torch.tensor([torch.nan, torch.inf, torch.nan, 3e38]), forward).all())
     assert forward.unbounded.tolist() == [False, False, False, True]
+
+
+def test_the_gradient_has_the_shape_of_x() -> None:
+    with pytest.raises(ValueError, match=r"dy has the shape of x: \(3,\) and \(2, 3\)"):
+        gelu_backward(torch.ones(3), torch.ones(2, 3))

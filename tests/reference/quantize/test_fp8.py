@@ -273,4 +273,10 @@ def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool,
             assert mine is None or torch.equal(bits(mine), bits(theirs))  # type: ignore[arg-type]
 
 
+def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
+    recipe = find_recipe("fp8-block-1x128-e4m3-fp32")
+    with pytest.raises(ValueError, match=f"recipe {recipe} has a largest scale of the dtype of x; give dtype"):
+        encode_scales(torch.ones(1, 1), recipe, None)
+
+
 # Errors.

@@ -64,6 +64,15 @@ def test_hardware_models_are_found(
     assert order.rounding == "toward zero"
 
 
+def test_masks_above_the_largest_float16_output() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return hardware("hopper-fp16")(a, b).half()
+
+    order = accumulation_order(gemm, 8, 136, 9, dtype=torch.float16)
+    assert order.confirmed, order
+    assert order.declares == "aligned-25-16"
+
+
 @pytest.mark.parametrize(
     ("name", "operands", "fields"),
     [
@@ -87,6 +96,44 @@ def test_operands_of_two_formats_and_float16_accumulators(
     assert order.confirmed, order
     assert (order.width, order.fraction, order.kept, order.declares) == fields
     assert ("float16" in str(order).partition(":")[2]) == (order.kept == 10)
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            Chain(0, ((2,), (4,), (6,), (Chain(1, ((3,), (5,), (7,))),))),
+            "2 chains of every 2nd column, joined in order",
+        ),
+        (
+            Chain(0, ((4,), (Chain(1, ((5,),)),), (Chain(2, ((6,), (Chain(3, ((7,),)),))),))),
+            "4 chains of every 4th column, joined as a tree",
+        ),
+        (
+            Chain(0, ((1,), (4,), (5,), (Chain(2, ((3,), (6,), (7,))),))),
+            "2 chains of every 2nd tile of 2 columns, joined in order",
+        ),
+        (Chain(0, ((1,), (3,), (2,), (5,), (4,), (7,), (6,))), "in pairs of columns, the second column first"),
+    ],
+)
+def test_chains_of_every_nth_column_are_named(tree: Chain, sentence: str) -> None:
+    """As in the float32 and bfloat16 products of libraries on a CPU."""
+    order = accumulation_order(float32_tree(tree), 6, 8, 5, dtype=torch.float32)
+    assert order.confirmed
+    assert sentence in str(order)
+    assert order.declares is None
+
+
+def test_float16_additions_one_by_one() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(a), len(b), dtype=torch.float16)
+        for k in range(a.shape[1]):  # the float64 sum of a product and a float16 number is exact
+            total = (total.double() + torch.outer(a[:, k], b[:, k]).double()).half()
+        return total
+
+    order = accumulation_order(lambda a, b: gemm(a.double(), b.double()), 8, 40, 6, dtype=torch.float16)
+    assert order.confirmed, order
+    assert (order.kind, order.kept, order.rounding, order.declares) == ("sequential", 10, "nearest", None)
 
 
 def test_e2m1_sums_are_exact_in_any_order() -> None:
@@ -276,6 +323,20 @@ def test_an_unknown_order_is_said_to_be_unknown(gemm: Gemm, message: str) -> Non
     assert message in str(order)
 
 
+def test_rows_in_another_order_are_named_and_nothing_is_declared() -> None:
+    chains = in_slices(32, 32), in_slices(32, 8)
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        parts = [tree_sum(tree, rows, b, NodeArithmetic()) for tree, rows in zip(chains, (a[:9], a[9:]), strict=True)]
+        return torch.cat(parts)
+
+    order = accumulation_order(gemm, 12, 32, 8, dtype=torch.float32)
+    assert not order.confirmed
+    assert order.declares is None
+    assert 0 < order.wrong < order.checked
+    assert "9 of 12 checked rows, so other rows add in another order" in str(order)
+
+
 def test_a_different_rounding_is_not_confirmed() -> None:
     """A chain whose partial sums lose bits in a way of no known arithmetic."""
 
@@ -306,6 +367,15 @@ def test_torch_on_a_cpu_is_confirmed_or_has_a_reason() -> None:
         order = accumulation_order(lambda a, b: a @ b.T, *shape, dtype=dtype)
         assert order.confirmed == (not order.reason)
         assert order.confirmed or order.declares is None
+
+
+def test_the_picture_and_the_json_hold_the_tree() -> None:
+    order = accumulation_order(float32_tree(in_slices(12, 4)), 4, 12, 4, dtype=torch.float32)
+    assert "chain of 4 columns: 4–7" in order.picture()
+    value = json.loads(json.dumps(order.as_json()))
+    assert value["tree"] == [0, [1], [2], [3], [[4, [5], [6], [7]]], [[8, [9], [10], [11]]]]
+    assert (value["declares"], value["splits"], value["K"]) == ("split-3", 3, 12)
+    assert isinstance(order, Order)
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,31 @@ def test_a_defect_of_exponents_is_a_warning(
     assert {"codes-given-scales", kind} <= kinds(judge_checkpoint(path, weights=weights))
 
 
+def test_a_tensor_scale_names_nvfp4_with_scales_of_a_wrong_dtype(tmp_path: Path) -> None:
+    tensors = samples.nvfp4("ModelOpt")
+    tensors[f"{FIRST}.weight_scale"] = tensors[f"{FIRST}.weight_scale"].view(torch.uint8)
+    finding = worst(judge_checkpoint(save(tmp_path / "model.safetensors", tensors)))
+    assert "dtype U8; a scale of E4M3 has F8_E4M3" in finding.sentence
+
+
+def test_missing_scales_are_a_finding_beside_weights(tmp_path: Path) -> None:
+    stored, originals = samples.gpt_oss()
+    del stored[next(name for name in stored if name.endswith("scales"))]
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
+    result = judge_checkpoint(path, weights=weights)
+    assert (worst(result).kind, result.passed()) == ("scales", False)
+
+
+@pytest.mark.parametrize(("divisor", "form"), [(1, "amax"), (6, "amax/6"), (448, "amax/448")])
+def test_another_form_of_the_tensor_scale_is_named(tmp_path: Path, divisor: int, form: str) -> None:
+    tensors, original = samples.nvfp4("ModelOpt"), samples.weights()
+    tensors[f"{FIRST}.weight_scale_2"] = original[f"{FIRST}.weight"].float().abs().amax().view(1) / divisor
+    weights = save(tmp_path / "bf16.safetensors", original)
+    finding = worst(judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights))
+    assert (finding.kind, finding.expected) == ("tensor-scale", "amax/2688")
+    assert f"is {form} of the weights" in finding.sentence
+
+
 # ---- defects, with weights -------------------------------------------------------------------------------------------
 
 
@@ -452,6 +477,16 @@ def test_a_tensor_scale_shared_with_a_sibling_is_a_note(tmp_path: Path) -> None:
     assert {layer.scales for layer in result.layers} == {"absmax"}
 
 
+def test_weights_of_another_shape_are_not_compared(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", samples.nvfp4("ModelOpt"))
+    other = save(tmp_path / "bf16.safetensors", samples.weights(64, 256))
+    result = judge_checkpoint(path, weights=other)
+    assert not result.passed()
+    assert "96x256" in worst(result).sentence
+    with pytest.raises(CheckpointError, match="no weights of the quantized matrices"):
+        judge_checkpoint(path, weights=save(tmp_path / "none.safetensors", {"a": torch.zeros(2)}))
+
+
 # ---- damaged files ---------------------------------------------------------------------------------------------------
 
 
@@ -512,6 +547,12 @@ def test_a_damaged_gguf_file_is_one_clear_error(tmp_path: Path, content: bytes, 
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)
+
+
+def test_an_index_names_only_files_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"\.\./a\.safetensors"):
+        open_checkpoint(tmp_path)
 
 
 # ---- command, report, assertion, memory ------------------------------------------------------------------------------
