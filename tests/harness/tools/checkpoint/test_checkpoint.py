@@ -540,6 +540,8 @@ def test_a_damaged_safetensors_file_is_one_clear_error(tmp_path: Path, content: 
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"a", 1, 1 << 61, 39, 0), "beyond the file"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"a", 1, 33, 39, 0), "no multiple of 32"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"a", 1000), "dimensions"),
+        (b"GGUF" + struct.pack("<IQQQ17sII", 3, 0, 1, 17, b"general.alignment", 4, 0), "its alignment is 0"),
+        (b"GGUF" + struct.pack("<IQQ" + "Q1sIQIQ" * 2 + "6x", 3, 2, 0, *[1, b"a", 1, 0, 0, 0] * 2), "a occurs twice"),
     ],
 )
 def test_a_damaged_gguf_file_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
@@ -549,10 +551,52 @@ def test_a_damaged_gguf_file_is_one_clear_error(tmp_path: Path, content: bytes, 
         open_checkpoint(path)
 
 
-def test_an_index_names_only_files_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"\.\./a\.safetensors"):
+INDEX = "model.safetensors.index.json"
+ONE = header(entry(), b"1234")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"has no \.safetensors file and no \.gguf file"),
+        ({INDEX: b"{"}, "cannot be read as JSON: JSONDecodeError; remove or repair it"),
+        ({INDEX: b"[]"}, "has no weight_map"),
+        ({INDEX: b'{"weight_map": {"a": 1}}'}, "has no weight_map"),
+        ({INDEX: b'{"weight_map": {"a": "../a.safetensors"}}'}, r"'\.\./a\.safetensors' is no \.safetensors file"),
+        ({INDEX: b'{"weight_map": {"a": "a.safetensors"}}'}, r"names a\.safetensors, which is missing"),
+        ({"a.safetensors": ONE, "b.safetensors": ONE}, r"a\.weight is also in .*a\.safetensors"),
+        ({"a.safetensors": ONE, "config.json": b"["}, r"config\.json: cannot be read as JSON"),
+        ({"a.safetensors": ONE, "hf_quant_config.json": b"["}, r"hf_quant_config\.json: cannot be read as JSON"),
+    ],
+)
+def test_a_wrong_folder_is_one_clear_error(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+
+
+def test_the_quantization_is_read_from_either_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(ONE)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert open_checkpoint(tmp_path).config == {"quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert open_checkpoint(tmp_path).config == {"quant_method": "fp8"}
+
+
+def test_a_file_that_is_none_or_shrinks_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "a.bin"
+    other.write_bytes(ONE)
+    with pytest.raises(CheckpointError, match=r"unknown suffix '\.bin'; a checkpoint is \.safetensors or \.gguf"):
+        open_checkpoint(other)
+    path = other.rename(tmp_path / "a.safetensors")
+    (tensor,) = open_checkpoint(path).tensors.values()
+    path.write_bytes(ONE[:-1])
+    with pytest.raises(CheckpointError, match=r"ends inside a\.weight; the file changed while it was read"):
+        tensor.read()
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        tensor.read()
 
 
 # ---- command, report, assertion, memory ------------------------------------------------------------------------------
