@@ -137,9 +137,23 @@ def test_a_wrong_ledger_is_one_error(project):
     result = project.runpytest_inprocess(*WORDS, "--ng-known", "mine.toml")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*mine.toml: unknown key 'know' (did you mean 'known'?*"])
-    result = project.runpytest_inprocess(*WORDS, "--ng-link", "ci/7")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ng-link", "ci/7"), "--ng-link is 'ci/7'; it is the address of a page"),
+        (("--ng-seed", "one"), "--ng-seed or narrowgauge_seed is 'one'; it is a whole number"),
+        (("--ng-tier", "quik"), "--ng-tier or narrowgauge_tier is 'quik' (did you mean 'quick'?); it can be quick, "),
+        (("--ng-device", "metal"), "--ng-device or narrowgauge_device is 'metal'; it can be cpu, cuda"),
+        (("--ng-durations", "run"), "--ng-durations divides cases into shards, and no --ng-shard is given"),
+    ],
+)
+def test_a_wrong_option_is_one_error(project, words, message):
+    result = project.runpytest_inprocess(*WORDS, *words)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--ng-link is 'ci/7'; it is the address of a page*"])
+    assert message in result.stderr.str()
+    assert "Traceback" not in result.stderr.str()
 
 
 def test_a_case_whose_pytest_worker_died_has_its_properties(tmp_path):

@@ -202,6 +202,19 @@ def test_a_passing_run_is_a_line_for_each_operation() -> None:
     assert all(recipe in detailed for recipe in recipes)
 
 
+def test_details_have_the_accuracy_and_all_groups_of_failures() -> None:
+    measured = [{"tensor": "dx", "sqnr_db": 18.25, "relative_error": None, "cosine": 0.5}]
+    layers = [record(str(n), operation="linear", recipe="MXFP8BlockScaling", accuracy=measured) for n in range(2)]
+    wrong = [failing(str(n), explanations=[explained(f"cause-{n}")]) for n in range(40)]
+    brief, detailed = (printed(layers + wrong, width=80, details=details) for details in (False, True))
+    assert accuracy.TITLE not in brief
+    row = next(line for line in detailed.splitlines() if line.startswith("MXFP8BlockScaling linear"))
+    assert row.split()[2:] == ["18.2", "0.5000"]
+    assert "more groups with " in brief
+    assert "more groups with " not in detailed
+    assert all(f"cause-{n}:" in " ".join(detailed.split()) for n in range(40))
+
+
 def test_every_failing_group_has_a_title_and_a_command() -> None:
     records = [
         failing("a", explanations=[explained("ties-away")]),
