@@ -16,7 +16,7 @@ from narrowgauge.harness.running.worker import Task
 LANES = 10
 """Tasks that are judged on a GPU at once: the one that has its turn, and those that make inputs and digests, which
 take a CPU five times as long. The other processes judge small ones on the CPU: of a twelfth of the full tier, with 6 of
-20 processes, they had none left while two in five of the large ones waited."""
+20 processes, they had none left while two in five of the large ones waited. It limits runs with -n above 10."""
 
 
 LONG = 1 << 20
