@@ -10,7 +10,7 @@ import torch
 from narrowgauge.native.quantize.amax import amax as tensor_amax
 from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax
 from narrowgauge.native.quantize.sections import check_sizes_of
-from narrowgauge.native.quantize.variants import variant_flags
+from narrowgauge.native.quantize.variants import unit_flags, variant_flags
 from narrowgauge.native.runtime.arguments import GENERAL_THREADS, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -218,7 +218,7 @@ def _launch(
         name, threads = "quantize_fp8_tiles_bf16", _TILE_THREADS
     else:
         name, threads = f"quantize_fp8_{suffix(x.dtype)}", GENERAL_THREADS["quantize_fp8"]
-    flags = variant_flags(_VARIANT, choices, x.device)
+    flags = variant_flags(_VARIANT, choices, x.device) + unit_flags(name, x.device)
     grid, block = (strips * blocks_for(columns, TILE),), (threads.get(x.device.type, 1),)
     launch("quantize_fp8", name, grid, block, (parameters,), device=x.device, extra_flags=flags)
     if by_tile:

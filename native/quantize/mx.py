@@ -9,6 +9,7 @@ import torch
 
 from narrowgauge.native.quantize.amax import in_tiles, strips
 from narrowgauge.native.quantize.sections import check_sizes_of
+from narrowgauge.native.quantize.variants import unit_flags
 from narrowgauge.native.runtime.arguments import GENERAL_THREADS, STRIP, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -216,7 +217,7 @@ def _launch(
         sections=1 if sizes is None else len(sizes), row=_NO_OUTPUT if row is None else row.fields(),
         column=_NO_OUTPUT if column is None else column.fields(), variant=variant, seed=seed % 2**64,
     )  # fmt: skip
-    flags = (f"-DELEMENT={recipe.element.name}",)
+    flags = (f"-DELEMENT={recipe.element.name}", *unit_flags(name, x.device))
     launch("quantize_mx", name, (grid,), (threads,), (parameters,), device=x.device, extra_flags=flags)
 
 

@@ -11,7 +11,7 @@ from narrowgauge.native.quantize.amax import amax as tensor_amax
 from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax, strips, tile_schedule
 from narrowgauge.native.quantize.hadamard import transform
 from narrowgauge.native.quantize.sections import check_sizes_of
-from narrowgauge.native.quantize.variants import variant_flags
+from narrowgauge.native.quantize.variants import unit_flags, variant_flags
 from narrowgauge.native.runtime.arguments import (
     GENERAL_THREADS,
     STRIP,
@@ -157,16 +157,8 @@ def _launch(
     else:
         name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", GENERAL_THREADS["quantize_nvfp4"].get(x.device.type, 1)
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
-    flags = variant_flags(_VARIANT, choices, x.device)
-    if x.device.type == "cuda":
-        flags += (unit_flag(name),)
+    flags = variant_flags(_VARIANT, choices, x.device) + unit_flags(name, x.device)
     launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
-
-
-def unit_flag(kernel: str) -> str:
-    """Flag that compiles a kernel of quantize_nvfp4.cu with those of its dtype alone. All kernels of 4over6 take
-    NVRTC 3 s, those of a dtype 0.7 s."""
-    return "-DUNIT=UNIT_" + ("TILES" if "tiles" in kernel else kernel.rpartition("_")[2].upper())
 
 
 def philox_keys(seed: int, offset: int) -> tuple[int, ...]:

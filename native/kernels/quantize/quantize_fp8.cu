@@ -15,6 +15,7 @@
 #include "common/reduce.cuh"
 #include "common/sections.cuh"
 #include "quantize/register_tile.cuh"
+#include "quantize/unit.cuh"
 
 namespace narrowgauge {
 
@@ -492,6 +493,7 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
     }
 }
 
+#if IN_UNIT(UNIT_TILES)
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_fp8_tiles_bf16(const __grid_constant__ QuantizeFp8Parameters p) {
     __shared__ SharedTile shared;
@@ -538,9 +540,16 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS)
         if (block < count) target[line * blocks + block] = scales[block][line];
     }
 }
+#endif
 
+#if IN_UNIT(UNIT_FP32)
 QUANTIZE(fp32, float)
+#endif
+#if IN_UNIT(UNIT_BF16)
 QUANTIZE(bf16, bf16)
+#endif
+#if IN_UNIT(UNIT_FP16)
 QUANTIZE(fp16, fp16)
+#endif
 
 }  // namespace narrowgauge

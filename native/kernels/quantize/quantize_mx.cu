@@ -19,6 +19,7 @@
 #include "common/philox.cuh"
 #include "common/sections.cuh"
 #include "quantize/register_tile.cuh"
+#include "quantize/unit.cuh"
 
 namespace narrowgauge {
 
@@ -413,6 +414,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeMxParameters& p, Sha
     }
 }
 
+#if IN_UNIT(UNIT_TILES)
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     quantize_mx_tiles_bf16(const __grid_constant__ QuantizeMxParameters p) {
     __shared__ SharedTile shared;
@@ -422,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
         quantize_tile<false>(p, shared);
     }
 }
+#endif
 
 #define QUANTIZE(TYPE, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(GENERAL_THREADS)                                                      \
@@ -435,8 +438,14 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
                        Output{1, p.row.codes, p.row.scales, nullptr, 0}, plain_settings(p));                           \
     }
 
+#if IN_UNIT(UNIT_FP32)
 QUANTIZE(fp32, float)
+#endif
+#if IN_UNIT(UNIT_BF16)
 QUANTIZE(bf16, bf16)
+#endif
+#if IN_UNIT(UNIT_FP16)
 QUANTIZE(fp16, fp16)
+#endif
 
 }  // namespace narrowgauge

@@ -22,6 +22,7 @@
 
 #include "quantize/nvfp4/general.cuh"
 #include "quantize/nvfp4/tiles.cuh"
+#include "quantize/unit.cuh"
 
 namespace narrowgauge {
 
@@ -121,26 +122,16 @@ __device__ __forceinline__ Settings plain_settings(const QuantizeNvfp4Parameters
         quantize_plain(static_cast<const T*>(p.x), p.rows, p.columns, row, plain_settings(p));                         \
     }
 
-// The kernels for a dtype or for whole tiles. On a GPU a launch compiles the kernels of its unit alone, and on a CPU all.
-#ifndef UNIT
-#define UNIT UNIT_ALL
-#endif
-#define UNIT_ALL 0
-#define UNIT_FP32 1
-#define UNIT_BF16 2
-#define UNIT_FP16 3
-#define UNIT_TILES 4
-
-#if UNIT == UNIT_ALL || UNIT == UNIT_FP32
+#if IN_UNIT(UNIT_FP32)
 QUANTIZE(fp32, float)
 #endif
-#if UNIT == UNIT_ALL || UNIT == UNIT_BF16
+#if IN_UNIT(UNIT_BF16)
 QUANTIZE(bf16, bf16)
 #endif
-#if UNIT == UNIT_ALL || UNIT == UNIT_FP16
+#if IN_UNIT(UNIT_FP16)
 QUANTIZE(fp16, fp16)
 #endif
-#if UNIT == UNIT_ALL || UNIT == UNIT_TILES
+#if IN_UNIT(UNIT_TILES)
 extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_PER_SM)
     quantize_nvfp4_tiles_bf16(const __grid_constant__ QuantizeNvfp4Parameters p, Output row, Output column,
                               TileSchedule schedule, const __grid_constant__ PhiloxKeys row_keys,

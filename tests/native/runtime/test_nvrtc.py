@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.native.quantize import nvfp4
-from narrowgauge.native.quantize.variants import variant_flags
+from narrowgauge.native.quantize.variants import unit_flags, variant_flags
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.sources import KERNELS
 from narrowgauge.spec.recipes import find_recipe
@@ -129,11 +129,20 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
         assert (POWER in found) == narrow
 
 
-def test_a_launch_compiles_the_kernels_of_its_dtype() -> None:
-    kernels = KERNELS["quantize_nvfp4"]
-    units = {kernel: nvfp4.unit_flag(kernel) for kernel in kernels}
+@pytest.mark.parametrize(
+    ("source", "flags"),
+    [
+        ("quantize_nvfp4", NEAREST),
+        ("quantize_mx", ("-DELEMENT=E4M3",)),
+        ("quantize_fp8", ("-DVARIANT={WHOLE, 0, 0, 0}",)),
+    ],
+)
+def test_a_launch_compiles_the_kernels_of_its_unit(source: str, flags: tuple[str, ...]) -> None:
+    kernels = KERNELS[source]
+    units = {kernel: unit_flags(kernel, torch.device("cuda")) for kernel in kernels}
+    assert len(set(units.values())) == 4
     for unit in set(units.values()):
-        compiled = entries(nvrtc.ptx("quantize_nvfp4", "compute_90a", *NEAREST, unit))
+        compiled = entries(nvrtc.ptx(source, "compute_90a", *flags, *unit))
         assert compiled == {kernel for kernel in kernels if units[kernel] == unit}
 
 

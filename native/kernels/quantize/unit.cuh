@@ -1,0 +1,13 @@
+// unit.cuh: units of a quantize source: the kernels for a dtype, or the kernels for whole tiles. On a GPU a launch compiles the
+// unit of its kernel alone, by the macro UNIT, and on a CPU all units.
+#pragma once
+
+#define UNIT_ALL 0
+#define UNIT_FP32 1
+#define UNIT_BF16 2
+#define UNIT_FP16 3
+#define UNIT_TILES 4
+#ifndef UNIT
+#define UNIT UNIT_ALL
+#endif
+#define IN_UNIT(NAME) (UNIT == UNIT_ALL || UNIT == NAME)
