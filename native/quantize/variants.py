@@ -24,9 +24,14 @@ def unit_flags(kernel: str, device: torch.device) -> tuple[str, ...]:
     """Flags that compile a kernel with the kernels of its unit alone (kernels/quantize/unit.cuh), on a GPU.
 
     All kernels of 4over6 take NVRTC 3 s, those of a dtype 0.7 s; all of MXFP4 3.7 s, those of a dtype 0.6 to 0.8 s."""
+    return _unit_flags(kernel) if device.type == "cuda" else ()
+
+
+@cache
+def _unit_flags(kernel: str) -> tuple[str, ...]:
     dtype = kernel.rpartition("_")[2].upper()
     unit = dtype if dtype in ("FP32", "BF16", "FP16") and "tiles" not in kernel else "TILES"
-    return (f"-DUNIT=UNIT_{unit}",) if device.type == "cuda" else ()
+    return (f"-DUNIT=UNIT_{unit}",)
 
 
 @cache

@@ -466,8 +466,10 @@ def test_a_failure_is_saved_whole_and_not_shrunk(tmp_path: Any) -> None:
 # Inputs, saving and case files.
 
 
-TABLE = {"operation": "'linear'", "tier": "'quick'", "training": "'NVFP4BlockScaling'", "shape": "[1, 16, 32, 48]"}
-TABLE |= {"dtype": "'bf16'", "inputs": "'normal'"}
+TABLE = {
+    "operation": "'linear'", "tier": "'quick'", "training": "'NVFP4BlockScaling'", "shape": "[1, 16, 32, 48]",
+    "dtype": "'bf16'", "inputs": "'normal'",
+}  # fmt: skip
 
 
 GROUPED = TABLE | {"operation": "'grouped-linear'", "shape": "[16, 32, 48]", "sections": "'front:2'"}
