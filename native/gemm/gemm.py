@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from narrowgauge.native.gemm import fused, wgmma, wgmma_fp8
+from narrowgauge.native.gemm import fused, wgmma, wgmma_fp8, wgmma_grouped
 from narrowgauge.native.gemm import skinny as gemm_skinny
 from narrowgauge.native.gemm.operands import (
     Product,
@@ -18,7 +18,17 @@ from narrowgauge.native.gemm.operands import (
     product,
     product_family,
 )
-from narrowgauge.native.gemm.paths import FP8, FUSED, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
+from narrowgauge.native.gemm.paths import (
+    FP8,
+    FUSED,
+    PORTABLE,
+    ROWS_OF_SECTION,
+    SKINNY,
+    TENSOR,
+    order_of,
+    path_of,
+    slices_of,
+)
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
@@ -114,11 +124,11 @@ def gemm_grouped(
     amaxes = [amax for _, amax in matrices if amax is not None]
     device = a.codes.device
     codes, scales = (_addresses([fields[part] for fields, _ in matrices], device) for part in ("codes", "scales"))
-    layouts = _moved(torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32), device)
+    layouts = torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32)
     terms = Product(
         family, m, n, k,
         a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
-        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": layouts},
+        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": _moved(layouts, device)},
         epilogue=epilogue_fields((m, n), out_dtype, c, bias, len(b)),
         alpha=alpha_fields(
             a.recipe, b[0].recipe, family, (section_scales, scales),
@@ -127,10 +137,12 @@ def gemm_grouped(
         sizes=a.sizes,
     )  # fmt: skip
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    if path_of(m, n, k, family, device) == TENSOR:
-        wgmma.multiply(terms, out)
-    else:
+    if path_of(m, n, k, family, device) != TENSOR:
         _multiply_portable(terms, out, f"gemm_grouped_{family}")
+    elif wgmma_grouped.takes(m, n, k, [fields for fields, _ in matrices], ROWS_OF_SECTION):
+        wgmma_grouped.multiply(terms, out)
+    else:
+        wgmma.multiply(terms, out)
     return out
 
 

@@ -42,6 +42,11 @@ has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8 tak
 43 µs in four: 32 clusters of four blocks do not run at once."""
 
 
+ROWS_OF_SECTION = 768
+"""Rows of a section, on average, from which the kernel that multiplies sections dequantizes their matrices, too: few
+products cannot hide the dequantization of a matrix."""
+
+
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"
 """Environment variable: with "1", FP8 with tensor scales takes the bfloat16 tensor cores, whose sums have 25 fraction
 bits instead of 13, at half the speed."""

@@ -14,26 +14,27 @@ import torch
 from narrowgauge.native.gemm.operands import Fields, Product
 from narrowgauge.native.gemm.paths import tiles_of
 from narrowgauge.native.runtime.launch import Argument, launch
-from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value
 
 SOURCE = "gemm_wgmma"
 _WGMMA = KernelStruct("gemm/sm90/gemm_wgmma.cuh", "WgmmaParameters")
 _DEQUANTIZE = KernelStruct("gemm/sm90/dequantize_tiles.cuh", "DequantizeParameters")
-_ROWS, _COLUMNS = 128, 64
-_TILE_BYTES = _ROWS * _COLUMNS * 2
-_DEQUANTIZE_THREADS, THREADS = 256, 384
+ROWS, COLUMNS = 128, 64
+"""Of a tile."""
+TILE_BYTES = ROWS * COLUMNS * 2
+DEQUANTIZE_THREADS, THREADS = 256, 384
 SHARED_BYTES = 213 * 1024 + 1024
 """sizeof(WgmmaShared), plus its alignment to 1024 bytes."""
 _PORTABLE_TILE = _PORTABLE_THREADS = 64
 _PORTABLE_ROWS_OF_TILES = 8
 """Rows of thread blocks of the second kernel, at most: each takes several tiles. 8192 rows by 8 matrices (8192, 8192)
 had 131 072 thread blocks, which took 80 µs on an H200 to return at once."""
-_BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
+BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
 """Family to the enumerator of BlockScales."""
 
 
 def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
-    """Computes a GEMM or a grouped GEMM into `out` (M, N). The family is a key of `_BLOCK_SCALES`. `slices` of K, of a
+    """Computes a GEMM or a grouped GEMM into `out` (M, N). The family is a key of `BLOCK_SCALES`. `slices` of K, of a
     GEMM that is not grouped: `paths.slices_of`."""
     device, family, sizes = out.device, product.family, product.sizes
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
@@ -42,7 +43,7 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     a = dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
     b = dequantize(family, product.b, product.n, product.k, 2, refused, matrices=matrices)
     arguments: list[Argument] = [
-        _WGMMA(a=a, b=b, refused=refused, **fields_of(product, out, slices, _COLUMNS)),
+        parameters(product, out, a, b, refused, slices),
         product.alpha_parameters(),
     ]
     if grouped:
@@ -55,6 +56,18 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     )  # fmt: skip
     if refused is not None:
         multiply_refused(product, out, refused)
+
+
+def parameters(
+    product: Product,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    refused: torch.Tensor | None,
+    slices: int = 1,
+) -> StructValue:
+    """WgmmaParameters of packed tiles of both operands."""
+    return _WGMMA(a=a, b=b, refused=refused, **fields_of(product, out, slices, COLUMNS))
 
 
 def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor) -> None:
@@ -94,19 +107,19 @@ def dequantize(
     """
     sections = 1 if sizes is None else len(sizes)
     # A section begins with a new row of tiles, and the last row of tiles of a section may be short.
-    tiles = (multiple * _ceil_div(rows, multiple * _ROWS) + sections - 1) * _ceil_div(k, _COLUMNS)
+    tiles = (multiple * _ceil_div(rows, multiple * ROWS) + sections - 1) * _ceil_div(k, COLUMNS)
     device = _device(operand)
-    packed = torch.empty(matrices * tiles * _TILE_BYTES, dtype=torch.uint8, device=device)
+    packed = torch.empty(matrices * tiles * TILE_BYTES, dtype=torch.uint8, device=device)
     if tiles:
         layouts = operand.get("layouts")
         one = {"codes": operand["codes"], "scales": operand["scales"], "element": operand["element"]}
         arguments = _DEQUANTIZE(
             operand={**one, "layout": operand.get("layout", 0)}, layouts=layouts, rows=rows, k=k,
-            block_scales=_BLOCK_SCALES[family], sizes=sizes, sections=sections, tiles=packed, refused=refused,
+            block_scales=BLOCK_SCALES[family], sizes=sizes, sections=sections, tiles=packed, refused=refused,
         )  # fmt: skip
         source, kernel = early_kernel or (SOURCE, "pack")
         early = early_kernel is not None
-        launch(source, kernel, (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device, early=early)
+        launch(source, kernel, (tiles, matrices), (DEQUANTIZE_THREADS,), [arguments], device=device, early=early)
     return packed
 
 

@@ -43,6 +43,7 @@ KERNELS = {
         "gemm_mx_refused",
         "gemm_grouped_mx_refused",
     ),
+    "gemm_wgmma_grouped": ("pack_first", "gemm_tensor_dequantizing"),
     "gemm_wgmma_fp8": ("gemm_wgmma_fp8_tensor", "gemm_wgmma_fp8_block"),
     "gemm_fused_nvfp4": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),
     "gemm_fused_mx": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),

@@ -480,6 +480,12 @@ inline T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
     return simt::exchange(mask, value, lanes);
 }
 
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, unsigned lane) {
+    static_assert(sizeof(T) <= 8, "a lane sends up to eight bytes");
+    return simt::worker->exchange_lanes(mask, value, lane);
+}
+
 inline unsigned atomicMax(unsigned* address, unsigned value) {
     unsigned seen = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (seen < value && !__atomic_compare_exchange_n(address, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {

@@ -133,6 +133,54 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
+// ---- counters of all blocks ------------------------------------------------------------------------------------------
+
+// Adds 1, without an order of other accesses. Returns the count before.
+__device__ __forceinline__ u32 atom_inc_relaxed_gpu(u32* counter) {
+#ifdef __CUDA_ARCH__
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+#else
+    return __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED);
+#endif
+}
+
+// Adds 1. Who sees the new count by ld_acquire_gpu sees what this thread wrote, or saw, before.
+__device__ __forceinline__ void red_inc_release_gpu(u32* counter) {
+#ifdef __CUDA_ARCH__
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+#else
+    __atomic_fetch_add(counter, 1u, __ATOMIC_RELEASE);
+#endif
+}
+
+__device__ __forceinline__ u32 ld_acquire_gpu(const u32* counter) {
+#ifdef __CUDA_ARCH__
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    return count;
+#else
+    return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// Pauses a thread that waits for a counter, about 64 ns.
+__device__ __forceinline__ void nanosleep() {
+#ifdef __CUDA_ARCH__
+    asm volatile("nanosleep.u32 64;");
+#else
+    simt::worker->wait(simt::READY);
+#endif
+}
+
+// Orders global accesses of this thread and asynchronous copies, whose accesses are otherwise unordered.
+__device__ __forceinline__ void fence_proxy_async_global() {
+#ifdef HAS_WGMMA
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
 // Copies BYTES from global to shared memory, both aligned to 128 bytes; the mbarrier counts the bytes.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from narrowgauge.native.gemm import paths, wgmma
+from narrowgauge.native.gemm import paths, wgmma, wgmma_grouped
 from narrowgauge.native.gemm.operands import operand_fields
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
 from narrowgauge.native.ops import Quantized
@@ -194,6 +196,66 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
             for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
         ]
         assert_equal(y, torch.cat(parts))
+
+
+@ON_CPU_AND_HOPPER
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "mxfp4", "fp8-current-e4m3"])
+def test_matrices_may_be_dequantized_beside_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every order of threads and number of workers: sections of one tile, of several, of no rows, of equal rows."""
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_OF_SECTION", 0)
+    multiplied = []
+    monkeypatch.setattr(wgmma_grouped, "multiply", counted(wgmma_grouped.multiply, multiplied))
+    n, k = 512, 192
+    for sizes in ([300, 0, 1, 130], [64, 64], [0, 0, 3], [0, 0], *[[1000, 0, 24, 700]] * (ops.device == "cuda")):
+        a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
+        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        parts = [
+            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=ORDER).expected
+            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
+        ]
+        threads = torch.get_num_threads()
+        try:
+            for order, workers in product(host.ORDERS, (1, 3)) if ops.device == "cpu" else [("forward", threads)]:
+                torch.set_num_threads(workers)
+                with on_tensor_cores(monkeypatch), host.thread_order(order):
+                    y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
+                assert_equal(y, torch.cat(parts))
+        finally:
+            torch.set_num_threads(threads)
+    assert multiplied
+
+
+def counted(function: Callable[..., None], calls: list[None]) -> Callable[..., None]:
+    """The function, which also notes each call."""
+
+    def call(*arguments: Any) -> None:
+        calls.append(None)
+        function(*arguments)
+
+    return call
+
+
+@ON_CPU_AND_HOPPER
+def test_a_matrix_refused_beside_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = random_sections("mxfp8-e4m3", [100, 30], 128)
+    b = [random_operand("mxfp8-e4m3", 256, 128, seed) for seed in (3, 4)]
+    b[1].scales[200, 3] = 254
+    expected = ops.gemm_grouped(a, b, out_dtype=FP32)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_OF_SECTION", 0)
+    with on_tensor_cores(monkeypatch):
+        assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), expected)
+
+
+def test_few_rows_and_other_layouts_are_dequantized_before() -> None:
+    fewest, codes = paths.ROWS_OF_SECTION, torch.zeros(64, dtype=torch.uint8)
+    matrix_ = {"codes": codes, "scales": codes, "layout": 0}
+    assert wgmma_grouped.takes(2 * fewest, 256, 64, [matrix_] * 2, fewest)
+    for m, n, k, change in (
+        (2 * fewest - 1, 256, 64, {}), (2 * fewest, 128, 64, {}), (2 * fewest, 256, 32, {}), (2 * fewest, 0, 64, {}),
+        (2 * fewest, 256, 0, {}), (2 * fewest, 256, 64, {"layout": 1}), (2 * fewest, 256, 64, {"codes": codes[8:]}),
+        (2 * fewest, 256, 64, {"scales": codes[1:]}),
+    ):  # fmt: skip
+        assert not wgmma_grouped.takes(m, n, k, [matrix_, matrix_ | change], fewest)
 
 
 @ON_CPU_AND_HOPPER

@@ -71,7 +71,7 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_wgmma", "gemm_wgmma_fp8", "gemm_fused_nvfp4", "gemm_fused_mx"}
+HOPPERS = {"gemm_wgmma", "gemm_wgmma_grouped", "gemm_wgmma_fp8", "gemm_fused_nvfp4", "gemm_fused_mx"}
 """Sources with instructions of sm_90a alone."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Sources with documented fma: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and for an

@@ -17,7 +17,7 @@ struct WgmmaParameters {
 };
 
 // The steps of K of a row of tiles are contiguous.
-struct PackedTiles {
+struct PackedTiles : CopyingSource {
     const u8* a;
     const u8* b;
     i64 steps;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_packed_tiles(const WgmmaParameters& p, 
 #else
     const int slices = p.slices;
 #endif
-    multiply_tiles_persistent(PackedTiles{p.a, p.b, steps}, Bf16Sums{p.slice_steps}, {slices, p.slice_steps}, sections, p.n,
+    multiply_tiles_persistent(PackedTiles{{}, p.a, p.b, steps}, Bf16Sums{p.slice_steps}, {slices, p.slice_steps}, sections, p.n,
                               alpha_of, epilogue_of);
 }
 

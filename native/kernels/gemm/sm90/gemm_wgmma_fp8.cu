@@ -22,12 +22,12 @@ namespace narrowgauge {
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
-    multiply_mapped_codes({a, b}, p, Unscaled{}, alpha);
+    multiply_mapped_codes({{}, a, b}, p, Unscaled{}, alpha);
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_block(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p) {
-    multiply_mapped_codes({a, b}, p, BlockScaled(p), Alpha{});
+    multiply_mapped_codes({{}, a, b}, p, BlockScaled(p), Alpha{});
 }
 
 }  // namespace narrowgauge

@@ -19,7 +19,7 @@ struct WgmmaFp8Parameters {
 };
 
 // Boxes of codes, zeros beyond the last row and column.
-struct MappedCodes {
+struct MappedCodes : CopyingSource {
     const TensorMap& a;
     const TensorMap& b;
 

@@ -5,6 +5,9 @@
 // warpgroups multiply 64 rows of the stage. With slices of K, on a GPU a cluster of blocks computes a tile: each block sums a
 // slice, then adds the sums of all slices, in order, for a part of the columns. A kernel defines
 //   Source: load(stage, full, tile, step)   queues the copies of a step of K, 3 * TILE_BYTES, into a stage
+//           wait_for(tile)                  called before the first step of an output tile
+//           use_idle_warp()                 work of the other three warps of the producer warpgroup
+//           PRODUCER_REGISTERS, Order       registers of a thread; order of the sections, such as TiledSection
 //   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over the slice of K; waits for the
 //         stages and releases them. `iteration` is that of the pipeline
 //         CAST_BEFORE_C                     whether an output is cast before c is added
@@ -37,8 +40,8 @@ constexpr int CLUSTER = 1;
 
 // Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
 constexpr int STAGES = 4;
-// Registers of a thread, of 65536 for the block: consumers hold the sums.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+// Registers of three threads, of the producer and of two consumers, which hold the sums: what ptxas gives 384 threads of 65536.
+constexpr int REGISTERS_OF_THREE = 504;
 // The epilogue moves this many columns of a warp's sums at a time. The stride of the buffer avoids bank conflicts between
 // the eight rows of a write.
 constexpr int EPILOGUE_COLUMNS = 32, EPILOGUE_STRIDE = EPILOGUE_COLUMNS + 8;
@@ -74,8 +77,9 @@ struct OutputTile {
 
 // Tile scheduler: block b computes b, b + gridDim.x, ... of the slices of the output tiles of all sections. The blocks of a
 // cluster have the slices of a tile.
+template <class Order>
 struct TileScheduler {
-    TiledSection at;
+    Order at;
     i64 columns;
     SlicedSteps k;
     i64 next;  // slice of a tile of the section
@@ -161,12 +165,22 @@ __device__ __forceinline__ void store_sums(const float (&d)[COUNT], float factor
     }
 }
 
+// A Source without work for idle warps.
+struct CopyingSource {
+    using Order = TiledSection;
+    static constexpr int PRODUCER_REGISTERS = 40;
+
+    __device__ __forceinline__ void wait_for(const OutputTile&) const {}
+    __device__ __forceinline__ void use_idle_warp() const {}
+};
+
 // Producer thread: copies the tiles of each step of K into the next stage, as soon as the consumers have released it.
-template <class Source>
-__device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler scheduler, const Source& source) {
+template <class Source, class Order>
+__device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler<Order> scheduler, const Source& source) {
     OutputTile tile;
     u32 iteration = 0;  // over the steps of all tiles; a stage is used every STAGES iterations, with alternating parity
     while (scheduler.take(tile)) {
+        source.wait_for(tile);
         for (i64 step = 0; step < scheduler.k.slices * scheduler.k.steps; ++step, ++iteration) {
             const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
             ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
@@ -268,8 +282,8 @@ __device__ __forceinline__ void join_slices(const float (&d)[SUMS], float (&join
 }
 
 // Consumer warpgroup. `alpha_of(tile)` and `epilogue_of(tile)` return the epilogue of an output tile.
-template <class Sums, class AlphaOf, class EpilogueOf>
-__device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler scheduler, const Sums& all, i64 n,
+template <class Order, class Sums, class AlphaOf, class EpilogueOf>
+__device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order> scheduler, const Sums& all, i64 n,
                                         const AlphaOf& alpha_of, const EpilogueOf& epilogue_of) {
     const int thread = static_cast<int>(threadIdx.x) - WARPGROUP, lane = thread % WARP, warp = thread / WARP;
     const int warpgroup = thread / WARPGROUP;
@@ -328,12 +342,13 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
         ptx::fence_mbarrier_init_and_proxy_async();
     }
     __syncthreads();
-    const TileScheduler scheduler(sections, n, k);
+    const TileScheduler<typename Source::Order> scheduler(sections, n, k);
     if (thread < WARPGROUP) {
-        ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+        ptx::setmaxnreg_dec<Source::PRODUCER_REGISTERS>();
         if (thread == 0) produce(shared, scheduler, source);
+        if (thread >= WARP) source.use_idle_warp();
     } else {
-        ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+        ptx::setmaxnreg_inc<(REGISTERS_OF_THREE - Source::PRODUCER_REGISTERS) / 2>();
         consume(shared, scheduler, sums, n, alpha_of, epilogue_of);
     }
 }
