@@ -45,7 +45,7 @@ Link = Annotated[
 NoHistory = Annotated[
     bool, typer.Option("--no-history", help="Do not append the run to history.sqlite beside --report-dir.")
 ]
-Workers = Annotated[int, typer.Option("-n", min=0, help="Most workers; 0 is one a core, with GPUs at most 8 a GPU.")]
+Workers = Annotated[int, typer.Option("-n", min=0, help="Most workers; 0 is one a core, with GPUs at most 6 a GPU.")]
 Schedules = Annotated[
     int, typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU.")
 ]

@@ -196,12 +196,12 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 
 def default_workers(device: str) -> int:
-    """Default number of processes: a process per core; with GPUs at most 8 for each GPU."""
+    """Default number of processes: a process per core; with GPUs at most 6 for each GPU."""
     from narrowgauge.harness.machine.processors import cores, visible_gpus
 
     if device == "cpu":
         return cores()
-    # More processes wait for the GPU. The quick tier on an H100 with 16 cores took 120 s and 487 core-seconds with 8
-    # processes, 122 s and 573 core-seconds with 12.
+    # More processes wait for the GPU. A quarter of the quick tier on an H100 with 16 cores took 31.5 s and 125 core-seconds
+    # with 6 processes, 32.5 s and 147 core-seconds with 8, 38.1 s and 140 core-seconds with 5.
     gpus = max(1, len(visible_gpus()))
-    return max(gpus, min(cores(), 8 * gpus))
+    return max(gpus, min(cores(), 6 * gpus))

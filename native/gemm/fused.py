@@ -5,19 +5,22 @@ bfloat16's range are refused as in `native.gemm.wgmma`, and the same second kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from narrowgauge.native.gemm.operands import Product
+from narrowgauge.native.gemm.operands import Fields, Product
 from narrowgauge.native.gemm.paths import clusters_of
 from narrowgauge.native.gemm.skinny import takes_operand
 from narrowgauge.native.gemm.wgmma import dequantize, fields_of, multiply_refused
-from narrowgauge.native.gemm.wgmma_fp8 import tensor_map
+from narrowgauge.native.gemm.wgmma_fp8 import tensor_map, tensor_maps
 from narrowgauge.native.runtime.arguments import blocks_for
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.native.runtime.structs import KernelStruct
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue
 from narrowgauge.spec.quantized import Quantized
 
 _PARAMETERS = KernelStruct("gemm/sm90/gemm_fused.cuh", "FusedParameters")
+_MATRICES = KernelStruct("gemm/sm90/gemm_fused.cuh", "FusedMatrices")
 _ROWS, _COLUMNS = 128, 64
 """Rows of b of a block of threads, and columns of K of a step."""
 _THREADS = 640
@@ -34,10 +37,15 @@ _LARGEST = 2**31 - _ROWS
 
 def takes(a: Quantized, b: Quantized, family: str) -> bool:
     """Whether the kernels can multiply (M, K) by (N, K). `family`: `native.gemm.operands.product_family`."""
-    (m, k), n = a.shape, b.shape[0]
-    if family not in RUNS or k < 2 * RUNS[family] or k % RUNS[family] or max(m, n, k) > _LARGEST:
+    return takes_operand(a, family) and a.shape[0] <= _LARGEST and takes_matrices([b], family)
+
+
+def takes_matrices(b: Sequence[Quantized], family: str) -> bool:
+    """Whether the kernels can decode matrices (N, K). `family`: `native.gemm.operands.product_family`."""
+    n, k = b[0].shape
+    if family not in RUNS or k < 2 * RUNS[family] or k % RUNS[family] or max(n, k) > _LARGEST:
         return False
-    return all(takes_operand(q, family) for q in (a, b))
+    return all(takes_operand(q, family) for q in b)
 
 
 def tokens_of(m: int) -> int:
@@ -46,36 +54,87 @@ def tokens_of(m: int) -> int:
 
 
 def slices_of(m: int, n: int, k: int, family: str, multiprocessors: int) -> tuple[int, ...]:
-    """First columns of the slices of K: two slices for a block of threads, and as many blocks as `clusters_of` says.
+    """First columns of the slices of K: two slices for a block of threads, and as many blocks as `clusters_of` says."""
+    tiles = blocks_for(n, _ROWS) * blocks_for(m, tokens_of(m))
+    for blocks in clusters_of(tiles, k, multiprocessors):
+        if starts := _starts(k, family, blocks):
+            return starts
+    return slices_of_sections(k, family)
+
+
+def slices_of_sections(k: int, family: str) -> tuple[int, ...]:
+    """First columns of the two slices of K of a grouped GEMM."""
+    starts = _starts(k, family, 1)
+    assert starts, f"{k} columns have two runs"
+    return starts
+
+
+def _starts(k: int, family: str, blocks: int) -> tuple[int, ...]:
+    """First columns of the slices of K of `blocks` blocks of threads; none if K has too few runs.
 
     All slices but the last have equally many columns, and the last has no more."""
-    runs, tiles = k // RUNS[family], blocks_for(n, _ROWS) * blocks_for(m, tokens_of(m))
-    for blocks in (*clusters_of(tiles, k, multiprocessors), 1):
-        starts = range(0, runs, -(-runs // (2 * blocks)))
-        if len(starts) == 2 * blocks:
-            return tuple(start * RUNS[family] for start in starts)
-    raise AssertionError(f"{runs} runs of columns have two slices")
+    runs = k // RUNS[family]
+    starts = range(0, runs, -(-runs // (2 * blocks)))
+    return tuple(start * RUNS[family] for start in starts) if len(starts) == 2 * blocks else ()
 
 
 def multiply(product: Product, out: torch.Tensor, *, slices: tuple[int, ...]) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `slices_of`."""
     if out.numel() == 0:
         return
-    device, family, tokens = out.device, product.family, tokens_of(product.m)
-    cuda, source = device.type == "cuda", f"gemm_fused_{family}"
+    tokens, cluster = tokens_of(product.m), len(slices) // 2 if out.device.type == "cuda" else 1
+    grid = blocks_for(product.n, _ROWS) * cluster, blocks_for(product.m, tokens)
+    matrix = tensor_map(product.b, product.n, _row_bytes(product))
+    _multiply(product, out, slices, f"gemm_fused_{tokens}", grid, matrix, product.b, cluster)
+
+
+def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fields]) -> None:
+    """Computes a grouped GEMM into `out` (M, N), for matrices that `takes_matrices` accepts. `matrices`:
+    OperandParameters of each."""
+    assert product.sizes is not None
+    if out.numel() == 0:
+        return
+    maps = tensor_maps(matrices, product.n, _row_bytes(product), out.device)
+    tokens = tokens_of(product.m // len(matrices))
+    # Each section may end in a part of a block.
+    grid = blocks_for(product.n, _ROWS), product.m // tokens + len(matrices)
+    first = _MATRICES(
+        maps=maps, codes=product.b["codes"], scales=product.b["scales"], sizes=product.sizes, sections=len(matrices)
+    )
+    slices = slices_of_sections(product.k, product.family)
+    _multiply(product, out, slices, f"gemm_fused_grouped_{tokens}", grid, first, {"codes": None, "scales": None})
+
+
+def _row_bytes(product: Product) -> int:
+    """Bytes of a row of b."""
+    return product.k // 2 if product.family == "nvfp4" else product.k
+
+
+def _multiply(
+    product: Product,
+    out: torch.Tensor,
+    slices: tuple[int, ...],
+    kernel: str,
+    grid: tuple[int, int],
+    first: StructValue,
+    b: Fields,
+    cluster: int = 1,
+) -> None:
+    """Launches a kernel whose first parameter is `first`. `b`: codes and scales, if it is a single matrix."""
+    device, family, source = out.device, product.family, f"gemm_fused_{product.family}"
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
-    a = dequantize(family, product.a, product.m, product.k, 1, refused, early_kernel=(source, "pack_interleaved"))
+    a = dequantize(
+        family, product.a, product.m, product.k, 1, refused, sizes=product.sizes,
+        early_kernel=(source, "pack_interleaved"),
+    )  # fmt: skip
     parameters = _PARAMETERS(
-        a=a, b_codes=product.b["codes"], b_scales=product.b["scales"], refused=refused,
+        a=a, b_codes=b["codes"], b_scales=b["scales"], refused=refused,
         **fields_of(product, out, len(slices), _COLUMNS) | {"slice_steps": slices[1] // _COLUMNS},
     )  # fmt: skip
-    k = product.k // 2 if family == "nvfp4" else product.k
-    cluster = len(slices) // 2 if cuda else 1
-    blocks = blocks_for(product.n, _ROWS) * cluster
     launch(
-        source, f"gemm_fused_{tokens}", (blocks, blocks_for(product.m, tokens)), (_THREADS,),
-        [tensor_map(product.b, product.n, k), parameters, *([product.alpha_parameters()] if refused is None else [])],
-        device=device, shared_bytes=_SHARED_BYTES if cuda else 0,  # the CPU build has a static array
+        source, kernel, grid, (_THREADS,),
+        [first, parameters, *([product.alpha_parameters()] if refused is None else [])], device=device,
+        shared_bytes=_SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
         extra_flags=(f"-DSLICES={cluster}",) if cluster > 1 else (), early=True,
     )  # fmt: skip
     if refused is not None:

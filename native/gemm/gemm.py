@@ -14,6 +14,7 @@ from narrowgauge.native.gemm.operands import (
     epilogue_fields,
     kernel_source,
     layout_of,
+    moved,
     operand_fields,
     product,
     product_family,
@@ -21,8 +22,10 @@ from narrowgauge.native.gemm.operands import (
 from narrowgauge.native.gemm.paths import (
     FP8,
     FUSED,
+    MANY,
     PORTABLE,
-    ROWS_OF_SECTION,
+    ROWS_BESIDE,
+    ROWS_FUSED,
     SKINNY,
     TENSOR,
     order_of,
@@ -32,7 +35,7 @@ from narrowgauge.native.gemm.paths import (
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import E4M3, FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape
 
 _TILE = 64
@@ -75,6 +78,15 @@ def path_for(a: Quantized, b: Quantized, family: str) -> str:
     (m, k), n = a.shape, b.shape[0]
     taken = {"skinny": gemm_skinny, "fused": fused, "fp8": wgmma_fp8}
     return path_of(m, n, k, family, a.codes.device, **{name: by.takes(a, b, family) for name, by in taken.items()})
+
+
+def grouped_path_for(m: int, a: Quantized | GroupedQuantized, b: Sequence[Quantized], family: str) -> str:
+    """Path of the grouped GEMM of sections with `m` rows together: FUSED, FP8, TENSOR or PORTABLE. `a`: all sections,
+    or the first one."""
+    n, k = b[0].shape
+    path = path_of(m, n, k, family, a.codes.device, fp8=wgmma_fp8.takes_sections(a.codes, b, family))
+    few = m <= ROWS_FUSED * len(b) and n * k >= MANY and (family == "nvfp4" or a.recipe.element is E4M3)
+    return FUSED if path == TENSOR and few and fused.takes_matrices(b, family) else path
 
 
 def _slices(a: Quantized, b: Quantized, path: str) -> int:
@@ -128,7 +140,7 @@ def gemm_grouped(
     terms = Product(
         family, m, n, k,
         a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
-        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": _moved(layouts, device)},
+        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": moved(layouts, device)},
         epilogue=epilogue_fields((m, n), out_dtype, c, bias, len(b)),
         alpha=alpha_fields(
             a.recipe, b[0].recipe, family, (section_scales, scales),
@@ -137,9 +149,14 @@ def gemm_grouped(
         sizes=a.sizes,
     )  # fmt: skip
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    if path_of(m, n, k, family, device) != TENSOR:
+    path, fields = grouped_path_for(m, a, b, family), [fields for fields, _ in matrices]
+    if path == FUSED:
+        fused.multiply_grouped(terms, out, fields)
+    elif path == FP8:
+        wgmma_fp8.multiply_grouped(terms, out, fields)
+    elif path == PORTABLE:
         _multiply_portable(terms, out, f"gemm_grouped_{family}")
-    elif wgmma_grouped.takes(m, n, k, [fields for fields, _ in matrices], ROWS_OF_SECTION):
+    elif wgmma_grouped.takes(m, n, k, fields, ROWS_BESIDE):
         wgmma_grouped.multiply(terms, out)
     else:
         wgmma.multiply(terms, out)
@@ -158,12 +175,13 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     if isinstance(a, Quantized):
         path = path_for(left[0], right[0], family)
     else:
-        shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
-        path = path_of(*shape, family, left[0].codes.device)
+        path = grouped_path_for(sum(q.shape[0] for q in left), left[0], right, family)
     if path in (TENSOR, FUSED) and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
     if path == FUSED:
-        starts, k = _fused_slices(left[0], right[0], family), left[0].shape[1]
+        k = left[0].shape[1]
+        single = isinstance(a, Quantized)
+        starts = _fused_slices(left[0], right[0], family) if single else fused.slices_of_sections(k, family)
         equal = k == len(starts) * starts[1]
         return order_of(path, family, len(starts), () if equal else starts[1:])
     return order_of(path, family, _slices(left[0], right[0], path) if isinstance(a, Quantized) else 1)
@@ -205,12 +223,4 @@ def _addresses(tensors: Sequence[object], device: torch.device) -> torch.Tensor:
         if tensor.device != device:
             raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
         addresses.append(tensor.data_ptr())
-    return _moved(torch.tensor(addresses, dtype=torch.int64), device)
-
-
-def _moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers of the CPU on a device. The CPU does not wait for a GPU: CUDA stages memory that is not pinned at once. A
-    CUDA graph would read the memory again at each replay, so that a call under capture waits, which CUDA refuses.
-    """
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return numbers.to(device, non_blocking=not captured)
+    return moved(torch.tensor(addresses, dtype=torch.int64), device)

@@ -164,3 +164,11 @@ def alpha_fields(a: Recipe, b: Recipe, family: str, scales: tuple[Value, Value],
         return {"a": amaxes[0], "b": amaxes[1], "order": order, "divisor": divisor, "reciprocal": 1 / divisor}
     left, right = scales if family == "fp8_tensor" else (None, None)
     return {"a": left, "b": right, "order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}
+
+
+def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the CPU on a device. The CPU does not wait for a GPU: CUDA stages memory that is not pinned at once. A
+    CUDA graph would read the memory again at each replay, so that a call under capture waits, which CUDA refuses.
+    """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return numbers.to(device, non_blocking=not captured)

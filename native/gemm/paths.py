@@ -42,9 +42,12 @@ has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8 tak
 43 µs in four: 32 clusters of four blocks do not run at once."""
 
 
-ROWS_OF_SECTION = 768
-"""Rows of a section, on average, from which the kernel that multiplies sections dequantizes their matrices, too: few
-products cannot hide the dequantization of a matrix."""
+ROWS_FUSED, ROWS_BESIDE = 512, 640
+"""Rows of a section, on average: most of the fused path; fewest from which TENSOR dequantizes matrices beside its
+products. On an H200 8 matrices of N = K = 8192 take, in µs, by the fused path, by TENSOR, and by TENSOR with
+dequantization beside its products: with 128 rows of NVFP4 each 385, 725 and 1095, MXFP8 407, 798 and 1310; with 512
+rows 1142, 1185 and 1252, 1170, 1317 and 1524; with 768 rows 1727, 1645 and 1408, 1855, 1618 and 1624. torch's bfloat16
+products take 311, 740 and 1120 µs."""
 
 
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
-from narrowgauge.native.gemm.operands import Fields, Product
+from narrowgauge.native.gemm.operands import Fields, Product, moved
 from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of, fields_of
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
@@ -36,33 +38,62 @@ def takes(a: Quantized, b: Quantized, family: str) -> bool:
 
     Codes have rows of K; with block scales, b has scales of 128×128 elements.
     """
-    if family not in ("fp8_tensor", "fp8_block") or (family == "fp8_block" and b.recipe.stored_rows != _BOX):
+    return not a.transposed and takes_sections(a.codes, [b], family)
+
+
+def takes_sections(a: torch.Tensor, b: Sequence[Quantized], family: str) -> bool:
+    """Whether the kernels can multiply sections with the codes `a` (M, K) together by matrices `b` (N, K)."""
+    if family not in ("fp8_tensor", "fp8_block") or (family == "fp8_block" and b[0].recipe.stored_rows != _BOX):
         return False
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.shape, b[0].shape[0]
     if k == 0 or k % _ALIGNMENT or max(m, n, k) > _LARGEST or max(m, n) * -(-k // _BOX) >= _LARGEST_SCALES:
         return False
-    return not any(q.transposed or q.codes.data_ptr() % _ALIGNMENT for q in (a, b))
+    return not (a.data_ptr() % _ALIGNMENT or any(q.transposed or q.codes.data_ptr() % _ALIGNMENT for q in b))
 
 
 def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `paths.slices_of`."""
     if out.numel() == 0:
         return
-    device, tensor = out.device, product.family == "fp8_tensor"
-    parameters = _PARAMETERS(a=product.a, b=product.b, **fields_of(product, out, slices, _BOX))
-    maps = (tensor_map(product.a, product.m, product.k), tensor_map(product.b, product.n, product.k))
-    arguments: list[Argument] = [*maps, parameters, *([product.alpha_parameters()] if tensor else [])]
-    on_gpu = device.type == "cuda"
+    kernel, alpha = ("tensor", [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
+    maps = tensor_map(product.b, product.n, product.k)
+    _launch(kernel, product, out, product.b, maps, alpha, slices)
+
+
+def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fields]) -> None:
+    """Computes a grouped GEMM into `out` (M, N), for operands that `takes_sections` accepts. `matrices`:
+    OperandParameters of each."""
+    sizes, scales = product.sizes, product.b["scales"]
+    assert sizes is not None
+    assert isinstance(scales, torch.Tensor)
+    if out.numel() == 0:
+        return
+    kernel, scaling = ("tensor", product.alpha_parameters()) if product.family == "fp8_tensor" else ("block", scales)
+    b = {**matrices[0], "codes": None, "scales": None}
+    maps = tensor_maps(matrices, product.n, product.k, out.device)
+    _launch(f"grouped_{kernel}", product, out, b, maps, [scaling, sizes, np.int32(len(matrices))])
+
+
+def _launch(
+    kernel: str,
+    product: Product,
+    out: torch.Tensor,
+    b: Fields,
+    maps: StructValue | torch.Tensor,
+    further: Sequence[Argument],
+    slices: int = 1,
+) -> None:
+    """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
+    parameters = _PARAMETERS(a=product.a, b=b, **fields_of(product, out, slices, _BOX))
+    device, on_gpu = out.device, out.device.type == "cuda"
+    # Each pair of element formats is compiled separately.
+    flags = f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{'tensor' if tensor else 'block'}", (blocks_of(product, slices, device),), (THREADS,),
-        arguments, device=device, shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
-        extra_flags=_flags(product, slices) if on_gpu else (),
+        SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device),), (THREADS,),
+        [tensor_map(product.a, product.m, product.k), maps, parameters, *further], device=device,
+        shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
+        extra_flags=flags if on_gpu else (),
     )  # fmt: skip
-
-
-def _flags(product: Product, slices: int) -> tuple[str, ...]:
-    """Compiler flags of the variant of a GEMM on a GPU."""
-    return f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={product.b['element']}", f"-DSLICES={slices}"
 
 
 def tensor_map(operand: Fields, rows: int, row_bytes: int) -> StructValue:
@@ -74,7 +105,13 @@ def tensor_map(operand: Fields, rows: int, row_bytes: int) -> StructValue:
     return _MAP(words=(codes.data_ptr(), rows, row_bytes, *[0] * (_MAP_WORDS - 3)))
 
 
-@lru_cache(maxsize=256)  # weights are multiplied again and again
+def tensor_maps(operands: Sequence[Fields], rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    """TensorMap of each operand, in memory of the device."""
+    words = [word for operand in operands for word in tensor_map(operand, rows, row_bytes).fields]
+    return moved(torch.from_numpy(np.array(words, np.uint64).view(np.int64)), device)
+
+
+@lru_cache(maxsize=4096)  # weights are multiplied again and again
 def _encoded(address: int, rows: int, row_bytes: int) -> tuple[int, ...]:
     """Words of a CUtensorMap."""
     # The driver wants an address aligned to 64 bytes.

@@ -44,9 +44,16 @@ KERNELS = {
         "gemm_grouped_mx_refused",
     ),
     "gemm_wgmma_grouped": ("pack_first", "gemm_tensor_dequantizing"),
-    "gemm_wgmma_fp8": ("gemm_wgmma_fp8_tensor", "gemm_wgmma_fp8_block"),
-    "gemm_fused_nvfp4": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),
-    "gemm_fused_mx": ("pack_interleaved", "gemm_fused_64", "gemm_fused_128"),
+    "gemm_wgmma_fp8": tuple(
+        f"gemm_wgmma_fp8_{grouped}{scales}" for grouped in ("", "grouped_") for scales in ("tensor", "block")
+    ),
+    **{
+        f"gemm_fused_{family}": (
+            "pack_interleaved",
+            *(f"gemm_fused{grouped}_{tokens}" for grouped in ("", "_grouped") for tokens in (64, 128)),
+        )
+        for family in ("nvfp4", "mx")
+    },
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),

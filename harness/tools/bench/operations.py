@@ -291,7 +291,7 @@ def _gemm_grouped(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     x, weights = inputs.new_matrix((m, k)), [inputs.new_matrix((n, k)) for _ in rows]
     sizes = torch.tensor(rows, device=inputs.device)
     a: GroupedQuantized = native.quantize_grouped(x, sizes, task.recipe)
-    b = [native.quantize(w, task.recipe) for w in weights]
+    b = [native.quantize(w, _WEIGHTS.get(task.recipe, task.recipe)) for w in weights]
     pairs = list(zip(a.sections(), b, strict=True))
     cpu = inputs.device.type != "cuda"
     out_dtype = torch.float32 if cpu else torch.bfloat16

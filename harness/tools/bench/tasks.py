@@ -19,6 +19,7 @@ _OTHERS = (
     "mxfp8-e4m3", "mxfp8-e5m2", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current", "fp8-delayed",
 )  # fmt: skip
 _DECODED = ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128")
+_MULTIPLIED = ("nvfp4", "mxfp8-e4m3", "fp8-current", "fp8-block-1x128")
 GIVEN = ", amax given"
 RAGGED, MANY = "ragged", "64 sections"
 """Variants of a grouped product. Without a variant it has 8 sections of equal size."""
@@ -36,10 +37,8 @@ MEMORY = (
 )  # fmt: skip
 """Memory-bound operations: (operation, recipe, variant)."""
 PRODUCTS = (
-    ("gemm", "nvfp4", ""), ("gemm", "mxfp8-e4m3", ""), ("gemm", "fp8-current", ""), ("gemm", "fp8-block-1x128", ""),
-    *(("gemm-grouped", name, "") for name in ("nvfp4", "mxfp8-e4m3", "fp8-current")),
-    *(("gemm-grouped", name, RAGGED) for name in ("nvfp4", "mxfp8-e4m3")),
-    ("gemm-grouped", "nvfp4", MANY),
+    *(("gemm", name, "") for name in _MULTIPLIED),
+    *(("gemm-grouped", name, sections) for sections in ("", RAGGED, MANY) for name in _MULTIPLIED),
 )  # fmt: skip
 
 _SIZES = {

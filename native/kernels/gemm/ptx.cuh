@@ -174,6 +174,13 @@ __device__ __forceinline__ void nanosleep() {
 #endif
 }
 
+// Makes a tensor map in global memory, written before the kernel, visible to copies of this thread.
+__device__ __forceinline__ void fence_proxy_tensormap_acquire([[maybe_unused]] const u64 (&map)[16]) {
+#ifdef HAS_WGMMA
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+#endif
+}
+
 // Orders global accesses of this thread and asynchronous copies, whose accesses are otherwise unordered.
 __device__ __forceinline__ void fence_proxy_async_global() {
 #ifdef HAS_WGMMA

@@ -503,13 +503,13 @@ def test_doctor_has_a_line_for_every_fact_and_remedy(monkeypatch):
     [
         ("cpu", 6, 2, 6),
         ("cuda", 6, 1, 6),
-        ("cuda", 16, 1, 8),
-        ("cuda", 128, 2, 16),
+        ("cuda", 16, 1, 6),
+        ("cuda", 128, 2, 12),
         ("cuda", 2, 8, 8),
         ("cuda", 4, 0, 4),
     ],
 )
-def test_there_is_a_process_a_core_and_at_most_eight_a_gpu(device, cores, gpus, workers, monkeypatch):
+def test_there_is_a_process_a_core_and_at_most_six_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     numbers = [str(number) for number in range(gpus)]
     monkeypatch.setattr("narrowgauge.harness.machine.processors.visible_gpus", lambda: numbers)

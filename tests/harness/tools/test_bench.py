@@ -40,12 +40,11 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
 def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
     result = ids("cpu", ["256x128", "512x32x48", "64x32x48"])
     assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
-    plain = ["gemm/nvfp4", "gemm/mxfp8-e4m3", "gemm/fp8-current", "gemm/fp8-block-1x128"]
-    grouped = ["nvfp4", "mxfp8-e4m3", "fp8-current", "nvfp4/ragged", "mxfp8-e4m3/ragged", "nvfp4/64 sections"]
+    recipes = ["nvfp4", "mxfp8-e4m3", "fp8-current", "fp8-block-1x128"]
     assert [name for name in result if name.startswith("gemm")] == [
-        *(f"{name}/512x32x48" for name in plain),
-        *(f"gemm-grouped/{name}/512x32x48" for name in grouped),
-        *(f"{name}/64x32x48" for name in plain),
+        *(f"gemm/{recipe}/512x32x48" for recipe in recipes),
+        *(f"gemm-grouped/{recipe}{of}/512x32x48" for of in ("", "/ragged", "/64 sections") for recipe in recipes),
+        *(f"gemm/{recipe}/64x32x48" for recipe in recipes),
     ]
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
 

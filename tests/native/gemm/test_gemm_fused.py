@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.native.gemm import fused
+from narrowgauge.native.gemm.gemm import grouped_path_for
 from narrowgauge.native.gemm.paths import (
     FEW,
     FEW_FUSED,
@@ -16,6 +17,7 @@ from narrowgauge.native.gemm.paths import (
     MOST_FUSED,
     ORDERS,
     PORTABLE,
+    ROWS_FUSED,
     SKINNY,
     TENSOR,
     WIDE,
@@ -25,7 +27,7 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
-from tests.native.operands import operand, random_operand
+from tests.native.operands import operand, random_operand, random_sections
 from tests.native.samples import DTYPES, assert_equal, matrix
 
 FP32 = torch.float32
@@ -148,6 +150,52 @@ def test_numbers_outside_the_range_of_tiles_are_refused(
         assert_equal(ops.gemm(*sides, out_dtype=FP32), portable)
     else:
         assert_bits(*sides, out_dtype=FP32)
+
+
+@ON_CPU_AND_HOPPER
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections of one block of threads, of several, of no rows; a refused matrix."""
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.MANY", 0)
+    n, k = 133, 1536
+    for sizes in ([70, 0, 1, 150], [3, 64], [0, 130], [0, 0], *[[250, 0, 17, 400, 128]] * (ops.device == "cuda")):
+        a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
+        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        order = ops.gemm_order(a.sections(), b)
+        assert order == ("split-2-decoded-aligned-25-16" if name == "nvfp4" else "split-at-1024-decoded-aligned-25-16")
+        y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
+        parts = [
+            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=order).expected
+            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
+        ]
+        assert_equal(y, torch.cat(parts))
+
+
+@ON_CPU_AND_HOPPER
+def test_a_refused_matrix_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = random_sections("mxfp8-e4m3", [20, 5], 1024)
+    b = [random_operand("mxfp8-e4m3", 70, 1024, seed) for seed in (3, 4)]
+    b[1].scales[60, 3] = 254
+    portable = ops.gemm_grouped(a, b, out_dtype=FP32)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.MANY", 0)
+    assert ops.gemm_order(a.sections(), b) == ORDERS[PORTABLE]
+    assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), portable)
+
+
+def test_sections_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
+    a, b = random_operand("nvfp4", 3, 1024, 1), [random_operand("nvfp4", MANY // 1024, 1024, 1)] * 3
+    assert grouped_path_for(3 * ROWS_FUSED, a, b, "nvfp4") == FUSED
+    assert grouped_path_for(3 * ROWS_FUSED + 1, a, b, "nvfp4") == TENSOR
+    narrow = [random_operand("nvfp4", MANY // 1024 - 1, 1024, 1)] * 3
+    assert grouped_path_for(3, a, narrow, "nvfp4") == TENSOR
+    codes = torch.cat([b[0].codes.flatten()] * 2)[8 : 8 + b[0].codes.numel()].view(b[0].codes.shape)
+    assert grouped_path_for(3, a, [*b, replace(b[0], codes=codes)], "nvfp4") == TENSOR  # not aligned
+    a, b = random_operand("mxfp8-e4m3", 3, 1024, 1), [random_operand("mxfp8-e4m3", MANY // 1024, 1024, 1)]
+    assert grouped_path_for(3, a, b, "mx") == FUSED
+    assert grouped_path_for(3, random_operand("mxfp8-e5m2", 3, 1024, 1), b, "mx") == TENSOR
 
 
 def test_operands_that_the_kernels_take() -> None:

@@ -202,7 +202,7 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "mxfp4", "fp8-current-e4m3"])
 def test_matrices_may_be_dequantized_beside_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every order of threads and number of workers: sections of one tile, of several, of no rows, of equal rows."""
-    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_OF_SECTION", 0)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_BESIDE", 0)
     multiplied = []
     monkeypatch.setattr(wgmma_grouped, "multiply", counted(wgmma_grouped.multiply, multiplied))
     n, k = 512, 192
@@ -241,13 +241,13 @@ def test_a_matrix_refused_beside_the_products(monkeypatch: pytest.MonkeyPatch) -
     b = [random_operand("mxfp8-e4m3", 256, 128, seed) for seed in (3, 4)]
     b[1].scales[200, 3] = 254
     expected = ops.gemm_grouped(a, b, out_dtype=FP32)
-    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_OF_SECTION", 0)
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_BESIDE", 0)
     with on_tensor_cores(monkeypatch):
         assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), expected)
 
 
 def test_few_rows_and_other_layouts_are_dequantized_before() -> None:
-    fewest, codes = paths.ROWS_OF_SECTION, torch.zeros(64, dtype=torch.uint8)
+    fewest, codes = paths.ROWS_BESIDE, torch.zeros(64, dtype=torch.uint8)
     matrix_ = {"codes": codes, "scales": codes, "layout": 0}
     assert wgmma_grouped.takes(2 * fewest, 256, 64, [matrix_] * 2, fewest)
     for m, n, k, change in (

@@ -14,7 +14,7 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
-from tests.native.operands import operand, random_operand, stored_transposed
+from tests.native.operands import operand, random_operand, random_sections, stored_transposed
 from tests.native.samples import DTYPES, assert_equal, assert_same, matrix
 
 FP32 = torch.float32
@@ -75,6 +75,31 @@ def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
         for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
             y = ops.gemm(a, b, out_dtype=out_dtype, **added)
             assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
+
+
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("fp8-current-e4m3", "fp8-current-e4m3"), ("fp8-current-e5m2", "fp8-delayed-e4m3"),
+        ("fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3"),
+    ],
+)  # fmt: skip
+def test_each_section_is_multiplied_by_its_own_matrix(left: str, right: str) -> None:
+    """Sections of one output tile, of several, of no rows."""
+    n, k = 264, 272
+    for sizes in ([130, 0, 1, 70], [3, 64], [0, 257], [0, 0], *[[250, 0, 17, 400, 128]] * (ops.device == "cuda")):
+        a, b = random_sections(left, sizes, k), [random_operand(right, n, k, seed) for seed, _ in enumerate(sizes)]
+        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        for added in (False, True):
+            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **({"c": c, "bias": bias} if added else {}))
+            parts = [
+                expected(section, matrix_, out_dtype=torch.bfloat16, **({"c": one, "bias": more} if added else {}))
+                for section, matrix_, one, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
+            ]
+            assert_equal(y, torch.cat(parts))
+        assert ops.gemm_order(a.sections(), b) == order_of(FP8, product_family(a.recipe, b[0].recipe))
 
 
 @pytest.mark.parametrize(

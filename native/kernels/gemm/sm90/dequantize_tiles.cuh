@@ -188,6 +188,19 @@ __device__ __forceinline__ void store_chunk(const u32 (&pairs)[CHUNK / 2], u8* t
     }
 }
 
+// Sets the first row of tile row `tile` of an operand, and ends `from` with its section. False if no section has this row of tiles.
+__device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, Operand& from, i64& first) {
+    first = tile * TILE_ROWS;
+    if (p.sizes == nullptr) return true;
+    TiledSection at({p.sizes, p.sections, p.rows});
+    while (tile - at.before >= at.tiles()) {
+        if (!at.next()) return false;
+    }
+    from.rows = at.section.start + at.section.count;
+    first = at.section.start + (tile - at.before) * TILE_ROWS;
+    return true;
+}
+
 // Dequantizes a chunk of a row of a tile. Interleaved tiles of E2M1 are float16.
 template <class F, BlockScales SCALES, bool INTERLEAVED>
 __device__ __forceinline__ void dequantize_chunk(const ChunkCodes& codes, float scale, u8* tile, int row, int chunk, u32* refused) {

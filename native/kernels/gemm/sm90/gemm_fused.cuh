@@ -26,6 +26,7 @@ constexpr int STEP_PAIRS = WGMMA_K / 8;                    // pairs of numbers o
 constexpr int WGMMAS = TILE_COLUMNS / WGMMA_K;             // of a step of 64 columns
 constexpr int BLOCK_SLICES = 2;                            // slices of K of a block
 constexpr int FUSED_CONSUMERS = 2 * BLOCK_SLICES, FUSED_THREADS = (FUSED_CONSUMERS + 1) * WARPGROUP;
+constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
 constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
@@ -46,6 +47,15 @@ struct FusedParameters {
     i64 m, n, k;
     int slices;       // of K
     i64 slice_steps;  // steps of each but the last, which may have fewer
+};
+
+// A matrix (N, K) per section, all of one shape.
+struct FusedMatrices {
+    const TensorMap* maps;
+    const u8* const* codes;
+    const u8* const* scales;
+    const i64* sizes;  // (sections,) rows of a
+    int sections;
 };
 
 // Pipelines of a slice.
@@ -241,13 +251,13 @@ struct FusedSlice {
         }
     }
 
-    __device__ __forceinline__ void copy_codes(const TensorMap& map) const {
+    __device__ __forceinline__ void copy_codes(const u64 (&map)[16]) const {
         const int x = static_cast<int>(first / Codes::STAGE_STEPS) * ROW_BYTES;
         for (u32 number = 0; number < steps / Codes::STAGE_STEPS; ++number) {
             const u32 place = before / Codes::STAGE_STEPS + number, stage = place % CODE_STAGES;
             ptx::mbarrier_try_wait_parity(barriers.codes_empty[stage], place / CODE_STAGES % 2 ^ 1u);
             ptx::mbarrier_arrive_expect_tx(barriers.codes_full[stage], TILE_BYTES);
-            ptx::cp_async_bulk_tensor_2d(pipelines.codes[stage], map.words, x + static_cast<int>(number) * ROW_BYTES,
+            ptx::cp_async_bulk_tensor_2d(pipelines.codes[stage], map, x + static_cast<int>(number) * ROW_BYTES,
                                          static_cast<int>(row), barriers.codes_full[stage]);
         }
     }
@@ -300,9 +310,8 @@ struct FusedSlice {
 // neighbouring outputs.
 template <int TOKENS>
 __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, const FusedParameters& p, const Alpha& alpha,
-                                            i64 row, i64 token, int rank) {
+                                            const Epilogue& epilogue, i64 row, i64 token, int rank) {
     constexpr int OUTPUTS = 8, THREADS_OF_TOKEN = TILE_ROWS / OUTPUTS, PART = TOKENS / CLUSTER;
-    const Epilogue epilogue = {p.epilogue, 0, 0};
     const int thread = threadIdx.x, left = thread % THREADS_OF_TOKEN * OUTPUTS;
 #pragma unroll 1
     for (int y = rank * PART + thread / THREADS_OF_TOKEN; y < (rank + 1) * PART;
@@ -326,8 +335,10 @@ __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, c
     }
 }
 
+// A block's part of a GEMM: rows of a from `token` on.
 template <class Codes, int TOKENS>
-__device__ __forceinline__ void multiply_fused(const TensorMap& map, const FusedParameters& p, const Alpha& alpha) {
+__device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const FusedParameters& p, const Alpha& alpha,
+                                               const Epilogue& epilogue, i64 token) {
     using Shared = FusedShared<TOKENS>;
 #ifdef __CUDA_ARCH__
     extern __shared__ u8 dynamic_shared[];
@@ -336,9 +347,8 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
 #else
     __shared__ Shared shared;
 #endif
-    constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
     const int thread = threadIdx.x, lane = thread % WARP, rank = static_cast<int>(blockIdx.x % CLUSTER);
-    const i64 row = i64{blockIdx.x / CLUSTER} * TILE_ROWS, token = i64{blockIdx.y} * TOKENS;
+    const i64 row = i64{blockIdx.x / CLUSTER} * TILE_ROWS;
 #ifdef __CUDA_ARCH__
     constexpr int blocks = 1;  // blocks of a cluster whose slices this block sums
 #else
@@ -397,18 +407,52 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
         ptx::bar_sync<CONSUMER_THREADS>(1);
     }
     ptx::griddepcontrol_launch_dependents();
-    store_fused<TOKENS>(shared, p, alpha, row, token, rank);
+    store_fused<TOKENS>(shared, p, alpha, epilogue, row, token, rank);
     if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
+}
+
+template <class Codes, int TOKENS>
+__device__ __forceinline__ void multiply_fused(const TensorMap& map, const FusedParameters& p, const Alpha& alpha) {
+    multiply_fused<Codes, TOKENS>(map.words, p, alpha, {p.epilogue, 0, 0}, i64{blockIdx.y} * TOKENS);
+}
+
+// The same for TOKENS rows of a section. Blocks beyond the rows of the last section return.
+template <class Codes, int TOKENS>
+__device__ __forceinline__ void multiply_section_fused(const FusedMatrices& matrices, const FusedParameters& p,
+                                                       const GroupedAlpha& alpha) {
+    const Sections sections = {matrices.sizes, matrices.sections, p.m};
+    Section section = {0, 0};
+    i64 block = blockIdx.y, tiles = 0;  // block of the section, rows of tiles of the sections before
+    int number = 0;
+    for (;; ++number) {
+        if (number == sections.count) return;
+        section = section_after(sections, number, section.start + section.count);
+        const i64 blocks = (section.count + TOKENS - 1) / TOKENS;
+        if (block < blocks) break;
+        block -= blocks;
+        tiles += (section.count + TILE_ROWS - 1) / TILE_ROWS;
+    }
+    FusedParameters own = p;
+    own.a += tiles * (p.k / TILE_COLUMNS) * TILE_BYTES;
+    own.b_codes = matrices.codes[number];
+    own.b_scales = matrices.scales[number];
+    own.m = section.count;
+    const u64(&map)[16] = matrices.maps[number].words;
+    if (threadIdx.x >= CONSUMER_THREADS) ptx::fence_proxy_tensormap_acquire(map);
+    multiply_fused<Codes, TOKENS>(map, own, alpha.a == nullptr ? Alpha{} : alpha.section(number),
+                                  {p.epilogue, section.start * p.n, number * p.n}, block * TOKENS);
 }
 
 // Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles.
 template <class Codes>
 __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters& p) {
     const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS), step = blockIdx.x % steps;
-    const i64 row = i64{blockIdx.x / steps} * TILE_ROWS, column = i64{step} * TILE_COLUMNS;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
-    dequantize_tile<typename Codes::Element, Codes::SCALES, true>({p.operand, p.rows}, row, column, p.k,
+    Operand from = {p.operand, p.rows};
+    i64 first;
+    if (!find_rows(p, blockIdx.x / steps, from, first)) return;
+    dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, i64{step} * TILE_COLUMNS, p.k,
                                                                   p.tiles + i64{blockIdx.x} * TILE_BYTES, p.refused);
 }
 

@@ -30,4 +30,18 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES
     multiply_fused<MxCodes, 128>(codes, p, Alpha{});
 }
 
+#if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without clusters
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
+    gemm_fused_grouped_64(FusedMatrices matrices, FusedParameters p) {
+    multiply_section_fused<MxCodes, 64>(matrices, p, GroupedAlpha{});
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
+    gemm_fused_grouped_128(FusedMatrices matrices, FusedParameters p) {
+    multiply_section_fused<MxCodes, 128>(matrices, p, GroupedAlpha{});
+}
+
+#endif
+
 }  // namespace narrowgauge

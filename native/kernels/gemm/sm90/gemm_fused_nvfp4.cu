@@ -30,4 +30,18 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES
     multiply_fused<Nvfp4Codes, 128>(codes, p, alpha);
 }
 
+#if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without clusters
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
+    gemm_fused_grouped_64(FusedMatrices matrices, FusedParameters p, GroupedAlpha alpha) {
+    multiply_section_fused<Nvfp4Codes, 64>(matrices, p, alpha);
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
+    gemm_fused_grouped_128(FusedMatrices matrices, FusedParameters p, GroupedAlpha alpha) {
+    multiply_section_fused<Nvfp4Codes, 128>(matrices, p, alpha);
+}
+
+#endif
+
 }  // namespace narrowgauge

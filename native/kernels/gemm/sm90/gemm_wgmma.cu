@@ -39,15 +39,8 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOC
         from.scales = static_cast<const void* const*>(p.operand.scales)[number];
         from.layout = p.layouts[number];
     }
-    i64 first = tile * TILE_ROWS;
-    if (p.sizes != nullptr) {
-        TiledSection at({p.sizes, p.sections, p.rows});
-        while (tile - at.before >= at.tiles()) {
-            if (!at.next()) return;
-        }
-        from.rows = at.section.start + at.section.count;
-        first = at.section.start + (tile - at.before) * TILE_ROWS;
-    }
+    i64 first;
+    if (!find_rows(p, tile, from, first)) return;
     u8* target = p.tiles + ((number * tiles + tile) * steps + step) * TILE_BYTES;
     dequantize_tile(p.block_scales, from, first, static_cast<i64>(step) * TILE_COLUMNS, p.k, target, p.refused);
 }

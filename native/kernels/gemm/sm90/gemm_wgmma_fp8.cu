@@ -1,12 +1,14 @@
 // gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 tensor scale.
-// gemm_wgmma_fp8_block: out = a @ b.T (+ bias) (+ c), a FP8 with a float32 scale for 128 elements of K of one row or of 128, b
-//                       with tiles of 128x128.
-// Both on the FP8 tensor cores of a Hopper GPU.
+// gemm_wgmma_fp8_block: out = a @ b.T (+ bias) (+ c), a FP8 with a float32 scale for 128 elements of K of a row, b with
+//                       tiles of 128x128.
+// gemm_wgmma_fp8_grouped_tensor, gemm_wgmma_fp8_grouped_block: the same for every section of a, with its own matrix b.
+// All on the FP8 tensor cores of a Hopper GPU.
 //
-//   a.codes  (M, K), contiguous, aligned to 16 bytes, K a multiple of 16; b.codes (N, K) likewise. Both through tensor maps
+//   a.codes  (M, K), contiguous, aligned to 16 bytes, K a multiple of 16; b.codes (N, K) likewise. Both through tensor maps,
+//            of sections with a map of each matrix in memory
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from tensor scales; its a is null for block scales
-//   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES
+//   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
 //   Launch: a persistent kernel: 384 threads, any grid, best one block for each multiprocessor; with slices a block for each
 //   slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
@@ -22,12 +24,30 @@ namespace narrowgauge {
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
-    multiply_mapped_codes({{}, a, b}, p, Unscaled{}, alpha);
+    multiply_mapped_codes(MappedCodes{{}, a, b}, p, Unscaled{}, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_block(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p) {
-    multiply_mapped_codes({{}, a, b}, p, BlockScaled(p), Alpha{});
+    multiply_mapped_codes(MappedCodes{{}, a, b}, p, BlockScaled(p), {nullptr, 1, p.m}, [](const OutputTile&) { return Alpha{}; });
 }
+
+#if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without slices
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+    gemm_wgmma_fp8_grouped_tensor(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
+                                  GroupedAlpha alpha, const i64* sizes, int sections) {
+    multiply_mapped_codes(MappedSections{{}, a, b}, p, Unscaled{}, {sizes, sections, p.m},
+                          [&](const OutputTile& tile) { return alpha.section(tile.section); });
+}
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+    gemm_wgmma_fp8_grouped_block(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
+                                 const float* const* b_scales, const i64* sizes, int sections) {
+    multiply_mapped_codes(MappedSections{{}, a, b}, p, SectionBlockScaled(p, b_scales), {sizes, sections, p.m},
+                          [](const OutputTile&) { return Alpha{}; });
+}
+
+#endif
 
 }  // namespace narrowgauge

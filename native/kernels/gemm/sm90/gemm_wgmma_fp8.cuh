@@ -31,6 +31,23 @@ struct MappedCodes : CopyingSource {
     }
 };
 
+// The same for the sections of a, with a map of each matrix. Rows beyond the end of a section are those of the next one; their
+// outputs are not stored.
+struct MappedSections : CopyingSource {
+    const TensorMap& a;
+    const TensorMap* b;
+
+    __device__ __forceinline__ void wait_for(const OutputTile& tile) const {
+        ptx::fence_proxy_tensormap_acquire(b[tile.section].words);
+    }
+
+    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
+        OutputTile at = tile;
+        at.row += tile.section_start;
+        MappedCodes{{}, a, b[tile.section]}.load(stage, full, at, step);
+    }
+};
+
 // Element formats. On a GPU the macros A_ELEMENT and B_ELEMENT name them, and every pair is compiled separately.
 struct Fp8Elements {
     Element a, b;
@@ -60,7 +77,7 @@ struct Unscaled {
     }
 };
 
-// Promotion of the sum of a block with block scales: of a for 128 columns of one row or of 128, of b for tiles of 128x128.
+// Promotion of the sum of a block with block scales: of a for 128 columns of a row, of b for tiles of 128x128.
 struct BlockScaled {
     static constexpr bool CAST_BEFORE_C = true;
 
@@ -74,14 +91,12 @@ struct BlockScaled {
     i64 a_stride, b_stride;          // from a block of K to the next
     i64 a_row_stride, b_row_stride;  // from a row of scales to the next
     i64 a_last, b_last;              // last rows of scales
-    int a_rows_per_scale;
     u32 a_first[2], b_first[2];  // scales of the first block of the slice, set by `locate`
 
     __device__ __forceinline__ BlockScaled(const WgmmaFp8Parameters& p) {
         const i64 blocks = (p.k + ROW_BYTES - 1) / ROW_BYTES;
         place({p.a, p.m}, blocks, a_scales, a_stride, a_row_stride, a_last);
         place({p.b, p.n}, blocks, b_scales, b_stride, b_row_stride, b_last);
-        a_rows_per_scale = Operand{p.a, p.m}.rows_per_scale();
     }
 
     static __device__ __forceinline__ void place(const Operand& from, i64 blocks, const float*& scales, i64& stride,
@@ -100,7 +115,7 @@ struct BlockScaled {
     __device__ __forceinline__ void locate(const OutputTile& tile, i64 first_step, int row) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const i64 a_row = (tile.row + row + 8 * i) / a_rows_per_scale, b_row = tile.column / TILE_ROWS + i;
+            const i64 a_row = tile.section_start + tile.row + row + 8 * i, b_row = tile.column / TILE_ROWS + i;
             a_first[i] = static_cast<u32>((a_row < a_last ? a_row : a_last) * a_row_stride + first_step * a_stride);
             b_first[i] = static_cast<u32>((b_row < b_last ? b_row : b_last) * b_row_stride + first_step * b_stride);
         }
@@ -138,6 +153,19 @@ struct BlockScaled {
     }
 };
 
+// The same for sections.
+struct SectionBlockScaled : BlockScaled {
+    const float* const* matrices;  // scales of each
+
+    __device__ __forceinline__ SectionBlockScaled(const WgmmaFp8Parameters& p, const float* const* matrices)
+        : BlockScaled(p), matrices(matrices) {}
+
+    __device__ __forceinline__ void locate(const OutputTile& tile, i64 first_step, int row) {
+        b_scales = matrices[tile.section];
+        BlockScaled::locate(tile, first_step, row);
+    }
+};
+
 // Sums of accumulators of 128 columns each, a step of K.
 template <class Promotion>
 struct PromotedSums {
@@ -171,18 +199,19 @@ struct PromotedSums {
     }
 };
 
-// `promotion`: Unscaled or BlockScaled.
-template <class Promotion>
-__device__ __forceinline__ void multiply_mapped_codes(const MappedCodes& codes, const WgmmaFp8Parameters& p,
-                                                      const Promotion& promotion, const Alpha& alpha) {
+// `promotion`: Unscaled or BlockScaled; for sections SectionBlockScaled. `alpha_of(tile)`: of an output tile.
+template <class Codes, class Promotion, class AlphaOf>
+__device__ __forceinline__ void multiply_mapped_codes(const Codes& codes, const WgmmaFp8Parameters& p, const Promotion& promotion,
+                                                      const Sections& sections, const AlphaOf& alpha_of) {
     const PromotedSums<Promotion> sums = {promotion, Fp8Elements(p), p.slice_steps};
 #ifdef __CUDA_ARCH__
     constexpr int slices = 1;  // of a block
 #else
     const int slices = p.slices;
 #endif
-    multiply_tiles_persistent(codes, sums, {slices, p.slice_steps}, {nullptr, 1, p.m}, p.n, [&](const OutputTile&) { return alpha; },
-                              [&](const OutputTile&) { return Epilogue{p.epilogue, 0, 0}; });
+    multiply_tiles_persistent(
+        codes, sums, {slices, p.slice_steps}, sections, p.n, alpha_of,
+        [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
 }
 
 }  // namespace narrowgauge
