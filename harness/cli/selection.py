@@ -201,7 +201,7 @@ def default_workers(device: str) -> int:
 
     if device == "cpu":
         return cores()
-    # More processes wait for the GPU. A quarter of the quick tier on an H100 with 16 cores took 31.5 s and 125 core-seconds
-    # with 6 processes, 32.5 s and 147 core-seconds with 8, 38.1 s and 140 core-seconds with 5.
+    # More processes wait for the GPU. A quarter of the quick tier on an H100 with 16 cores took 31.5 s and 125
+    # core-seconds with 6 processes, 32.5 s and 147 core-seconds with 8, 38.1 s and 140 core-seconds with 5.
     gpus = max(1, len(visible_gpus()))
     return max(gpus, min(cores(), 6 * gpus))
