@@ -108,6 +108,8 @@ def test_sizes_of_sections_stay_on_the_gpu(name: str, columnwise: bool) -> None:
             ops.quantize_grouped(*arguments, **options)
 
 
+# torch gives this warning if the first call of a process's backward thread is a product of cuBLAS.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("recipe", [*layers.SOME, None])
 def test_a_training_step_does_not_wait(recipe: str | None) -> None:
     (step,) = layers.steps(1, 64, 96, 32)
