@@ -15,7 +15,7 @@ from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.hosts.frames import FrameError, readable
 from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.judge_processes import preload
-from narrowgauge.harness.running.queue import Queue
+from narrowgauge.harness.running.queue import GPU_JUDGES, Queue
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, without_result
 
 __all__ = ["OnRecord", "Settings", "Task", "run_cases", "run_tasks"]
@@ -102,11 +102,14 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
         if worker.last:
             replaced(worker)
             return
-        task = waiting.take([other.task for other in workers if other.task is not None])
+        judges = [other for other in workers if other.judges_on_gpu and other.gpu == worker.gpu]
+        spared = worker not in judges and len(judges) >= GPU_JUDGES
+        task = waiting.take([other.task for other in workers if other.task is not None], spared=spared)
         if task is None:  # other workers have the last tasks
             worker.stop()
             workers.remove(worker)
             return
+        worker.judges_on_gpu |= waiting.on_gpu(task)
         try:
             worker.give(task)
         except FrameError:  # the judge died after its last record: another worker takes the task

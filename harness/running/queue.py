@@ -19,6 +19,11 @@ take a CPU five times as long. The other processes judge small ones on the CPU: 
 20 processes, they had none left while two in five of the large ones waited. It limits runs with -n above 10."""
 
 
+GPU_JUDGES = 3
+"""Processes of a GPU that judge on it while small tasks are left. The first task of a process on a GPU takes a second
+of a core for the start of CUDA and the first calls of torch's kernels."""
+
+
 LONG = 1 << 20
 """Work of a case, in elements, above which a case runs after smaller cases of its operation and recipe."""
 
@@ -37,7 +42,7 @@ class Queue:
         self._small: list[Task] = []
         self._large: list[Task] = []
         for task in tasks:
-            (self._large if self._on_gpu(task) else self._small).append(task)
+            (self._large if self.on_gpu(task) else self._small).append(task)
         self._small = _small_first(self._small)
         self._first = [replace(task, first=True) for task in firsts(self._small)] if device == "cuda" else []
         first = {id(task.case) for task in self._first}
@@ -47,10 +52,12 @@ class Queue:
     def __bool__(self) -> bool:
         return bool(self._first or self._small or self._large)
 
-    def take(self, running: Sequence[Task] = ()) -> Task | None:
-        """The next task beside those that run; None where there is none, or all that are left wait for one of those."""
-        lane = sum(map(self._on_gpu, running)) < LANES * self._gpus
-        for tasks in (self._first, self._large if lane else [], self._small):
+    def take(self, running: Sequence[Task] = (), *, spared: bool = False) -> Task | None:
+        """The next task beside those that run; None where there is none, or all that are left wait for one of those.
+
+        `spared`: the process has judged nothing on its GPU, and does so only if there is no small task for it."""
+        large = self._large if sum(map(self.on_gpu, running)) < LANES * self._gpus else []
+        for tasks in (self._first, self._small, large) if spared else (self._first, large, self._small):
             for place in range(len(tasks) - 1, -1, -1):
                 if self._fits(tasks[place], running):
                     return tasks.pop(place)
@@ -60,14 +67,15 @@ class Queue:
         """Whether it fits beside those that run. Where nothing runs it may try: it says itself that it does not."""
         if self.room is None or (need := needed(task.case)) < KEPT:
             return True
-        beside = [needed(other.case) for other in running if self._on_gpu(other) == self._on_gpu(task)]
-        return not beside or need + sum(beside) <= self.room * (self._gpus if self._on_gpu(task) else 1)
+        beside = [needed(other.case) for other in running if self.on_gpu(other) == self.on_gpu(task)]
+        return not beside or need + sum(beside) <= self.room * (self._gpus if self.on_gpu(task) else 1)
 
     def put_back(self, task: Task) -> None:
         """Make it the next again."""
-        (self._first if task.first else self._large if self._on_gpu(task) else self._small).append(task)
+        (self._first if task.first else self._large if self.on_gpu(task) else self._small).append(task)
 
-    def _on_gpu(self, task: Task) -> bool:
+    def on_gpu(self, task: Task) -> bool:
+        """Whether a task is judged on a GPU."""
         return home_of(task.case, self._device) == "cuda"
 
 

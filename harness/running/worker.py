@@ -98,6 +98,8 @@ class Worker:
 
     room: int | None = None
     """Bytes of memory that were free when the worker was ready."""
+    judges_on_gpu = False
+    """Whether the worker had a task that is judged on a GPU."""
     last: bool
     """Whether the worker ends after its last record: it can start no kernel host."""
 

@@ -58,6 +58,11 @@ def test_few_are_judged_on_a_gpu_at_once() -> None:
     assert waiting
 
 
+def test_a_spared_process_judges_on_a_gpu_if_no_small_task_is_left() -> None:
+    waiting = Queue([*SMALLS, *LARGES[:2]], "cuda")
+    assert sides([waiting.take(spared=True) for _ in range(6)]) == [1, 4, 3, 2, 7000, 5000]
+
+
 def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "KEPT", needed(task(4).case))
     for device in ("cpu", "cuda"):
