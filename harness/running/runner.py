@@ -237,8 +237,9 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
         # A part stays in a core's cache until its bytes are counted.
         for part in torch.split(tensor.detach().cpu().contiguous().view(-1), _PART):
             plain = part
-            if part.is_floating_point() and bool((nan := part.isnan()).any()):
-                plain = part.masked_fill(nan, torch.nan)
+            # The sum is NaN if a number is. It takes a tenth of the time of `isnan`. torch adds no FP8.
+            if part.is_floating_point() and part.element_size() > 1 and bool(part.sum().isnan()):
+                plain = part.masked_fill(part.isnan(), torch.nan)
             state.update(element_bytes(plain).numpy().data)
     return state.hexdigest()
 

@@ -316,6 +316,11 @@ def test_a_digest_knows_one_nan_and_two_zeros():
     assert digest([torch.tensor([0.0])]) != digest([torch.tensor([-0.0])])
     assert digest([torch.tensor([1.0]), None]) == digest([torch.tensor([1.0])])
     assert digest([torch.empty(0)]) == digest([])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        infinities = torch.tensor([torch.inf, -torch.inf, 1.0], dtype=dtype)
+        assert digest([infinities]) == digest([infinities.view(torch.uint8)])
+    codes = torch.tensor([125, 254], dtype=torch.uint8)
+    assert digest([codes.view(torch.float8_e5m2)]) == digest([codes])
 
 
 # What others would have said.

@@ -15,6 +15,7 @@ from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.machine.gpu_lock import pop_gpu_error
 from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.running import pool
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.runner import _settle
 from tests.harness.running.test_survival import case_of, check, move_to, rows_of, select
@@ -115,7 +116,8 @@ def test_faults_of_a_gpu_cost_their_own_cases(folder, way):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_workers_take_two_gpus_in_turn(folder):
+def test_workers_take_two_gpus_in_turn(folder, monkeypatch):
+    monkeypatch.setitem(pool.START, "cuda", 1e-9)  # even small cases are worth a second worker
     settings = Settings("faulty_cuda:Where", "cuda", workers=2)
     records = run_cases([case_of(rows) for rows in range(16, 32)], settings, lambda record: None)
     assert sorted(map(rows_of, records)) == list(range(16, 32))
