@@ -58,7 +58,7 @@ def test_few_are_judged_on_a_gpu_at_once() -> None:
     assert waiting
 
 
-def test_a_spared_process_judges_on_a_gpu_if_no_small_task_is_left() -> None:
+def test_a_spared_process_takes_small_tasks_first() -> None:
     waiting = Queue([*SMALLS, *LARGES[:2]], "cuda")
     assert sides([waiting.take(spared=True) for _ in range(6)]) == [1, 4, 3, 2, 7000, 5000]
 
