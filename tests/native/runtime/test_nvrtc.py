@@ -131,6 +131,18 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
         assert (POWER in found) == narrow
 
 
+@pytest.mark.parametrize("source", KERNELS)
+def test_kernels_compile_with_cuda_12(source: str) -> None:
+    """Assembled for Hopper. A launch compiles the variants of quantize_nvfp4 separately."""
+    flags = STOCHASTIC if source == "quantize_nvfp4" else ("-DELEMENT=E4M3",) if source == "quantize_mx" else ()
+    assert nvrtc.cubin(12, source, "sm_90a", *flags).startswith(b"\x7fELF")
+
+
+def test_the_flag_for_nvrtc_12_6_is_given_to_no_other() -> None:
+    assert cuda.flags_of("quantize_nvfp4", (12, 6)) == ("-DNARROWGAUGE_PORTABLE",)
+    assert cuda.flags_of("quantize_nvfp4", (12, 8)) == cuda.flags_of("quantize_mx", (12, 6)) == ()
+
+
 @pytest.mark.parametrize(
     ("source", "flags"),
     [

@@ -42,17 +42,23 @@ struct LineScale {
 };
 constexpr int MOST_ROWS = TILE_ROWS * MAX_TILES;  // rows of a thread block
 
+// Of an amax per output.
+struct OutputFactors {
+    Factor factors[2][SCALES];
+    float general_factors[2][SCALES];  // for blocks of any numbers
+};
+
+// Of amax_per_row.
+struct LineScales {
+    LineScale rows[MOST_ROWS];
+    LineScale columns[TILE_COLUMNS];
+};
+
 struct SharedTiles {
     Tiles tiles;
     union {
-        struct {  // an amax per output
-            Factor factors[2][SCALES];
-            float general_factors[2][SCALES];  // for blocks of any numbers
-        };
-        struct {  // amax_per_row
-            LineScale rows[MOST_ROWS];
-            LineScale columns[TILE_COLUMNS];
-        };
+        OutputFactors outputs;
+        LineScales lines;
     };
     u32 amaxes[2][WARPS][ROW_BLOCKS];
     alignas(16) u8 scales_t[TILE_COLUMNS][MAX_TILES][COLUMN_BLOCKS];  // scales of columns, a word per tile
@@ -346,9 +352,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
                                    encode,
                                    rows_rotated ? encode / FOURFOLD : encode,
                                    blocks,
-                                   shared.factors[0],
-                                   shared.general_factors[0],
-                                   shared.rows,
+                                   shared.outputs.factors[0],
+                                   shared.outputs.general_factors[0],
+                                   shared.lines.rows,
                                    row_output,
                                    settings,
                                    keys,
@@ -358,9 +364,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
                                           encode_t,
                                           columns_rotated ? encode_t / FOURFOLD : encode_t,
                                           blocks_t,
-                                          shared.factors[1],
-                                          shared.general_factors[1],
-                                          shared.columns,
+                                          shared.outputs.factors[1],
+                                          shared.outputs.general_factors[1],
+                                          shared.lines.columns,
                                           column_output,
                                           settings,
                                           column_keys,
@@ -369,11 +375,11 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
     if (settings.amax_per_row) {
         if (rowwise) {
             write_line_scales(row_output, tile.first_strip * TILE_ROWS, (tile.end - tile.first_strip) * TILE_ROWS,
-                              tile.tile_column == 0, settings, shared.rows);
+                              tile.tile_column == 0, settings, shared.lines.rows);
         }
         if (columnwise) {
             write_line_scales(column_output, tile.tile_column * TILE_COLUMNS, TILE_COLUMNS, tile.first_strip == 0, settings,
-                              shared.columns);
+                              shared.lines.columns);
         }
     } else {
         if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) {
@@ -382,9 +388,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
         }
         const u8 scale = static_cast<u8>(thread % SCALES);
         const u32 output = thread / SCALES;
-        shared.general_factors[output][scale] = nvfp4_element_factor(scale, output == 0 ? encode : encode_t);
+        shared.outputs.general_factors[output][scale] = nvfp4_element_factor(scale, output == 0 ? encode : encode_t);
 #ifdef HAS_E2M1_BY_ADDITION
-        shared.factors[output][scale] = table_factor(scale, output == 0 ? context : column_context);
+        shared.outputs.factors[output][scale] = table_factor(scale, output == 0 ? context : column_context);
 #endif
     }
 
