@@ -204,7 +204,8 @@ def _product(case: ProductCase, seed: int, captured: Captured | None) -> Product
     if isinstance(case, GemmCase) and case.same:
         w = x
     c = bias = None
-    of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
+    if case.accumulate or case.bias:
+        of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
     if case.accumulate:
         exponents = _exponents(x).unsqueeze(1) + of_w.repeat_interleave(torch.tensor(sizes), 0)
         c = _addend(_draw(case, seed, "c"), exponents, out_dtype)

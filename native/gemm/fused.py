@@ -1,7 +1,8 @@
-"""GEMM that decodes b in registers, on the tensor cores of a Hopper GPU, by kernels/gemm/sm90/gemm_fused_*.cu.
+"""GEMM and grouped GEMM that decode b in registers, on the tensor cores of a Hopper GPU, by the kernels of
+kernels/gemm/sm90/gemm_fused_*.cu.
 
-For few rows of a: b is read once, as codes. a is dequantized to tiles first. MX operands with numbers at the ends of
-bfloat16's range are refused as in `native.gemm.wgmma`, and the same second kernel multiplies them."""
+For few rows of a, or of a section: b is read once, as codes. a is dequantized to tiles first. MX operands with numbers
+at the ends of bfloat16's range are refused as in `native.gemm.wgmma`, and the same second kernel multiplies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GEMM of FP8 codes by the FP8 tensor cores of a Hopper GPU, by kernels/gemm/sm90/gemm_wgmma_fp8.cu."""
+"""GEMM and grouped GEMM of FP8 codes by the FP8 tensor cores of Hopper, by kernels/gemm/sm90/gemm_wgmma_fp8.cu."""
 
 from __future__ import annotations
 

@@ -1,15 +1,19 @@
 // pack_interleaved: dequantizes a to tiles (dequantize_tiles.cuh), with interleaved columns.
 // gemm_fused_64, gemm_fused_128: out = a @ b.T (+ c) (+ bias), MXFP8 of E4M3, on the tensor cores of a Hopper GPU: 64 or
 // 128 rows of a in a block, b decoded in registers (gemm_fused.cuh).
+// gemm_fused_grouped_64, gemm_fused_grouped_128: the same for every section of a, with its own matrix b.
 //
-//   codes    b: (N, K) through a tensor map, contiguous, aligned to 16 bytes; a in tiles
+//   codes    b: (N, K) through a tensor map, contiguous, aligned to 16 bytes; a in tiles. Of a grouped
+//            GEMM maps, codes and scales of each matrix, in memory
 //   scales   of b: (N, K/32), aligned to 16 bytes
 //   refused  one flag, 0 before the first launch: an operand has numbers outside the range of tiles. Then out has no meaning
-//   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES. The last slice may be shorter
+//   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES; 2 of a grouped GEMM. The last slice may be
+//            shorter
 //   Any M and N; K is a multiple of 512
 //   Launch: pack_interleaved with 256 threads for every tile, grid K/64 * rows of tiles; it waits for the kernel before it.
 //   gemm_fused next, also `early`: 640 threads, grid (ceil(N/128) * slices / 2, ceil(M/64 or M/128)), on a CPU without slices;
-//   sizeof(FusedShared) + 1024 bytes of dynamic shared memory.
+//   of a grouped GEMM grid.y is M/64 or M/128, rounded down, plus the number of sections. sizeof(FusedShared) + 1024 bytes of
+//   dynamic shared memory.
 //   Numerics: as gemm_tensor (gemm_wgmma.cu).
 
 #include "gemm/sm90/gemm_fused.cuh"
