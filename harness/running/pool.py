@@ -102,9 +102,8 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
         if worker.last:
             replaced(worker)
             return
-        judges = [other for other in workers if other.judges_on_gpu and other.gpu == worker.gpu]
-        spared = worker not in judges and len(judges) >= GPU_JUDGES
-        task = waiting.take([other.task for other in workers if other.task is not None], spared=spared)
+        running = [other.task for other in workers if other.task is not None]
+        task = waiting.take(running, spared=is_spared(worker, workers))
         if task is None:  # other workers have the last tasks
             worker.stop()
             workers.remove(worker)
@@ -142,6 +141,12 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
     finally:
         for worker in workers:
             worker.stop(kill=True)
+
+
+def is_spared(worker: Worker, workers: Sequence[Worker]) -> bool:
+    """Whether a worker has judged nothing on its GPU, and enough others have."""
+    judges = sum(other.judges_on_gpu and other.gpu == worker.gpu for other in workers)
+    return not worker.judges_on_gpu and judges >= GPU_JUDGES
 
 
 def worthwhile_workers(tasks: Sequence[Task], settings: Settings) -> int:

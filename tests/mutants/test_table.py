@@ -9,7 +9,6 @@ from tests.mutants.run import ROOT, Mutant, load
 MUTANTS = load()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_applies(mutant: Mutant) -> None:
     assert mutant.before != mutant.after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from narrowgauge.harness.cases.cost import SMALL, home_of
 from narrowgauge.harness.cases.memory import needed
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running import queue
+from narrowgauge.harness.running.pool import is_spared
 from narrowgauge.harness.running.queue import Queue, firsts
 from narrowgauge.harness.running.worker import Task
 
@@ -56,6 +58,12 @@ def test_few_are_judged_on_a_gpu_at_once() -> None:
     assert [one.first for one in (*first, *running, left[0])] == [True] * 2 + [False] * 5
     assert left[-1] is None
     assert waiting
+
+
+def test_a_worker_is_spared_if_enough_others_judge_on_its_gpu() -> None:
+    workers = [SimpleNamespace(gpu=gpu, judges_on_gpu=judges) for gpu, judges in [("0", True)] * 3 + [("1", True)] * 2]
+    new = [SimpleNamespace(gpu=gpu, judges_on_gpu=False) for gpu in "01"]
+    assert [is_spared(worker, [*workers, *new]) for worker in (*new, workers[0])] == [True, False, False]
 
 
 def test_a_spared_process_takes_small_tasks_first() -> None:
