@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -204,15 +205,19 @@ def _product(case: ProductCase, seed: int, captured: Captured | None) -> Product
     if isinstance(case, GemmCase) and case.same:
         w = x
     c = bias = None
-    if case.accumulate or case.bias:
-        of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
+
+    @cache
+    def of_w() -> torch.Tensor:
+        """Takes as long as to draw w."""
+        return _exponents(w).view(len(sizes), columns) + _growth(depth)
+
     if case.accumulate:
-        exponents = _exponents(x).unsqueeze(1) + of_w.repeat_interleave(torch.tensor(sizes), 0)
+        exponents = _exponents(x).unsqueeze(1) + of_w().repeat_interleave(torch.tensor(sizes), 0)
         c = _addend(_draw(case, seed, "c"), exponents, out_dtype)
     if case.bias:
         # The maximum over rows: an empty x has none.
         of_x = _exponents(x).amax(0, keepdim=True) if rows else torch.zeros(1, dtype=torch.int32)
-        bias = _addend(_draw(case, seed, "bias"), of_x + (of_w if grouped else of_w[0]), out_dtype)
+        bias = _addend(_draw(case, seed, "bias"), of_x + (of_w() if grouped else of_w()[0]), out_dtype)
     random: dict[str, Random] = {
         role: _philox(case, seed, role)
         for role, recipe in zip("xw", case.operand_recipes, strict=True)
@@ -223,7 +228,7 @@ def _product(case: ProductCase, seed: int, captured: Captured | None) -> Product
     scale = _given_scales(case, seed, parts)
     if isinstance(case, QuantizedGemmCase) and (out := find_recipe(case.out_recipe)).tensor_scale == "given":
         # Maps a product of typical rows into the format; the largest elements saturate.
-        typical = (int(_exponents(x).amax()) if rows else 0) + (int(of_w.amax()) if columns else 0)
+        typical = (int(_exponents(x).amax()) if rows else 0) + (int(of_w().amax()) if columns else 0)
         power = torch.tensor([max(-100, min(100, -typical))])
         scale["output"] = out.element.max / 4 * power_of_two(power)
     return ProductInputs(x, random, scale, w=w, c=c, bias=bias)
