@@ -15,13 +15,12 @@ _ERROR_COMPILATION = 6
 """Enumerator of nvrtcResult, nvrtc.h."""
 
 
-def missing() -> str | None:
-    """Reason why NVRTC cannot be used on this machine, or None."""
+def missing(major: int) -> str | None:
+    """Reason why the NVRTC of CUDA `major` cannot be used on this machine, or None."""
     try:
-        for major in WHEELS:
-            _library(major)
+        _library(major)
     except (ImportError, OSError) as error:
-        return f"NVRTC cannot be loaded ({error}); pip install 'narrowgauge[test]'"
+        return f"the NVRTC of CUDA {major} cannot be loaded ({error}); pip install 'narrowgauge[test]'"
     return None
 
 

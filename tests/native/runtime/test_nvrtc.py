@@ -16,7 +16,7 @@ from tests.native import conversions, nvrtc
 from tests.native.launching import Source
 from tests.native.quantize import test_stochastic
 
-MISSING = nvrtc.missing()
+MISSING, MISSING_12 = nvrtc.missing(13), nvrtc.missing(12)
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
@@ -131,6 +131,7 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
         assert (POWER in found) == narrow
 
 
+@pytest.mark.skipif(MISSING_12 is not None, reason=str(MISSING_12))
 @pytest.mark.parametrize("source", KERNELS)
 def test_kernels_compile_with_cuda_12(source: str) -> None:
     """Assembled for Hopper. A launch compiles the variants of quantize_nvfp4 separately."""
