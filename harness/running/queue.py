@@ -53,9 +53,9 @@ class Queue:
         return bool(self._first or self._small or self._large)
 
     def take(self, running: Sequence[Task] = (), *, spared: bool = False) -> Task | None:
-        """The next task beside those that run; None where there is none, or all that are left wait for one of those.
+        """The next task beside the running tasks; None if no task is left, or all tasks left wait for a running task.
 
-        `spared`: the process has judged nothing on its GPU, and does so only if there is no small task for it."""
+        `spared`: the process has judged nothing on its GPU, and begins only if there is no small task for it."""
         large = self._large if sum(map(self.on_gpu, running)) < LANES * self._gpus else []
         for tasks in (self._first, self._small, large) if spared else (self._first, large, self._small):
             for place in range(len(tasks) - 1, -1, -1):

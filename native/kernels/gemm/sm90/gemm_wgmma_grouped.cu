@@ -1,9 +1,9 @@
 // pack_first: dequantizes the matrix of the largest section to bfloat16 tiles.
-// gemm_tensor_dequantizing: a grouped GEMM that dequantizes the other matrices while it multiplies.
+// gemm_tensor_dequantizing: a grouped GEMM whose idle warps dequantize the other matrices beside the products.
 //
 //   operand  the matrices: NVFP4, MX, or FP8 with a tensor scale; codes contiguous along K. N is a multiple of 256, K of 64
 //   tiles    as in gemm_wgmma.cu. a is packed by `pack` before
-//   counts   0 before the launch: tiles taken; then for each matrix and each 256 rows of it, tiles written
+//   counts   0 before the launch: one of tiles taken, then of tiles written, one for 256 rows of a matrix
 //   refused, alpha, numerics: as gemm_tensor_grouped of gemm_wgmma.cu
 //   Launch: pack_first with 256 threads for every tile of a matrix. gemm_tensor_dequantizing as gemm_tensor_grouped.
 //
