@@ -208,7 +208,7 @@ def _product(case: ProductCase, seed: int, captured: Captured | None) -> Product
 
     @cache
     def of_w() -> torch.Tensor:
-        """Takes as long as to draw w."""
+        """The part of w in the exponents of typical outputs: int32 (sections, N). It takes as long as to draw w."""
         return _exponents(w).view(len(sizes), columns) + _growth(depth)
 
     if case.accumulate:

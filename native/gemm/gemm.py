@@ -132,11 +132,11 @@ def gemm_grouped(
                 f"b[{number}] is {matrix.shape}, {matrix.recipe}"
             )
     section_scales = _section_scales(a)
-    matrices = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
-    amaxes = [amax for _, amax in matrices if amax is not None]
+    operands = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
+    matrices, amaxes = [fields for fields, _ in operands], [amax for _, amax in operands if amax is not None]
     device = a.codes.device
-    codes, scales = (_addresses([fields[part] for fields, _ in matrices], device) for part in ("codes", "scales"))
-    layouts = torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32)
+    codes, scales = (_addresses([fields[part] for fields in matrices], device) for part in ("codes", "scales"))
+    layouts = torch.tensor([fields["layout"] for fields in matrices], dtype=torch.int32)
     terms = Product(
         family, m, n, k,
         a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
@@ -149,14 +149,14 @@ def gemm_grouped(
         sizes=a.sizes,
     )  # fmt: skip
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    path, fields = grouped_path_for(m, a, b, family), [fields for fields, _ in matrices]
+    path = grouped_path_for(m, a, b, family)
     if path == FUSED:
-        fused.multiply_grouped(terms, out, fields)
+        fused.multiply_grouped(terms, out, matrices)
     elif path == FP8:
-        wgmma_fp8.multiply_grouped(terms, out, fields)
+        wgmma_fp8.multiply_grouped(terms, out, matrices)
     elif path == PORTABLE:
         _multiply_portable(terms, out, f"gemm_grouped_{family}")
-    elif wgmma_grouped.takes(m, n, k, fields, ROWS_BESIDE):
+    elif wgmma_grouped.takes(m, n, k, matrices, ROWS_BESIDE):
         wgmma_grouped.multiply(terms, out)
     else:
         wgmma.multiply(terms, out)
@@ -170,9 +170,10 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     For two lists of operands, the order of `gemm_grouped` on all sections. The order depends on the shape and the
     device, and for MX on the values, so that the call may wait for the device.
     """
+    single = isinstance(a, Quantized)
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
     family = product_family(left[0].recipe, right[0].recipe)
-    if isinstance(a, Quantized):
+    if single:
         path = path_for(left[0], right[0], family)
     else:
         path = grouped_path_for(sum(q.shape[0] for q in left), left[0], right, family)
@@ -180,11 +181,10 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
         path = PORTABLE
     if path == FUSED:
         k = left[0].shape[1]
-        single = isinstance(a, Quantized)
         starts = _fused_slices(left[0], right[0], family) if single else fused.slices_of_sections(k, family)
         equal = k == len(starts) * starts[1]
         return order_of(path, family, len(starts), () if equal else starts[1:])
-    return order_of(path, family, _slices(left[0], right[0], path) if isinstance(a, Quantized) else 1)
+    return order_of(path, family, _slices(left[0], right[0], path) if single else 1)
 
 
 def _refused(q: Quantized) -> bool:

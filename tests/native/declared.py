@@ -12,6 +12,7 @@ from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference.quantize.layout import unswizzle
 from narrowgauge.reference.scalar.gemm import alpha
 from narrowgauge.spec.formats import E4M3, E8M0, FP32
+from tests.native.operands import product_of_sections
 
 f32 = np.float32
 
@@ -133,11 +134,4 @@ def gemm_grouped(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The products of the sections, section below section."""
-    sizes = a.sizes.tolist()
-    parts = [
-        gemm(section, b[number], out_dtype=out_dtype, c=added, bias=None if bias is None else bias[number])
-        for number, (section, added) in enumerate(
-            zip(a.sections(), [None] * len(sizes) if c is None else c.split(sizes), strict=True)
-        )
-    ]
-    return torch.cat(parts)
+    return product_of_sections(gemm, a, b, out_dtype=out_dtype, c=c, bias=bias)

@@ -52,7 +52,7 @@ def ptx(source: str, target: str, *flags: str) -> str:
 def _library(major: int) -> ctypes.CDLL:
     """Raises ImportError if the wheel is not installed, OSError if its library cannot be loaded."""
     files = {file.name.partition(".so")[0]: str(file.locate()) for file in metadata.files(WHEELS[major]) or ()}
-    for name in ("libnvrtc-builtins", "libnvrtc"):  # the second one finds the first one only if it is loaded
+    for name in ("libnvrtc-builtins", "libnvrtc"):  # libnvrtc finds its builtins only if they are loaded
         if name not in files:
             raise ImportError(f"{WHEELS[major]} has no {name}.so")
         library = ctypes.CDLL(files[name])

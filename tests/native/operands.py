@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -96,3 +98,33 @@ def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantiz
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     recipe = find_recipe(name)
     return GroupedQuantized(codes, scales, amaxes, recipe, (sum(sizes), columns), torch.tensor(sizes), amaxes)
+
+
+def random_addends(sizes: list[int], columns: int, c_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """c (M, N) and bias (sections, N) of a grouped product."""
+    c = matrix("normal", max(1, sum(sizes)), columns, c_dtype)[: sum(sizes)]
+    return {"c": c, "bias": matrix("normal", len(sizes), columns, torch.float32)}
+
+
+def product_of_sections(
+    multiply: Callable[..., torch.Tensor],
+    a: GroupedQuantized,
+    b: Sequence[Quantized],
+    *,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The products of the sections by `multiply`, section below section."""
+    sizes = a.sizes.tolist()
+    missing = [None] * len(sizes)
+    added, biases = missing if c is None else c.split(sizes), missing if bias is None else bias
+    operands = zip(a.sections(), b, added, biases, strict=True)
+    return torch.cat([multiply(section, other, c=one, bias=more, **options) for section, other, one, more in operands])
+
+
+def sections_with_a_refused_matrix(sizes: list[int], n: int, k: int) -> tuple[GroupedQuantized, list[Quantized]]:
+    """MXFP8 whose second matrix has a number outside the range of tiles in one of its last rows."""
+    b = [random_operand("mxfp8-e4m3", n, k, seed) for seed, _ in enumerate(sizes, 3)]
+    b[1].scales[n - 10, 3] = 254
+    return random_sections("mxfp8-e4m3", sizes, k), b

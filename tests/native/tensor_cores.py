@@ -35,6 +35,11 @@ def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def model(order: str) -> Callable[..., torch.Tensor]:
+    """The GEMM of the reference's model that adds in an order."""
+    return lambda a, b, **epilogue: bounds(a, b, order=order, **epilogue).expected
+
+
 def assert_bits(multiply: Callable[..., torch.Tensor], a: Quantized, b: Quantized, **epilogue: object) -> None:
     """A product has the bits of the reference's model."""
     expected = bounds(a, b, **epilogue, order=ORDER)  # type: ignore[arg-type]

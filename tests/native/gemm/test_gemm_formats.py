@@ -22,12 +22,13 @@ from tests.native.operands import (
     NVFP4_PAIRS,
     PAIRS,
     operand,
+    random_addends,
     random_operand,
     random_sections,
     stored_swizzled,
     stored_transposed,
 )
-from tests.native.samples import DTYPES, assert_equal, matrix, options_of
+from tests.native.samples import DTYPES, assert_equal, options_of
 
 pytestmark = ON_EVERY_DEVICE
 FP32 = torch.float32
@@ -162,11 +163,7 @@ def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
     for left, right in (*MX_PAIRS[:4], *FP8_PAIRS[1:], NVFP4_PAIRS[0]):
         a = random_sections(left, sizes, 150)
         b = [random_operand(right, 70, 150, seed=10 + number) for number, _ in enumerate(sizes)]
-        c, bias = (
-            matrix("normal", max(1, sum(sizes)), 70, torch.float16)[: sum(sizes)],
-            matrix("normal", len(sizes), 70, FP32),
-        )
-        for added in ({}, {"c": c, "bias": bias}):
+        for added in ({}, random_addends(sizes, 70, torch.float16)):
             y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added)
             assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added))
 

@@ -27,8 +27,16 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
-from tests.native.operands import operand, random_operand, random_sections
+from tests.native.operands import (
+    operand,
+    product_of_sections,
+    random_addends,
+    random_operand,
+    random_sections,
+    sections_with_a_refused_matrix,
+)
 from tests.native.samples import DTYPES, assert_equal, matrix
+from tests.native.tensor_cores import model
 
 FP32 = torch.float32
 PAIRS = (
@@ -161,22 +169,15 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
     n, k = 133, 1536
     for sizes in ([70, 0, 1, 150], [3, 64], [0, 130], [0, 0], *[[250, 0, 17, 400, 128]] * (ops.device == "cuda")):
         a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
-        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        options = {"out_dtype": torch.bfloat16, **random_addends(sizes, n)}
         order = ops.gemm_order(a.sections(), b)
         assert order == ("split-2-decoded-aligned-25-16" if name == "nvfp4" else "split-at-1024-decoded-aligned-25-16")
-        y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
-        parts = [
-            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=order).expected
-            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
-        ]
-        assert_equal(y, torch.cat(parts))
+        assert_equal(ops.gemm_grouped(a, b, **options), product_of_sections(model(order), a, b, **options))
 
 
 @ON_CPU_AND_HOPPER
 def test_a_refused_matrix_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    a = random_sections("mxfp8-e4m3", [20, 5], 1024)
-    b = [random_operand("mxfp8-e4m3", 70, 1024, seed) for seed in (3, 4)]
-    b[1].scales[60, 3] = 254
+    a, b = sections_with_a_refused_matrix([20, 5], 70, 1024)
     portable = ops.gemm_grouped(a, b, out_dtype=FP32)
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.MANY", 0)

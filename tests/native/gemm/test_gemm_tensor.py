@@ -25,9 +25,18 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
 from tests.native.gemm.test_gemm_formats import SIZES, WAYS
 from tests.native.launching import ONE, Source, run
-from tests.native.operands import MX, operand, random_operand, random_sections, stored_swizzled
+from tests.native.operands import (
+    MX,
+    operand,
+    product_of_sections,
+    random_addends,
+    random_operand,
+    random_sections,
+    sections_with_a_refused_matrix,
+    stored_swizzled,
+)
 from tests.native.samples import DTYPES, assert_equal, assert_same, codes_under_every_scale, matrix
-from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, on_tensor_cores
+from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, model, on_tensor_cores
 
 FP32 = torch.float32
 CPU = torch.device("cpu")
@@ -187,15 +196,11 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
         a = random_sections(name, sizes, k)
         b = [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
         b[0] = stored_swizzled(b[0]) if name == "nvfp4" else b[0]
-        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        options = {"out_dtype": torch.bfloat16, **random_addends(sizes, n)}
         with on_tensor_cores(monkeypatch):
-            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
+            y = ops.gemm_grouped(a, b, **options)
             assert ops.gemm_order(a.sections(), b) == ORDER
-        parts = [
-            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=ORDER).expected
-            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
-        ]
-        assert_equal(y, torch.cat(parts))
+        assert_equal(y, product_of_sections(model(ORDER), a, b, **options))
 
 
 @ON_CPU_AND_HOPPER
@@ -208,18 +213,15 @@ def test_matrices_may_be_dequantized_beside_the_products(name: str, monkeypatch:
     n, k = 512, 192
     for sizes in ([300, 0, 1, 130], [64, 64], [0, 0, 3], [0, 0], *[[1000, 0, 24, 700]] * (ops.device == "cuda")):
         a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
-        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
-        parts = [
-            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=ORDER).expected
-            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
-        ]
+        options = {"out_dtype": torch.bfloat16, **random_addends(sizes, n)}
+        expected = product_of_sections(model(ORDER), a, b, **options)
         threads = torch.get_num_threads()
         try:
             for order, workers in product(host.ORDERS, (1, 3)) if ops.device == "cpu" else [("forward", threads)]:
                 torch.set_num_threads(workers)
                 with on_tensor_cores(monkeypatch), host.thread_order(order):
-                    y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
-                assert_equal(y, torch.cat(parts))
+                    y = ops.gemm_grouped(a, b, **options)
+                assert_equal(y, expected)
         finally:
             torch.set_num_threads(threads)
     assert multiplied
@@ -237,9 +239,7 @@ def counted(function: Callable[..., None], calls: list[None]) -> Callable[..., N
 
 @ON_CPU_AND_HOPPER
 def test_a_matrix_refused_beside_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    a = random_sections("mxfp8-e4m3", [100, 30], 128)
-    b = [random_operand("mxfp8-e4m3", 256, 128, seed) for seed in (3, 4)]
-    b[1].scales[200, 3] = 254
+    a, b = sections_with_a_refused_matrix([100, 30], 256, 128)
     expected = ops.gemm_grouped(a, b, out_dtype=FP32)
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_BESIDE", 0)
     with on_tensor_cores(monkeypatch):

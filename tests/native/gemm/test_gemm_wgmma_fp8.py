@@ -14,7 +14,14 @@ from narrowgauge.native.ops import Quantized
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
-from tests.native.operands import operand, random_operand, random_sections, stored_transposed
+from tests.native.operands import (
+    operand,
+    product_of_sections,
+    random_addends,
+    random_operand,
+    random_sections,
+    stored_transposed,
+)
 from tests.native.samples import DTYPES, assert_equal, assert_same, matrix
 
 FP32 = torch.float32
@@ -91,14 +98,9 @@ def test_each_section_is_multiplied_by_its_own_matrix(left: str, right: str) -> 
     n, k = 264, 272
     for sizes in ([130, 0, 1, 70], [3, 64], [0, 257], [0, 0], *[[250, 0, 17, 400, 128]] * (ops.device == "cuda")):
         a, b = random_sections(left, sizes, k), [random_operand(right, n, k, seed) for seed, _ in enumerate(sizes)]
-        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
-        for added in (False, True):
-            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **({"c": c, "bias": bias} if added else {}))
-            parts = [
-                expected(section, matrix_, out_dtype=torch.bfloat16, **({"c": one, "bias": more} if added else {}))
-                for section, matrix_, one, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
-            ]
-            assert_equal(y, torch.cat(parts))
+        for added in ({}, random_addends(sizes, n)):
+            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added)
+            assert_equal(y, product_of_sections(expected, a, b, out_dtype=torch.bfloat16, **added))
         assert ops.gemm_order(a.sections(), b) == order_of(FP8, product_family(a.recipe, b[0].recipe))
 
 
