@@ -97,5 +97,5 @@ def multiply(product: Product, out: torch.Tensor) -> None:
         second = product.alpha_parameters()
     launch(
         kernel.source, kernel.name, (tokens, blocks), (kernel.threads,), [product.parameters(out), second],
-        device=device, shared_bytes=kernel.shared_bytes if device.type == "cuda" else 0,
+        device=device, shared_bytes=kernel.shared_bytes if device.type == "cuda" else 0, early=True,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _launch(
         SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device),), (THREADS,),
         [tensor_map(product.a, product.m, product.k), maps, parameters, *further], device=device,
         shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
-        extra_flags=flags if on_gpu else (),
+        extra_flags=flags if on_gpu else (), early=True,
     )  # fmt: skip
 
 

@@ -393,6 +393,7 @@ __device__ __forceinline__ void multiply_skinny(const Scaling& scaling, const Ge
     work.token = static_cast<int>(blockIdx.x) * TOKENS;
     work.first = static_cast<int>(blockIdx.y) * skinny.strips;
     work.last = strips - work.first < skinny.strips ? strips : work.first + skinny.strips;
+    ptx::griddepcontrol_wait();
     multiply_rows(scaling, shared, work, Epilogue{p.epilogue, 0, 0});
 }
 

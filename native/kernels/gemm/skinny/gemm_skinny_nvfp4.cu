@@ -3,8 +3,8 @@
 //   a.codes  (M, K/2); a.scales (M, K/16); b likewise with N rows. Codes begin at a multiple of 16 bytes, scales of 2
 //   K        a multiple of 128; any M; N and K to 2^20
 //   alpha    from the tensor amaxes: float32 (1,), or (M,) or (N,) with an amax for each row
-//   Launch: 256 threads for 16 rows of a and 32 of b, grid (ceil(M/16), ceil(N/32)): blocks with the same rows of b run
-//   at the same time, and share the loads of b in the L2 cache.
+//   Launch: `early`, 256 threads for 16 rows of a and 32 of b, grid (ceil(M/16), ceil(N/32)): blocks with the same rows of b
+//   run at the same time, and share the loads of b in the L2 cache.
 //   Numerics: elements become float16 numbers with the scale of their block, exactly. Tensor cores add 16 products at a time
 //   to a float32 accumulator, truncated as in tensor_core_model.cuh (sum_fp16). The 16 columns of an mma: a thread has 32
 //   consecutive columns of a chunk of 128, a quarter of a row. Of eight columns, the four even columns belong to an mma and
@@ -129,6 +129,7 @@ __device__ __forceinline__ void multiply_skinny(const Nvfp4Scaling& scaling, con
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS, 2) gemm_skinny_nvfp4(GemmParameters p, Alpha alpha) {
+    ptx::griddepcontrol_wait();
     multiply_skinny({alpha}, p.a.codes, static_cast<const u8*>(p.a.scales), p.b.codes, static_cast<const u8*>(p.b.scales),
                     {p.epilogue, 0, 0}, p.m, p.n, p.k);
 }

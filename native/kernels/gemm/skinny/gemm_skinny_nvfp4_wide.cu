@@ -3,7 +3,7 @@
 //   a.codes  (M, K/2); a.scales (M, K/16); b likewise with N rows. Codes and scales begin at a multiple of 16 bytes
 //   K        a multiple of 512; any M; N and K to 2^20
 //   alpha    from the tensor amaxes: float32 (1,), or (M,) or (N,) with an amax for each row
-//   Launch: 512 threads and sizeof(WideShared) of dynamic shared memory for 16 rows of a and 64 of b, grid (ceil(M/16),
+//   Launch: `early`, 512 threads and sizeof(WideShared) of dynamic shared memory for 16 rows of a and 64 of b, grid (ceil(M/16),
 //   ceil(N/64)). A multiprocessor runs one block at a time: best if all blocks run at once.
 //   Numerics: as gemm_skinny_nvfp4.cu, with the same 16 columns of an mma. But four teams of warps take runs of 512 columns
 //   in turn, in order of K; the sums of the teams are added in their order, one float32 rounding each.
@@ -140,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 1) gemm_skinny_nvfp4_
     __shared__ WideShared shared;
 #endif
     const int thread = threadIdx.x, lane = thread % WARP, g = lane / 4, t = lane % 4;
+    ptx::griddepcontrol_wait();
     float sums[GROUPS][4] = {};
     multiply_runs(shared, p.a.codes, static_cast<const u8*>(p.a.scales), p.b.codes, static_cast<const u8*>(p.b.scales), p.m, p.n,
                   p.k, sums);

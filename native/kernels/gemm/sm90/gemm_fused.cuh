@@ -420,27 +420,20 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_section_fused(const FusedMatrices& matrices, const FusedParameters& p,
                                                        const GroupedAlpha& alpha) {
-    const Sections sections = {matrices.sizes, matrices.sections, p.m};
-    Section section = {0, 0};
-    i64 block = blockIdx.y, tiles = 0;  // block of the section, rows of tiles of the sections before
-    int number = 0;
-    for (;; ++number) {
-        if (number == sections.count) return;
-        section = section_after(sections, number, section.start + section.count);
-        const i64 blocks = (section.count + TOKENS - 1) / TOKENS;
-        if (block < blocks) break;
-        block -= blocks;
-        tiles += (section.count + TILE_ROWS - 1) / TILE_ROWS;
+    TiledSection at({matrices.sizes, matrices.sections, p.m});
+    i64 block = blockIdx.y;  // of the section
+    for (i64 blocks; block >= (blocks = (at.section.count + TOKENS - 1) / TOKENS); block -= blocks) {
+        if (!at.next()) return;
     }
     FusedParameters own = p;
-    own.a += tiles * (p.k / TILE_COLUMNS) * TILE_BYTES;
-    own.b_codes = matrices.codes[number];
-    own.b_scales = matrices.scales[number];
-    own.m = section.count;
-    const u64(&map)[16] = matrices.maps[number].words;
+    own.a += at.before * (p.k / TILE_COLUMNS) * TILE_BYTES;
+    own.b_codes = matrices.codes[at.number];
+    own.b_scales = matrices.scales[at.number];
+    own.m = at.section.count;
+    const u64(&map)[16] = matrices.maps[at.number].words;
     if (threadIdx.x >= CONSUMER_THREADS) ptx::fence_proxy_tensormap_acquire(map);
-    multiply_fused<Codes, TOKENS>(map, own, alpha.a == nullptr ? Alpha{} : alpha.section(number),
-                                  {p.epilogue, section.start * p.n, number * p.n}, block * TOKENS);
+    multiply_fused<Codes, TOKENS>(map, own, alpha.a == nullptr ? Alpha{} : alpha.section(at.number),
+                                  {p.epilogue, at.section.start * p.n, at.number * p.n}, block * TOKENS);
 }
 
 // Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles.

@@ -342,6 +342,7 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
         ptx::fence_mbarrier_init_and_proxy_async();
     }
     __syncthreads();
+    ptx::griddepcontrol_wait();
     const TileScheduler<typename Source::Order> scheduler(sections, n, k);
     if (thread < WARPGROUP) {
         ptx::setmaxnreg_dec<Source::PRODUCER_REGISTERS>();
