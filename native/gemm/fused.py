@@ -123,13 +123,19 @@ def _multiply(
 ) -> None:
     """Launches a kernel whose first parameter is `first`. `b`: codes and scales, if it is a single matrix."""
     device, family, source = out.device, product.family, f"gemm_fused_{product.family}"
-    refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
+    refused, own = None, None
+    if family == "mx" and product.sizes is not None:
+        refused = own = torch.zeros(1, dtype=torch.int32, device=device)
+    elif family == "mx":  # each block of threads sets its flag to 0, which costs no launch
+        packed = blocks_for(product.m, _ROWS) * (product.k // _COLUMNS)
+        refused = torch.empty(packed + grid[0] * grid[1], dtype=torch.int32, device=device)
+        own = refused[packed:]
     a = dequantize(
         family, product.a, product.m, product.k, 1, refused, sizes=product.sizes,
         early_kernel=(source, "pack_interleaved"),
     )  # fmt: skip
     parameters = _PARAMETERS(
-        a=a, b_codes=b["codes"], b_scales=b["scales"], refused=refused,
+        a=a, b_codes=b["codes"], b_scales=b["scales"], refused=own,
         **fields_of(product, out, len(slices), _COLUMNS) | {"slice_steps": slices[1] // _COLUMNS},
     )  # fmt: skip
     launch(

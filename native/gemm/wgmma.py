@@ -71,13 +71,13 @@ def parameters(
 
 
 def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor) -> None:
-    """Computes an MX product into `out` (M, N) as the portable kernels do, if the flag `refused` (1,) is set. The
+    """Computes an MX product into `out` (M, N) as the portable kernels do, if a flag of `refused` (flags,) is set. The
     kernel waits for the kernel before."""
     rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), _PORTABLE_ROWS_OF_TILES)
     matrices = 1 if product.sizes is None else len(product.sizes)
     grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
     kernel = "gemm_mx_refused" if product.sizes is None else "gemm_grouped_mx_refused"
-    arguments: list[Argument] = [product.parameters(out), refused]
+    arguments: list[Argument] = [product.parameters(out), refused, np.int32(len(refused))]
     launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), arguments, device=out.device, early=True)
 
 

@@ -102,6 +102,15 @@ __device__ __forceinline__ void barrier_cluster() {
 #endif
 }
 
+// The same without an order of memory accesses: it does not wait for stores.
+__device__ __forceinline__ void barrier_cluster_relaxed() {
+#ifdef HAS_WGMMA
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#endif
+}
+
 // Loads 16 bytes of the shared memory of block `rank` of the cluster, at the address that `source` has in this block.
 __device__ __forceinline__ Vector4 ld_shared_cluster(const Vector4* source, [[maybe_unused]] int rank) {
 #ifdef HAS_WGMMA

@@ -13,11 +13,11 @@ constexpr int CODE_BYTES = 64, SCALE_BYTES = 8;  // of a row of a chunk
 
 using ptx::Vector4;
 
-// Two block scales of a thread's columns, one code in each of the two low bytes, as float16. The factor 2^6 restores
-// elements that even_as_e4m3 and odd_as_e4m3 have made 2^-6 of their value.
-__device__ __forceinline__ u32 decode_scales(u32 codes) {
-    return ptx::mul_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2(codes), 0x54005400u);
-}
+// Two block scales times 2^6, for elements that even_as_e4m3 and odd_as_e4m3 have made 2^-6 of their value.
+__device__ __forceinline__ u32 restore_elements(u32 scales) { return ptx::mul_rn_f16x2(scales, 0x54005400u); }
+
+// Two block scales of a thread's columns, one code in each of the two low bytes, as float16, times 2^6.
+__device__ __forceinline__ u32 decode_scales(u32 codes) { return restore_elements(ptx::cvt_rn_f16x2_e4m3x2(codes)); }
 
 // Eight codes of E2M1 as codes of E4M3 with 2^-6 of the value: even columns, odd columns.
 __device__ __forceinline__ u32 even_as_e4m3(u32 codes) { return (codes << 4 & 0x80808080u) | (codes << 2 & 0x1C1C1C1Cu); }

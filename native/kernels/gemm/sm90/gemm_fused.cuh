@@ -58,6 +58,17 @@ struct FusedMatrices {
     int sections;
 };
 
+// Stages of a pipeline of COUNT stages for SPAN steps from step `done` on, a multiple of SPAN: with constant distances.
+template <u32 COUNT, u32 SPAN>
+struct Stages {
+    static_assert(COUNT % SPAN == 0 || SPAN % COUNT == 0, "SPAN steps begin at the first stage, or do not wrap around");
+    u32 first, round;
+
+    __device__ __forceinline__ explicit Stages(u32 done) : first(COUNT > SPAN ? done % COUNT : 0u), round(done / COUNT) {}
+    __device__ __forceinline__ u32 stage(u32 step) const { return first + step % COUNT; }
+    __device__ __forceinline__ u32 phase(u32 step) const { return (round + step / COUNT) % 2; }
+};
+
 // Pipelines of a slice.
 template <int TOKENS>
 struct SlicePipelines {
@@ -103,17 +114,22 @@ struct Nvfp4Codes {
     // Steps of a stage of codes, and of RowScales.
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
 
-    // Step `step` of the scales. `codes`: the first of the thread's rows in the stage.
-    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
-        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    // Bytes from the first code of a 16-byte chunk to those of lane t % 4.
+    static constexpr int BYTES = 2;
+
+    // Step `step` of the scales. `first`: of the thread's first code of chunk 0 in the stage, the byte of `codes`.
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
+                                                  int step) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
+            u32 pairs[2];  // of scales
+            ptx::cvt_rn_f16x2_e4m3x2(scales[row].words[step], pairs[0], pairs[1]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {  // two wgmmas, whose codes are in a word
-                const u8* place = codes + 8 * row * ROW_BYTES + ((2 * step + half ^ g) << 4) + 2 * t;
+                const u8* place = codes + (first ^ (2 * step + half) << 4) + 8 * row * ROW_BYTES;
                 const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
                 const u32 word = low | high << 16;
-                const u32 factors = decode_scales(scales[row].words[step] >> 16 * half);
+                const u32 factors = restore_elements(pairs[half]);
                 u32 even[2], odd[2];
                 ptx::cvt_rn_f16x2_e4m3x2(even_as_e4m3(word), even[0], even[1]);
                 ptx::cvt_rn_f16x2_e4m3x2(odd_as_e4m3(word), odd[0], odd[1]);
@@ -135,38 +151,45 @@ struct MxCodes {
     static constexpr BlockScales SCALES = BlockScales::E8M0;
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
 
-    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, const RowScales& scales, int step) {
-        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    static constexpr int BYTES = 4;
+
+    static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
+                                                  int step) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
 #pragma unroll
             for (int i = 0; i < WGMMAS; ++i) {
-                const int chunk = step % 2 * WGMMAS + i;
-                const u8* place = codes + 8 * row * ROW_BYTES + ((chunk ^ g) << 4) + 4 * t;
+                const u8* place = codes + (first ^ (step % 2 * WGMMAS + i) << 4) + 8 * row * ROW_BYTES;
                 u32 low, high;
                 ptx::cvt_rn_f16x2_e4m3x2(*reinterpret_cast<const u32*>(place), low, high);
                 float numbers[4];
                 ptx::cvt_f32_f16(low, numbers[0], numbers[1]);
                 ptx::cvt_f32_f16(high, numbers[2], numbers[3]);
-                const u32 code = scales[row].words[step / 2] >> (step % 2 * 2 + i / 2) * 8 & 0xFFu;
-                const u32 scale = code << 7 | code << 23;  // a bfloat16 pair
+                const u32 scale = bf16_scales(scales[row].words[step / 2], step % 2 * 2 + i / 2);
                 fragments[i][row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[0], numbers[2]), scale);
                 fragments[i][2 + row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[1], numbers[3]), scale);
             }
         }
     }
 
+    // Byte `number` of codes of E8M0, as a bfloat16 pair.
+    static __device__ __forceinline__ u32 bf16_scales(u32 codes, int number) {
+#ifdef __CUDA_ARCH__
+        return ptx::prmt_b32(codes, 0u, 0x4040u + static_cast<u32>(number) * 0x0101u) << 7;
+#else
+        const u32 code = codes >> 8 * number & 0xFFu;
+        return code << 7 | code << 23;
+#endif
+    }
+
     // Sets the `refused` flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
     static __device__ __forceinline__ void check_range(const FusedParameters& p, i64 y, i64 first, const ptx::Vector4& scales) {
-        // Under scales of 2^-53 to 2^39 every number from 2^-9 to 448 is inside.
-        constexpr u32 SMALLEST = 127 - 53, LARGEST = 127 + 39;
-        u32 distance = 0;
+        // Under scales of 2^-31 to 2^32, codes 96 to 159, every number from 2^-9 to 448 is inside. 32 more than such a code has
+        // the highest bits 10. A sum that exceeds its byte has other bits.
+        u32 others = 0;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const u32 above = (scales.words[i / 4] >> i % 4 * 8 & 0xFFu) - SMALLEST;
-            distance = above > distance ? above : distance;
-        }
-        if (distance <= LARGEST - SMALLEST) return;
+        for (int i = 0; i < 4; ++i) others |= scales.words[i] + 0x20202020u ^ 0x80808080u;
+        if ((others & 0xC0C0C0C0u) == 0) return;
 #pragma unroll 1
         for (int chunk = threadIdx.x % 4; chunk < 16 * 32 / CHUNK; chunk += 4) {  // four threads have the same rows
             const u8* codes = p.b_codes + y * p.k + first * 32 + chunk * CHUNK;
@@ -176,11 +199,12 @@ struct MxCodes {
     }
 };
 
-// d += b * a^T over 64 columns: 64 rows of b, in registers, and TOKENS rows of a tile. Asynchronous on a GPU: one wgmma group.
+// d += b * a^T over 64 columns: 64 rows of b, in registers, and TOKENS rows of a tile, `offset` bytes behind the tile `first`.
+// Asynchronous on a GPU: one wgmma group.
 template <class T, int TOKENS>
-__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* a) {
+__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* first, u32 offset) {
 #ifdef HAS_WGMMA
-    const u64 right = matrix_descriptor(a);
+    const u64 right = matrix_descriptor(first) + (offset >> 4);
 #pragma unroll
     for (int i = 0; i < WGMMAS; ++i) {
         if constexpr (TOKENS == 64) {
@@ -209,7 +233,7 @@ __device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const
             }
         }
     }
-    multiply_rows<TOKENS>(d, left, a, lane);
+    multiply_rows<TOKENS>(d, left, first + offset, lane);
 #endif
 }
 
@@ -264,7 +288,8 @@ struct FusedSlice {
 
     // The sums of a thread. `own`: its first row in the block; the second is 8 rows below.
     __device__ __forceinline__ void accumulate(float (&d)[TOKENS / 2], int own, int lane) const {
-        constexpr int STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS, STAGES = Shared::TOKEN_STAGES;
+        constexpr u32 STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS;
+        const u32 first_code = own * ROW_BYTES + (lane / 4 << 4) + lane % 4 * Codes::BYTES;  // lane / 4 is own % 8
         i64 y[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) y[i] = row + own + 8 * i < p.n ? row + own + 8 * i : p.n - 1;
@@ -286,19 +311,21 @@ struct FusedSlice {
                 Codes::check_range(p, y[i], (first_run + run) * 16, scales[i]);
             }
             if (run + 1 < steps / STEPS) load(run + 1);
+            const u32 done = before + run * STEPS;
+            const Stages<Shared::TOKEN_STAGES, STEPS> tokens(done);
+            const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const u32 number = before + run * STEPS + step, stage = number % STAGES;
-                const u32 codes = number / STAGE_STEPS, code_stage = codes % CODE_STAGES;
+            for (u32 step = 0; step < STEPS; ++step) {
+                const u32 stage = tokens.stage(step), code_stage = codes.stage(step / STAGE_STEPS);
                 if (step % STAGE_STEPS == 0) {
-                    ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes / CODE_STAGES % 2);
+                    ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes.phase(step / STAGE_STEPS));
                 }
                 Fragments fragments;
-                Codes::decode(fragments, pipelines.codes[code_stage] + own * ROW_BYTES, scales, step);
+                Codes::decode(fragments, pipelines.codes[0], code_stage * TILE_BYTES + first_code, scales, step);
                 if (step % STAGE_STEPS == STAGE_STEPS - 1) release(barriers.codes_empty[code_stage], lane);
-                ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], number / STAGES % 2);
+                ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
-                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[stage]);
+                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
                 wait_for_sums(d, fragments);
                 release(barriers.tokens_empty[stage], lane);
             }
@@ -313,26 +340,45 @@ __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, c
                                             const Epilogue& epilogue, i64 row, i64 token, int rank) {
     constexpr int OUTPUTS = 8, THREADS_OF_TOKEN = TILE_ROWS / OUTPUTS, PART = TOKENS / CLUSTER;
     const int thread = threadIdx.x, left = thread % THREADS_OF_TOKEN * OUTPUTS;
+#ifdef __CUDA_ARCH__
+    constexpr int slices = SLICES_OF_SUMS * CLUSTER;
+#else
+    const int slices = p.slices;
+#endif
 #pragma unroll 1
     for (int y = rank * PART + thread / THREADS_OF_TOKEN; y < (rank + 1) * PART;
          y += FUSED_CONSUMERS * WARPGROUP / THREADS_OF_TOKEN) {
         if (token + y >= p.m || row + left >= p.n) continue;
         float v[OUTPUTS];
-        for (int slice = 0; slice < p.slices; ++slice) {
 #pragma unroll
-            for (int i = 0; i < OUTPUTS / 4; ++i) {
-                const float* place = &shared.sums[slice % SLICES_OF_SUMS][y][left + 4 * i];
-                const ptx::Vector4 sums =
-                    ptx::ld_shared_cluster(reinterpret_cast<const ptx::Vector4*>(place), slice / SLICES_OF_SUMS);
+        for (int i = 0; i < OUTPUTS; i += 4) {
+            ptx::Vector4 sums[SLICES_OF_SUMS * CLUSTER];  // all are loaded before the first addition
+#pragma unroll
+            for (int slice = 0; slice < SLICES_OF_SUMS * CLUSTER; ++slice) {
+                const float* place = &shared.sums[slice % SLICES_OF_SUMS][y][left + i];
+                if (slice < slices) {
+                    sums[slice] = ptx::ld_shared_cluster(reinterpret_cast<const ptx::Vector4*>(place), slice / SLICES_OF_SUMS);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[i + j] = __uint_as_float(sums[0].words[j]);
+#pragma unroll
+            for (int slice = 1; slice < SLICES_OF_SUMS * CLUSTER; ++slice) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float sum = __uint_as_float(sums.words[j]);
-                    v[4 * i + j] = slice == 0 ? sum : v[4 * i + j] + sum;
+                    if (slice < slices) v[i + j] += __uint_as_float(sums[slice].words[j]);
                 }
             }
         }
         store_outputs<false>(alpha, epilogue, v, token + y, row + left, p.n);
     }
+}
+
+// The block's own flag. Its first thread sets it to 0; the other threads wait for a barrier before they set it.
+__device__ __forceinline__ u32* flag_of_block(u32* flags) {
+    u32* const flag = flags + (blockIdx.y * gridDim.x + blockIdx.x);
+    if (threadIdx.x == 0) *flag = 0;
+    return flag;
 }
 
 // A block's part of a GEMM: rows of a from `token` on.
@@ -408,12 +454,14 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
     }
     ptx::griddepcontrol_launch_dependents();
     store_fused<TOKENS>(shared, p, alpha, epilogue, row, token, rank);
-    if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster_relaxed();  // all blocks have read this block's sums
 }
 
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_fused(const TensorMap& map, const FusedParameters& p, const Alpha& alpha) {
-    multiply_fused<Codes, TOKENS>(map.words, p, alpha, {p.epilogue, 0, 0}, i64{blockIdx.y} * TOKENS);
+    FusedParameters own = p;
+    if constexpr (Codes::SCALES == BlockScales::E8M0) own.refused = flag_of_block(p.refused);
+    multiply_fused<Codes, TOKENS>(map.words, own, alpha, {p.epilogue, 0, 0}, i64{blockIdx.y} * TOKENS);
 }
 
 // The same for TOKENS rows of a section. Blocks beyond the rows of the last section return.
@@ -442,11 +490,16 @@ __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters
     const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS), step = blockIdx.x % steps;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
+    u32* refused = p.refused;
+    if (Codes::SCALES == BlockScales::E8M0 && p.sizes == nullptr) {
+        refused = flag_of_block(p.refused);
+        __syncthreads();
+    }
     Operand from = {p.operand, p.rows};
     i64 first;
     if (!find_rows(p, blockIdx.x / steps, from, first)) return;
     dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, i64{step} * TILE_COLUMNS, p.k,
-                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, p.refused);
+                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, refused);
 }
 
 }  // namespace narrowgauge

@@ -6,7 +6,8 @@
 //   codes    b: (N, K) through a tensor map, contiguous, aligned to 16 bytes; a in tiles. Of a grouped
 //            GEMM maps, codes and scales of each matrix, in memory
 //   scales   of b: (N, K/32), aligned to 16 bytes
-//   refused  one flag, 0 before the first launch: an operand has numbers outside the range of tiles. Then out has no meaning
+//   refused  a flag for each block of pack_interleaved, then for each block of gemm_fused; of a grouped GEMM one flag, 0 before
+//            the first launch. Set: an operand has numbers outside the range of tiles, and out has no meaning
 //   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES; 2 of a grouped GEMM. The last slice may be
 //            shorter
 //   Any M and N; K is a multiple of 512

@@ -6,7 +6,7 @@
 //   operand  NVFP4, MX, or FP8 with a tensor scale, in any layout
 //   tiles    128 rows by 64 columns each (tile.cuh). Tiles of the same rows are contiguous, with zeros beyond the last row
 //            and column. A section begins with a new row of tiles. b has an even number of rows of tiles
-//   refused  one flag, 0 before the first launch; null if no operand can be refused
+//   refused  one flag, 0 before the first launch; null if no operand can be refused. gemm_mx_refused takes several flags
 //   alpha    from tensor amaxes or tensor scales; its a is null if alpha is 1
 //   slices   of K of gemm_tensor, 1, 2, 4 or 8; on a GPU the macro SLICES. A slice has a multiple of 64 columns
 //   Launch: pack with 256 threads for every tile, grid ceil(K/64) * rows of tiles, grid.y the number of matrices. gemm_tensor
@@ -54,23 +54,31 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
         [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
 }
 
-// Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles: few blocks return at once if nothing was refused.
+// Rows blockIdx.y, blockIdx.y + gridDim.y, ... of output tiles: few blocks return at once if none of `flags` flags is set.
 template <class Multiply>
-__device__ __forceinline__ void for_rows_of_tiles(const u32* refused, i64 m, const Multiply& multiply_row) {
+__device__ __forceinline__ void for_rows_of_tiles(const u32* refused, int flags, i64 m, const Multiply& multiply_row) {
+    __shared__ u32 any;
+    if (threadIdx.x == 0) any = 0;
+    ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
-    if (*refused == 0) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < flags; i += THREADS) {
+        if (refused[i] != 0) any = 1;
+    }
+    __syncthreads();
+    if (any == 0) return;
     for (i64 tile_row = blockIdx.y; tile_row * TILE < m; tile_row += gridDim.y) {
         multiply_row(tile_row);
         __syncthreads();  // the next tile overwrites shared memory
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused) {
-    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply(MxScaling{}, p, tile_row); });
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused, int flags) {
+    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply(MxScaling{}, p, tile_row); });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused) {
-    for_rows_of_tiles(refused, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused, int flags) {
+    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
 }
 
 #endif
