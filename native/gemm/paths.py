@@ -89,8 +89,11 @@ def path_of(
 def order_of(path: str, family: str, slices: int = 1, cuts: Sequence[int] = ()) -> str:
     """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating".
 
-    `slices` of K have equally many columns; if they do not, `cuts` are the first columns of all but the first."""
+    `slices` of K have equally many columns; if they do not, `cuts` are the first columns of all but the first. FUSED
+    adds the sums of neighbouring slices first."""
     order = "aligned-13-32" if (path, family) == (FP8, "fp8_block") else ORDERS[path]
+    if path == FUSED and slices > 2:
+        order += "-tree"
     if cuts:
         return f"split-at-{'-'.join(map(str, cuts))}-{order}"
     return order if slices == 1 else f"split-{slices}-{order}"

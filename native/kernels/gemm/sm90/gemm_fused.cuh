@@ -32,11 +32,11 @@ constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeli
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
 // Of 96 registers of each of 640 threads.
 constexpr int FUSED_PRODUCER_REGISTERS = 24, FUSED_CONSUMER_REGISTERS = 112;
-// Slices whose sums are in the shared memory of a block: its own; on a CPU all.
+// Blocks of a cluster, at most. A CPU has their sums in the shared memory of one block.
 #ifdef __CUDA_ARCH__
-constexpr int SLICES_OF_SUMS = BLOCK_SLICES;
+constexpr int MOST_BLOCKS = CLUSTER, BLOCKS_OF_SUMS = 1;
 #else
-constexpr int SLICES_OF_SUMS = 8 * BLOCK_SLICES;
+constexpr int MOST_BLOCKS = 8, BLOCKS_OF_SUMS = MOST_BLOCKS;
 #endif
 
 struct FusedParameters {
@@ -92,7 +92,7 @@ struct alignas(1024) FusedShared {
     struct {
 #endif
         SlicePipelines<TOKENS> pipelines[BLOCK_SLICES];
-        float sums[SLICES_OF_SUMS][TOKENS][FUSED_STRIDE];
+        float sums[BLOCKS_OF_SUMS][TOKENS][FUSED_STRIDE];
     };
     Barriers barriers[BLOCK_SLICES];
 };
@@ -333,17 +333,35 @@ struct FusedSlice {
     }
 };
 
-// Adds the sums of all slices in order of K and stores the outputs of part `rank` of the rows of a. Threads of a row write
-// neighbouring outputs.
+// Adds the sums of the two slices of a block. Each warpgroup adds half of its sums to those of the other slice.
+template <int TOKENS>
+__device__ __forceinline__ void add_slices(const float (&d)[TOKENS / 2], float (&sums)[TOKENS][FUSED_STRIDE], int number, int own,
+                                            int lane) {
+    constexpr int HALF = TOKENS / 4;
+    const auto place = [&](int i) -> float& { return sums[i / 4 * 8 + lane % 4 * 2 + i % 2][own + i / 2 % 2 * 8]; };
+    ptx::bar_sync<CONSUMER_THREADS>(1);  // all have read the pipelines
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        if (i / HALF != number) place(i) = d[i];
+    }
+    ptx::bar_sync<CONSUMER_THREADS>(1);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        if (i / HALF == number) place(i) += d[i];
+    }
+}
+
+// Adds the sums of neighbouring blocks, then the sums of neighbours, and stores the outputs of part `rank` of the rows of a.
+// Threads of a row write neighbouring outputs.
 template <int TOKENS>
 __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, const FusedParameters& p, const Alpha& alpha,
                                             const Epilogue& epilogue, i64 row, i64 token, int rank) {
     constexpr int OUTPUTS = 8, THREADS_OF_TOKEN = TILE_ROWS / OUTPUTS, PART = TOKENS / CLUSTER;
     const int thread = threadIdx.x, left = thread % THREADS_OF_TOKEN * OUTPUTS;
 #ifdef __CUDA_ARCH__
-    constexpr int slices = SLICES_OF_SUMS * CLUSTER;
+    constexpr int blocks = MOST_BLOCKS;
 #else
-    const int slices = p.slices;
+    const int blocks = p.slices / BLOCK_SLICES;
 #endif
 #pragma unroll 1
     for (int y = rank * PART + thread / THREADS_OF_TOKEN; y < (rank + 1) * PART;
@@ -352,22 +370,26 @@ __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, c
         float v[OUTPUTS];
 #pragma unroll
         for (int i = 0; i < OUTPUTS; i += 4) {
-            ptx::Vector4 sums[SLICES_OF_SUMS * CLUSTER];  // all are loaded before the first addition
+            ptx::Vector4 sums[MOST_BLOCKS];  // all are loaded before the first addition
 #pragma unroll
-            for (int slice = 0; slice < SLICES_OF_SUMS * CLUSTER; ++slice) {
-                const float* place = &shared.sums[slice % SLICES_OF_SUMS][y][left + i];
-                if (slice < slices) {
-                    sums[slice] = ptx::ld_shared_cluster(reinterpret_cast<const ptx::Vector4*>(place), slice / SLICES_OF_SUMS);
-                }
+            for (int block = 0; block < MOST_BLOCKS; ++block) {
+                if (block >= blocks) break;
+                const float* place = &shared.sums[block % BLOCKS_OF_SUMS][y][left + i];
+                sums[block] = ptx::ld_shared_cluster(reinterpret_cast<const ptx::Vector4*>(place), block / BLOCKS_OF_SUMS);
             }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) v[i + j] = __uint_as_float(sums[0].words[j]);
+            for (int j = 0; j < 4; ++j) {
+                float tree[MOST_BLOCKS];
 #pragma unroll
-            for (int slice = 1; slice < SLICES_OF_SUMS * CLUSTER; ++slice) {
+                for (int block = 0; block < MOST_BLOCKS; ++block) tree[block] = __uint_as_float(sums[block].words[j]);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (slice < slices) v[i + j] += __uint_as_float(sums[slice].words[j]);
+                for (int distance = 1; distance < MOST_BLOCKS; distance *= 2) {
+#pragma unroll
+                    for (int block = 0; block < MOST_BLOCKS; block += 2 * distance) {
+                        if (block + distance < blocks) tree[block] += tree[block + distance];
+                    }
                 }
+                v[i + j] = tree[0];
             }
         }
         store_outputs<false>(alpha, epilogue, v, token + y, row + left, p.n);
@@ -442,10 +464,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
     for (int block = 0; block < blocks; ++block) {
         float d[TOKENS / 2] = {};
         slice_of(block, number).accumulate(d, own, lane);
-        ptx::bar_sync<CONSUMER_THREADS>(1);  // all have read the pipelines
-        float(*sums)[FUSED_STRIDE] = shared.sums[block * BLOCK_SLICES + number];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) sums[i / 4 * 8 + lane % 4 * 2 + i % 2][own + i / 2 % 2 * 8] = d[i];
+        add_slices<TOKENS>(d, shared.sums[block], number, own, lane);
     }
     if constexpr (CLUSTER > 1) {
         ptx::barrier_cluster();
