@@ -289,17 +289,14 @@ __device__ __forceinline__ u32 clear_odd_bytes(u32 word, u32 odd_bytes) {
     return ptx::mad_lo_u32<0xFFFFFF00u>(odd_bytes, word);
 }
 
-// A factor of small products is given multiplied by this.
+// The products of the stochastic rounding are given multiplied by this.
 constexpr float STOCHASTIC_FACTOR_SCALE = 0x1p-14f;
 
 // Codes of the products of eight numbers and a factor, rounded as `stochastic` does with the bytes of two random words. `x`:
-// the words of the numbers; NaN has no sign.
+// the words of the numbers; NaN has no sign. A product that STOCHASTIC_FACTOR_SCALE makes subnormal is far below a code.
 template <Products PRODUCTS, PackOrder ORDER>
 __device__ __forceinline__ u32 e2m1x8_stochastic(const u32* x, const float* v, float factor, const u32* random) {
-    const auto lifted = [&](float number) {  // a product that the power of two makes subnormal is far below a code
-        const float product = number * factor;
-        return lift_below_half(PRODUCTS == SMALL_PRODUCTS ? product : product * STOCHASTIC_FACTOR_SCALE);
-    };
+    const auto lifted = [&](float number) { return lift_below_half(number * factor); };
     u32 even[2], odd[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -346,6 +343,12 @@ __device__ __forceinline__ PackedE2m1 e2m1x16_of_products(const PackedBf16& x, f
 #pragma unroll
     for (int j = 0; j < 8; ++j) canonical.words[j] = ptx::fma_rn_bf16x2(x.words[j], one, 0x80008000u);
     unpack_ordered_floats<ORDER>(canonical, v);
+    if (factor < 0x1p-112f) {  // the factor would be subnormal
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] *= STOCHASTIC_FACTOR_SCALE;
+    } else {
+        factor *= STOCHASTIC_FACTOR_SCALE;
+    }
     return {{e2m1x8_stochastic<ANY_PRODUCTS, ORDER>(canonical.words, v, factor, *random),
              e2m1x8_stochastic<ANY_PRODUCTS, ORDER>(canonical.words + 4, v + 8, factor, *random + 2)}};
 #else

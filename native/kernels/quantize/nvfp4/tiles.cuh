@@ -152,21 +152,15 @@ __device__ __forceinline__ Factor finite_factor(const OutputContext& context, u3
 #endif
 
 // Quantizes and stores the codes of block `index` of any numbers. `line`: the number of its line in the thread block. Returns
-// its scale. `repeat` becomes true if the fast path would be wrong.
+// its scale.
 template <PackOrder ORDER>
-__device__ __forceinline__ u8 write_general(const InputBlock& block, u32 index, u32 line, const OutputContext& context,
-                                            bool& repeat) {
+__device__ __forceinline__ u8 write_general(const InputBlock& block, u32 index, u32 line, const OutputContext& context) {
     const Scales candidates = candidate_scales(block.amax, encode_of(context, line), context.settings);
     const u8 scale = chosen_packed_scale<ORDER>(block.x, block.bound, choice_of(candidates, context), context.settings);
     const float factor = general_factor(context, scale, line);
     u32 words[4];
     if (context.settings.stochastic) load_or_generate_random(context, index, words);
     store_block(e2m1x16_of_products<ORDER>(block.x, factor, context.settings.stochastic ? &words : nullptr), context, index);
-#ifdef HAS_E2M1_BY_ADDITION
-    const float bound = __uint_as_float(block.bound) * (context.rotated ? FOURFOLD : 1.0f);
-    repeat |= !(bound < finite_factor(context, scale, line).bound);
-    if (context.settings.candidates != SIX) repeat |= !estimate_applies(block.bound, choice_of(candidates, context));
-#endif
     return scale;
 }
 
@@ -211,8 +205,7 @@ __device__ __forceinline__ u8 write_finite(const InputBlock& block, u32 index, u
 #endif
 
 // The fast path assumes that all numbers are finite and all products small. If this is false for a block of a warp, the warp
-// quantizes its blocks of the tile again with write_general, and does not try the fast path in the next tile. 16384^2 on an
-// H200: nvfp4 takes 2 % longer if every seventh number is infinite and every eleventh NaN, nvfp4-sr 18 to 37 %.
+// quantizes its blocks of this tile again with write_general, and those of the thread block's further tiles at once.
 // Columns are packed EVEN_FIRST: both outputs of nvfp4-rht-sr, 16384^2, take an H200 1 % longer with ADJACENT.
 #ifdef HAS_E2M1_BY_ADDITION
 constexpr PackOrder COLUMN_ORDER = EVEN_FIRST;
@@ -243,7 +236,7 @@ __device__ __forceinline__ InputBlock input_block(const PackedBf16& x, bool has_
 // Rotates a block if its output is rotated, and quantizes it.
 template <bool FINITE, PackOrder ORDER>
 __device__ __forceinline__ u8 write_block_of(PackedBf16 x, u32 square, u32 index, u32 line, const OutputContext& context,
-                                             bool& repeat) {
+                                             [[maybe_unused]] bool& repeat) {
     const Settings& settings = context.settings;
 #ifdef HAS_E2M1_BY_ADDITION
     if constexpr (FINITE) {
@@ -253,7 +246,7 @@ __device__ __forceinline__ u8 write_block_of(PackedBf16 x, u32 square, u32 index
     }
 #endif
     if (context.rotated) rotate_packed<ORDER>(x, settings.signs);
-    return write_general<ORDER>(input_block<false>(x, settings.square_blocks, square, settings), index, line, context, repeat);
+    return write_general<ORDER>(input_block<false>(x, settings.square_blocks, square, settings), index, line, context);
 }
 
 // Quantizes a thread's blocks of rows and of columns of tile `number` of its thread block, with FINITE on the fast path.
@@ -405,7 +398,7 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
                        column,
                        &shared.scales_t[column][0][stripe]};
 #ifdef HAS_E2M1_BY_ADDITION
-    bool careful = false;  // the warp does not try the fast path, since it would have failed in the previous tile
+    bool careful = false;  // the warp does not try the fast path, which failed in a tile before
 #endif
     for (u32 number = 0; tile.valid(); ++number) {
         wait_for_tile();
@@ -413,12 +406,13 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
         if (tile.valid()) tile.copy_async<THREADS>(shared.tiles);
         if (settings.square_blocks) share_square_amaxes(shared, number, at.first, settings);
 #ifdef HAS_E2M1_BY_ADDITION
+        if (number == 0) {  // in the first tile the first block tells
+            careful = __any_sync(0xFFFFFFFFu, magnitude_bound(block_of_row(shared.tiles, at.first, 0)) >= FLOAT_INF_BITS);
+        }
         if (!careful) {
             careful = __any_sync(0xFFFFFFFFu, quantize_tile<true>(shared, tile, number, at, context, column_context));
         }
-        if (careful) {
-            careful = __any_sync(0xFFFFFFFFu, quantize_tile<false>(shared, tile, number, at, context, column_context));
-        }
+        if (careful) quantize_tile<false>(shared, tile, number, at, context, column_context);
 #else
         quantize_tile<false>(shared, tile, number, at, context, column_context);
 #endif
