@@ -84,6 +84,13 @@ inline void mbarrier_try_wait_parity(Mbarrier& barrier, u32 parity) {
 }
 #endif
 
+// Orders this thread's accesses to shared memory before asynchronous copies that begin later.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+#ifdef HAS_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Makes initialized mbarriers visible to asynchronous copies.
 __device__ __forceinline__ void fence_mbarrier_init_and_proxy_async() {
 #ifdef HAS_WGMMA

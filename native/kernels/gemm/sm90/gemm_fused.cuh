@@ -322,7 +322,10 @@ struct FusedSlice {
                 }
                 Fragments fragments;
                 Codes::decode(fragments, pipelines.codes[0], code_stage * TILE_BYTES + first_code, scales, step);
-                if (step % STAGE_STEPS == STAGE_STEPS - 1) release(barriers.codes_empty[code_stage], lane);
+                if (step % STAGE_STEPS == STAGE_STEPS - 1) {
+                    ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
+                    release(barriers.codes_empty[code_stage], lane);
+                }
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
                 multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
