@@ -24,16 +24,17 @@ kernel 78 µs (NVFP4; 1024³: 29 and 306 µs). A smaller GEMM takes a GPU less t
 
 FEW, FEW_FP8, MANY = 64, 32, 2**20
 """Largest M and smallest N·K of the skinny path, which reads b once and does not dequantize it to memory. FEW_FP8:
-largest M of operands that the FP8 path takes too. On an H200 16 rows by N = K = 8192 take 17 µs (NVFP4), 20 µs (MXFP8,
-FP8), torch's bfloat16 product 35 µs, the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's product 38 µs, the FP8
-path 28 µs (tensor scales) and 36 µs (block scales)."""
+largest M of operands that the FP8 path takes too. On an H200 16 rows by N = K = 8192 take 16 µs (NVFP4), 18 µs (MXFP8,
+FP8), torch's bfloat16 product 34 µs, the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's product 38 µs, the FP8
+path 27 µs (tensor scales) and 34 µs (block scales)."""
 
 
 FEW_FUSED, MOST_FUSED, WIDE = 32, 256, 7168
 """Of operands that the fused path takes: largest M of the skinny path if N is at least WIDE, and largest M of the
-fused path. On an H200, N = K = 8192, the fused path takes 31 µs with 64 rows of NVFP4, 32 µs of MXFP8, torch's bfloat16
-product 37 µs; with 128 rows 38, 42 and 37 µs; with 256 rows 62, 67 and 47 µs, the path of dequantized tiles 111 and 124
-µs. 32 rows take 30 µs on either path. 64 rows by N = 2048, K = 7168 take 13 µs on the skinny path, 22 µs on it."""
+fused path. On an H200, N = K = 8192, the fused path takes 28 µs with 64 rows of NVFP4, 29 µs of MXFP8, torch's bfloat16
+product 38 µs; with 128 rows 36, 39 and 38 µs. An earlier version took 31, 32, 38 and 42 µs, with 256 rows 62 and 67 µs
+(torch's product 47 µs, the path of dequantized tiles 111 and 124 µs), with 32 rows 30 µs on either path, and with 64
+rows by N = 2048, K = 7168 22 µs, on the skinny path 13 µs."""
 
 
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024

@@ -4,16 +4,16 @@
 // places: 64 rows of b are its first operand, which may lie in registers, and rows of a are its columns. A block has 128 rows
 // of b and TOKENS rows of a. Four consumer warpgroups have 64 rows of b of a slice of K each. While a warpgroup decodes, the
 // tensor cores multiply for the other warpgroups. The producer warpgroup copies codes of b, and tiles of a, which
-// `pack_interleaved` has dequantized. A block has two slices of K; on a GPU a cluster of blocks has all slices of an output
-// tile.
+// `pack_interleaved` has dequantized. A block has two slices of K and adds their sums; on a GPU a cluster of blocks has all
+// slices of an output tile. Neighbouring sums are added first.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
 //
-// On an H200, 64 rows by N = K = 8192 of NVFP4 take 27.8 us, 19.7 us without decoding, 18.5 us with a quarter of the products;
-// 128 rows 34.2, 30.9 and 23.0 us. With 64 rows copies of an eighth of a changed nothing; a table of magnitudes in place of the
-// conversions of codes took 29.5 us. An earlier form, with two consumer warpgroups of two buffers of fragments each and with
-// bit operations in place of conversions, took 4 us more.
+// On an H200, 64 rows by N = K = 8192 take, between events, 28.6 us of NVFP4, 22.7 without decoding, 20.2 with a quarter of the
+// products as well; MXFP8 30.0, 28.2 and 27.4 us; 128 rows 38.0, 35.6 and 26.7 us, and 40.7, 36.5 and 34.0 us. To add
+// neighbouring slices first took 0.6 to 2 us off. Variants of 64 rows of MXFP8, 29.3 us: half as many stages of a and four of b
+// 31.0 us, three of b 30.5 us, no check of scales 29.2 us, warpgroups that multiply by turns 0.4 us more.
 #pragma once
 
 #include "gemm/skinny/gemm_skinny_nvfp4.cuh"

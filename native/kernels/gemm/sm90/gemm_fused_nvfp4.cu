@@ -14,7 +14,7 @@
 //   gemm_fused next, also `early`: 640 threads, grid (ceil(N/128) * slices / 2, ceil(M/64 or M/128)), on a CPU without slices;
 //   of a grouped GEMM grid.y is M/64 or M/128, rounded down, plus the number of sections. sizeof(FusedShared) + 1024 bytes of
 //   dynamic shared memory.
-//   Numerics: as gemm_tensor (gemm_wgmma.cu).
+//   Numerics: as gemm_tensor (gemm_wgmma.cu), but the sums of neighbouring slices are added first, then those of neighbours.
 
 #include "gemm/sm90/gemm_fused.cuh"
 
