@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from narrowgauge.native import ops as native
 from narrowgauge.native.gemm import fused
 from narrowgauge.native.gemm.gemm import grouped_path_for
 from narrowgauge.native.gemm.paths import (
@@ -26,7 +27,7 @@ from narrowgauge.native.gemm.paths import (
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
-from tests.native.devices import ON_CPU_AND_HOPPER, ops
+from tests.native.devices import ON_CPU_AND_HOPPER, needs_hopper, ops
 from tests.native.operands import (
     operand,
     product_of_sections,
@@ -95,6 +96,23 @@ def test_neighbouring_slices_of_k_are_added_first(
     starts = fused.slices_of(3, 7, k, "nvfp4" if name == "nvfp4" else "mx", multiprocessors)
     assert ops.gemm_order(a, b).endswith("-tree") == (len(starts) > 2)
     assert_bits(a, b, out_dtype=FP32)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_loads_of_codes_end_before_the_next_copy(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """227 KB of shared memory leave a small L1 cache: loads of scales wait for a place in it, loads of codes behind them."""
+    monkeypatch.setattr(fused, "_SHARED_BYTES", 227 * 1024)
+    numbers = (torch.randn(extent, 8192, device="cuda", dtype=torch.bfloat16) for extent in (rows, 8192))
+    a, b = (native.quantize(x, name) for x in numbers)
+    assert native.gemm_order(a, b).startswith("split-4-decoded-")
+    other = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # larger than the L2 cache
+    native.gemm(a, b, out_dtype=FP32)
+    expected = native.gemm(a, b, out_dtype=FP32).cpu()
+    for _ in range(30):
+        other.zero_()
+        assert_equal(native.gemm(a, b, out_dtype=FP32).cpu(), expected)
 
 
 @pytest.mark.parametrize(
