@@ -184,8 +184,8 @@ struct MxCodes {
 
     // Sets the `refused` flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
     static __device__ __forceinline__ void check_range(const FusedParameters& p, i64 y, i64 first, const ptx::Vector4& scales) {
-        // Under scales of 2^-31 to 2^32, codes 96 to 159, every number from 2^-9 to 448 is inside. 32 more than such a code has
-        // the highest bits 10. A sum that exceeds its byte has other bits.
+        // Under scales of 2^-31 to 2^32, codes 96 to 159, every number from 2^-9 to 448 is inside. Such a code plus 32 has the
+        // highest bits 10. A sum above 255 has the bits 00.
         u32 others = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) others |= scales.words[i] + 0x20202020u ^ 0x80808080u;
@@ -336,7 +336,7 @@ struct FusedSlice {
     }
 };
 
-// Adds the sums of the two slices of a block. Each warpgroup adds half of its sums to those of the other slice.
+// Adds the sums of the two slices of a block. Each warpgroup adds half of the sums.
 template <int TOKENS>
 __device__ __forceinline__ void add_slices(const float (&d)[TOKENS / 2], float (&sums)[TOKENS][FUSED_STRIDE], int number, int own,
                                             int lane) {
@@ -399,7 +399,7 @@ __device__ __forceinline__ void store_fused(const FusedShared<TOKENS>& shared, c
     }
 }
 
-// The block's own flag. Its first thread sets it to 0; the other threads wait for a barrier before they set it.
+// Flag of the block. Thread 0 clears the flag; a barrier must follow before any thread sets the flag.
 __device__ __forceinline__ u32* flag_of_block(u32* flags) {
     u32* const flag = flags + (blockIdx.y * gridDim.x + blockIdx.x);
     if (threadIdx.x == 0) *flag = 0;
