@@ -297,20 +297,15 @@ struct FusedSlice {
         const u8* row_scales[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scales[i] = p.b_scales + (y[i] * (p.k / TILE_COLUMNS / STEPS) + first_run) * 16;
-        RowScales next;
+        RowScales scales;
         const auto load = [&](u32 run) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) next[i] = ptx::ld_global_nc_v4_u32(row_scales[i] + i64{run} * 16);
+            for (int i = 0; i < 2; ++i) scales[i] = *reinterpret_cast<const ptx::Vector4*>(row_scales[i] + i64{run} * 16);
         };
         load(0);
         for (u32 run = 0; run < steps / STEPS; ++run) {
-            RowScales scales;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                scales[i] = next[i];
-                Codes::check_range(p, y[i], (first_run + run) * 16, scales[i]);
-            }
-            if (run + 1 < steps / STEPS) load(run + 1);
+            for (int i = 0; i < 2; ++i) Codes::check_range(p, y[i], (first_run + run) * 16, scales[i]);
             const u32 done = before + run * STEPS;
             const Stages<Shared::TOKEN_STAGES, STEPS> tokens(done);
             const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);
@@ -326,6 +321,8 @@ struct FusedSlice {
                     ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
                     release(barriers.codes_empty[code_stage], lane);
                 }
+                // After the last fence, which waits for loads. The compiler moves loads by ld.global.nc before a fence.
+                if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
                 multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
