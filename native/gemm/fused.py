@@ -13,7 +13,7 @@ import torch
 from narrowgauge.native.gemm.operands import Fields, Product
 from narrowgauge.native.gemm.paths import clusters_of
 from narrowgauge.native.gemm.skinny import takes_operand
-from narrowgauge.native.gemm.wgmma import dequantize, fields_of, multiply_refused
+from narrowgauge.native.gemm.wgmma import dequantize, fields_of, multiply_refused, packed_tiles
 from narrowgauge.native.gemm.wgmma_fp8 import tensor_map, tensor_maps
 from narrowgauge.native.runtime.arguments import blocks_for
 from narrowgauge.native.runtime.launch import launch
@@ -127,7 +127,7 @@ def _multiply(
     if family == "mx" and product.sizes is not None:
         refused = own = torch.zeros(1, dtype=torch.int32, device=device)
     elif family == "mx":  # each block of threads sets its flag to 0, which costs no launch
-        packed = blocks_for(product.m, _ROWS) * (product.k // _COLUMNS)
+        packed = packed_tiles(product.m, product.k)
         refused = torch.empty(packed + grid[0] * grid[1], dtype=torch.int32, device=device)
         own = refused[packed:]
     a = dequantize(

@@ -88,6 +88,12 @@ def refuses(operand: Fields, rows: int, k: int) -> bool:
     return bool(refused)
 
 
+def packed_tiles(rows: int, k: int, multiple: int = 1, sections: int = 1) -> int:
+    """Most tiles of an operand (rows, K), with a multiple of `multiple` rows of tiles."""
+    # A section begins with a new row of tiles, and the last row of tiles of a section may be short.
+    return (multiple * _ceil_div(rows, multiple * ROWS) + sections - 1) * _ceil_div(k, COLUMNS)
+
+
 def dequantize(
     family: str,
     operand: Fields,
@@ -106,8 +112,7 @@ def dequantize(
     `early_kernel`: source and name of a kernel with the parameters of `pack`, launched `early` in its place.
     """
     sections = 1 if sizes is None else len(sizes)
-    # A section begins with a new row of tiles, and the last row of tiles of a section may be short.
-    tiles = (multiple * _ceil_div(rows, multiple * ROWS) + sections - 1) * _ceil_div(k, COLUMNS)
+    tiles = packed_tiles(rows, k, multiple, sections)
     device = _device(operand)
     packed = torch.empty(matrices * tiles * TILE_BYTES, dtype=torch.uint8, device=device)
     if tiles:

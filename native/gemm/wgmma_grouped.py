@@ -41,7 +41,7 @@ def multiply(product: Product, out: torch.Tensor) -> None:
     """Computes a grouped GEMM that `takes` accepts into `out` (M, N)."""
     assert product.sizes is not None
     device, family, sizes, count = out.device, product.family, product.sizes, len(product.sizes)
-    tiles = product.n // wgmma.ROWS * (product.k // wgmma.COLUMNS)
+    tiles = wgmma.packed_tiles(product.n, product.k)
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
     a = wgmma.dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
     b = torch.empty(count * tiles * wgmma.TILE_BYTES, dtype=torch.uint8, device=device)

@@ -10,6 +10,7 @@ import torch
 from narrowgauge.native import ops as native
 from narrowgauge.native.gemm import fused
 from narrowgauge.native.gemm.gemm import grouped_path_for
+from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.gemm.paths import (
     FEW,
     FEW_FUSED,
@@ -93,7 +94,7 @@ def test_neighbouring_slices_of_k_are_added_first(
     """With 2, 4, 8 or 16 slices, whose last may be shorter."""
     monkeypatch.setattr("narrowgauge.native.gemm.wgmma.multiprocessors", lambda _: multiprocessors)
     a, b = random_operand(name, 3, k, 1), random_operand(name, 7, k, 2)
-    starts = fused.slices_of(3, 7, k, "nvfp4" if name == "nvfp4" else "mx", multiprocessors)
+    starts = fused.slices_of(3, 7, k, product_family(a.recipe, b.recipe), multiprocessors)
     assert ops.gemm_order(a, b).endswith("-tree") == (len(starts) > 2)
     assert_bits(a, b, out_dtype=FP32)
 

@@ -3,8 +3,8 @@
 //   a.codes  (M, K/2); a.scales (M, K/16); b likewise with N rows. Codes and scales begin at a multiple of 16 bytes
 //   K        a multiple of 512; any M; N and K to 2^20
 //   alpha    from the tensor amaxes: float32 (1,), or (M,) or (N,) with an amax for each row
-//   Launch: `early`, 512 threads and sizeof(WideShared) of dynamic shared memory for 16 rows of a and 64 of b, grid (ceil(M/16),
-//   ceil(N/64)). A multiprocessor runs one block at a time: best if all blocks run at once.
+//   Launch: `early`, 512 threads and sizeof(WideShared) of dynamic shared memory for 16 rows of a and 64 of b, grid
+//   (ceil(M/16), ceil(N/64)). A multiprocessor runs one block at a time: best if all blocks run at once.
 //   Numerics: as gemm_skinny_nvfp4.cu, with the same 16 columns of an mma. But four teams of warps take runs of 512 columns
 //   in turn, in order of K; the sums of the teams are added in their order, one float32 rounding each.
 //

@@ -113,11 +113,9 @@ struct Nvfp4Codes {
     static constexpr BlockScales SCALES = BlockScales::E4M3;
     // Steps of a stage of codes, and of RowScales.
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
+    static constexpr int BYTES = 2;  // of a lane's codes in a 16-byte chunk, or in half of one
 
-    // Bytes from the first code of a 16-byte chunk to those of lane t % 4.
-    static constexpr int BYTES = 2;
-
-    // Step `step` of the scales. `first`: of the thread's first code of chunk 0 in the stage, the byte of `codes`.
+    // Step `step` of the scales. `first`: the byte of `codes` at which the thread's codes of chunk 0 of the stage begin.
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
                                                   int step) {
 #pragma unroll
@@ -150,7 +148,6 @@ struct MxCodes {
     using Number = bf16;
     static constexpr BlockScales SCALES = BlockScales::E8M0;
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
-
     static constexpr int BYTES = 4;
 
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,

@@ -9,8 +9,8 @@
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from tensor scales; its a is null for block scales
 //   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
-//   Launch: `early`. A persistent kernel: 384 threads, any grid, best one block for each multiprocessor; with slices a block for each
-//   slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
+//   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the
+//   grid has a block for each slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
 //   behind 13 fraction bits (tensor_core_model.cuh). Tensor scales: the sums of 128 columns are added in float32, in order of
 //   K. Then alpha * sum, + c and + bias each round to float32, and the last step is one cast. Block scales:
