@@ -38,7 +38,7 @@ _STORED_BLOCKS, _STORE_THREADS = 32, 256
 
 _PARAMETERS = KernelStruct("quantize/quantize_fp8.cu", "QuantizeFp8Parameters")
 _VARIANT = KernelStruct("quantize/quantize_fp8.cu", "QuantizeFp8Variant")
-_NO_OUTPUT: dict[str, Value] = {"amax": None, "codes": None, "scales": None, "encode": None, "scales_by_tile": None}
+_NO_OUTPUT: dict[str, Value] = {"amax": None, "codes": None, "scales": None, "encode": None, "amaxes_by_tile": None}
 
 
 @dataclass
@@ -51,10 +51,10 @@ class _Output:
     encode: torch.Tensor | None
 
     def fields(self, *, by_tile: bool) -> dict[str, Value]:
-        """Fields of the kernel's struct Output. `by_tile`: the kernel stores scales by tile, for `store_scales`."""
+        """Fields of the kernel's struct Output. `by_tile`: the kernel stores amaxes by tile, for `store_scales`."""
         return {
             "amax": self.amax, "codes": self.codes, "scales": self.scales, "encode": self.encode,
-            "scales_by_tile": torch.empty_like(self.scales) if by_tile else None,
+            "amaxes_by_tile": torch.empty_like(self.scales, dtype=torch.bfloat16) if by_tile else None,
         }  # fmt: skip
 
 
@@ -225,14 +225,9 @@ def _launch(
         lines = max(rows, columns) // TILE
         by_line = (blocks_for(lines, _STORED_BLOCKS), lines, 2)
         launch(
-            "quantize_fp8",
-            "store_scales",
-            by_line,
-            (_STORE_THREADS,),
-            (parameters,),
-            device=x.device,
-            extra_flags=flags,
-        )
+            "quantize_fp8", "store_scales", by_line, (_STORE_THREADS,), (parameters,), device=x.device, extra_flags=flags,
+            early=True,
+        )  # fmt: skip
 
 
 def _in_tiles(x: torch.Tensor) -> bool:

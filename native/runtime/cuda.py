@@ -96,8 +96,10 @@ blocks."""
 class _Kernel:
     """A loaded kernel. Its module stays loaded with the object."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, *, early: bool) -> None:
         self._function = function
+        self.early = early
+        """Whether the kernel can be launched `early`: griddepcontrol exists from sm_90 on."""
         self.address: int = function.ptr
         self.shared_bytes = 0
         """Largest dynamic shared memory that was requested, in bytes."""
@@ -110,7 +112,7 @@ def _kernel(source: str, name: str, kernels: str, device: int, extra_flags: tupl
         function = module.get_function(name)
         if function.shared_size_bytes > _MUCH_SHARED:
             function.preferred_shared_memory_carveout = 100
-        return _Kernel(function.kernel)
+        return _Kernel(function.kernel, early=function.binary_version >= 90)
 
 
 _LETTERS = {int: "Q", np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}
@@ -186,7 +188,7 @@ def launch(
         loaded.shared_bytes = shared_bytes
     stream = torch._C._cuda_getCurrentRawStream(current)  # current_stream without creating an object
     parameters = _parameters.pack(arguments)
-    if early:
+    if early and loaded.early:
         _launch_early(loaded.address, grid, block, shared_bytes, stream, parameters)
     else:
         driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, parameters, 0)

@@ -157,3 +157,32 @@ __device__ __forceinline__ void ldmatrix_x4_trans_shared_b16(unsigned shared, un
 
 }  // namespace narrowgauge::ptx
 #endif
+
+namespace narrowgauge::ptx {
+
+// Stores what the next kernel reads: its line of the L2 cache is evicted last.
+__device__ __forceinline__ void st_global_L2_evict_last_u16(unsigned short* target, unsigned short value) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+        "st.global.L2::cache_hint.u16 [%0], %1, policy;\n}" ::"l"(target), "h"(value) : "memory");
+#else
+    *target = value;
+#endif
+}
+
+// Lets the next kernel of the stream begin, if it was launched with `early` (native/runtime/launch.py).
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the kernel before, whose writes are visible from here on.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace narrowgauge::ptx

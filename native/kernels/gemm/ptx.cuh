@@ -133,22 +133,6 @@ __device__ __forceinline__ Vector4 ld_shared_cluster(const Vector4* source, [[ma
 #endif
 }
 
-// ---- dependent launches ----------------------------------------------------------------------------------------------
-
-// Lets the next kernel of the stream begin, if it was launched with `early` (native/runtime/launch.py).
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-#ifdef HAS_WGMMA
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits for the end of the kernel before, whose writes are visible from here on.
-__device__ __forceinline__ void griddepcontrol_wait() {
-#ifdef HAS_WGMMA
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // ---- counters of all blocks ------------------------------------------------------------------------------------------
 
 // Adds 1, without an order of other accesses. Returns the count before.
@@ -206,6 +190,24 @@ __device__ __forceinline__ void fence_proxy_async_global() {
 
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
+// Cache policy of data that is read once: its lines of the L2 cache are evicted first.
+__device__ __forceinline__ u64 createpolicy_fractional_L2_evict_first() {
+    u64 policy = 0;
+#ifdef __CUDA_ARCH__
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+// The policy of copies without one.
+__device__ __forceinline__ u64 createpolicy_fractional_L2_evict_normal() {
+    u64 policy = 0;
+#ifdef __CUDA_ARCH__
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
 // Copies BYTES from global to shared memory, both aligned to 128 bytes; the mbarrier counts the bytes.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, Mbarrier& barrier) {
@@ -224,12 +226,13 @@ __device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8
 
 // Copies a box of a tensor map, 128 rows of 128 bytes from column x and row y on, with zeros beyond the end of the tensor; the
 // mbarrier counts the bytes. `target` is aligned to 1024 bytes.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&map)[16], int x, int y, Mbarrier& barrier) {
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&map)[16], int x, int y, Mbarrier& barrier,
+                                                        [[maybe_unused]] u64 policy) {
 #ifdef HAS_WGMMA
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
             shared_address(target)),
-        "l"(map), "r"(x), "r"(y), "r"(shared_address(&barrier))
+        "l"(map), "r"(x), "r"(y), "r"(shared_address(&barrier)), "l"(policy)
         : "memory");
 #elif defined(__CUDA_ARCH__)
     __trap();
@@ -245,15 +248,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&
     }
     mbarrier_complete(barrier, u64{128 * 128} << 32);
 #endif
-}
-
-// Cache policy of data that is read once: its lines of the L2 cache are evicted first.
-__device__ __forceinline__ u64 createpolicy_fractional_L2_evict_first() {
-    u64 policy = 0;
-#ifdef __CUDA_ARCH__
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
 }
 
 // 16 bytes, bypassing L1.
@@ -294,6 +288,13 @@ __device__ __forceinline__ void cp_async_wait_group() {
 }
 
 // ---- loads -----------------------------------------------------------------------------------------------------------
+
+// Brings a sector of 32 bytes to the L2 cache.
+__device__ __forceinline__ void prefetch_global_L2([[maybe_unused]] const u8* source) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+#endif
+}
 
 // 16 bytes that are read once.
 __device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(const u8* source) {

@@ -5,9 +5,9 @@
 //   128x128. A strip of 128 rows has ceil(K/128) tiles, at least 1; ceil(M/128) strips, or with sections floor(M/128) and one
 //   more per section. THREADS is 256, on a CPU 8: there a thread processes 16 rows, and a barrier is cheap.
 //   quantize_fp8_tiles: contiguous bfloat16, aligned to 16 bytes, M and K multiples of 128, no sections. Launch: TILE_THREADS
-//   threads for every tile of 128x128. Scales of 1x128 may go to `scales_by_tile`; store_scales then stores them in order.
-//   store_scales: the scales of both outputs from `scales_by_tile`. Launch: (ceil(blocks of a line / 32), rows of tiles, 2)
-//   thread blocks of STORE_THREADS, for the larger of the two outputs.
+//   threads for every tile of 128x128. Amaxes of 1x128 may go to `amaxes_by_tile`; store_scales then stores the scales.
+//   store_scales: the scales of both outputs from `amaxes_by_tile`. Launch: `early`, (ceil(blocks of a line / 32), rows of
+//   tiles, 2) thread blocks of STORE_THREADS, for the larger of the two outputs.
 //   Numerics: docs/numerics.md#fp8-with-float32-scales: float32 with one rounding per operation, the scale max/amax, FP8
 //   of x times the scale, nearest even, saturating. Everything is exact to the bit.
 
@@ -58,8 +58,8 @@ struct Output {
     float* scales;  // inverse of the factors of elements. LINES: (M, ceil(K/128)). TILES: (ceil(m/128), ceil(K/128)) of each
                     // section, vertically adjacent. WHOLE: a value per section
     float* encode;      // with WHOLE, the factors of elements, per section; or null
-    float* scales_by_tile;  // with LINES, receives the scales of a tile's lines side by side, (lines / 128, blocks of a line,
-                            // 128), in place of `scales`; or null
+    u16* amaxes_by_tile;  // with LINES, receives the amaxes of a tile's lines side by side, as bfloat16 (lines / 128, blocks
+                          // of a line, 128), and `scales` nothing; or null
 };
 
 struct QuantizeFp8Parameters {
@@ -342,7 +342,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 // ---- whole tiles of bfloat16 -----------------------------------------------------------------------------------------
 
 // With both outputs of 1x128 on an H200, stores of scales took a tenth of the time: four bytes occupy a sector of L2, as 32
-// bytes of codes do. So a large matrix has its scales stored by tile first. Thread blocks with 2, 4 or 8 neighbouring tiles
+// bytes of codes do. So a large matrix has its amaxes stored by tile first. Thread blocks with 2, 4 or 8 neighbouring tiles
 // that store the scales of their rows together are slower, and so are tiles in bands.
 constexpr int PIECE_ROWS = 8;  // 1x128, both outputs of 16384^2 on an H200: 0.324 ms, 0.333 with 4 and twice the threads
 constexpr int TILE_BLOCKS_PER_SM = 4;  // limits a thread to 64 registers: 0.334 ms, 0.336 with 3
@@ -370,12 +370,14 @@ __device__ __forceinline__ u32 permuted_word(u32 across, u32 word) {
     return word ^ (across / 2 % (WORDS / 4) * 4 + across % 2);
 }
 
-// Stores the scale of a block of line `line` of a strip of 128 lines with `blocks` blocks each.
-__device__ __forceinline__ void store_scale(const Output& output, float scale, u32 strip, u32 line, u32 block, u32 blocks) {
-    if (output.scales_by_tile != nullptr) {
-        output.scales_by_tile[(strip * blocks + block) * TILE + line] = scale;
+// Stores the amax of a block of line `line` of a strip of 128 lines with `blocks` blocks each, or the inverse of its factor.
+__device__ __forceinline__ void store_scale(const Output& output, u32 amax, float factor, u32 strip, u32 line, u32 block,
+                                            u32 blocks) {
+    if (output.amaxes_by_tile != nullptr) {
+        u16* target = output.amaxes_by_tile + ((strip * blocks + block) * TILE + line);
+        ptx::st_global_L2_evict_last_u16(target, static_cast<u16>(amax >> 16));
     } else {
-        output.scales[(strip * TILE + line) * blocks + block] = scale;
+        output.scales[(strip * TILE + line) * blocks + block] = 1.0f / factor;
     }
 }
 
@@ -405,9 +407,9 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
             const float scale = fp8_scale(__uint_as_float(amax), settings.scale);
             shared.factors[is_row ? 0 : 1][line] = scale;
             if (is_row) {
-                store_scale(row_output, 1.0f / scale, tile_row, line, tile_column, tiles_across);
+                store_scale(row_output, amax, scale, tile_row, line, tile_column, tiles_across);
             } else {
-                store_scale(column_output, 1.0f / scale, tile_column, line, tile_row, tiles_down);
+                store_scale(column_output, amax, scale, tile_column, line, tile_row, tiles_down);
             }
         }
         __syncthreads();
@@ -513,24 +515,26 @@ constexpr int STORE_THREADS = 256;
 extern "C" __global__ void __launch_bounds__(STORE_THREADS)
     store_scales(const __grid_constant__ QuantizeFp8Parameters p) {
     __shared__ float scales[STORED_BLOCKS][TILE + 1];
+    ptx::griddepcontrol_wait();
     const Output output = blockIdx.z == 0 ? p.row : p.column;
     const i64 lines = blockIdx.z == 0 ? p.rows : p.columns, blocks = (blockIdx.z == 0 ? p.columns : p.rows) / TILE;
     const i64 strip = blockIdx.y, first = static_cast<i64>(blockIdx.x) * STORED_BLOCKS;
-    if (output.scales_by_tile == nullptr || strip * TILE >= lines || first >= blocks) return;
+    if (output.amaxes_by_tile == nullptr || strip * TILE >= lines || first >= blocks) return;
     const int count = blocks - first < STORED_BLOCKS ? static_cast<int>(blocks - first) : STORED_BLOCKS;
-    const float* source = output.scales_by_tile + (strip * blocks + first) * TILE;
+    const u16* source = output.amaxes_by_tile + (strip * blocks + first) * TILE;
+    const Fp8ScaleParameters parameters = settings_of(p).scale;
     constexpr int EACH = STORED_BLOCKS * TILE / STORE_THREADS;
-    float loaded[EACH];  // all loads are in flight at the same time
+    u16 loaded[EACH];  // all loads are in flight at the same time
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int n = i * STORE_THREADS + thread;
-        loaded[i] = n < count * TILE ? source[n] : 0.0f;
+        loaded[i] = n < count * TILE ? source[n] : u16{0};
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int n = i * STORE_THREADS + thread;
-        scales[n / TILE][n % TILE] = loaded[i];
+        scales[n / TILE][n % TILE] = 1.0f / fp8_scale(to_float(bf16{loaded[i]}), parameters);
     }
     __syncthreads();
     float* target = output.scales + strip * TILE * blocks + first;

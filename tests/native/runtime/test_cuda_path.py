@@ -37,6 +37,7 @@ class FakeDriver:
         self.declared: dict[str, int] = {}
         """Static shared memory of kernels by name, in bytes; default 0."""
         self.functions: dict[str, Any] = {}
+        self.architecture = 90
 
     def ctxGetCurrent(self) -> int:
         return self.context
@@ -77,6 +78,7 @@ class FakeDriver:
                 kernel=SimpleNamespace(ptr=1000 + len(self.loaded)),
                 shared_size_bytes=self.declared.get(name, 0),
                 preferred_shared_memory_carveout=-1,
+                binary_version=self.architecture,
             )
             return self.functions[name]
 
@@ -198,6 +200,14 @@ def test_an_early_kernel_has_the_attribute_of_cuda(driver: FakeDriver, monkeypat
     assert not driver.launches
     with pytest.raises(ToolchainError, match="cuLaunchKernelEx returned error 719"):
         launch(np.int32(5), early=True)
+
+
+def test_a_kernel_below_sm_90_is_not_early(driver: FakeDriver) -> None:
+    """It has no griddepcontrol.wait, and the driver no such attribute."""
+    driver.architecture = 89
+    driver.sizes = [4]
+    launch(np.int32(5), early=True)
+    assert [one["parameters"] for one in driver.launches] == [[np.int32(5).tobytes()]]
 
 
 def test_an_argument_of_another_type_is_refused(driver: FakeDriver) -> None:

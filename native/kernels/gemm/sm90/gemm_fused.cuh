@@ -113,7 +113,8 @@ struct Nvfp4Codes {
     static constexpr BlockScales SCALES = BlockScales::E4M3;
     // Steps of a stage of codes, and of RowScales.
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
-    static constexpr int BYTES = 2;  // of a lane's codes in a 16-byte chunk, or in half of one
+    static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;  // columns of RowScales
+    static constexpr int BYTES = 2;                         // of a lane's codes in a 16-byte chunk, or in half of one
 
     // Step `step` of the scales. `first`: the byte of `codes` at which the thread's codes of chunk 0 of the stage begin.
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
@@ -139,7 +140,13 @@ struct Nvfp4Codes {
         }
     }
 
-    static __device__ __forceinline__ void check_range(const FusedParameters&, i64, i64, const ptx::Vector4&) {}
+    // Before the first step: brings scales of two rows to the L2 cache, of `runs` runs from run `first` on. Four threads have the
+    // same rows.
+    static __device__ __forceinline__ void prepare(const FusedParameters& p, const i64 (&rows)[2], i64 first, u32 runs) {
+        for (u32 run = threadIdx.x % 4 * 2; run < runs; run += 8) {  // a sector of 32 bytes has two runs
+            for (const i64 row : rows) ptx::prefetch_global_L2(p.b_scales + (row * p.k + (first + run) * RUN) / 16);
+        }
+    }
 };
 
 // E4M3 with scales of E8M0 for 32 columns.
@@ -148,6 +155,7 @@ struct MxCodes {
     using Number = bf16;
     static constexpr BlockScales SCALES = BlockScales::E8M0;
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
+    static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;
     static constexpr int BYTES = 4;
 
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
@@ -179,19 +187,36 @@ struct MxCodes {
 #endif
     }
 
-    // Sets the `refused` flag if a number of row y of b is outside the range of tiles, from block `first` of scales on.
-    static __device__ __forceinline__ void check_range(const FusedParameters& p, i64 y, i64 first, const ptx::Vector4& scales) {
-        // Under scales of 2^-31 to 2^32, codes 96 to 159, every number from 2^-9 to 448 is inside. Such a code plus 32 has the
-        // highest bits 10. A sum above 255 has the bits 00.
-        u32 others = 0;
+    // Before the first step: sets the `refused` flag if a number of two rows of b is outside the range of tiles, in `runs` runs
+    // from run `first` on. Four threads have the same rows. The products wait for copies meanwhile.
+    static __device__ __forceinline__ void prepare(const FusedParameters& p, const i64 (&rows)[2], i64 first, u32 runs) {
+#pragma unroll 1
+        for (u32 run = threadIdx.x % 4; run < runs; run += 4) {
+            const i64 column = (first + run) * RUN;
+            ptx::Vector4 scales[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scales[i] = ptx::ld_global_nc_v4_u32(p.b_scales + (rows[i] * p.k + column) / 32);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (!in_range(scales[i])) check_codes(p, rows[i] * p.k + column);
+            }
+        }
+    }
+
+    // Whether every number from 2^-9 to 448 is inside the range under scales of E8M0: under 2^-31 to 2^32, codes 96 to 159.
+    static __device__ __forceinline__ bool in_range(const ptx::Vector4& scales) {
+        u32 others = 0;  // a code plus 32 has the highest bits 10; a sum above 255 has the bits 00
 #pragma unroll
         for (int i = 0; i < 4; ++i) others |= scales.words[i] + 0x20202020u ^ 0x80808080u;
-        if ((others & 0xC0C0C0C0u) == 0) return;
+        return (others & 0xC0C0C0C0u) == 0;
+    }
+
+    // The same for a run from code `first` on.
+    static __device__ __forceinline__ void check_codes(const FusedParameters& p, i64 first) {
 #pragma unroll 1
-        for (int chunk = threadIdx.x % 4; chunk < 16 * 32 / CHUNK; chunk += 4) {  // four threads have the same rows
-            const u8* codes = p.b_codes + y * p.k + first * 32 + chunk * CHUNK;
-            const u8 scale = p.b_scales[y * (p.k / 32) + first + chunk / (32 / CHUNK)];
-            if (out_of_range<E4M3>({{load_word(codes, 4), load_word(codes + 4, 4)}}, e8m0_to_float(scale))) *p.refused = 1;
+        for (i64 code = first; code < first + RUN; code += CHUNK) {
+            const ChunkCodes chunk = {{load_word(p.b_codes + code, 4), load_word(p.b_codes + code + 4, 4)}};
+            if (out_of_range<E4M3>(chunk, e8m0_to_float(p.b_scales[code / 32]))) *p.refused = 1;
         }
     }
 };
@@ -274,12 +299,14 @@ struct FusedSlice {
 
     __device__ __forceinline__ void copy_codes(const u64 (&map)[16]) const {
         const int x = static_cast<int>(first / Codes::STAGE_STEPS) * ROW_BYTES;
+        // On an H200 128 rows of MXFP8 take 35.6 us, 38.0 with the other policy; 8 sections of 64 rows 210 us and 205.
+        const u64 policy = policy_of_copies(CLUSTER > 1);
         for (u32 number = 0; number < steps / Codes::STAGE_STEPS; ++number) {
             const u32 place = before / Codes::STAGE_STEPS + number, stage = place % CODE_STAGES;
             ptx::mbarrier_try_wait_parity(barriers.codes_empty[stage], place / CODE_STAGES % 2 ^ 1u);
             ptx::mbarrier_arrive_expect_tx(barriers.codes_full[stage], TILE_BYTES);
             ptx::cp_async_bulk_tensor_2d(pipelines.codes[stage], map, x + static_cast<int>(number) * ROW_BYTES,
-                                         static_cast<int>(row), barriers.codes_full[stage]);
+                                         static_cast<int>(row), barriers.codes_full[stage], policy);
         }
     }
 
@@ -300,9 +327,8 @@ struct FusedSlice {
             for (int i = 0; i < 2; ++i) scales[i] = *reinterpret_cast<const ptx::Vector4*>(row_scales[i] + i64{run} * 16);
         };
         load(0);
+        Codes::prepare(p, y, first_run, steps / STEPS);
         for (u32 run = 0; run < steps / STEPS; ++run) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) Codes::check_range(p, y[i], (first_run + run) * 16, scales[i]);
             const u32 done = before + run * STEPS;
             const Stages<Shared::TOKEN_STAGES, STEPS> tokens(done);
             const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);

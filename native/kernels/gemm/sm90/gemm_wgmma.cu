@@ -62,9 +62,10 @@ __device__ __forceinline__ void for_rows_of_tiles(const u32* refused, int flags,
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
     __syncthreads();
-    for (int i = threadIdx.x; i < flags; i += THREADS) {
-        if (refused[i] != 0) any = 1;
-    }
+    u32 own = 0;
+#pragma unroll 4  // loads in flight at the same time
+    for (int i = threadIdx.x; i < flags; i += THREADS) own |= refused[i];
+    if (own != 0) any = 1;
     __syncthreads();
     if (any == 0) return;
     for (i64 tile_row = blockIdx.y; tile_row * TILE < m; tile_row += gridDim.y) {

@@ -80,9 +80,10 @@ struct MappedCodes : CopyingSource {
 
     __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
         const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
-        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.row), full);
-        ptx::cp_async_bulk_tensor_2d(stage.b[0], b.words, x, y, full);
-        ptx::cp_async_bulk_tensor_2d(stage.b[1], b.words, x, y + TILE_ROWS, full);
+        const u64 policy = policy_of_copies(tile.section_rows <= TILE_ROWS);
+        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.row), full, policy_of_copies(false));
+        ptx::cp_async_bulk_tensor_2d(stage.b[0], b.words, x, y, full, policy);
+        ptx::cp_async_bulk_tensor_2d(stage.b[1], b.words, x, y + TILE_ROWS, full, policy);
     }
 };
 
