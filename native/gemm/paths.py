@@ -39,8 +39,13 @@ rows by N = 2048, K = 7168 22 µs, on the skinny path 13 µs."""
 
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
 """Numbers of slices of K of the paths of tensor cores, and the fewest columns of a slice. A cluster of thread blocks
-has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8 take 31 µs in two slices, 48 µs in one, and
-43 µs in four: 32 clusters of four blocks do not run at once."""
+has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8, with tiles of 256 columns, take 31 µs in two
+slices, 48 µs in one, and 43 µs in four: 32 clusters of four blocks do not run at once."""
+
+
+NARROW_SLICES = 4
+"""Most slices of K of output tiles with 128 columns: a block stores at least 32 columns. On an H200 128 rows by N = K =
+8192 of FP8 take 22.6 µs with these tiles, 30.8 µs with 256 columns, which occupy 64 multiprocessors."""
 
 
 ROWS_FUSED, ROWS_BESIDE = 512, 640
@@ -100,9 +105,9 @@ def order_of(path: str, family: str, slices: int = 1, cuts: Sequence[int] = ()) 
     return order if slices == 1 else f"split-{slices}-{order}"
 
 
-def tiles_of(m: int, n: int) -> int:
-    """Output tiles of 128×256 of the paths of tensor cores."""
-    return -(-m // 128) * -(-n // 256)
+def tiles_of(m: int, n: int, columns: int = 256) -> int:
+    """Output tiles of the paths of tensor cores, 128 by `columns`."""
+    return -(-m // 128) * -(-n // columns)
 
 
 def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
@@ -118,9 +123,19 @@ def clusters_of(tiles: int, k: int, multiprocessors: int) -> Iterator[int]:
     Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. A slice has at least
     SMALLEST_SLICE columns."""
     for count in SLICES if tiles else ():
-        filled = multiprocessors if count == 2 else multiprocessors * 3 // 4
-        if count * tiles <= filled and count * SMALLEST_SLICE <= k:
+        if _run_at_once(tiles, count, multiprocessors) and count * SMALLEST_SLICE <= k:
             yield count
+
+
+def columns_of(m: int, n: int, slices: int, multiprocessors: int) -> int:
+    """Columns of an output tile of FP8: 128 if K has slices and the clusters of all tiles run at once, else 256."""
+    narrow = 1 < slices <= NARROW_SLICES and _run_at_once(tiles_of(m, n, 128), slices, multiprocessors)
+    return 128 if narrow else 256
+
+
+def _run_at_once(clusters: int, blocks: int, multiprocessors: int) -> bool:
+    """Whether a GPU runs this many clusters of 8, 4 or 2 blocks at once."""
+    return clusters * blocks <= (multiprocessors if blocks == 2 else multiprocessors * 3 // 4)
 
 
 @cache

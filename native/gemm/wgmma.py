@@ -136,10 +136,11 @@ def fields_of(product: Product, out: torch.Tensor, slices: int, columns: int) ->
     }  # fmt: skip
 
 
-def blocks_of(product: Product, slices: int, device: torch.device) -> int:
-    """Blocks of a persistent kernel; with slices on a GPU a block for each slice of each output tile."""
+def blocks_of(product: Product, slices: int, device: torch.device, columns: int = 256) -> int:
+    """Blocks of a persistent kernel; with slices on a GPU a block for each slice of each output tile. `columns`: of an
+    output tile."""
     split = slices > 1 and device.type == "cuda"
-    return tiles_of(product.m, product.n) * slices if split else multiprocessors(device)
+    return tiles_of(product.m, product.n, columns) * slices if split else multiprocessors(device)
 
 
 @cache

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from narrowgauge.native.gemm.operands import Fields, Product, moved
-from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of, fields_of
+from narrowgauge.native.gemm.paths import columns_of
+from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of, fields_of, multiprocessors
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
@@ -22,6 +23,8 @@ _PARAMETERS = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "WgmmaFp8Parameters")
 _MAP = KernelStruct("gemm/sm90/tile.cuh", "TensorMap")
 _BOX = 128
 """Rows, and bytes of a row, of a box of a tensor map."""
+_LOW_BOX = 64
+"""Rows of a box of a, if a has no more rows."""
 _ALIGNMENT = 16
 """Bytes, of the address and of a row of codes. Source: cuTensorMapEncodeTiled."""
 _LARGEST = 2**31 - _BOX
@@ -84,25 +87,30 @@ def _launch(
     slices: int = 1,
 ) -> None:
     """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
-    parameters = _PARAMETERS(a=product.a, b=b, **fields_of(product, out, slices, _BOX))
+    box_rows = _LOW_BOX if product.sizes is None and product.m <= _LOW_BOX else _BOX
+    parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **fields_of(product, out, slices, _BOX))
     device, on_gpu = out.device, out.device.type == "cuda"
     # Each pair of element formats is compiled separately.
-    flags = f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
+    columns = columns_of(product.m, product.n, slices, multiprocessors(device))
+    flags = (
+        f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}",
+        f"-DTILES_OF_B={columns // _BOX}",
+    )  # fmt: skip
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device),), (THREADS,),
-        [tensor_map(product.a, product.m, product.k), maps, parameters, *further], device=device,
+        SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device, columns),), (THREADS,),
+        [tensor_map(product.a, product.m, product.k, box_rows), maps, parameters, *further], device=device,
         shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
         extra_flags=flags if on_gpu else (), early=True,
     )  # fmt: skip
 
 
-def tensor_map(operand: Fields, rows: int, row_bytes: int) -> StructValue:
+def tensor_map(operand: Fields, rows: int, row_bytes: int, box_rows: int = _BOX) -> StructValue:
     """TensorMap of the codes of an operand. `operand`: OperandParameters."""
     codes = operand["codes"]
     assert isinstance(codes, torch.Tensor)
     if codes.device.type == "cuda":
-        return _MAP(words=_encoded(codes.data_ptr(), rows, row_bytes))
-    return _MAP(words=(codes.data_ptr(), rows, row_bytes, *[0] * (_MAP_WORDS - 3)))
+        return _MAP(words=_encoded(codes.data_ptr(), rows, row_bytes, box_rows))
+    return _MAP(words=(codes.data_ptr(), rows, row_bytes, box_rows, *[0] * (_MAP_WORDS - 4)))
 
 
 def tensor_maps(operands: Sequence[Fields], rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
@@ -112,13 +120,13 @@ def tensor_maps(operands: Sequence[Fields], rows: int, row_bytes: int, device: t
 
 
 @lru_cache(maxsize=4096)  # weights are multiplied again and again
-def _encoded(address: int, rows: int, row_bytes: int) -> tuple[int, ...]:
+def _encoded(address: int, rows: int, row_bytes: int, box_rows: int) -> tuple[int, ...]:
     """Words of a CUtensorMap."""
     # The driver wants an address aligned to 64 bytes.
     buffer = (ctypes.c_uint64 * (2 * _MAP_WORDS))()
     skipped = -ctypes.addressof(buffer) % 64 // 8
     extents, strides = (ctypes.c_uint64 * 2)(row_bytes, rows), (ctypes.c_uint64 * 1)(row_bytes)
-    box, steps = (ctypes.c_uint32 * 2)(_BOX, _BOX), (ctypes.c_uint32 * 2)(1, 1)
+    box, steps = (ctypes.c_uint32 * 2)(_BOX, box_rows), (ctypes.c_uint32 * 2)(1, 1)
     error = cuda.library().cuTensorMapEncodeTiled(
         ctypes.byref(buffer, skipped * 8), _UINT8, 2, ctypes.c_void_p(address), extents, strides, box, steps,
         _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS_OUTSIDE,

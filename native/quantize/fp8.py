@@ -225,8 +225,8 @@ def _launch(
         lines = max(rows, columns) // TILE
         by_line = (blocks_for(lines, _STORED_BLOCKS), lines, 2)
         launch(
-            "quantize_fp8", "store_scales", by_line, (_STORE_THREADS,), (parameters,), device=x.device, extra_flags=flags,
-            early=True,
+            "quantize_fp8", "store_scales", by_line, (_STORE_THREADS,), (parameters,), device=x.device,
+            extra_flags=flags, early=True,
         )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def launch(
     None (a null pointer) and numpy scalars of the parameter's type. A block has `shared_bytes` of dynamic shared
     memory, on a GPU only. `early`: on a GPU from sm_90 on the kernel may begin while the kernel before it runs, and
     waits for the writes of that kernel itself, by griddepcontrol.wait. Raises ValueError if a tensor is not on
-    `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic shared memory; and as the toolchains do.
+    `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic shared memory; and as the toolchains
+    do.
     """
     values = [_value(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.native.gemm import paths, wgmma_fp8
 from narrowgauge.native.gemm.operands import product_family
-from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
+from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, columns_of, order_of, path_of, slices_of
 from narrowgauge.native.ops import Quantized
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
@@ -30,7 +30,7 @@ PAIRS = (
     ("fp8-delayed-e5m2", "fp8-current-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3"),
     ("fp8-block-1x128-e5m2", "fp8-block-128x128-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e5m2"),
 )  # fmt: skip
-SHAPES = ((1, 1, 16), (130, 72, 144), (70, 300, 272), (257, 5, 32))
+SHAPES = ((1, 1, 16), (130, 72, 144), (70, 300, 272), (257, 5, 32), (64, 9, 16))
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def test_every_bit_is_the_models(left: str, right: str) -> None:
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
 def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
     """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
-    for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 2), (130, 3, 2048, 1)):
+    shapes = [(3, 5, 2048, 2), (3, 5, 3072, 2), (130, 3, 2048, 1), *[(65, 300, 4096, 4)] * (ops.device == "cuda")]
+    for m, n, k, most in shapes:
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         order = ops.gemm_order(a, b)
         if ops.device == "cpu":
@@ -115,6 +116,18 @@ def test_each_section_is_multiplied_by_its_own_matrix(left: str, right: str) -> 
 )  # fmt: skip
 def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
     assert slices_of(*shape, 132) == slices
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices", "columns"),
+    [
+        ((128, 8192), 2, 128), ((64, 8448), 2, 128), ((64, 8449), 2, 256), ((129, 4096), 2, 128), ((256, 8192), 2, 256),
+        ((128, 3072), 4, 128), ((128, 3200), 4, 256), ((128, 256), 8, 256), ((128, 256), 1, 256),
+    ],
+)  # fmt: skip
+def test_columns_of_an_output_tile(shape: tuple[int, int], slices: int, columns: int) -> None:
+    """128 if as many clusters run at once: 66 of two blocks, 24 of four."""
+    assert columns_of(*shape, slices, 132) == columns
 
 
 @ON_CPU_AND_HOPPER

@@ -23,7 +23,7 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 """Without sm_90, whose PTX equals sm_90a except tensor cores, which a test shows."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
-SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DSLICES=2"))]
+SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DSLICES=2", "-DTILES_OF_B=1"))]
 SOURCES += [(f"gemm_fused_{family}", ("-DSLICES=2",)) for family in ("nvfp4", "mx")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
 NEAREST, STOCHASTIC = (

@@ -24,12 +24,12 @@ namespace narrowgauge {
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
-    multiply_mapped_codes(MappedCodes{{}, a, b}, p, Unscaled{}, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; });
+    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, Unscaled{}, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_block(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p) {
-    multiply_mapped_codes(MappedCodes{{}, a, b}, p, BlockScaled(p), {nullptr, 1, p.m}, [](const OutputTile&) { return Alpha{}; });
+    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, BlockScaled(p), {nullptr, 1, p.m}, [](const OutputTile&) { return Alpha{}; });
 }
 
 #if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without slices

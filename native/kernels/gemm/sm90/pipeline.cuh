@@ -1,10 +1,10 @@
 // pipeline.cuh: the persistent GEMM of the wgmma kernels.
 //
-// A block computes output tiles of 128 rows by 256 columns, one after the other. Warps are specialized: a thread of the
+// A block computes output tiles of 128 rows by 256 or 128 columns, one after the other. Warps are specialized: a thread of the
 // producer warpgroup copies operand tiles into a pipeline of shared memory stages, a stage for every step of K; two consumer
 // warpgroups multiply 64 rows of the stage. With slices of K, on a GPU a cluster of blocks computes a tile: each block sums a
 // slice, then adds the sums of all slices, in order, for a part of the columns. A kernel defines
-//   Source: load(stage, full, tile, step)   queues the copies of a step of K, 3 * TILE_BYTES, into a stage
+//   Source: load(stage, full, tile, step)   queues the copies of a step of K, `bytes()`, into a stage
 //           wait_for(tile)                  called before the first step of an output tile
 //           use_idle_warp()                 work of the other three warps of the producer warpgroup
 //           PRODUCER_REGISTERS, Order       registers of a thread; order of the sections, such as TiledSection
@@ -19,8 +19,13 @@
 namespace narrowgauge {
 
 constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // consumer warpgroups, and one producer
-constexpr int OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = WGMMA_N;
-static_assert(OUT_ROWS == TILE_ROWS && OUT_COLUMNS == 2 * TILE_ROWS, "a step of K has one tile of a and two of b");
+// Tiles of b of a step of K, 1 or 2. With one there are twice as many blocks.
+#ifndef TILES_OF_B
+#define TILES_OF_B 2
+#endif
+constexpr int B_TILES = TILES_OF_B, OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = B_TILES * TILE_ROWS;
+constexpr int TILE_SUMS = WGMMA_M * OUT_COLUMNS / WARPGROUP;  // of a thread
+static_assert(OUT_ROWS == TILE_ROWS, "a step of K has one tile of a");
 
 // Slices of K of a tile, 1, 2, 4 or 8, and blocks of a cluster. On a CPU a block sums all slices.
 #ifdef __CUDA_ARCH__
@@ -39,7 +44,7 @@ constexpr int CLUSTER = 1;
 #endif
 
 // Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
-constexpr int STAGES = 4;
+constexpr int STAGES = B_TILES == 1 ? 6 : 4;
 // Registers of three threads, of the producer and of two consumers, which hold the sums: what ptxas gives 384 threads of 65536.
 constexpr int REGISTERS_OF_THREE = 504;
 // The epilogue moves this many columns of a warp's sums at a time. The stride of the buffer avoids bank conflicts between
@@ -50,7 +55,7 @@ constexpr int EPILOGUE_COLUMNS = 32, EPILOGUE_STRIDE = EPILOGUE_COLUMNS + 8;
 constexpr int GROUP_ROWS_OF_TILES = 16;
 
 struct Stage {
-    u8 a[TILE_BYTES], b[2][TILE_BYTES];
+    u8 a[TILE_BYTES], b[B_TILES][TILE_BYTES];
 };
 
 struct alignas(1024) WgmmaShared {
@@ -102,7 +107,7 @@ struct TileScheduler {
                 at.section.count,
                 at.section.start,
                 at.before + row,
-                (at.number * columns + column) * 2,
+                (at.number * columns + column) * B_TILES,
                 static_cast<int>(next - number * CLUSTER)};
         next += gridDim.x;
         return true;
@@ -170,6 +175,7 @@ struct CopyingSource {
     using Order = TiledSection;
     static constexpr int PRODUCER_REGISTERS = 40;
 
+    __device__ __forceinline__ u32 bytes() const { return sizeof(Stage); }
     __device__ __forceinline__ void wait_for(const OutputTile&) const {}
     __device__ __forceinline__ void use_idle_warp() const {}
 };
@@ -184,7 +190,7 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler<Order
         for (i64 step = 0; step < scheduler.k.slices * scheduler.k.steps; ++step, ++iteration) {
             const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
             ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
-            ptx::mbarrier_arrive_expect_tx(shared.full[stage], 3 * TILE_BYTES);
+            ptx::mbarrier_arrive_expect_tx(shared.full[stage], source.bytes());
             source.load(shared.stages[stage], shared.full[stage], tile, tile.slice * scheduler.k.steps + step);
         }
     }
@@ -249,14 +255,14 @@ __device__ __forceinline__ void store_tile(const float (&d)[COUNT], const Alpha&
 }
 
 // The sums of all slices, added in order of K, for part `slice` of the sums of a thread. Sums of a block replace its stages.
-__device__ __forceinline__ void join_slices(const float (&d)[SUMS], float (&joined)[SUMS / CLUSTER], WgmmaShared& shared, int slice,
-                                            int thread) {
-    constexpr int THREADS = CONSUMERS * WARPGROUP, PARTS = SUMS / 4 / CLUSTER;
-    static_assert(SUMS * THREADS * sizeof(float) <= sizeof(shared.stages), "the sums of a block fit into its stages");
+__device__ __forceinline__ void join_slices(const float (&d)[TILE_SUMS], float (&joined)[TILE_SUMS / CLUSTER], WgmmaShared& shared,
+                                            int slice, int thread) {
+    constexpr int THREADS = CONSUMERS * WARPGROUP, PARTS = TILE_SUMS / 4 / CLUSTER;
+    static_assert(TILE_SUMS * THREADS * sizeof(float) <= sizeof(shared.stages), "the sums of a block fit into its stages");
     ptx::Vector4(*sums)[THREADS] = reinterpret_cast<ptx::Vector4(*)[THREADS]>(shared.stages);
     ptx::bar_sync<THREADS>(1);  // both warpgroups have read the stages
 #pragma unroll
-    for (int part = 0; part < SUMS / 4; ++part) {
+    for (int part = 0; part < TILE_SUMS / 4; ++part) {
         ptx::Vector4 words;
 #pragma unroll
         for (int j = 0; j < 4; ++j) words.words[j] = __float_as_uint(d[4 * part + j]);
@@ -290,9 +296,9 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order
     OutputTile tile;
     u32 iteration = 0;
     while (scheduler.take(tile)) {
-        float d[SUMS];
+        float d[TILE_SUMS];
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) d[i] = 0.0f;
+        for (int i = 0; i < TILE_SUMS; ++i) d[i] = 0.0f;
         const Alpha alpha = alpha_of(tile);
         const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
         // Without slices the branch would cost more than it saves: 8192^3 of FP8 takes 894 us on an H200 and not 785.
@@ -304,7 +310,7 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order
         }
         const Epilogue epilogue = epilogue_of(tile);
         if constexpr (CLUSTER > 1) {
-            float joined[SUMS / CLUSTER];
+            float joined[TILE_SUMS / CLUSTER];
             join_slices(d, joined, shared, tile.slice, thread);
             const i64 left = tile.column + tile.slice * (OUT_COLUMNS / CLUSTER);
             store_tile<Sums::CAST_BEFORE_C>(joined, alpha, factor, epilogue, tile, left, n, shared.sums[warp], warp, lane);
@@ -312,9 +318,9 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order
         }
 #ifndef __CUDA_ARCH__
         for (tile.slice = 1; tile.slice < scheduler.k.slices; ++tile.slice) {
-            float slice[SUMS] = {};
+            float slice[TILE_SUMS] = {};
             all.accumulate(slice, shared, iteration, tile, warpgroup, lane);
-            for (int i = 0; i < SUMS; ++i) d[i] += slice[i];
+            for (int i = 0; i < TILE_SUMS; ++i) d[i] += slice[i];
         }
 #endif
         store_tile<Sums::CAST_BEFORE_C>(d, alpha, factor, epilogue, tile, tile.column, n, shared.sums[warp], warp, lane);

@@ -16,13 +16,8 @@ constexpr int WARPGROUP = 4 * WARP;  // threads
 // Byte of a tile at which a 16-byte chunk of a row begins: eight bfloat16 numbers or 16 codes.
 __device__ __forceinline__ int swizzled_offset(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
 
-// Policy of the L2 cache for copies of a matrix. If a matrix is read once, its lines are evicted first.
-__device__ __forceinline__ u64 policy_of_copies(bool read_once) {
-    return read_once ? ptx::createpolicy_fractional_L2_evict_first() : ptx::createpolicy_fractional_L2_evict_normal();
-}
-
-// CUtensorMap of codes: boxes of TILE_ROWS rows by ROW_BYTES bytes, with the 128-byte swizzle. On a CPU: the address of the
-// codes, their rows, the bytes of a row; and no alignment, because Python's bytes have none.
+// CUtensorMap of codes: boxes of at most TILE_ROWS rows by ROW_BYTES bytes, with the 128-byte swizzle. On a CPU: the address of
+// the codes, their rows, the bytes of a row, the rows of a box; and no alignment, because Python's bytes have none.
 #ifdef __CUDA_ARCH__
 constexpr int TENSOR_MAP_ALIGNMENT = 64;
 #else
