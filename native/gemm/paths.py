@@ -39,8 +39,8 @@ rows by N = 2048, K = 7168 22 µs, on the skinny path 13 µs."""
 
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
 """Numbers of slices of K of the paths of tensor cores, and the fewest columns of a slice. A cluster of thread blocks
-has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8, with tiles of 256 columns, take 31 µs in two
-slices, 48 µs in one, and 43 µs in four: 32 clusters of four blocks do not run at once."""
+has the slices of an output tile. On an H200 128 rows by N = K = 8192 of FP8, with tiles of 256 columns, take 31 µs in
+two slices, 48 µs in one, and 43 µs in four: 32 clusters of four blocks do not run at once."""
 
 
 NARROW_SLICES = 4
