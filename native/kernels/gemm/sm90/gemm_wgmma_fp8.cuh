@@ -70,8 +70,8 @@ struct WgmmaFp8Parameters {
     EpilogueParameters epilogue;
     i64 m, n, k;
     int slices;       // of K; on a GPU the macro SLICES
-    i64 slice_steps;  // steps of each
     int a_box_rows;   // rows of a box of the tensor map of a: 64 if a has no more rows, else TILE_ROWS
+    i64 slice_steps;  // steps of each slice
 };
 
 // Boxes of codes, zeros beyond the last row and column. Zeros take as long as codes: 64 rows by N = K = 8192 take 21.5 us on an
