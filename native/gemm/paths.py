@@ -31,10 +31,10 @@ path 27 µs (tensor scales) and 34 µs (block scales)."""
 
 FEW_FUSED, MOST_FUSED, WIDE = 32, 256, 7168
 """Of operands that the fused path takes: largest M of the skinny path if N is at least WIDE, and largest M of the
-fused path. On an H200, N = K = 8192, the fused path takes 28 µs with 64 rows of NVFP4, 29 µs of MXFP8, torch's bfloat16
-product 38 µs; with 128 rows 36, 39 and 38 µs. An earlier version took 31, 32, 38 and 42 µs, with 256 rows 62 and 67 µs
-(torch's product 47 µs, the path of dequantized tiles 111 and 124 µs), with 32 rows 30 µs on either path, and with 64
-rows by N = 2048, K = 7168 22 µs, on the skinny path 13 µs."""
+fused path. On an H200, N = K = 8192, the fused path takes 27 µs with 64 rows of NVFP4, 28 µs of MXFP8, torch's bfloat16
+product 38 µs; with 128 rows 35, 36 and 38 µs; with 256 rows 60, 68 and 50 µs, the path of dequantized tiles 111 and
+124 µs. An earlier version took 30 µs with 32 rows on either path, and with 64 rows by N = 2048, K = 7168 22 µs, on the
+skinny path 13 µs."""
 
 
 SLICES, SMALLEST_SLICE = (8, 4, 2), 1024
@@ -48,12 +48,12 @@ NARROW_SLICES = 4
 8192 of FP8 take 22.6 µs with these tiles, 30.8 µs with 256 columns, which occupy 64 multiprocessors."""
 
 
-ROWS_FUSED, ROWS_BESIDE = 512, 640
+ROWS_FUSED, ROWS_BESIDE = 768, 640
 """Rows of a section, on average: most of the fused path; fewest from which TENSOR dequantizes matrices beside its
 products. On an H200 8 matrices of N = K = 8192 take, in µs, by the fused path, by TENSOR, and by TENSOR with
-dequantization beside its products: with 128 rows of NVFP4 each 385, 725 and 1095, MXFP8 407, 798 and 1310; with 512
-rows 1142, 1185 and 1252, 1170, 1317 and 1524; with 768 rows 1727, 1645 and 1408, 1855, 1618 and 1624. torch's bfloat16
-products take 311, 740 and 1120 µs."""
+dequantization beside its products: with 128 rows of NVFP4 each 233, 679 and 1030, MXFP8 266, 757 and 1207; with 640
+rows 1078, 1280 and 1220, 1225, 1356 and 1402; with 768 rows 1286, 1447 and 1304, 1467, 1524 and 1473; with 896 rows
+1485, 1622 and 1445, 1701, 1701 and 1567. On an H100 768 rows take 1307, 1567 and 1403, 1508, 1727 and 1590."""
 
 
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"

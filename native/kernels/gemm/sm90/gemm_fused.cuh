@@ -10,10 +10,11 @@
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
 //
-// On an H200, 64 rows by N = K = 8192 take, between events, 28.6 us of NVFP4, 22.7 without decoding, 20.2 with a quarter of the
-// products as well; MXFP8 30.0, 28.2 and 27.4 us; 128 rows 38.0, 35.6 and 26.7 us, and 40.7, 36.5 and 34.0 us. To add
-// neighbouring slices first took 0.6 to 2 us off. Variants of 64 rows of MXFP8, 29.3 us: half as many stages of a and four of b
-// 31.0 us, three of b 30.5 us, no check of scales 29.2 us, warpgroups that multiply by turns 0.4 us more.
+// On an H200, 64 rows by N = K = 8192 take, between events, 26.9 us of NVFP4 and 27.6 of MXFP8, 128 rows 34.6 and 35.8. An
+// earlier version took 28.6 us for 64 rows of NVFP4, 22.7 without decoding, 20.2 with a quarter of the products as well; MXFP8
+// 30.0, 28.2 and 27.4 us; 128 rows 38.0, 35.6 and 26.7 us, and 40.7, 36.5 and 34.0 us. To add neighbouring slices first took
+// 0.6 to 2 us off, to check scales before the first step 0.2 to 0.4. Slower, of 64 rows of MXFP8: half as many stages of a and
+// four of b by 1.7 us, three of b by 1.2, warpgroups that multiply by turns by 0.4, prefetches of codes to L2 by 2 to 8.
 #pragma once
 
 #include "gemm/skinny/gemm_skinny_nvfp4.cuh"
