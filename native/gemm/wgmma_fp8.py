@@ -90,17 +90,15 @@ def _launch(
     box_rows = _LOW_BOX if product.sizes is None and product.m <= _LOW_BOX else _BOX
     parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **fields_of(product, out, slices, _BOX))
     device, on_gpu = out.device, out.device.type == "cuda"
-    # Each pair of element formats is compiled separately.
     columns = columns_of(product.m, product.n, slices, multiprocessors(device))
-    flags = (
-        f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}",
-        f"-DTILES_OF_B={columns // _BOX}",
-    )  # fmt: skip
+    flags: tuple[str, ...] = ("-DTILES_OF_B=1",) if columns == _BOX else ()
+    if on_gpu:  # each pair of element formats is compiled separately
+        flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
         SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device, columns),), (THREADS,),
         [tensor_map(product.a, product.m, product.k, box_rows), maps, parameters, *further], device=device,
         shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
-        extra_flags=flags if on_gpu else (), early=True,
+        extra_flags=flags, early=True,
     )  # fmt: skip
 
 

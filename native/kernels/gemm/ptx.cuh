@@ -1,8 +1,10 @@
 // ptx.cuh: PTX instructions of the GEMM kernels, each under its name in the PTX ISA: mbarrier, cp.async.bulk, cp.async,
-// setmaxnreg, wgmma, mma, and loads with cache hints. Those of conversions are in common/ptx.cuh.
+// setmaxnreg, wgmma, mma, and loads with cache hints. Those of conversions and of dependent launches are in
+// common/ptx.cuh.
 //
-// HAS_WGMMA marks targets with the instructions of Hopper (sm_90a). On all other targets the wrappers compile and trap. In the CPU build, mbarrier, cp.async.bulk, cp.async and mma have a model that gives the same bits; the
-// models of wgmma are in sm90/tile.cuh and sm90/gemm_wgmma_fp8.cuh.
+// HAS_WGMMA marks targets with the instructions of Hopper (sm_90a). On all other targets the wrappers compile and trap. In the
+// CPU build, mbarrier, cp.async.bulk, cp.async and mma have a model that gives the same bits; the models of wgmma are in
+// sm90/tile.cuh and sm90/gemm_wgmma_fp8.cuh.
 #pragma once
 
 #include "common/formats.cuh"

@@ -73,8 +73,7 @@ def test_every_bit_is_the_models(left: str, right: str) -> None:
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
 def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
     """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
-    shapes = [(3, 5, 2048, 2), (3, 5, 3072, 2), (130, 3, 2048, 1), *[(65, 300, 4096, 4)] * (ops.device == "cuda")]
-    for m, n, k, most in shapes:
+    for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 2), (130, 3, 2048, 1)):
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         order = ops.gemm_order(a, b)
         if ops.device == "cpu":
@@ -116,6 +115,26 @@ def test_each_section_is_multiplied_by_its_own_matrix(left: str, right: str) -> 
 )  # fmt: skip
 def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
     assert slices_of(*shape, 132) == slices
+
+
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+@pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
+@pytest.mark.parametrize(("m", "k"), [(64, 2048), (65, 2048), (3, 4096)])
+def test_output_tiles_of_128_columns(left: str, right: str, m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 260
+    if ops.device == "cpu":
+        for module in ("wgmma", "wgmma_fp8"):
+            monkeypatch.setattr(f"narrowgauge.native.gemm.{module}.multiprocessors", lambda _: 16)
+    slices = slices_of(m, n, k, 16)
+    assert columns_of(m, n, slices, 16) == 128
+    a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
+    order = f"split-{slices}-{order_of(FP8, product_family(a.recipe, b.recipe))}"
+    assert ops.gemm_order(a, b) == order
+    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+    for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
+        y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+        assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ struct MxCodes {
         return (others & 0xC0C0C0C0u) == 0;
     }
 
-    // The same for a run from code `first` on.
+    // Sets the flag if a number of the run from code `first` on is outside the range.
     static __device__ __forceinline__ void check_codes(const FusedParameters& p, i64 first) {
 #pragma unroll 1
         for (i64 code = first; code < first + RUN; code += CHUNK) {

@@ -9,6 +9,7 @@
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from tensor scales; its a is null for block scales
 //   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
+//   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns
 //   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the
 //   grid has a block for each slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
@@ -24,12 +25,14 @@ namespace narrowgauge {
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
-    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, Unscaled{}, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; });
+    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, Unscaled{}, {nullptr, 1, p.m},
+                          [&](const OutputTile&) { return alpha; });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_block(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p) {
-    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, BlockScaled(p), {nullptr, 1, p.m}, [](const OutputTile&) { return Alpha{}; });
+    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, BlockScaled(p), {nullptr, 1, p.m},
+                          [](const OutputTile&) { return Alpha{}; });
 }
 
 #if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without slices

@@ -187,7 +187,7 @@ struct BlockScaled {
     __device__ __forceinline__ Scales load(i64 block) const {
         Scales scales;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {  // loads of a first, then of b: 1.01 ms and not 0.93 for 8192^3 on an H200
+        for (int i = 0; i < 2; ++i) {  // by turns: with all loads of a first, 8192^3 takes 1.01 ms on an H200 and not 0.93
             scales.a[i] = a_scales[a_first[i] + block * a_stride];
             if (i < B_TILES) scales.b[i] = b_scales[b_first[i] + block * b_stride];
         }
