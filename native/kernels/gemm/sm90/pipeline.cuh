@@ -19,7 +19,7 @@
 namespace narrowgauge {
 
 constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // consumer warpgroups, and one producer
-// Tiles of b of a step of K, 1 or 2. With one there are twice as many blocks.
+// Tiles of b of a step of K, 1 or 2. One tile makes twice as many blocks.
 #ifndef TILES_OF_B
 #define TILES_OF_B 2
 #endif
