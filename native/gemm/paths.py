@@ -25,8 +25,8 @@ kernel 78 µs (NVFP4; 1024³: 29 and 306 µs). A smaller GEMM takes a GPU less t
 FEW, FEW_FP8, MANY = 64, 32, 2**20
 """Largest M and smallest N·K of the skinny path, which reads b once and does not dequantize it to memory. FEW_FP8:
 largest M of operands that the FP8 path takes too. On an H200 16 rows by N = K = 8192 take 16 µs (NVFP4), 18 µs (MXFP8,
-FP8), torch's bfloat16 product 34 µs, the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's product 38 µs, the FP8
-path 27 µs (tensor scales) and 34 µs (block scales)."""
+FP8), torch's bfloat16 product 34 µs, an earlier version of the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's
+product 38 µs, the FP8 path 21 µs (tensor scales) and 23 µs (block scales)."""
 
 
 FEW_FUSED, MOST_FUSED, WIDE = 32, 256, 7168
@@ -117,11 +117,8 @@ def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
 
 
 def clusters_of(tiles: int, k: int, multiprocessors: int) -> Iterator[int]:
-    """Blocks of a cluster that computes an output tile, of a slice of K each: from 8, 4 and 2 those that a GPU with
-    this many multiprocessors runs at once.
-
-    Larger clusters leave multiprocessors idle: they fill three quarters of the GPU at most. A slice has at least
-    SMALLEST_SLICE columns."""
+    """Blocks of a cluster that computes an output tile, of a slice of K each: from 8, 4 and 2 the numbers with which a
+    GPU with this many multiprocessors runs all clusters at once. A slice has at least SMALLEST_SLICE columns."""
     for count in SLICES if tiles else ():
         if _run_at_once(tiles, count, multiprocessors) and count * SMALLEST_SLICE <= k:
             yield count
@@ -134,7 +131,8 @@ def columns_of(m: int, n: int, slices: int, multiprocessors: int) -> int:
 
 
 def _run_at_once(clusters: int, blocks: int, multiprocessors: int) -> bool:
-    """Whether a GPU runs this many clusters of 8, 4 or 2 blocks at once."""
+    """Whether a GPU runs this many clusters of 8, 4 or 2 blocks at once. Clusters of 8 and 4 leave multiprocessors
+    idle: they fill three quarters of the GPU at most."""
     return clusters * blocks <= (multiprocessors if blocks == 2 else multiprocessors * 3 // 4)
 
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from narrowgauge.native.gemm import wgmma
 from narrowgauge.native.gemm.operands import Fields, Product, moved
 from narrowgauge.native.gemm.paths import columns_of
-from narrowgauge.native.gemm.wgmma import SHARED_BYTES, THREADS, blocks_of, fields_of, multiprocessors
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
@@ -88,16 +88,16 @@ def _launch(
 ) -> None:
     """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
     box_rows = _LOW_BOX if product.sizes is None and product.m <= _LOW_BOX else _BOX
-    parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **fields_of(product, out, slices, _BOX))
+    parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **wgmma.fields_of(product, out, slices, _BOX))
     device, on_gpu = out.device, out.device.type == "cuda"
-    columns = columns_of(product.m, product.n, slices, multiprocessors(device))
+    columns = columns_of(product.m, product.n, slices, wgmma.multiprocessors(device))
     flags: tuple[str, ...] = ("-DTILES_OF_B=1",) if columns == _BOX else ()
     if on_gpu:  # each pair of element formats is compiled separately
         flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{kernel}", (blocks_of(product, slices, device, columns),), (THREADS,),
+        SOURCE, f"gemm_wgmma_fp8_{kernel}", (wgmma.blocks_of(product, slices, device, columns),), (wgmma.THREADS,),
         [tensor_map(product.a, product.m, product.k, box_rows), maps, parameters, *further], device=device,
-        shared_bytes=SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
+        shared_bytes=wgmma.SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
         extra_flags=flags, early=True,
     )  # fmt: skip
 

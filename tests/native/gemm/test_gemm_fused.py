@@ -103,7 +103,8 @@ def test_neighbouring_slices_of_k_are_added_first(
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
 @pytest.mark.parametrize("rows", [64, 128])
 def test_loads_of_codes_end_before_the_next_copy(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """227 KB of shared memory leave a small L1 cache: loads of scales wait for it, and loads of codes behind them."""
+    """227 KB of shared memory leave a small L1 cache: loads of scales wait for the cache, and loads of codes behind
+    loads of scales."""
     monkeypatch.setattr(fused, "_SHARED_BYTES", 227 * 1024)
     numbers = (torch.randn(extent, 8192, device="cuda", dtype=torch.bfloat16) for extent in (rows, 8192))
     a, b = (native.quantize(x, name) for x in numbers)

@@ -46,9 +46,19 @@ def fp8_path(monkeypatch: pytest.MonkeyPatch) -> None:
 ON_FP8_PATH = pytest.mark.usefixtures("fp8_path")
 
 
-def expected(a: Quantized, b: Quantized, **options: object) -> torch.Tensor:
-    order = order_of(FP8, product_family(a.recipe, b.recipe))
+def expected(a: Quantized, b: Quantized, order: str = "", **options: object) -> torch.Tensor:
+    """`order`: default is that of a product without slices."""
+    order = order or order_of(FP8, product_family(a.recipe, b.recipe))
     return bounds(a, b, order=order, **options).expected  # type: ignore[arg-type]
+
+
+def assert_order(a: Quantized, b: Quantized, order: str) -> None:
+    """Every bit is that of the order, without and with addends."""
+    (m, _), (n, _) = a.shape, b.shape
+    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+    for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
+        y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+        assert_equal(y, expected(a, b, order, out_dtype=out_dtype, **added))
 
 
 @pytest.mark.sampled(6)
@@ -78,10 +88,7 @@ def test_slices_of_k_are_added_in_order(left: str, right: str) -> None:
         order = ops.gemm_order(a, b)
         if ops.device == "cpu":
             assert order == (f"split-{most}-" if most > 1 else "") + order_of(FP8, product_family(a.recipe, b.recipe))
-        c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
-        for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
-            y = ops.gemm(a, b, out_dtype=out_dtype, **added)
-            assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
+        assert_order(a, b, order)
 
 
 @ON_CPU_AND_HOPPER
@@ -124,17 +131,13 @@ def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
 def test_output_tiles_of_128_columns(left: str, right: str, m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 260
     if ops.device == "cpu":
-        for module in ("wgmma", "wgmma_fp8"):
-            monkeypatch.setattr(f"narrowgauge.native.gemm.{module}.multiprocessors", lambda _: 16)
+        monkeypatch.setattr("narrowgauge.native.gemm.wgmma.multiprocessors", lambda _: 16)
     slices = slices_of(m, n, k, 16)
     assert columns_of(m, n, slices, 16) == 128
     a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
     order = f"split-{slices}-{order_of(FP8, product_family(a.recipe, b.recipe))}"
     assert ops.gemm_order(a, b) == order
-    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
-    for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
-        y = ops.gemm(a, b, out_dtype=out_dtype, **added)
-        assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
+    assert_order(a, b, order)
 
 
 @pytest.mark.parametrize(

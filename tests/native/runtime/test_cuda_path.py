@@ -203,7 +203,7 @@ def test_an_early_kernel_has_the_attribute_of_cuda(driver: FakeDriver, monkeypat
 
 
 def test_a_kernel_below_sm_90_is_not_early(driver: FakeDriver) -> None:
-    """It has no griddepcontrol.wait, and the driver no such attribute."""
+    """sm_89 has no griddepcontrol.wait, and the driver launches without the attribute."""
     driver.architecture = 89
     driver.sizes = [4]
     launch(np.int32(5), early=True)
