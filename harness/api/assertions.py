@@ -24,7 +24,7 @@ from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, no_codes, quantize_stages, values_stage
-from narrowgauge.harness.operations.transform import add_rotated
+from narrowgauge.harness.operations.transform.judge import add_rotated
 from narrowgauge.reference import ops
 from narrowgauge.reference.gemm.gemm import check_operands
 from narrowgauge.reference.quantize.layout import linear_scales

@@ -20,9 +20,8 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
 from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.keys import one_of
+from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
@@ -199,7 +198,7 @@ def _cases(
     chosen = find_recipe(recipe)
     kind = "quantize" if operation == "dequantize" else operation
     own = operation == "quantize" and chosen.rounding == "stochastic" and "random" not in known
-    every = list((_OWN_RANDOM if own else families_of(kind)) if families is None else families)
+    every = list((_OWN_RANDOM if own else CASE_CLASSES[kind].families()) if families is None else families)
     few = [family for family in ("normal", "position") if family in every][own:] or every[:1]
     shapes_and_main = list(_default_shapes(kind, chosen) if shapes is None else shapes)
     if not shapes_and_main or not every:
@@ -274,7 +273,7 @@ def _records(
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
     # The diagnosis of a small failing case tries all deviations within its time.
-    for case, optional in sorted(selected, key=lambda pair: work(pair[0])):
+    for case, optional in sorted(selected, key=lambda pair: pair[0].work):
         backend.raised = None
         record = run_case(case, backend, device=options["device"], seed=options["seed"], sharing=sharing)
         raised = backend.raised

@@ -12,7 +12,7 @@ import torch
 from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.local_host import LocalHost
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized, read_conventions
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, read_conventions
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.arguments import Random
@@ -71,21 +71,13 @@ class FunctionBackend(Backend):
         }
         super().__init__(LocalHost(name, SimpleNamespace(**methods[operation], declares=dict(declares))))
 
-    def quantize(
-        self,
-        x: torch.Tensor,
-        recipe: Recipe,
-        *,
-        amax: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        random: Random | None = None,
-        swizzled: bool = False,
-    ) -> Quantized:
-        """The result of the function as a Quantized, read by the conventions."""
-        if self.has("dequantize"):
-            return super().quantize(x, recipe, amax=amax, scale=scale, random=random, swizzled=swizzled)
-        given = {"amax": amax, "scale": scale, "random": random}
-        result = self.call("quantize", x, recipe, **{name: v for name, v in given.items() if v is not None})
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method; that of `quantize` is read by the conventions of the function."""
+        if method != "quantize" or self.has("dequantize"):
+            return super().call(method, *arguments, **options)
+        swizzled = options.pop("swizzled", False)
+        x, recipe = arguments
+        result = super().call(method, x, recipe, **options)
         try:
             q = self._read(result, x, recipe)
         except (TypeError, ValueError) as error:
@@ -93,8 +85,7 @@ class FunctionBackend(Backend):
         if swizzled and not q.swizzled:
             raise Unsupported("quantize gives linear scales; this case is of scales in the 128x4 layout")
         scales = q.scales if swizzled or not q.swizzled else linear_scales(q)
-        parts = {name: getattr(q, name) for name in QUANTIZED_PARTS} | {"scales": scales}
-        return as_quantized(parts, x, recipe, swizzled=swizzled)
+        return {name: getattr(q, name) for name in QUANTIZED_PARTS} | {"scales": scales}
 
     def _read(self, result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
         """A result in the conventions. Raises TypeError and ValueError."""

@@ -15,7 +15,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.keys import TIERS, keys_of, nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_of
-from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.spec.arguments import dtype_name
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -82,7 +82,7 @@ def inputs(
     case = make_case(operation, recipe, values)
     with default_settings():
         made = make_inputs(case, seed=seed)
-    return (made.x, made.w) if isinstance(made, ProductInputs) else made.x
+    return (made.x, made["w"]) if "w" in made.tensors else made.x
 
 
 def operands_of(recipe: str | Recipe, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from narrowgauge.harness.checks.bit_equality import different_bits, same_bytes
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.stages.product import output_stage
+from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import stored_along_rows
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import gemm

@@ -79,50 +79,26 @@ declaration of "operands" if the method returns a name. With a declared probe, p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.host import METHODS, Host
+from narrowgauge.harness.backends.forms import TensorForm
+from narrowgauge.harness.backends.host import Host
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.offer import Offer
-from narrowgauge.harness.backends.results import (
-    BackendError,
-    Unsupported,
-    as_quantized,
-    as_sections,
-    dtype_name,
-    matrix_shape,
-    padded_rows,
-    type_name,
-)
+from narrowgauge.harness.backends.results import BackendError, Unsupported, type_name
+from narrowgauge.harness.backends.transfer import tensors_in
 from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.cases.operations import OPERATIONS, all_methods
 from narrowgauge.harness.machine.timing import count_seconds
-from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.summation import OPERANDS, ORDERS, Summation, is_order
 
 if TYPE_CHECKING:
     import torch
 
     from narrowgauge.harness.backends.module_driver import Plan, Step
-    from narrowgauge.spec.arguments import Random
 
-__all__ = ["METHODS", "Backend", "BackendError", "Unsupported", "check_device", "error_location", "load_backend"]
-
-TRUNCATING = "truncating"
-"""An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
-PROBE, PROBE_13 = "probe", "probe-13"
-"""Declarations of "gemm": the order is found by a probe (docs/accumulators.md#declare-the-probe)."""
-DECLARATIONS = {
-    "transform": ("butterfly",),
-    "gemm": (*ORDERS, PROBE, PROBE_13),
-    "accumulator": (TRUNCATING,),
-    "subnormals": ("flushed",),
-    "operands": OPERANDS,
-    "random": ("own",),
-}
-"""Allowed declarations. A <letter> stands for a number."""
+__all__ = ["Backend", "BackendError", "Unsupported", "check_device", "error_location", "load_backend", "non_default"]
 
 
 class Backend:
@@ -145,9 +121,9 @@ class Backend:
                 f"--schedules: backend {self.name} does not choose the order of its threads: it has no "
                 "variations(device, shuffles)"
             )
-        if facts.methods.isdisjoint(METHODS):
+        if facts.methods.isdisjoint(methods := all_methods()):
             raise BackendError(
-                f"backend {self.name} has none of the methods {', '.join(METHODS)}; see docs/backends.md"
+                f"backend {self.name} has none of the methods {', '.join(methods)}; see docs/backends.md"
             )
         self.declares = _declarations(self.name, facts.declares)
         self.offer = Offer.checked(self.name, facts.offers, facts.methods)
@@ -179,191 +155,46 @@ class Backend:
         with count_seconds("backend"):
             return self.host.run_module(plan, given)
 
-    def quantize(
-        self,
-        x: torch.Tensor,
-        recipe: Recipe,
-        *,
-        amax: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        random: Random | None = None,
-        swizzled: bool = False,
-    ) -> Quantized:
-        """Result of `quantize` as a Quantized with checked shapes and dtypes."""
-        options = _non_default_options(amax=amax, scale=scale, random=random, swizzled=swizzled)
-        result = self.call("quantize", x, recipe, **options)
-        return as_quantized(result, x, recipe, swizzled=swizzled)
+    def results(
+        self, method: str, forms: Mapping[str, TensorForm], *arguments: Any, **options: Any
+    ) -> dict[str, torch.Tensor]:
+        """Tensors that a method gives, by the names of their forms, each checked. A method with one form gives the
+        tensor, others a tuple or a list. Options are passed if they differ from None and False.
 
-    def quantize_both(
-        self,
-        x: torch.Tensor,
-        recipe: Recipe,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
-        scale: torch.Tensor | None = None,
-        random: Random | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
-        swizzled: bool = False,
-    ) -> tuple[Quantized | None, Quantized | None]:
-        """Results of `quantize_both`: both halves as Quantized, None for a half without a request."""
-        options = _non_default_options(amax=amax, scale=scale, random=random, swizzled=swizzled)
-        options |= {name: False for name, halves in (("rowwise", rowwise), ("columnwise", columnwise)) if not halves}
-        result = self.call("quantize_both", x, recipe, **options)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise BackendError(f"quantize_both gave {type_name(result)}; it gives a rowwise and a columnwise half")
-        shape = matrix_shape(x)
-        quantized = []
-        halves = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
-        for half, (name, requested, half_shape, half_recipe) in zip(result, halves, strict=True):
-            if (half is not None) != requested:
-                raise BackendError(f"quantize_both gave {'no' if requested else 'a'} {name} half, {name}={requested}")
-            layout: dict[str, Any] = {"shape": half_shape, "swizzled": swizzled}
-            layout |= {"transposed": name == "columnwise" and recipe.columnwise == "in-place"}
-            half_name = f"the {name} half of quantize_both"
-            quantized.append(as_quantized(half, x, half_recipe, **layout, method=half_name) if requested else None)
-        return quantized[0], quantized[1]
-
-    def quantize_grouped(
-        self,
-        x: torch.Tensor,
-        sizes: torch.Tensor,
-        recipe: Recipe,
-        *,
-        columnwise: bool = False,
-        amax: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        random: tuple[int, int] | None = None,
-    ) -> list[Quantized]:
-        """Result of `quantize_grouped`: the Quantized of each section, of the section's transpose if `columnwise`."""
-        rows = sizes.tolist()  # read before the call: the kernel may change the tensor
-        options = _non_default_options(columnwise=columnwise, amax=amax, scale=scale, random=random)
-        result = self.call("quantize_grouped", x, sizes, recipe, **options)
-        return as_sections(result, x, rows, recipe, columnwise=columnwise)
-
-    def gemm_quantized(
-        self,
-        a: Quantized,
-        b: Quantized,
-        recipe: Recipe,
-        *,
-        out_dtype: torch.dtype,
-        c: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-    ) -> Quantized:
-        """Result of `gemm_quantized`: the Quantized of the output (M, N)."""
-        options = _non_default_options(c=c, bias=bias, scale=scale)
-        result = self.call("gemm_quantized", a, b, recipe, out_dtype=out_dtype, **options)
-        return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), method="gemm_quantized")
-
-    def gemm_order(self, a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str | None:
-        """Summation order of a product, or of the products of all sections. None or TRUNCATING: any order.
-
-        The backend is asked on its own device. Raises BackendError if it returns an unknown name.
+        Raises Unsupported, or BackendError for an exception and for a result of another form.
         """
-        if not self.has("gemm_order"):
-            return None if self.probes_order else self.declares.get("gemm")
-        order: str | None = self.call("gemm_order", a, b)
-        if order not in (None, TRUNCATING) and not is_order(order):
-            names = ", ".join(map(repr, (*ORDERS, TRUNCATING)))
-            raise BackendError(f"gemm_order gave {order!r}; the order of a sum is {names}, or None for any")
-        return order
-
-    @property
-    def probes_order(self) -> bool:
-        """Whether the backend asks for a probe of the order of its products."""
-        return self.declares.get("gemm") in (PROBE, PROBE_13)
-
-    def update_scale(
-        self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of `update_scale`: the new history (H, N) and the new scales (N,), float32."""
-        expected = [
-            (name, tuple(tensor.shape), tensor) for name, tensor in (("the history", history), ("the scale", scale))
-        ]
-        return self._two("update_scale", expected, history, scale, recipe)
-
-    def pad_sections(self, x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of `pad_sections`: `x` (M, K) with sections padded to a multiple of rows, and the padded sizes
-        (G,)."""
-        rows = padded_rows(sizes.tolist(), recipe)  # read before the call: the kernel may change the tensor
-        expected = [("the padded rows", (sum(rows), x.shape[1]), x), ("their sizes", (len(rows),), sizes)]
-        return self._two("pad_sections", expected, x, sizes, recipe)
-
-    def _two(
-        self, method: str, expected: Sequence[tuple[str, tuple[int, ...], torch.Tensor]], *arguments: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two tensors of a method. `expected`: name, shape, and a tensor of the same dtype and device, for each."""
-        result = self.call(method, *arguments)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            names = " and ".join(name for name, _, _ in expected)
-            raise BackendError(f"{method} gave {type_name(result)}; it gives {names}")
-        first, second = (
-            _checked_tensor(method, part, shape, like.dtype, like.device, name)
-            for part, (name, shape, like) in zip(result, expected, strict=True)
-        )
-        return first, second
-
-    def tensor(
-        self, method: str, shape: tuple[int, ...], dtype: torch.dtype, operand: Any, *arguments: Any, **options: Any
-    ) -> torch.Tensor:
-        """Result of a method that takes `operand` (a tensor or a quantized operand) and returns a tensor on its device.
-
-        If uint8 is expected, further one-byte dtypes are viewed as uint8. Raises BackendError if the shape, dtype or
-        device of the result is wrong.
-        """
-        import torch
-
-        out = self.call(method, operand, *arguments, **options)
-        device = getattr(operand, "codes", operand).device
-        if isinstance(out, torch.Tensor) and dtype == torch.uint8 and out.element_size() == 1:
-            out = out.view(torch.uint8)
-        return _checked_tensor(method, out, shape, dtype, device)
+        result = self.call(method, *arguments, **non_default(**options))
+        device = next(tensors_in((arguments, options))).device
+        if len(forms) == 1:
+            ((name, form),) = forms.items()
+            return {name: form.checked(result, method, device)}
+        if not isinstance(result, tuple | list) or len(result) != len(forms):
+            raise BackendError(f"{method} gave {type_name(result)}; it gives {' and '.join(forms)}")
+        pairs = zip(forms.items(), result, strict=True)
+        return {name: form.checked(part, method, device, name) for (name, form), part in pairs}
 
 
-def _checked_tensor(
-    method: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
-) -> torch.Tensor:
-    """`out`, checked. `name`: its name if a method returns several tensors. Raises BackendError for a wrong tensor."""
-    import torch
-
-    subject = f"{method} gave {name} as" if name else f"{method} gave"
-    if not isinstance(out, torch.Tensor):
-        raise BackendError(f"{subject} {type_name(out)}, not a tensor")
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        expected = f"{dtype_name(dtype)} of shape {shape}"
-        raise BackendError(f"{subject} {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {expected}")
-    if out.device != device:
-        raise BackendError(f"{method} gave {name or 'its result'} on {out.device}; its input is on {device}")
-    return out
-
-
-def _non_default_options(**options: Any) -> dict[str, Any]:
+def non_default(**options: Any) -> dict[str, Any]:
     """Options whose value is not the default, None or False."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def _declarations(name: str, declared: Any) -> dict[str, str]:
+    """The declarations of a backend. Raises BackendError for an unknown key or value."""
+    owners = {key: cls for cls in OPERATIONS.values() for key in cls.declarations}
+    allowed = ", ".join(f"{{{key!r}: {' | '.join(map(repr, cls.declarations[key]))}}}" for key, cls in owners.items())
     if not isinstance(declared, Mapping):
-        raise BackendError(f"backend {name}: declares is {declared!r}; it is a mapping, {_ALLOWED}")
+        raise BackendError(f"backend {name}: declares is {declared!r}; it is a mapping, {allowed}")
     for key, value in declared.items():
-        if key not in DECLARATIONS:
-            raise BackendError(
-                f"backend {name}: declares has {key!r}{nearest(key, DECLARATIONS)}; it can say {_ALLOWED}"
-            )
-        if not (value in DECLARATIONS[key] or (key == "gemm" and is_order(value))):
-            close = nearest(value, DECLARATIONS[key])
-            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {_ALLOWED}")
-    try:
-        order = None if declared.get("gemm") in (PROBE, PROBE_13) else declared.get("gemm")
-        Summation(order, truncates="accumulator" in declared, operands=declared.get("operands"))
-    except ValueError as error:
-        raise BackendError(f"backend {name}: declares 'gemm' to be {declared['gemm']!r}: {error}") from None
+        if key not in owners:
+            raise BackendError(f"backend {name}: declares has {key!r}{nearest(key, owners)}; it can say {allowed}")
+        if not owners[key].may_declare(key, value):
+            close = nearest(value, owners[key].declarations[key])
+            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {allowed}")
+    for cls in dict.fromkeys(owners.values()):
+        if problem := cls.declaration_problem(declared):
+            raise BackendError(f"backend {name}: {problem}")
     return dict(declared)
-
-
-_ALLOWED = ", ".join(f"{{{key!r}: {' | '.join(map(repr, values))}}}" for key, values in DECLARATIONS.items())
 
 
 def load_backend(name: str, device: str = "", schedules: int = 0) -> Backend:

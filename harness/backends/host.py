@@ -12,13 +12,6 @@ if TYPE_CHECKING:
 
     from narrowgauge.harness.backends.module_driver import Plan, Step
 
-METHODS = (
-    "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
-    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
-    "GroupedLinear", "TransformerLayer",
-)  # fmt: skip
-OPTIONAL_METHODS = ("gemm_order",)
-"""Methods that describe a backend and compute no result."""
 Tensors = dict[str, "torch.Tensor"]
 
 
@@ -39,7 +32,7 @@ class Facts:
 
     name: str
     methods: frozenset[str]
-    """Its members of `METHODS` and `OPTIONAL_METHODS`."""
+    """Its methods that operations call, and those that describe it (`harness.cases.operations`)."""
     declares: Any
     """Its attribute `declares`, unchecked."""
     offers: Any

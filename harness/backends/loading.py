@@ -10,11 +10,15 @@ import os
 import site
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.cases.methods import Method
+from narrowgauge.harness.cases.operations import all_methods
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
 LIBRARIES = (
@@ -84,12 +88,26 @@ def extra_folder(name: str) -> str:
     return "" if known else str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
-def load_implementation(name: str, device: str = "") -> Any:
+class _BuiltIn:
+    """A module of functions, and functions of operations that have another place."""
+
+    def __init__(self, module: ModuleType, places: Mapping[str, str]) -> None:
+        self._module, self._places = module, places
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._places:
+            return getattr(self._module, name)
+        module, _, function = self._places[name].partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+def load_implementation(name: str, device: str = "", methods: Mapping[str, Method] | None = None) -> Any:
     """The module or object called `native`, `reference`, `package.module[:Name]`, or `library[:variant]` of
     `LIBRARIES`. A class is instantiated, that of a library with the variant, if there is one.
 
-    Modules are found as by `python -m`, also in the current folder. Raises BackendError if the backend cannot be
-    loaded, or if its `check` rejects `device` (if given).
+    `methods`: those of operations, for a process that does not know these. Modules are found as by `python -m`, also in
+    the current folder. Raises BackendError if the backend cannot be loaded, or if its `check` rejects `device` (if
+    given).
     """
     _check_form(name)
     _search_here()
@@ -99,6 +117,10 @@ def load_implementation(name: str, device: str = "") -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise BackendError(f"backend {name}: module {module_name} cannot be imported: {reason}") from error
+    if name in BUILT_IN:
+        methods = all_methods() if methods is None else methods
+        places = {method: place for method, described in methods.items() if (place := getattr(described, name))}
+        implementation = _BuiltIn(implementation, places) if places else implementation
     if attribute:
         if not hasattr(implementation, attribute):
             names = [n for n in vars(implementation) if not n.startswith("_")]

@@ -12,10 +12,17 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, PreparedRun, Tensors
+from narrowgauge.harness.backends.host import CaseEnd, Facts, PreparedRun, Tensors
 from narrowgauge.harness.backends.loading import error_location
-from narrowgauge.harness.backends.results import BackendError, Unsupported, checked_conventions, read_conventions
+from narrowgauge.harness.backends.results import (
+    BackendError,
+    Unsupported,
+    checked_conventions,
+    read_conventions,
+)
 from narrowgauge.harness.backends.transfer import tensors_in, to_device
+from narrowgauge.harness.cases.methods import Method
+from narrowgauge.harness.cases.operations import every_method
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
 from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
 
@@ -39,13 +46,16 @@ class LocalHost:
         schedules: int = 0,
         *,
         restores: bool = True,
+        methods: Mapping[str, Method] | None = None,
     ) -> None:
         """`restores`: whether the floating-point environment is restored after each call, because the judge shares the
-        process. A kernel host restores nothing: there the backend runs as in production."""
+        process. A kernel host restores nothing: there the backend runs as in production. `methods`: those of
+        operations, and those that describe a backend. None: of all operations."""
         self._restores = restores
         self._notes: list[dict[str, str]] = []
         self.implementation, self.device, self.schedules = implementation, device, schedules
-        has = [method for method in (*METHODS, *OPTIONAL_METHODS) if callable(getattr(implementation, method, None))]
+        self._methods = every_method() if methods is None else methods
+        has = [method for method in self._methods if callable(getattr(implementation, method, None))]
         self.facts = Facts(
             name, frozenset(has), getattr(implementation, "declares", {}),
             (getattr(implementation, "dialects", None), getattr(implementation, "constraints", {})),
@@ -102,12 +112,14 @@ class LocalHost:
         A function without an argument for an optional keyword raises Unsupported. The signature decides: a TypeError
         from the inside of the function is an error.
         """
-        if name == "quantize" and self._conventions is not None:
-            return self._quantized(function, *arguments, **options)
+        if self._conventions is not None and name in self._methods and self._methods[name].converted:
+            return self._quantized(name, function, *arguments, **options)
         return self._called(name, function, *arguments, **options)
 
-    def _quantized(self, function: Callable[..., Any], x: torch.Tensor, recipe: Any, **options: Any) -> Quantized:
-        """The result of `quantize`, read by the declared conventions. With layout 128x4 the function is never asked for
+    def _quantized(
+        self, name: str, function: Callable[..., Any], x: torch.Tensor, recipe: Any, **options: Any
+    ) -> Quantized:
+        """The result of a method, read by the declared conventions. With layout 128x4 the function is never asked for
         swizzled scales, because it always stores them so."""
         from narrowgauge import adapt
 
@@ -115,13 +127,13 @@ class LocalHost:
         tiles = conventions.get("layout") == "128x4"
         asked = options.get("swizzled", False)
         given = {key: value for key, value in options.items() if not (tiles and key == "swizzled")}
-        result = self._called("quantize", function, x, recipe, **given)
+        result = self._called(name, function, x, recipe, **given)
         read = conventions if tiles or not asked else {**conventions, "layout": "128x4"}
         try:
             q = read_conventions(result, x.shape, recipe, read)
         except (TypeError, ValueError) as error:
             raise BackendError(
-                f"quantize gave a result that does not fit the conventions {dict(read)}: {error}"
+                f"{name} gave a result that does not fit the conventions {dict(read)}: {error}"
             ) from error
         return q if asked or not q.swizzled else replace(q, scales=adapt.stored_as(q).scales, swizzled=False)
 

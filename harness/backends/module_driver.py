@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, BackendError, dtype_name
 from narrowgauge.harness.backends.transfer import to_device
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.spec.autocast import autocast, checkpoint
 from narrowgauge.spec.training import TrainingRecipe
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.harness.backends.host import METHODS
 from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import nearest
@@ -34,7 +32,8 @@ class Offer:
     """For each recipe name without @ the dialects that the backend computes; None: any recipe."""
     constraints: Mapping[str, Any] = field(default_factory=dict)
     """For an extent a divisor of it, or a list of values; for a key of cases a list of values."""
-    methods: Collection[str] = METHODS
+    methods: Collection[str] | None = None
+    """Methods of the backend; None: all."""
 
     @classmethod
     def checked(cls, name: str, offers: tuple[Any, Any], methods: Collection[str]) -> Offer:
@@ -48,7 +47,8 @@ class Offer:
     def reason(self, case: Case) -> str:
         """Why the backend does not run a case, or the empty string."""
         if self.dialects is not None:
-            if (method := _method(case.operation)) in METHODS and method not in self.methods:
+            method = next(iter(case.all_methods()))
+            if self.methods is not None and method not in self.methods:
                 return f"has no {method}"
             for recipe in case.recipe_names:
                 base, _, dialect = recipe.partition("@")
@@ -104,29 +104,13 @@ class Offer:
         return found or [case]
 
 
-def _method(operation: str) -> str:
-    """Method of an operation: `quantize_grouped`, or `GroupedLinear` of a module."""
-    method = operation.replace("-", "_")
-    return method if method in METHODS else operation.title().replace("-", "")
-
-
 def _values(case: Case, key: str) -> Sequence[Any]:
     """Values of an extent or a key in a case; none if the case has no such key."""
     if key in EXTENTS:
-        return _extents(case).get(key, ())
+        return case.constrained.get(key, ())
     if key == "dtype":
         return [getattr(case, name) for name in ("dtype", "x", "w") if hasattr(case, name)]
     return [getattr(case, key)] if hasattr(case, key) else []
-
-
-def _extents(case: Case) -> dict[str, Sequence[int]]:
-    rows, columns = math.prod(case.shape[:-1]), case.shape[-1]
-    if hasattr(case, "out") and len(case.shape) == 3:  # a product of (M, K) and (N, K)
-        return {name: (size,) for name, size in zip("MKN", case.shape, strict=True)}
-    usage = getattr(case, "usage", "rowwise")
-    if usage == "rowwise":
-        return {"M": (rows,), "K": (columns,)}
-    return {"M": (columns,), "K": (rows,)} if usage == "columnwise" else {"M": (rows, columns), "K": (rows, columns)}
 
 
 def _dialects(name: str, given: Any) -> dict[str, tuple[str, ...]] | None:

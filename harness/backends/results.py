@@ -60,7 +60,7 @@ def as_quantized(
     shape: tuple[int, int] | None = None,
     swizzled: bool = False,
     transposed: bool = False,
-    method: str = "quantize",
+    method: str,
 ) -> Quantized:
     """A backend's result as a Quantized of `x`, or of a matrix of another `shape`, on the device of `x`.
 

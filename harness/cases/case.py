@@ -1,15 +1,26 @@
-"""The base class of all cases: fields and labels of every operation, the id, selection by tier and keyword."""
+"""The base class of all cases: fields and labels of every operation, the id, selection by tier and keyword.
+
+The class of an operation declares further fields, and answers every question that needs no tensor: input families, work
+and memory, tensors with their axes, methods of a backend, stages. Case classes import no torch.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
+from narrowgauge.harness.cases.families import Family, Kind, families_for
+from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, sizes_of
+from narrowgauge.harness.cases.methods import Method
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+SECTION = 1 << 12
+"""Work of an additional section, in elements: measured, 1.6 ms compared with 0.4 µs an element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +29,27 @@ class Case:
 
     operation: ClassVar[str]
     """Name of the operation in case files and ids."""
+    kinds: ClassVar[tuple[Kind, ...]] = ()
+    """Kinds of inputs: the operation takes the shared input families of these kinds."""
+    own_families: ClassVar[tuple[Family, ...]] = ()
+    """Input families of this operation, behind the shared ones."""
+    methods: ClassVar[Mapping[str, Method]] = {}
+    """Methods of a backend that the operation calls, the first always. Empty: one with the name of the operation, `_`
+    for `-`."""
+    descriptions: ClassVar[tuple[str, ...]] = ()
+    """Optional methods of a backend that describe it and compute no result."""
+    declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Keys and values of the attribute `declares` of a backend. A <letter> in a value stands for a number."""
+    seconds: ClassVar[tuple[float, float]] = (10e-3, 200e-9)
+    """Seconds of a core for a case, and for each element of its work: fitted to the quick tier on one core of a CPU.
+    Shards divide by their ratios: the slowest of 16 shards takes 7 % longer than the mean, 0 % by recorded times. The
+    number of workers at the start of a run follows from their sum."""
+    bytes_per_element: ClassVar[int] = 110
+    """Peak memory in bytes for each element of the inputs (`memory`)."""
+    small: ClassVar[int] = 1 << 24
+    """Work, in elements, below which a case for a GPU is judged on the CPU (`harness.cases.cost.home_of`)."""
+    composed: ClassVar[bool] = False
+    """Whether the operation is composed of others: it launches their kernels and measures some of their figures."""
 
     shape: Shape
     """The sizes that the class of the operation names."""
@@ -91,6 +123,129 @@ class Case:
     def problem(self) -> str | None:
         """Why allowed values of different keys exclude one another; None for a valid case."""
         return None
+
+    # ---- inputs ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def families(cls) -> Mapping[str, Family]:
+        """Input families of the operation by name."""
+        return families_for(cls.kinds, cls.own_families)
+
+    @classmethod
+    def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Any, inputs: str, file: str) -> Iterable[Self]:
+        """Cases whose input is a captured matrix: by default none, also with values that exclude one another."""
+        return ()
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Recipes of all tensors that are quantized."""
+        return tuple(map(find_recipe, self.recipe_names))
+
+    @property
+    def extents(self) -> Mapping[str, int]:
+        """Sizes by the names of the shape. Leading sizes of a longer shape are the rows of a matrix."""
+        names = sizes_of(type(self))
+        extra = len(self.shape) - len(names)
+        first = math.prod(self.shape[: extra + 1])
+        return dict(zip(names, (first, *self.shape[extra + 1 :]), strict=True))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """`extents`, and G, the number of sections."""
+        return {**self.extents, "G": len(self.section_sizes)}
+
+    @property
+    def tensors(self) -> Tensors:
+        """Axes of the input tensors by name (`harness.cases.axes`). Tensors that are not part of every case may be
+        named too."""
+        return {}
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """Axes along which the inputs of a failing case are cropped. The order is that of the search.
+
+        By default every named axis of the tensors, M and K in whole blocks of the recipes. Empty: no part of the inputs
+        is a case of the operation.
+        """
+        named = {name for axes in self.tensors.values() for name in axes}
+        units = {"M": math.lcm(*map(block_rows, self.recipes)), "K": math.lcm(*map(block_columns, self.recipes))}
+        return {
+            name: Axis(extent, units.get(name, 1)) for name, extent in self.extents.items() if name in named
+        }  # fmt: skip
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        """Axes of the tensors that a stage with this prefix judges: rows and columns of its findings."""
+        return self.tensors.get(prefix) or next(iter(self.tensors.values()), ())
+
+    def recipe_of_stage(self, prefix: str) -> Recipe:
+        """The recipe of the tensor that stages with this prefix judge."""
+        return self.recipes[0]
+
+    # ---- cost --------------------------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> int:
+        """Work to run and judge the case, in elements."""
+        return math.prod(self.shape) + SECTION * len(self.section_sizes)
+
+    @property
+    def memory(self) -> int:
+        """Peak memory in bytes: inputs, results of all runs, reference, and tensors of the checks.
+
+        `bytes_per_element` is the largest of the recipes, dtypes and flags measured on either device, plus a tenth: on
+        a CPU the resident set of a process, on an H200 the memory allocated by torch, `bytes_peak` of each record.
+        """
+        return self.bytes_per_element * math.prod(self.shape)
+
+    @property
+    def preloaded(self) -> tuple[str, ...]:
+        """Modules that kernel hosts import before they fork, because the case needs them and they load slowly."""
+        return ()
+
+    @property
+    def chance(self) -> bool:
+        """Whether a correct backend can fail the case by chance: a recipe rotates or rounds stochastically."""
+        return any(recipe.transform is not None or recipe.rounding == "stochastic" for recipe in self.recipes)
+
+    # ---- backends ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def all_methods(cls) -> Mapping[str, Method]:
+        """`methods`, or the default."""
+        return cls.methods or {cls.operation.replace("-", "_"): Method()}
+
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        """Sizes that the constraints of a backend on M, K and N hold for."""
+        if {"M", "K"} <= self.extents.keys():
+            return {name: (size,) for name, size in self.extents.items() if name in ("M", "K", "N")}
+        return {"M": (math.prod(self.shape[:-1]),), "K": (self.shape[-1],)}
+
+    @classmethod
+    def may_declare(cls, key: str, value: object) -> bool:
+        """Whether a backend may declare this value of a key of `declarations`."""
+        return value in cls.declarations[key]
+
+    @classmethod
+    def declaration_problem(cls, declared: Mapping[str, Any]) -> str | None:
+        """Why allowed declarations of a backend exclude one another, or None."""
+        return None
+
+    @property
+    def native_sources(self) -> frozenset[str]:
+        """Sources of the kernels that the native backend launches for the case; possibly one source too many."""
+        return frozenset()
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    def stages(self) -> tuple[str, ...]:
+        """Stages that a kernel can report, in order. A stage that is missing in a record was not observed."""
+        return ()
+
+    @classmethod
+    def stage_names(cls) -> tuple[str, ...]:
+        """Every stage in records of the operation. Empty if the stages depend on the results of a case."""
+        return ()
 
 
 def rotation_problem(recipe: Recipe, dtypes: Iterable[str], extent: int, axis: str) -> str | None:

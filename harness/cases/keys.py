@@ -7,13 +7,13 @@ the types in this module. cases/README.md describes the keys for people.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.sections import number_of, parse
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
@@ -65,21 +65,31 @@ def one_of(choices: Iterable[str]) -> Check:
     return check
 
 
-def dims(names: str, least: int, most: int) -> Check:
-    """Check that a value is a shape of `least` to `most` sizes. `names`: names of the sizes, for messages."""
-    count = f"{least} sizes" if least == most else f"{least} to {most} sizes"
+@dataclass(frozen=True)
+class Dims:
+    """Check that a value is a shape of `least` to `most` sizes."""
 
-    def check(value: Any) -> str | None:
+    names: str
+    """Names of the sizes as messages show them: `[M, K]`, or `[M, K] or (…, K)`."""
+    least: int
+    most: int
+
+    def __call__(self, value: Any) -> str | None:
+        """The reason why `value` is no such shape, or None."""
         right = (
             isinstance(value, list)
-            and least <= len(value) <= most
+            and self.least <= len(value) <= self.most
             and all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in value)
         )
-        return (
-            None if right else f"is {shown(value)}; a shape is {names}, {count} that are not negative and at most 2^40"
-        )
+        count = f"{self.least} sizes" if self.least == self.most else f"{self.least} to {self.most} sizes"
+        if right:
+            return None
+        return f"is {shown(value)}; a shape is {self.names}, {count} that are not negative and at most 2^40"
 
-    return check
+
+def dims(names: str, least: int, most: int) -> Dims:
+    """Check that a value is a shape of `least` to `most` sizes. `names`: names of the sizes, `[M, K]`."""
+    return Dims(names, least, most)
 
 
 def count(noun: str, most: int) -> Check:
@@ -95,6 +105,20 @@ def count(noun: str, most: int) -> Check:
 
 def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"is {shown(value)}; it can be true or false"
+
+
+def _whole(value: Any) -> str | None:
+    right = type(value) is int and 0 <= value < 10**18
+    return None if right else f"is {shown(value)}; it is a whole number, at least 0"
+
+
+def _number(value: Any) -> str | None:
+    right = type(value) in (int, float) and math.isfinite(value)
+    return None if right else f"is {shown(value)}; it is a finite number"
+
+
+_CHECKS: dict[type, Check] = {bool: _boolean, int: _whole, float: _number}
+"""Checks of the types that need no further declaration."""
 
 
 def _recipe(value: Any) -> str | None:
@@ -156,7 +180,6 @@ Usage = Annotated[Literal["rowwise", "columnwise", "both"], Flag.CHANGED]
 View = Annotated[
     Literal["contiguous", "strided", "transposed", "pitched", "offset-2", "offset-4", "offset-8"], Flag.CHANGED
 ]
-Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
 RandomBits = Annotated[Literal["philox", "words"] | None, Flag.CHANGED]
 Norm = Annotated[Literal["layer", "rms"], Flag.CHANGED]
 Switch = Annotated[bool, Flag.CHANGED]
@@ -181,10 +204,13 @@ ORDER = (
     "recipe", "w_recipe", "out_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs", "layout", "sections",
     "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps", "accumulate",
     "bias",
-    "quantized_parameters", "delayed_wgrad", "recompute", "use", "repeats", "concurrency",
+    "quantized_parameters", "delayed_wgrad", "recompute", "use",
 )  # fmt: skip
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
-last key with a list are neighbours."""
+last key with a list are neighbours. Other fields of an operation follow as it declares them, and then `_LAST`."""
+_LAST = ("repeats", "concurrency")
+_NO_KEYS = ("tier", "file")
+"""Fields of a case that are no keys of a table."""
 
 
 # ---- keys of an operation --------------------------------------------------------------------------------------------
@@ -216,19 +242,25 @@ class Key:
         if self.flag is None or (self.flag is Flag.CHANGED and value in hidden):
             return None
         if isinstance(value, bool):
-            return self.name
-        return f"{self.name}:{value}" if isinstance(value, int) else str(value)
+            return self.name if value else f"no-{self.name}"
+        # A plus joins the flags of an id: 1e+20 is 1e20.
+        return f"{self.name}:{value}".replace("e+", "e") if isinstance(value, int | float) else str(value)
 
     def read(self, flag: str) -> Any:
         """The inverse of `render`: the value of a flag, or None for the flag of another key."""
         if self.flag is None:
             return None
         name, _, number = flag.partition(":")
-        value = True if flag == self.name else number_of(number) if name == self.name else flag
+        value: Any = flag
+        if flag in (self.name, f"no-{self.name}"):
+            value = flag == self.name
+        elif name == self.name:
+            value = number_of(number) if type(self.default) is not float else _float_of(number)
         return value if self.check(value) is None else None
 
 
 _KEYS: dict[type[Any], tuple[Key, ...]] = {}
+_SIZES: dict[type[Any], tuple[str, ...]] = {}
 _FLAG_FIELDS: dict[type[Any], tuple[str, ...]] = {}
 _FLAGS: dict[tuple[Any, ...], tuple[str, ...]] = {}
 """Flags by the class of a case and the values of its keys: thousands of cases have the same few."""
@@ -238,9 +270,19 @@ def keys_of(cls: type[Any]) -> tuple[Key, ...]:
     """The keys of a case class besides `operation` and `tier`, in `ORDER`."""
     if cls not in _KEYS:
         hints = get_type_hints(cls, include_extras=True)
-        own = {field.name: field.default for field in fields(cls) if field.name in ORDER}
-        _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in sorted(own, key=ORDER.index))
+        own = {field.name: field.default for field in fields(cls) if field.name not in _NO_KEYS}
+        known = [name for name in ORDER if name in own]
+        others = [name for name in own if name not in (*ORDER, *_LAST)]
+        _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in (*known, *others, *_LAST))
     return _KEYS[cls]
+
+
+def sizes_of(cls: type[Any]) -> tuple[str, ...]:
+    """Names of the sizes in the shape of a case class: ("M", "K") of `dims("[M, K] or (…, K)", 2, 4)`."""
+    if cls not in _SIZES:
+        (names,) = (key.check.names for key in keys_of(cls) if isinstance(key.check, Dims))
+        _SIZES[cls] = tuple(name.strip() for name in names[1 : names.index("]")].split(","))
+    return _SIZES[cls]
 
 
 def flags_of(cls: type[Any], values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -254,14 +296,30 @@ def flags_of(cls: type[Any], values: Mapping[str, Any]) -> tuple[str, ...]:
     return _FLAGS[known]
 
 
+def _float_of(text: str) -> float | None:
+    """The number in a flag, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
     plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if get_origin(plain) in (Union, UnionType):
         (plain,) = (part for part in get_args(plain) if part is not NoneType)
     choices = get_args(plain) if get_origin(plain) is Literal else ()
     if field == "inputs":
-        choices = tuple(families_of(cls.operation))
+        choices = tuple(cls.families())
     name = next((extra.name for extra in extras if isinstance(extra, Named)), field)
     flag = next((extra for extra in extras if isinstance(extra, Flag)), None)
-    check = next((extra for extra in extras if callable(extra)), one_of(choices) if choices else _boolean)
+    check = next((extra for extra in extras if callable(extra)), None)
+    if check is None and field != "shape":
+        check = one_of(choices) if choices or field == "inputs" else _CHECKS.get(plain)
+        flag = flag or (Flag.CHANGED if plain in _CHECKS and field not in ORDER else None)
+    if check is None:
+        raise TypeError(
+            f"{cls.__name__}.{field} has the type {hint}; a key is bool, int, float or a Literal of words, a shape is "
+            "Annotated[Shape, dims(…)], and another type has its check in Annotated[…]"
+        )
     return Key(name, field, check, default, flag, choices)

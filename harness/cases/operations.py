@@ -1,44 +1,221 @@
-"""The case classes by operation, and cases made from the keys of a case file or from the labels of a record."""
+"""The operations, found by name: folders of the package, and files and folders of a user.
+
+An operation is a folder `<name>/` with the object `OPERATION` (`harness.operations.operation.Operation`) in
+`operation.py` and its case class in `case.py`, which imports no torch; or a file `<name>.py` with both. `_` in the name
+of a file stands for `-` in the name of the operation. The package's own lie in `harness/operations/`. A user's are the
+files and folders of `--operations`, of the ini key `narrowgauge_operations` and of the environment variable
+NARROWGAUGE_OPERATIONS, and the modules of entry points in the group `narrowgauge.operations`.
+
+Modules are loaded by name, when their operation is first asked for. This module also makes cases from the keys of a
+case file, or from the labels of a record.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, QuantizedGemmCase
 from narrowgauge.harness.cases.keys import keys_of
-from narrowgauge.harness.cases.modules import (
-    GroupedLinearCase,
-    LayerNormLinearCase,
-    LinearCase,
-    TransformerLayerCase,
-)
-from narrowgauge.harness.cases.quantize import (
-    GroupedQuantizeCase,
-    QuantizeCase,
-    SwizzleCase,
-    TransformCase,
-    UpdateScaleCase,
-)
+from narrowgauge.harness.cases.methods import Method
 
-_CLASSES: tuple[type[Case], ...] = (
-    QuantizeCase,
-    TransformCase,
-    SwizzleCase,
-    UpdateScaleCase,
-    GroupedQuantizeCase,
-    GemmCase,
-    GroupedGemmCase,
-    QuantizedGemmCase,
-    LinearCase,
-    LayerNormLinearCase,
-    GroupedLinearCase,
-    TransformerLayerCase,
-)
-OPERATIONS: dict[str, type[Case]] = {cls.operation: cls for cls in _CLASSES}
+VARIABLE = "NARROWGAUGE_OPERATIONS"
+"""Environment variable with files and folders of operations, which processes of a run inherit."""
+GROUP = "narrowgauge.operations"
+"""Group of entry points. The name of an entry point is that of the operation, the value a module."""
+_OWN = Path(__file__).parents[1] / "operations"
+_PACKAGE = "narrowgauge.harness.operations"
+_OUTSIDE = "narrowgauge_operations"
+"""Package of the modules of a user's operations: its folders are those of the variable."""
+_DEFINES = re.compile(r"^OPERATION\b", re.MULTILINE)
+
+
+class OperationError(ValueError):
+    """An operation that cannot be used. The message names the file, the problem and the remedy."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an operation is."""
+
+    module: str
+    """The module or package."""
+    folder: bool
+    """Whether the module is a package with `operation.py`."""
+    cases: bool
+    """Whether the package has `case.py`."""
+    source: str
+    """For messages."""
+
+    @property
+    def main(self) -> str:
+        """Name of the module with OPERATION."""
+        return f"{self.module}.operation" if self.folder else self.module
+
+
+class _Operations(Mapping[str, type[Case]]):
+    """Case classes by the names of the operations; each is loaded when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Place] | None = None
+        self._loaded: dict[str, type[Case]] = {}
+
+    def __getitem__(self, name: str) -> type[Case]:
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name, self.places[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    @property
+    def places(self) -> Mapping[str, _Place]:
+        """Places of all operations by name: the package's own, then those of a user. Raises OperationError."""
+        if self._found is None:
+            own = dict(_places_in(_OWN, _PACKAGE))
+            outside = list(_outside())
+            for name, place in outside:
+                if name in own:
+                    raise OperationError(f"{place.source}: there is an operation {name} already; rename the file")
+                own[name] = place
+            self._found = own
+        return self._found
+
+    def forget(self) -> None:
+        """Search again: the variable has changed."""
+        self._found = None
+
+    def _load(self, name: str, place: _Place) -> type[Case]:
+        module = loaded(f"{place.module}.case", place.source) if place.cases else main_module(name)
+        cls = module.OPERATION.case if hasattr(module, "OPERATION") else None
+        for value in vars(module).values() if cls is None else ():
+            if isinstance(value, type) and issubclass(value, Case) and vars(value).get("operation") == name:
+                cls = value
+        if cls is None or getattr(cls, "operation", None) != name:
+            has = f"{cls.__name__} of the operation {getattr(cls, 'operation', None)!r}" if cls else "no case class"
+            raise OperationError(
+                f"{place.source}: has {has}; the name of the file asks for a class with operation = {name!r}"
+            )
+        try:
+            keys = keys_of(cls)
+        except (TypeError, ValueError) as error:
+            raise OperationError(f"{place.source}: {error}") from error
+        if not next(key for key in keys if key.field == "inputs").choices:
+            raise OperationError(
+                f"{place.source}: {cls.__name__} takes no input family; give it `kinds`, such as (Kind.QUANTIZED,), or "
+                "`own_families`"
+            )
+        found: type[Case] = cls
+        return found
+
+
+OPERATIONS = _Operations()
 """Case classes by the names of the operations."""
+
+
+def main_module(name: str) -> ModuleType:
+    """The module with the object OPERATION of an operation. Raises OperationError if it cannot be loaded."""
+    place = OPERATIONS.places[name]
+    module = loaded(place.main, place.source)
+    if not hasattr(module, "OPERATION"):
+        raise OperationError(f"{place.source}: has no OPERATION; see docs/add.md")
+    return module
+
+
+def loaded(module: str, source: str) -> ModuleType:
+    """A module by its name. Raises OperationError with the `source` and the reason if the import fails."""
+    try:
+        return import_module(module)
+    except OperationError:
+        raise
+    except Exception as error:
+        raise OperationError(f"{source}: cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def use_operations(paths: Sequence[str | os.PathLike[str]]) -> None:
+    """Add files and folders of operations for this process and for all that it starts.
+
+    Raises OperationError for a path without an operation, and for an operation that cannot be loaded.
+    """
+    given = [os.path.abspath(path) for path in paths]
+    known = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*known, *given]))
+    OPERATIONS.forget()
+    for name, place in OPERATIONS.places.items():
+        if not place.module.startswith(f"{_PACKAGE}."):
+            OPERATIONS[name]
+
+
+def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
+    """The operations in a folder, whose modules belong to the package of this name."""
+    for entry in sorted(folder.iterdir()):
+        name = entry.stem.replace("_", "-")
+        if (entry / "operation.py").is_file():
+            yield name, _Place(f"{package}.{entry.name}", True, (entry / "case.py").is_file(), f"{entry}")
+        elif entry.suffix == ".py" and package != _PACKAGE and _DEFINES.search(entry.read_text(encoding="utf-8")):
+            yield name, _Place(f"{package}.{entry.stem}", False, False, f"{entry}")
+
+
+def _outside() -> Iterator[tuple[str, _Place]]:
+    """The operations of a user."""
+    paths = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    package = sys.modules.setdefault(_OUTSIDE, ModuleType(_OUTSIDE))
+    package.__path__ = list(dict.fromkeys(str(path if path.is_dir() else path.parent) for path in paths))
+    for path in paths:
+        whole = path.is_dir() and not (path / "operation.py").is_file()
+        folder = path if whole else path.parent
+        if not path.exists():
+            raise OperationError(f"{path}: there is no such file or folder of operations")
+        if path.is_dir() and not whole:
+            package.__path__ = list(dict.fromkeys([*package.__path__, str(folder)]))
+        found = [(n, p) for n, p in _places_in(folder, _OUTSIDE) if whole or p.source == str(path)]
+        if not found:
+            raise OperationError(
+                f"{path}: holds no operation, a file or folder with an object OPERATION; see docs/add.md"
+            )
+        yield from found
+    for entry in entry_points(group=GROUP):
+        yield entry.name, _Place(entry.module, False, False, f"entry point {entry.name} = {entry.value}")
+
+
+def is_composed(name: str) -> bool:
+    """Whether an operation of a record is composed of others (`Case.composed`); an unknown operation is not."""
+    return name in OPERATIONS and OPERATIONS[name].composed
+
+
+def stage_names(name: str) -> tuple[str, ...]:
+    """Every stage in records of an operation. Empty for an unknown operation, and if the stages depend on results."""
+    names = OPERATIONS[name].stage_names() if name in OPERATIONS else ()
+    return tuple(dict.fromkeys([*names, "memory", "repeat"])) if names else ()
+
+
+def all_methods() -> dict[str, Method]:
+    """Methods of a backend that operations call, by name."""
+    return {name: method for cls in OPERATIONS.values() for name, method in cls.all_methods().items()}
+
+
+def all_descriptions() -> tuple[str, ...]:
+    """Optional methods of a backend that describe it and compute no result."""
+    return tuple(dict.fromkeys(name for cls in OPERATIONS.values() for name in cls.descriptions))
+
+
+def every_method() -> dict[str, Method]:
+    """Methods that operations call, and methods that describe a backend."""
+    return all_methods() | dict.fromkeys(all_descriptions(), Method())
 
 
 def case_of(operation: str, values: Mapping[str, Any], *, tier: str = "quick", file: str = "") -> Case:

@@ -36,6 +36,22 @@ def exact_floats(
     return _failed(stage, wrong, noun, describe, Comparison(expected, actual))
 
 
+def exact_integers(
+    stage: str, actual: torch.Tensor, expected: torch.Tensor, *, noun: str, describe: Describe
+) -> StageResult:
+    """Compare integer tensors (M, N) of equal shape and dtype."""
+    wrong = actual != expected
+    if not bool(wrong.any()):
+        return StageResult(stage, "exact", wrong.numel())
+    distance = (actual.long() - expected.long()).abs_().masked_fill_(~wrong, -1)
+    text = sentence(wrong, distance, noun)
+    finding = make_finding(stage, "exact", text, wrong, distance, describe=describe)
+    return StageResult(
+        stage, "exact", wrong.numel(), int(wrong.count_nonzero()), int(distance.amax()), text, finding,
+        wrong_elements=wrong,
+    )  # fmt: skip
+
+
 def _failed(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, comparison: Comparison) -> StageResult:
     def distance_of_rows(wrong_rows: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor]:
         actual, expected = (

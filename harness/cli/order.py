@@ -38,9 +38,9 @@ def find_order(
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
     from narrowgauge.harness.backends.host import HostLost
-    from narrowgauge.harness.checks.order.backend_gemm import declaration_for, operand_dtype, product_of
     from narrowgauge.harness.checks.order.probe import accumulation_order
     from narrowgauge.harness.hosts.remote_host import hosted_backend
+    from narrowgauge.harness.operations.gemm.probed_gemm import declaration_for, operand_dtype, product_of
     from narrowgauge.spec.recipes import find_recipe
 
     try:

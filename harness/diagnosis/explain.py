@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import explain_auxiliary
+from narrowgauge.harness.diagnosis.explain_by_results import explain_by_results
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
 from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
 from narrowgauge.harness.diagnosis.explanation import Explanation
@@ -44,7 +44,7 @@ def explain(
     deviations = explain_quantize(outcome, wrong_stage, history, limit, further)
     deviations += explain_fused_output(outcome, wrong_stage)
     deviations += explain_gemm(outcome, wrong_stage, history, limit)
-    deviations += explain_auxiliary(outcome, wrong_stage, limit)
+    deviations += explain_by_results(outcome, wrong_stage, limit)
     deviations += explain_formula(outcome, wrong_stage, limit)
     deviations += explain_decoding(outcome, wrong_stage, history, limit)
     # Deviations that were not tried may give the bytes too.

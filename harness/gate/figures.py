@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from narrowgauge.harness.cases.modules import MODULES
+from narrowgauge.harness.cases.operations import is_composed
 from narrowgauge.harness.records.record import VERDICTS, elements_compared
 from narrowgauge.harness.report.text import number
 
@@ -82,7 +82,7 @@ def figures(record: dict[str, Any]) -> Figures:
         wrong=record["mismatches"],
         ulp=record["max_ulp"],
     )
-    if record["operation"] in MODULES:
+    if is_composed(record["operation"]):
         return counts
     outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
     tiers = outputs > 0 and record["exact_share"] is not None

@@ -237,7 +237,7 @@ def _entry(table: Any, location: str) -> Entry:
 
 def _stage(table: dict[str, str]) -> str | None:
     """Error in the stage of an entry, if its pattern names an operation."""
-    from narrowgauge.harness.report.text import stage_names
+    from narrowgauge.harness.cases.operations import stage_names
 
     stage, operation = table.get("stage"), table["case"].partition("/")[0]
     names = stage_names(operation)

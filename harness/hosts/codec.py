@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign, dtype_name
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.spec.formats import FORMATS, FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe

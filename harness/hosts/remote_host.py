@@ -29,9 +29,10 @@ from narrowgauge.harness.backends.guarded_memory import (
     padded_size,
     tensor_at,
 )
-from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, PreparedRun, Tensors
+from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
 from narrowgauge.harness.hosts.left_processes import LeftProcesses
@@ -180,7 +181,8 @@ class RemoteHost:
         self._left = LeftProcesses(self.process, self._marker)
         self._deadline = time.monotonic() + self._load
         try:
-            answer = self._ask(asdict(self.settings))
+            methods = {name: asdict(method) for name, method in every_method().items()}
+            answer = self._ask(asdict(self.settings) | {"methods": methods})
         except HostLost as lost:
             message = f": {lost}"
             if lost.verdict == "timeout":
@@ -202,7 +204,7 @@ class RemoteHost:
         return self._room
 
     def _facts(self, answer: dict[str, Any]) -> Facts:
-        methods = frozenset(str(name) for name in answer["methods"]) & {*METHODS, *OPTIONAL_METHODS}
+        methods = frozenset(str(name) for name in answer["methods"]) & every_method().keys()
         declares = codec.decode_result(answer["declares"], codec.no_tensor)
         offers = codec.decode_result(answer["offers"], codec.no_tensor)
         return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
@@ -546,7 +548,8 @@ class RemoteHost:
         scripts = [[entry for entry in finished.script if isinstance(entry, Call)] for _, finished in pairs]
         if any(len(script) != len(pair[1].script) for script, pair in zip(scripts, pairs, strict=True)):
             raise BackendError("calls with random bits of the backend cannot be repeated")
-        scripts = [[e for e in script if e.message["method"] not in OPTIONAL_METHODS] for script in scripts]
+        described = all_descriptions()
+        scripts = [[e for e in script if e.message["method"] not in described] for script in scripts]
         home = scripts[0][0].message["home"]
         expected = [torch.cat([entry.bytes for entry in script]) for script in scripts]
         self._open_results(home, count * sum(part.numel() for part in expected))

@@ -25,6 +25,7 @@ from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
 from narrowgauge.harness.cases.memory import KEPT, room
+from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError
 from narrowgauge.harness.hosts.layer_driver import LayerDriver
@@ -99,10 +100,12 @@ class _Server:
                 from narrowgauge.harness.hosts.changed_source import changed_source
 
                 stack.enter_context(changed_source(*settings["change"]))
-            implementation = load_implementation(settings["backend"], settings["device"])
+            methods = {name: Method(**entry) for name, entry in settings["methods"].items()}
+            implementation = load_implementation(settings["backend"], settings["device"], methods)
             self.host = LocalHost(
-                settings["backend"], implementation, self.device, settings["schedules"], restores=False
-            )
+                settings["backend"], implementation, self.device, settings["schedules"], restores=False,
+                methods=methods,
+            )  # fmt: skip
         except Exception as error:
             return {"failed": str(error)[: codec.TEXT]}
         facts = self.host.facts

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import numpy as np
@@ -25,17 +25,12 @@ from safetensors import safe_open
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import MOST_CASES
-from narrowgauge.harness.cases.gemm import GemmCase
-from narrowgauge.harness.cases.keys import Dtype, Layout, Orientation, nearest, shown
+from narrowgauge.harness.cases.keys import nearest, shown
 from narrowgauge.harness.cases.memory import gigabytes
-from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import find_recipe
 
-GEMM_ROWS = 128
-"""M of the gemm cases of a captured weight."""
-ORIENTATIONS: tuple[Orientation, ...] = ("rowwise", "columnwise")
-OUTPUTS: tuple[Dtype, ...] = ("bf16", "fp32")
 LARGEST = 4 << 30
 """Bytes of a tensor, and of all tensors that a run unpacks."""
 LARGEST_DIRECTORY = 16 << 20
@@ -429,64 +424,39 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Header]]]] = {
 }
 
 
-def captured_cases(
-    captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
-) -> list[Case]:
-    """Quick cases for all allowed pairs of a captured matrix and a recipe; `refused` names the rest.
+def captured_cases(captured: Captured, *, recipes: Sequence[str] = ("nvfp4",)) -> list[Case]:
+    """Quick cases for all allowed pairs of a captured matrix and a recipe (`Case.of_matrix`); `refused` names the rest.
 
-    quantize: rowwise and columnwise. gemm: the matrix is w (N, K), x is normal (128, K) of the same dtype, the output
-    bf16 and fp32; the recipe decides the layout. Raises CaptureError if there are more than `MOST_CASES`.
+    Raises CaptureError if there are more than `MOST_CASES`.
     """
-    count = len(captured.headers) * len(recipes) * len(ORIENTATIONS + OUTPUTS)
-    if count > MOST_CASES:
-        raise CaptureError(
-            f"{captured.path}: its {len(captured.headers)} matrices and {len(recipes)} recipes make {count} cases, at "
-            f"most {MOST_CASES}; name some with --tensor"
-        )
-    return [case for _, case in _cases(captured, operations, recipes) if not case.problem()]
+    cases = []
+    for _, case in _cases(captured, recipes):
+        if not case.problem():
+            cases.append(case)
+        if len(cases) > MOST_CASES:
+            raise CaptureError(
+                f"{captured.path}: its {len(captured.headers)} matrices and {len(recipes)} recipes make more than "
+                f"{MOST_CASES} cases; name some with --tensor"
+            )
+    return cases
 
 
-def refused(
-    captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
-) -> list[str]:
+def refused(captured: Captured, *, recipes: Sequence[str] = ("nvfp4",)) -> list[str]:
     """A sentence with tensor, operation and reason for every pair left out by `captured_cases`."""
     sentences = (
         f"{captured.path}: {name} makes no {case.operation} case: {reason}"
-        for name, case in _cases(captured, operations, recipes)
+        for name, case in _cases(captured, recipes)
         if (reason := case.problem())
     )
     return list(dict.fromkeys(sentences))
 
 
-def _cases(captured: Captured, operations: Sequence[str], recipes: Sequence[str]) -> Iterator[tuple[str, Case]]:
+def _cases(captured: Captured, recipes: Sequence[str]) -> Iterator[tuple[str, Case]]:
     """The name of a tensor and a case for all tensors and recipes, also cases with a problem."""
-    file = str(captured.path)
     for name, header in captured.headers.items():
-        dtype = cast(Dtype, header.dtype)
-        rows, columns = header.shape
         inputs = f"{captured.path.name}:{name}"
-        for recipe in recipes:
-            if "quantize" in operations:
-                shape = (rows, columns)
-                for usage in ORIENTATIONS:
-                    yield (
-                        name,
-                        QuantizeCase(recipe=recipe, shape=shape, dtype=dtype, inputs=inputs, usage=usage, file=file),
-                    )
-            if "gemm" in operations:
-                product = (GEMM_ROWS, columns, rows)
-                layout: Layout = "nt" if find_recipe(recipe).transform else "tn"
-                for out in OUTPUTS:
-                    yield (
-                        name,
-                        GemmCase(
-                            recipe=recipe,
-                            shape=product,
-                            x=dtype,
-                            w=dtype,
-                            out=out,
-                            inputs=inputs,
-                            layout=layout,
-                            file=file,
-                        ),
-                    )
+        rows, columns = header.shape
+        for recipe in map(find_recipe, recipes):
+            for cls in OPERATIONS.values():
+                for case in cls.of_matrix(recipe, (rows, columns), header.dtype, inputs, str(captured.path)):
+                    yield name, case

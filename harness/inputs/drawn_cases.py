@@ -15,12 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.cases.gemm import GroupedGemmCase
-from narrowgauge.harness.cases.memory import needed
-from narrowgauge.harness.cases.modules import GroupedLinearCase
-from narrowgauge.harness.cases.quantize import GroupedQuantizeCase
 from narrowgauge.harness.cases.sections import GIVEN
 
 BITS = 48
@@ -77,12 +71,12 @@ def drawn_cases(cases: Sequence[Case], secret: int, *, matrix: Iterable[Case] = 
 
 def _drawn(case: Case, draw: random.Random, finest: Mapping[Axis, int], taken: set[str]) -> Case:
     """A case with an id that is not in `taken`, or `case` itself if there is none."""
-    families = [family for family in families_of(case.operation) if family not in ZEROS or case.inputs in ZEROS]
+    families = [family for family in case.families() if family not in ZEROS or case.inputs in ZEROS]
     for _ in range(ATTEMPTS):
         changed: dict[str, Any] = {"inputs": draw.choice(families)}
         changed["shape"] = tuple(_size(draw, size, finest[axis]) for axis, size in _axes(case))
-        if isinstance(case, GroupedQuantizeCase | GroupedGemmCase | GroupedLinearCase):
-            changed |= _given_sections(draw, case.sections)
+        if sections := getattr(case, "sections", ""):
+            changed |= _given_sections(draw, sections)
             if "sections" in changed:
                 rows = sum(map(int, changed["sections"].partition(":")[2].split(",")))
                 changed["shape"] = (rows, *changed["shape"][1:])
@@ -117,7 +111,7 @@ def _given_sections(draw: random.Random, sections: str) -> dict[str, str]:
 
 def _as_large(found: Case, case: Case) -> bool:
     """Whether a drawn case takes about the time and at most about the memory of its original."""
-    return LEAST * work(case) <= work(found) <= MOST * work(case) and needed(found) <= MOST * needed(case)
+    return LEAST * case.work <= found.work <= MOST * case.work and found.memory <= MOST * case.memory
 
 
 def _axes(case: Case) -> list[tuple[Axis, int]]:

@@ -493,23 +493,6 @@ def _codes(want: Wanted) -> torch.Tensor:
     return (words >> 16).to(torch.int16).view(want.dtype)
 
 
-def _bytes(draw: Draw, rows: int, columns: int) -> torch.Tensor:
-    return draw.below(256, rows, columns).to(torch.uint8)
-
-
-def _places(draw: Draw, rows: int, columns: int) -> torch.Tensor:
-    # Of a tile's 512 bytes every value comes twice, never in one row or column: rows 64 to 127 are the first 64 with
-    # their four bytes turned round. 85 and 51 keep a tile from its neighbours, also the diagonal ones.
-    row, column = (torch.arange(n, dtype=torch.int32) for n in (rows, columns))
-    inside = torch.where((row % 128 < 64).unsqueeze(1), column % 4, 3 - column % 4)
-    tile = 85 * (row // 128).unsqueeze(1) + 51 * (column // 4) + draw.index(256)
-    return (4 * row.unsqueeze(1) + inside + tile).bitwise_and_(255).to(torch.uint8)
-
-
-SCALE_BYTES: dict[str, Callable[[Draw, int, int], torch.Tensor]] = {"bytes": _bytes, "position": _places}
-"""The families of a swizzle: bytes (R, C)."""
-
-
 GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "normal": _normal,
     "uniform": _uniform,

@@ -1,75 +1,39 @@
-"""The operations: types of case and inputs, and the function that runs and judges a backend. A file for each."""
+"""The object of each operation by name, inputs of a case, and judging one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, QuantizedGemmCase
-from narrowgauge.harness.cases.modules import (
-    GroupedLinearCase,
-    LayerNormLinearCase,
-    LinearCase,
-    TransformerLayerCase,
-)
-from narrowgauge.harness.cases.quantize import (
-    GroupedQuantizeCase,
-    QuantizeCase,
-    SwizzleCase,
-    TransformCase,
-    UpdateScaleCase,
-)
-from narrowgauge.harness.inputs.inputs import Inputs, ModuleInputs, ProductInputs
-from narrowgauge.harness.operations.delayed import judge_update_scale
-from narrowgauge.harness.operations.gemm import judge_gemm
-from narrowgauge.harness.operations.gemm_grouped import judge_gemm_grouped
-from narrowgauge.harness.operations.gemm_quantized import judge_gemm_quantized
-from narrowgauge.harness.operations.grouped import judge_quantize_grouped
-from narrowgauge.harness.operations.modules.modules import judge_module
-from narrowgauge.harness.operations.padded import judge_padded
-from narrowgauge.harness.operations.quantize import judge_quantize
-from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.harness.operations.swizzle import judge_swizzle
-from narrowgauge.harness.operations.transform import judge_transform
+from narrowgauge.harness.cases.operations import OperationError, main_module
+from narrowgauge.harness.inputs.inputs import Inputs, Maker
+from narrowgauge.harness.operations.operation import Operation
 
-CaseT = TypeVar("CaseT", bound=Case)
-InputsT = TypeVar("InputsT", bound=Inputs)
+if TYPE_CHECKING:
+    from narrowgauge.harness.inputs.capture import Captured
 
 
-@dataclass(frozen=True)
-class Operation(Generic[CaseT, InputsT]):
-    """An operation: calling it runs and judges a backend."""
-
-    case: type[CaseT]
-    inputs: type[InputsT]
-    judge: Callable[[CaseT, InputsT, Backend], Outcome]
-
-    def __call__(self, case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-        """The outcome of a case. Raises TypeError for a case or inputs of another operation."""
-        if not isinstance(case, self.case) or not isinstance(inputs, self.inputs):
-            raise TypeError(f"{self.case.__name__} takes no {type(case).__name__} with {type(inputs).__name__}")
-        return self.judge(case, inputs, backend)
+def operation_of(case: Case | type[Case]) -> Operation[Any]:
+    """The operation of a case. Raises OperationError if it cannot be loaded."""
+    return operation_called(case.operation)
 
 
-def _judge_gemm_grouped(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend) -> Outcome:
-    return (judge_padded if case.padded else judge_gemm_grouped)(case, inputs, backend)
+@cache
+def operation_called(name: str) -> Operation[Any]:
+    """The operation with this name. Raises OperationError if it cannot be loaded."""
+    operation = main_module(name).OPERATION
+    if not isinstance(operation, Operation):
+        raise OperationError(f"operation {name}: OPERATION is {type(operation).__name__}, not an Operation")
+    if operation.judge is None and (operation.reference is None or not operation.results):
+        raise OperationError(f"operation {name}: OPERATION has no judge; give it one, or `reference` and `results`")
+    return operation
 
 
-JUDGES: dict[str, Callable[[Case, Inputs, Backend], Outcome]] = {
-    QuantizeCase.operation: Operation(QuantizeCase, Inputs, judge_quantize),
-    TransformCase.operation: Operation(TransformCase, Inputs, judge_transform),
-    SwizzleCase.operation: Operation(SwizzleCase, Inputs, judge_swizzle),
-    UpdateScaleCase.operation: Operation(UpdateScaleCase, Inputs, judge_update_scale),
-    GroupedQuantizeCase.operation: Operation(GroupedQuantizeCase, Inputs, judge_quantize_grouped),
-    GemmCase.operation: Operation(GemmCase, ProductInputs, judge_gemm),
-    GroupedGemmCase.operation: Operation(GroupedGemmCase, ProductInputs, _judge_gemm_grouped),
-    QuantizedGemmCase.operation: Operation(QuantizedGemmCase, ProductInputs, judge_gemm_quantized),
-    LinearCase.operation: Operation(LinearCase, ModuleInputs, judge_module),
-    LayerNormLinearCase.operation: Operation(LayerNormLinearCase, ModuleInputs, judge_module),
-    GroupedLinearCase.operation: Operation(GroupedLinearCase, ModuleInputs, judge_module),
-    TransformerLayerCase.operation: Operation(TransformerLayerCase, ModuleInputs, judge_module),
-}
-"""The operations by name."""
+def make_inputs(case: Case, *, seed: int = 0, captured: Captured | None = None) -> Inputs:
+    """The inputs of `case`: the same bytes for the same case id and seed, on every machine.
+
+    If `case.inputs` names a captured tensor, `captured` holds it: x of a quantize and w of a gemm. Raises ValueError if
+    it does not, or if the tensor has another shape or dtype than the case.
+    """
+    return operation_of(case).inputs(Maker(case, seed, captured))

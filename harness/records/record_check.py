@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from narrowgauge.harness.cases.keys import TIERS
-from narrowgauge.harness.cases.modules import MODULES
+from narrowgauge.harness.cases.operations import is_composed
 from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
 
@@ -226,7 +226,7 @@ def _outputs(record: dict[str, Any]) -> Iterator[str]:
     if given and not outputs:
         name, value = next(iter(given.items()))
         yield f"{name} is {value}, and no stage has the rule bound"
-    if record["operation"] not in MODULES:  # a module measures the figures of some outputs only
+    if not is_composed(record["operation"]):  # a module measures the figures of some outputs only
         for name in ("exact_share", "ordered_share"):
             count = given.get(name, 0) * outputs
             if abs(count - round(count)) > _LAST_BITS * max(1, outputs):

@@ -1,8 +1,8 @@
 """Saved failures: inputs of a case, results of the kernel and expected results, in one safetensors file.
 
-Tensors are called x, w, c, bias, random.x, scale.x, given.dy as in `harness.inputs.inputs`. actual.codes and the like
-are results of the kernel; expected.codes and the like are results of the reference for the same inputs. The metadata
-name the case.
+Tensors have the names of the inputs (`harness.inputs.inputs`): x, w, c, bias, random.x, scale.x, given.dy. actual.codes
+and the like are results of the kernel; expected.codes and the like are results of the reference for the same inputs.
+The metadata name the case.
 """
 
 from __future__ import annotations
@@ -24,23 +24,19 @@ from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.cases.gemm import ProductCase
 from narrowgauge.harness.cases.keys import keys_of, shown
 from narrowgauge.harness.cases.memory import shortage
-from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.capture import LARGEST_DIRECTORY, safetensors_header
-from narrowgauge.harness.inputs.inputs import Inputs, ModuleInputs, ProductInputs, make_inputs
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.spec.arguments import Random
 
 FORMAT = "1"
 """Version of the metadata, under the key `narrowgauge_saved`."""
 LARGEST = 64 << 20
 """Largest number of bytes of tensors in a file."""
 _KEY = "narrowgauge_saved"
-_MAIN = ".main_grad"
 _TEXTS = ("operation", "recipe", "dtype", "inputs", "tier", "file")
 """Labels of a case that are texts."""
 
@@ -76,11 +72,11 @@ def save(path: Path, saved: SavedFailure, outcome: Outcome) -> None:
 
     Raises SavedFailureError if the tensors have more than `LARGEST` bytes, OSError if the file cannot be written.
     """
-    tensors = saved.inputs.named() | _actual(outcome) | _expected(outcome)
+    tensors = saved.inputs.tensors | _actual(outcome) | _expected(outcome)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     if size > LARGEST:
         raise SavedFailureError(f"{size / 2**20:.0f} MiB of tensors, more than {LARGEST >> 20}")
-    pairs = {name: list(bits) for name, bits in saved.inputs.random.items() if not isinstance(bits, torch.Tensor)}
+    pairs = {name: list(bits) for name, bits in saved.inputs.counters.items()}
     metadata = {
         "id": saved.id, "case": saved.case.labels(), "random": pairs, "seed": saved.seed, "backend": saved.backend,
         "stage": saved.stage,
@@ -129,14 +125,16 @@ def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Save
         raise TypeError(f"the metadata have {shown(odd[0])} instead of a whole number of 64 bits")
     case = case_from_labels(**labels)
     # Only shapes and dtypes of the made inputs are used, and every family of an operation has the same.
-    example = replace(case, inputs=families_of(case.operation)[0])
+    example = replace(case, inputs=next(iter(case.families())))
     for key in keys_of(type(case)):
         value = getattr(example, key.field)
         if value != key.default and (problem := key.check(list(value) if key.field == "shape" else value)):
             raise ValueError(f"the case: {key.name} {problem}")
     if problem := case.problem() or shortage(case, "cpu"):
         raise ValueError(f"the case: {problem}")
-    inputs = _inputs(case, tensors, pairs)
+    results = ("actual.", "expected.")
+    named = {name: tensor for name, tensor in tensors.items() if not name.startswith(results)}
+    inputs = Inputs(named, {name: (bits[0], bits[1]) for name, bits in pairs.items()})
     made, given = _kinds(make_inputs(example)), _kinds(inputs)
     if made != given:
         name = min(name for name in made.keys() | given.keys() if made.get(name) != given.get(name))
@@ -146,26 +144,8 @@ def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Save
 
 def _kinds(inputs: Inputs) -> dict[str, str]:
     """Shape and dtype of each tensor, and `seed and offset` of other random bits."""
-    tensors = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in inputs.named().items()}
-    return {f"random.{name}": "seed and offset" for name in inputs.random} | tensors
-
-
-def _inputs(case: Case, tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, list[int]]) -> Inputs:
-    """The inputs with these tensors, named as in `Inputs.named`, and these pairs of seed and offset."""
-
-    def group(prefix: str) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-    random: dict[str, Random] = {**group("random."), **{name: (bits[0], bits[1]) for name, bits in pairs.items()}}
-    x, scale = tensors["x"], group("scale.")
-    if isinstance(case, ProductCase):
-        return ProductInputs(x, random, scale, w=tensors["w"], c=tensors.get("c"), bias=tensors.get("bias"))
-    if isinstance(case, ModuleCase):
-        given = group("given.")
-        main_grads = {name.removesuffix(_MAIN): t for name, t in given.items() if name.endswith(_MAIN)}
-        parameters = {name: t for name, t in given.items() if name != "dy" and not name.endswith(_MAIN)}
-        return ModuleInputs(x, random, scale, dy=given["dy"], parameters=parameters, main_grads=main_grads)
-    return Inputs(x, random, scale, group("amax."))
+    tensors = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in inputs.tensors.items()}
+    return {f"random.{name}": "seed and offset" for name in inputs.counters} | tensors
 
 
 def _actual(outcome: Outcome) -> dict[str, torch.Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import (
     OUTCOMES,
@@ -16,72 +17,23 @@ from narrowgauge.harness.records.record import (
     elements_compared,
     outcome,
 )
-from narrowgauge.spec.recipes import Recipe, find_recipe
-
-_QUANTIZED = ("amax", "tensor scale", "scales", "codes")
-_PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")
-STAGES = {
-    "quantize": (*_QUANTIZED, "values"),
-    "transform": ("output",),
-    "swizzle": ("layout", "unswizzle"),
-    "update-scale": ("history", "scale"),
-    "quantize-grouped": _QUANTIZED,
-    "gemm": _PRODUCT,
-    "gemm-grouped": _PRODUCT,
-    "gemm-quantized": (*_PRODUCT, *(f"{made}.{stage}" for made in ("output", "fused") for stage in _QUANTIZED)),
-}
-"""Stages that a kernel can report of an operation. A stage that is missing in a record was not observed."""
-_PADDED = ("padding", *_PRODUCT[:-1], "rows", "output", "unpadding")
-_HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in _QUANTIZED), "halves")
 
 
 @cache
-def expected_stages(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
-    """Stages of an operation with these flags: of both halves with `both`, of padding with `padded`, without those of w
-    with `same`.
-
-    An operand whose recipe has no tensor scale has no tensor scale stage and no amax stage.
-    """
-    set_flags = flags.split("+")
-    stages = _HALVES if "both" in set_flags else _PADDED if "padded" in set_flags else STAGES.get(operation, ())
-    x, _, w = recipes.partition("+")
-    out_recipe = next((flag for flag in set_flags if _recipe_or_none(flag)), x)
-    operand_recipes = {"w": w or x, "output": out_recipe, "fused": out_recipe}
-    return tuple(
-        stage
-        for stage in stages
-        if not stage.endswith(_TENSOR_STAGES) or _has_tensor_scale(operand_recipes.get(stage.partition(".")[0], x))
-        if "same" not in set_flags or not stage.startswith("w.")
-    )
-
-
-_TENSOR_STAGES = _QUANTIZED[:2]
-
-
-def stage_names(operation: str) -> tuple[str, ...]:
-    """Every stage in records of an operation. Empty for a module, whose stages depend on its results."""
-    if operation not in STAGES:
-        return ()
-    names = [*STAGES[operation], "memory", "repeat"]
-    if operation == "quantize":
-        names += [*_HALVES, "layout", "rowwise.layout", "columnwise.layout"]
-    if operation == "gemm-grouped":
-        names += [*_PADDED, "unpadded"]
-    return tuple(dict.fromkeys(names))
-
-
-@cache
-def _recipe_or_none(name: str) -> Recipe | None:
-    """The recipe of a name, or None for an unknown name in a record."""
+def _stages(operation: str, recipe: str, dtype: str, inputs: str, flags: str, rank: int) -> tuple[str, ...]:
+    """Stages of a case with these labels (`Case.stages`), whatever its shape. Empty for labels that no case has: of an
+    operation that is not there, or of another version."""
     try:
-        return find_recipe(name)
-    except ValueError:
-        return None
+        case = case_from_labels(operation, recipe, (1,) * rank, dtype, inputs, filter(None, flags.split("+")))
+        return case.stages()
+    except (LookupError, ValueError, TypeError):
+        return ()
 
 
-def _has_tensor_scale(name: str) -> bool:
-    recipe = _recipe_or_none(name)
-    return recipe is None or recipe.tensor_scale != "none"
+def expected_stages(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Stages that a kernel can report of the case of a record."""
+    names = ("operation", "recipe", "dtype", "inputs", "flags")
+    return _stages(*(record[name] for name in names), len(record["shape"].split("x")))
 
 
 GLYPHS = {
@@ -186,7 +138,7 @@ def not_compared(records: list[dict[str, Any]]) -> str:
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*expected_stages(record["operation"], record["flags"], record["recipe"]), *shown])
+        expected = dict.fromkeys([*expected_stages(record), *shown])
         stages.update((record["operation"], stage) for stage in expected if not shown.get(stage))
     parts = []
     if cases:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.families import FAMILIES
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.explain_memory import Run
@@ -25,10 +24,10 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     """
     from narrowgauge.harness.checks.statistics.decision import decide
     from narrowgauge.harness.diagnosis.search.history import history_of
-    from narrowgauge.harness.operations.registry import JUDGES
+    from narrowgauge.harness.operations.registry import operation_of
 
     backend.repeats, backend.concurrency = case.repeats, case.concurrency
-    outcome = JUDGES[case.operation](case, inputs, backend)
+    outcome = operation_of(case)(case, inputs, backend)
     amaxes = [judged.oracle.amax for judged in outcome.judged if judged.oracle.amax is not None]
     history_of(backend).begin_case([float(amax) for amax in amaxes if amax.numel() == 1])
     decide(outcome.stages, sharing)
@@ -71,7 +70,7 @@ def explained(
 def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, seed: int) -> tuple[Run, Run] | None:
     """The tensors of a case, and of the same case on the inputs of another seed. None without results there."""
     from narrowgauge.harness.diagnosis.explain_memory import Run
-    from narrowgauge.harness.inputs.inputs import make_inputs
+    from narrowgauge.harness.operations.registry import make_inputs
     from narrowgauge.reference import ops
 
     reference = Backend.local("reference", ops)
@@ -80,8 +79,8 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
         other = judge(case, others, backend)
     except (BackendError, Unsupported):
         return None
-    first = Run(inputs.named(), outcome.outputs, judge(case, inputs, reference).outputs)
-    return first, Run(others.named(), other.outputs, judge(case, others, reference).outputs)
+    first = Run(inputs.tensors, outcome.outputs, judge(case, inputs, reference).outputs)
+    return first, Run(others.tensors, other.outputs, judge(case, others, reference).outputs)
 
 
 class FurtherCases:
@@ -93,10 +92,10 @@ class FurtherCases:
 
     def __call__(self, family: str) -> Outcome | None:
         """The outcome on inputs of `family`. None if the operation has no such inputs, or the backend no result."""
-        from narrowgauge.harness.inputs.inputs import make_inputs
+        from narrowgauge.harness.operations.registry import make_inputs
 
         case = replace(self._case, inputs=family, repeats=0, concurrency="sequential")
-        if self._lost or case.operation not in FAMILIES[family].operations or case.problem() is not None:
+        if self._lost or family not in case.families() or case.problem() is not None:
             return None
         try:
             return judge(case, make_inputs(case, seed=self._seed).to(self._device), self._backend)

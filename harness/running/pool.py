@@ -10,7 +10,6 @@ from typing import Any
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import estimated_seconds
-from narrowgauge.harness.cases.modules import MODULES, ModuleCase
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.hosts.frames import FrameError, readable
 from narrowgauge.harness.machine.processors import worker_gpu
@@ -21,9 +20,6 @@ from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, wit
 __all__ = ["OnRecord", "Settings", "Task", "run_cases", "run_tasks"]
 
 OnRecord = Callable[[dict[str, Any]], None]
-_OF_BACKWARD, _OF_RECOMPUTATION = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
-"""Modules that the first `Tensor.backward` with a gradient imports, with sympy, for 0.3 s of a core; and that the first
-`torch.utils.checkpoint` imports, for 0.6 s."""
 START = {"cpu": 0.5, "cuda": 10.0}
 """Seconds of a core for the start of a worker on each device. On a CPU: 4 cases with 4 workers take 1.5 to 2 s more
 than with one, on 2 cores under load. On a GPU the value is an upper bound: 1040 small cases with 40 workers on two H200
@@ -55,10 +51,8 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
     settings = replace(settings, sharing=settings.sharing or count_chance_cases(task.case for task in given))
     finished = 0
     gpus = [worker_gpu(number, settings.device) for number in range(min(settings.workers, len(given)))]
-    if any(task.case.operation in MODULES for task in given):
-        preload(_OF_BACKWARD)
-    if any(isinstance(task.case, ModuleCase) and task.case.recompute for task in given):
-        preload(_OF_RECOMPUTATION)
+    for module in dict.fromkeys(module for task in given for module in task.case.preloaded):
+        preload(module)
     waiting = Queue(given, settings.device, len(set(gpus)))
     started = worthwhile_workers(given, settings)
     workers = [Worker(settings, gpu) for gpu in gpus[:started]]

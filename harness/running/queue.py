@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import home_of, work
-from narrowgauge.harness.cases.memory import KEPT, needed
-from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.cost import home_of
+from narrowgauge.harness.cases.memory import KEPT
 from narrowgauge.harness.running.worker import Task
 
 LANES = 10
@@ -47,7 +46,7 @@ class Queue:
         self._first = [replace(task, first=True) for task in firsts(self._small)] if device == "cuda" else []
         first = {id(task.case) for task in self._first}
         self._small = [task for task in reversed(self._small) if id(task.case) not in first]
-        self._large.sort(key=lambda task: work(task.case))
+        self._large.sort(key=lambda task: task.case.work)
 
     def __bool__(self) -> bool:
         return bool(self._first or self._small or self._large)
@@ -65,9 +64,9 @@ class Queue:
 
     def _fits(self, task: Task, running: Sequence[Task]) -> bool:
         """Whether it fits beside those that run. Where nothing runs it may try: it says itself that it does not."""
-        if self.room is None or (need := needed(task.case)) < KEPT:
+        if self.room is None or (need := task.case.memory) < KEPT:
             return True
-        beside = [needed(other.case) for other in running if self.on_gpu(other) == self.on_gpu(task)]
+        beside = [other.case.memory for other in running if self.on_gpu(other) == self.on_gpu(task)]
         return not beside or need + sum(beside) <= self.room * (self._gpus if self.on_gpu(task) else 1)
 
     def put_back(self, task: Task) -> None:
@@ -93,7 +92,7 @@ def _small_first(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _is_long(task: Task) -> bool:
-    return work(task.case) > LONG
+    return task.case.work > LONG
 
 
 def firsts(tasks: Sequence[Task]) -> list[Task]:
@@ -104,9 +103,7 @@ def firsts(tasks: Sequence[Task]) -> list[Task]:
     of a digest of their ids.
     """
     alike: dict[tuple[object, ...], Task] = {}
-    for task in sorted(
-        (task for task in tasks if not isinstance(task.case, ModuleCase)), key=lambda task: work(task.case)
-    ):
+    for task in sorted((task for task in tasks if not task.case.composed), key=lambda task: task.case.work):
         alike.setdefault(_kind(task.case), task)
         alike[task.case.operation, task.case.recipe_label] = task
     seen: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
-from narrowgauge.harness.cases.memory import KEPT, needed, shortage
+from narrowgauge.harness.cases.memory import KEPT, shortage
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
@@ -91,7 +91,7 @@ def run_case(
     with stopwatch(home) as watch:
         try:
             require_default(read_environment())  # of the judge: a kernel cannot change it from its host
-            backend.host.begin_case(timeout, needed(case) + _RESULTS)
+            backend.host.begin_case(timeout, case.memory + _RESULTS)
             _measure(
                 record, case, backend, home, seed=seed, captures=captures, inputs=inputs, keeper=keeper,
                 with_earlier=with_earlier, on_outcome=on_outcome, sharing=sharing, untrusted=untrusted,
@@ -142,7 +142,7 @@ def _measure(
         with count_seconds("inputs"):
             if inputs is None:
                 inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
-        record.input_digest = digest(inputs.tensors())
+        record.input_digest = digest(inputs.tensors.values())
         # Copies to a GPU and from it take no time of the kernels of others: they are made outside of the turn.
         with count_seconds("inputs"):
             inputs = inputs.to(home)
@@ -219,7 +219,7 @@ def _give_back_memory(device: str) -> None:
 
 def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device: str) -> Inputs:
     """The case's inputs, on `device`."""
-    from narrowgauge.harness.inputs.inputs import make_inputs
+    from narrowgauge.harness.operations.registry import make_inputs
 
     return make_inputs(case, seed=seed, captured=captures).to(device)
 

@@ -8,7 +8,7 @@ bisection that accepts only parts that were judged and failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,14 +17,9 @@ import torch
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.gemm import ProductCase, QuantizedGemmCase
-from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.harness.cases.quantize import GroupedQuantizeCase, QuantizeCase, SwizzleCase, UpdateScaleCase
-from narrowgauge.harness.inputs.inputs import Inputs, ProductInputs
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import explained, judge
-from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.recipes import Recipe, find_recipe
 
 CALLS = 40
 """Limit of the number of times that a case is judged."""
@@ -41,15 +36,6 @@ Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A direction in which inputs can be cropped."""
-
-    extent: int
-    unit: int = 1
-    """A window begins at a multiple of the unit, and ends at a multiple or at the end of the axis."""
-
-
-@dataclass(frozen=True)
 class Shrunk:
     """The smallest part of a case."""
 
@@ -63,15 +49,15 @@ class Shrunk:
 
 def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, cause: str = "") -> Shrunk | None:
     """The smallest part found of the inputs of a failing case. None if no part fails as the whole does, if the whole is
-    larger than `LARGEST`, and for modules: their steps and stages follow from all inputs.
+    larger than `LARGEST`, and for a case without axes: its stages follow from all inputs.
 
     A part fails in the same way if its first wrong stage is that of `outcome` and, with a `cause`, its first
     explanation has this cause. A part that the backend refuses, or that cannot be judged, fails in another way.
     """
-    if isinstance(case, ModuleCase):
+    if not case.axes:
         return None
     search = _Search(case, inputs, outcome, backend, cause)
-    size = sum(tensor.numel() for tensor in inputs.tensors())
+    size = sum(tensor.numel() for tensor in inputs.tensors.values())
     if size > LARGEST or not all(axis.extent for axis in search.axes.values()):
         return None
     search.run()
@@ -81,98 +67,44 @@ def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, ca
 # ---- cropping --------------------------------------------------------------------------------------------------------
 
 
-def axes_of(case: Case, inputs: Inputs) -> dict[str, Axis]:
-    """The axes of a case: rows and columns are those of x, of a product those of the output, and depth is its K.
-
-    Of grouped operations `sections` are counted, and rows are those of each section.
-    """
-    if isinstance(case, SwizzleCase | UpdateScaleCase):
-        return {"rows": Axis(inputs.x.shape[0]), "columns": Axis(inputs.x.shape[1])}
-    grouped = {}
-    rows = math.prod(inputs.x.shape[:-1])
-    if case.section_sizes:
-        rows, grouped = max(case.section_sizes), {"sections": Axis(len(case.section_sizes))}
-    if isinstance(case, ProductCase):
-        return grouped | _product_axes(case, rows)
-    recipe = find_recipe(case.recipe_names[0])
-    along, across = _along(recipe), _across(recipe)
-    if _usage(case) != "rowwise" and _physical(case):  # quantized along M, by itself or beside the rowwise half
-        along, across = (math.lcm(along, across),) * 2 if _usage(case) == "both" else (across, along)
-    return grouped | {"rows": Axis(rows, across), "columns": Axis(inputs.x.shape[-1], along)}
-
-
-def _product_axes(case: ProductCase, rows: int) -> dict[str, Axis]:
-    down, across = map(_across, case.operand_recipes)
-    if isinstance(case, QuantizedGemmCase):
-        out = find_recipe(case.out_recipe)
-        down, across = math.lcm(down, _across(out)), math.lcm(across, _along(out))
-    return {
-        "rows": Axis(rows, down), "columns": Axis(case.shape[2], across),
-        "depth": Axis(case.shape[1], math.lcm(*map(_along, case.operand_recipes))),
-    }  # fmt: skip
-
-
-def _along(recipe: Recipe) -> int:
-    """Elements of a row that cannot be cropped apart: a block or a rotated group."""
-    width = 1 if recipe.spans_k else recipe.block[1]
-    return math.lcm(width, recipe.transform.group) if recipe.transform else width
-
-
-def _across(recipe: Recipe) -> int:
-    """Rows that cannot be cropped apart: those of a block."""
-    return 1 if recipe.whole else recipe.block[0]
-
-
-def _usage(case: Case) -> str:
-    """The usage of a quantize case; `rowwise` of any other."""
-    return case.usage if isinstance(case, QuantizeCase | GroupedQuantizeCase) else "rowwise"
-
-
-def _physical(case: Case) -> bool:
-    """Whether x of a columnwise quantize is the matrix as it is given, and not the transpose that is quantized."""
-    in_place = any(find_recipe(name).columnwise == "in-place" for name in case.recipe_names)
-    return _usage(case) == "both" or bool(case.section_sizes) or in_place
-
-
 def crop(case: Case, inputs: Inputs, windows: Mapping[str, Window]) -> tuple[Case, Inputs]:
-    """The case and its inputs within a window for each of its axes. More dimensions than two become rows."""
-    rows, columns = (slice(*windows[name]) for name in ("rows", "columns"))
-    sections = slice(*windows["sections"]) if "sections" in windows else None
-    scale = dict(inputs.scale)
+    """The case and its inputs within a window for each of its axes. More dimensions than two become rows.
+
+    Each tensor is cropped along the axes that the case names for it (`harness.cases.axes`). M of a case with sections
+    is cropped within each section. Seed and offset of random bits stay, and count the blocks of the part.
+    """
+    kept = {name: torch.arange(*windows.get(name, (0, extent))) for name, extent in case.extents.items()}
     changes: dict[str, Any] = {}
-    if sections is not None:
-        starts, sizes = _sections(case.section_sizes, sections, rows)
-        indices = torch.cat(
-            [torch.arange(s, s + n, device=inputs.x.device) for s, n in zip(starts, sizes, strict=True)]
-        )
+    if "G" in windows:
+        sections = slice(*windows["G"])
+        kept["G"] = torch.arange(sections.start, sections.stop)
+        starts, sizes = _sections(case.section_sizes, sections, slice(*windows["M"]))
+        kept["M"] = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
         changes["sections"] = f"rows:{','.join(map(str, sizes))}"
-        scale = {name: numbers[sections] for name, numbers in scale.items()}
-    else:
-        indices = torch.arange(math.prod(inputs.x.shape[:-1]), device=inputs.x.device)[rows]
-    if isinstance(case, UpdateScaleCase):
-        scale["x"] = scale["x"][columns].contiguous()
-    random = {name: _cropped_random(name, bits, rows, columns) for name, bits in inputs.random.items()}
-    inner = slice(*windows.get("depth", windows["columns"]))
-    x = inputs.x.flatten(0, -2)[indices, inner].contiguous()
-    cropped, shape = Inputs(x, random, scale), tuple(x.shape)
-    if isinstance(inputs, ProductInputs):
-        w, bias = _cropped_matrices(case, inputs, sections, columns, inner)
-        c = None if inputs.c is None else inputs.c[indices, columns].contiguous()
-        cropped, shape = ProductInputs(x, random, scale, w=w, c=c, bias=bias), (*shape, columns.stop - columns.start)
-    elif _usage(case) == "columnwise" and not _physical(case):
-        shape = shape[::-1]
-    return replace(case, shape=shape, **changes), cropped
+    axes = case.tensors
+    cropped = {name: _cropped(tensor, axes[name], case, kept) for name, tensor in inputs.tensors.items()}
+    shape = tuple(len(kept[name]) for name in case.extents)
+    return replace(case, shape=shape, **changes), Inputs(cropped, inputs.counters)
 
 
-def _cropped_matrices(
-    case: Case, inputs: ProductInputs, sections: slice | None, columns: slice, depth: slice
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """w and bias of a product within these windows."""
-    w, bias = inputs.w, inputs.bias
-    if sections is None:
-        return w[columns, depth].contiguous(), None if bias is None else bias[columns].contiguous()
-    matrices = w.view(len(case.section_sizes), -1, w.shape[1])[sections, columns, depth]
-    return matrices.reshape(-1, matrices.shape[2]), None if bias is None else bias[sections, columns].contiguous()
+def _cropped(tensor: torch.Tensor, axes: Sequence[str], case: Case, kept: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor at the kept indices of its axes. Leading dimensions beyond the axes are rows."""
+    if tensor.dim() > len(axes):
+        tensor = tensor.flatten(0, tensor.dim() - len(axes))
+    for dimension, axis in enumerate(axes):
+        tensor = tensor.index_select(dimension, _indices(axis, case, kept).to(tensor.device))
+    return tensor.contiguous()
+
+
+def _indices(axis: str, case: Case, kept: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Kept indices along an axis of a tensor."""
+    if "*" in axis:
+        outer, inner = axis.split("*")
+        return (kept[outer].unsqueeze(1) * case.extents[inner] + kept[inner]).flatten()
+    name, _, divisor = axis.partition("/")
+    if name.isdecimal():
+        return torch.arange(int(name))
+    return torch.unique(kept[name] // int(divisor)) if divisor else kept[name]
 
 
 def _sections(sizes: tuple[int, ...], kept: slice, rows: slice) -> tuple[list[int], list[int]]:
@@ -181,14 +113,6 @@ def _sections(sizes: tuple[int, ...], kept: slice, rows: slice) -> tuple[list[in
     ends = [(min(rows.start, size), min(rows.stop, size)) for size in sizes[kept]]
     starts = [begin + first for begin, (first, _) in zip(begins[kept], ends, strict=True)]
     return starts, [last - first for first, last in ends]
-
-
-def _cropped_random(name: str, bits: Random, rows: slice, columns: slice) -> Random:
-    """The words of the cropped part, one for four elements; seed and offset stay, and count the blocks of the part."""
-    if not isinstance(bits, torch.Tensor):
-        return bits
-    one, other = (columns, rows) if name == "xT" else (rows, columns)
-    return bits[one, other.start // 4 : -(-other.stop // 4)].contiguous()
 
 
 # ---- searching -------------------------------------------------------------------------------------------------------
@@ -201,7 +125,7 @@ class _Enough(Exception):
 class _Search:
     def __init__(self, case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, cause: str) -> None:
         self.whole, self.backend, self.cause = (case, inputs), backend, cause
-        self.axes = axes_of(case, inputs)
+        self.axes = case.axes
         self.windows: dict[str, Window] = {name: (0, axis.extent) for name, axis in self.axes.items()}
         self.found, self.inputs, self.outcome = case, inputs, outcome
         self.stage = _first_wrong(outcome)
@@ -302,30 +226,19 @@ def _place(case: Case, outcome: Outcome) -> dict[str, int]:
         return {}
     element = wrong.finding["elements"][0]
     prefix = wrong.stage.partition(".")[0] if "." in wrong.stage else ""
+    # A tensor with a single number for each column has no row.
     row, column = element.get("row"), element.get("column", element.get("tensor"))
     block = element.get("block")
     if column is None and block is not None:
-        column = block * _recipe_of(case, prefix).block[1]
-    if isinstance(case, ProductCase):
-        names = {"x": ("rows", "depth"), "w": ("columns", "depth")}.get(prefix, ("rows", "columns"))
-    else:
-        transposed = prefix == "columnwise" or (bool(case.section_sizes) and _usage(case) == "columnwise")
-        in_place = transposed and _recipe_of(case, prefix).columnwise == "in-place"
-        names = ("columns", "rows") if transposed and not in_place else ("rows", "columns")
-    place = {name: index for name, index in zip(names, (row, column), strict=True) if index is not None}
+        column = block * case.recipe_of_stage(prefix).block[1]
+    names = case.axes_of_stage(prefix)
+    place = {name: index for name, index in zip(names, (row, column), strict=False) if index is not None}
     section = element.get("section", element.get("matrix"))
     if section is not None:
-        place["sections"] = section
-    elif case.section_sizes and "rows" in place:
-        place["sections"], place["rows"] = _within(case.section_sizes, place["rows"])
-    return place
-
-
-def _recipe_of(case: Case, prefix: str) -> Recipe:
-    """The recipe of the matrix whose stages have this prefix."""
-    if isinstance(case, QuantizedGemmCase) and prefix in ("output", "fused"):
-        return find_recipe(case.out_recipe)
-    return find_recipe(case.recipe_names[int(prefix == "w")])
+        place["G"] = section
+    elif case.section_sizes and "M" in place:
+        place["G"], place["M"] = _within(case.section_sizes, place["M"])
+    return {name: index for name, index in place.items() if name in case.axes}
 
 
 def _within(sizes: tuple[int, ...], row: int) -> tuple[int, int]:

@@ -13,9 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import work as elements_of
 from narrowgauge.harness.gate.ledger import Ledger
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.records.record import elements_compared, outcome
 from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.text import duration, number, plural
@@ -82,7 +81,7 @@ def case_features(case: Case) -> list[str]:
 
 def case_work(case: Case) -> int:
     """Approximate cost of running and judging a case, in elements."""
-    return max(LEAST, elements_of(case))
+    return max(LEAST, case.work)
 
 
 def depends_on_seed(case: Case) -> bool:
@@ -92,8 +91,8 @@ def depends_on_seed(case: Case) -> bool:
 
     def fingerprint(seed: int) -> tuple[str, str]:
         inputs = make_inputs(case, seed=seed)
-        counters = {name: bits for name, bits in inputs.random.items() if isinstance(bits, tuple)}
-        return digest(inputs.tensors()), str(counters)
+        counters = inputs.counters
+        return digest(inputs.tensors.values()), str(counters)
 
     first = fingerprint(0)
     return any(fingerprint(seed) != first for seed in range(1, SEEDS_COMPARED))

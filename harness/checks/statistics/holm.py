@@ -6,10 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from narrowgauge.harness.cases.gemm import QuantizedGemmCase
-from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.spec.recipes import find_recipe
-
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
 
@@ -35,14 +31,4 @@ def holm(log_p: Sequence[float], log_level: float) -> list[bool]:
 
 def count_chance_cases(cases: Iterable[Case]) -> int:
     """Number of cases that a correct backend can fail by chance, at least 1. They share FALSE_ALARM."""
-    return max(1, sum(_can_fail_by_chance(case) for case in cases))
-
-
-def _can_fail_by_chance(case: Case) -> bool:
-    """Whether a recipe of the case, or of its training recipe, rotates or rounds stochastically."""
-    if isinstance(case, ModuleCase):
-        training = case.training_recipe
-        return training.input.transform is not None or training.grad.rounding == "stochastic"
-    names = [*case.recipe_names, *([case.out_recipe] if isinstance(case, QuantizedGemmCase) else [])]
-    recipes = map(find_recipe, names)
-    return any(recipe.transform is not None or recipe.rounding == "stochastic" for recipe in recipes)
+    return max(1, sum(case.chance for case in cases))

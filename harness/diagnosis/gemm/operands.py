@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmParts
-from narrowgauge.harness.diagnosis.quantize.scale_layouts import SWIZZLE_READS, wrong_offsets
+from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS, wrong_offsets
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle

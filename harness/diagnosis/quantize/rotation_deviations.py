@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_rotations
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.operations.transform.deviations import deviating_rotations
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from narrowgauge.harness.backends.module_driver import Plan, Step
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 
 
 def accuracy(plan: Plan, step: Step) -> list[dict[str, Any]]:

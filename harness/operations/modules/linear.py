@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError
+from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import as_quantized
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
-from narrowgauge.harness.operations.delayed import history_stage, scale_stage
-from narrowgauge.harness.operations.quantize import columnwise_subject
+from narrowgauge.harness.operations.gemm.product import Operands
+from narrowgauge.harness.operations.quantize.judge import columnwise_subject
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
-from narrowgauge.harness.operations.stages.outcome import Formula, Moved, Outcome, Product
-from narrowgauge.harness.operations.stages.product import Operands, output_stage
+from narrowgauge.harness.operations.stages.outcome import Cause, CauseSearch, Formula, Limit, Outcome, Product
+from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.harness.operations.update_scale.deviations import wrong_histories, wrong_scales
+from narrowgauge.harness.operations.update_scale.judge import history_stage, scale_stage
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.quantized import Quantized
@@ -258,8 +262,16 @@ class LinearStages:
             assert right is not None
             for name, one, other in (("history", history, right[0]), ("scale", scale, right[1])):
                 if not torch.equal(one, other) and number in self._given:
-                    given = dict(zip(("history", "scale", "of sections"), self._given[number], strict=True))
-                    self._note_moved("update-scale", given, {name: one}, recipes[number])
+                    before_update, scale_before, of_sections = self._given[number]
+                    search: CauseSearch = partial(
+                        wrong_scales, before_update, scale_before, dense(one), recipes[number]
+                    )
+                    if name == "history":
+                        search = partial(
+                            wrong_histories, before_update, scale_before, dense(one), recipes[number],
+                            of_sections=of_sections,
+                        )  # fmt: skip
+                    self._note_causes(name, search)
         for state in (found, (expected.forward, expected.grad), (before.forward, before.grad)):
             columns = [part for part in state if part is not None]
             joined.append((torch.cat([h for h, _ in columns], -1), torch.cat([s for _, s in columns], -1)))
@@ -548,7 +560,7 @@ class LinearStages:
                 expected, dtype, figures = column_sum(part), self.plan.dtype, self.ground.figures
                 stages.append([bounded_stage(self._stage("dbias"), dbias, expected, dtype, figures=figures)])
                 if not stages[-1][0].passed:
-                    self._note_moved("sum", {"dy": part}, {"dbias": dbias})
+                    self._note_causes("dbias", partial(wrong_column_sums, part, dense(dbias)))
         self._add(stages)
 
     def _unknown(self, name: str) -> bool:
@@ -573,17 +585,23 @@ class LinearStages:
         """Keep the stages of every section as one."""
         self.ground.outcome.stages += merge_stages(parts, "section") if len(parts) > 1 else parts[0]
 
-    def _note_moved(
-        self,
-        operation: str,
-        given: dict[str, torch.Tensor],
-        found: dict[str, torch.Tensor],
-        recipe: Recipe | None = None,
-    ) -> None:
-        """Keep what was given and found where this is the first that is wrong, for a diagnosis."""
+    def _note_causes(self, name: str, search: CauseSearch) -> None:
+        """Keep the known mistakes of a stage where it is the first that is wrong, for a diagnosis."""
         outcome = self.ground.outcome
-        if outcome.moved is None and all(stage.passed for stage in outcome.stages):
-            outcome.moved = Moved(operation, given, found, recipe, prefix=self._stage(""))
+        if not outcome.causes and all(stage.passed for stage in outcome.stages):
+            outcome.causes[self._stage(name)] = search
+
+
+def wrong_column_sums(rows: torch.Tensor, dbias: torch.Tensor, _: StageResult, __: Limit) -> Iterator[Cause]:
+    """Sums of columns in the order of the rows (M, N), with each partial sum rounded to the dtype of the rows."""
+    if rows.dtype == torch.float32:
+        return
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    if equal_bits(total, dbias):
+        cause = "accumulator-fp16" if rows.dtype == torch.float16 else "accumulator-bf16"
+        yield cause, "partial sums are rounded to the dtype of what they are sums of"
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -14,21 +14,21 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.module_driver import Plan, Step, tensors_of
-from narrowgauge.harness.cases.modules import ModuleCase, TransformerLayerCase
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
-from narrowgauge.harness.inputs.inputs import ModuleInputs
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.timing import count_seconds
+from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.operations.modules.accuracy import accuracy
+from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States, initial_states
 from narrowgauge.harness.operations.modules.norm import NormStages
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
-from narrowgauge.harness.operations.quantize import rotates_freely
+from narrowgauge.harness.operations.quantize.judge import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import dequantize, residual_sum
 from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference import modules as reference_modules
 from narrowgauge.reference.high_precision.bounded import exactly
@@ -41,7 +41,7 @@ RESULTS = ("y", "dx", "dw", "dbias", "dgamma", "dbeta")
 """What a module gives, whatever it reports."""
 
 
-def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Outcome:
+def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run a module's steps, and judge each stage given the module's own result of the one before.
 
     What the module does not report is the reference's own, or, where right modules may differ in it, what follows is
@@ -53,7 +53,7 @@ def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Ou
 
     def call(given: Tensors) -> Tensors:
         if own:
-            backend.host.seed(inputs.random.get("dy"))
+            backend.host.seed(inputs.random("dy"))
         steps = _arranged(plan, backend.run_module(plan, given), inputs)
         kept.extend([step.at(inputs.x.device) for step in steps] if not kept else [])
         if own:  # another run may draw others, and all that follows from them differs
@@ -87,18 +87,18 @@ def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Ou
     return outcome
 
 
-def _arranged(plan: Plan, steps: list[Step], inputs: ModuleInputs) -> list[Step]:
+def _arranged(plan: Plan, steps: list[Step], inputs: Inputs) -> list[Step]:
     """The steps with the number, x and dy that the plan gives them. Raises BackendError for another number of steps."""
     order = [(number, probe) for group in plan.groups for number in group for probe in (True, False)[not plan.probed :]]
     if len(steps) != len(order):
         raise BackendError(f"{plan.kind} gave {len(steps)} steps; the case has {len(order)}")
     for step, (number, probe) in zip(steps, order, strict=True):
         step.number, step.probe, step.x = number, probe, inputs.x[number]
-        step.dy = inputs.dy[number][:0] if probe else inputs.dy[number]
+        step.dy = inputs["given.dy"][number][:0] if probe else inputs["given.dy"][number]
     return steps
 
 
-def plain_run(plan: Plan, backend: Backend, inputs: ModuleInputs) -> list[Step]:
+def plain_run(plan: Plan, backend: Backend, inputs: Inputs) -> list[Step]:
     """The steps of the same training in the plain use. Raises as `Backend.run_module` does."""
     plain = replace(plan, use="plain")
     steps = _arranged(plain, backend.run_module(plain, given_of(inputs)), inputs)
@@ -124,7 +124,7 @@ def _same_as_plain(use: str, steps: list[Step], twin: list[Step]) -> StageResult
     return same
 
 
-def _note_use(plan: Plan, outcome: Outcome, twin: list[Step], backend: Backend, inputs: ModuleInputs) -> None:
+def _note_use(plan: Plan, outcome: Outcome, twin: list[Step], backend: Backend, inputs: Inputs) -> None:
     """Add the cause of a wrong use to the first wrong stage, if the same training is right in the plain use."""
     wrong = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong is None or wrong.stage in ("memory", "repeat"):
@@ -138,14 +138,14 @@ def _note_use(plan: Plan, outcome: Outcome, twin: list[Step], backend: Backend, 
         wrong.causes.append(f"use:{plan.use}")
 
 
-def given_of(inputs: ModuleInputs) -> Tensors:
+def given_of(inputs: Inputs) -> Tensors:
     """Arguments of a module by name: x and the parameters."""
-    return {"x": inputs.x, **inputs.given}
+    return {"x": inputs.x, **inputs.under("given.")}
 
 
-def plan_of(case: ModuleCase, inputs: ModuleInputs) -> Plan:
+def plan_of(case: ModuleCase, inputs: Inputs) -> Plan:
     """The plan of a case: the module, its options and its steps."""
-    bits = inputs.philox("dy")
+    bits = inputs.counters.get("dy")
     return Plan(
         case.module,
         case.training_recipe,
@@ -155,7 +155,7 @@ def plan_of(case: ModuleCase, inputs: ModuleInputs) -> Plan:
         seed=0 if bits is None else bits[0],
         steps=case.steps,
         sections=case.section_sizes,
-        heads=case.heads if isinstance(case, TransformerLayerCase) else 1,
+        heads=case.attention_heads,
         accumulate=case.accumulate,
         quantized_parameters=case.quantized_parameters,
         delay_wgrad=case.delayed_wgrad,
@@ -210,7 +210,7 @@ class Judge:
     def _add(self, outcome: Outcome) -> None:
         whole = self.outcome
         if all(stage.passed for stage in whole.stages):
-            whole.moved = outcome.moved
+            whole.causes = outcome.causes
         whole.formula = whole.formula or outcome.formula
         whole.stages += outcome.stages
         whole.products += outcome.products

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
 from narrowgauge.harness.operations.stages.oracle import norm_backward, norm_forward
 

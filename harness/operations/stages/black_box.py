@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.checks.bit_equality import with_nans_of
 from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
 from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices, rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts, required_calls
+from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.spec.recipes import Recipe
 
 Draw = Callable[[int], torch.Tensor | None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.product import output_stage
+from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.reference.high_precision.bounded import Bounded
 
 

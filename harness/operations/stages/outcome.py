@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,8 +13,24 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import Summation
+
+Cause = tuple[str, str]
+"""Name of a cause and its sentence."""
+
+
+class Limit(Protocol):
+    """Limit of a diagnosis (`harness.diagnosis.search.time_limit`)."""
+
+    def may_try(self) -> bool:
+        """Whether a further mistake may be tried."""
+
+    def may_verify(self, cause: str) -> bool:
+        """Whether the verification of a mistake may go on."""
+
+
+CauseSearch = Callable[[StageResult, Limit], Iterable[Cause]]
+"""From a wrong stage to the mistakes that give the kernel's bytes."""
 
 
 @dataclass
@@ -35,24 +52,6 @@ class Product:
 
     def __post_init__(self) -> None:
         self.a, self.b, self.output = dense_parts(self.a), dense_parts(self.b), dense(self.output)
-
-
-@dataclass
-class Moved:
-    """Arguments and results of an operation that moves, rotates or updates numbers."""
-
-    operation: str
-    given: dict[str, torch.Tensor]
-    found: dict[str, torch.Tensor]
-    """Results of the kernel, contiguous."""
-    recipe: Recipe | None = None
-    free: bool = False
-    """Whether the order of the additions of a rotation is free."""
-    prefix: str = ""
-    """Prefix of the names of the stages: step and layer in a module."""
-
-    def __post_init__(self) -> None:
-        self.found = {name: dense(tensor) for name, tensor in self.found.items()}
 
 
 @dataclass
@@ -88,7 +87,8 @@ class Outcome:
     """All quantized matrices: halves, sections, operands."""
     decoded: Quantized | None = None
     """The matrix that dequantize was given."""
-    moved: Moved | None = None
+    causes: dict[str, CauseSearch] = field(default_factory=dict)
+    """Known mistakes of a stage, by its name."""
     formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Least and greatest right output of a transform with a free order of summation."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.operations.stages.product import order_of
+from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.tools.bench.bench_row import NATIVE
 from narrowgauge.harness.tools.bench.interleave import Calls, cold_cache_bytes
 from narrowgauge.harness.tools.bench.judge_outputs import (

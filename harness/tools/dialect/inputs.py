@@ -13,12 +13,12 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.keys import DTYPES
 from narrowgauge.harness.cases.memory import room
-from narrowgauge.harness.cases.quantize import QuantizeCase
-from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.machine.plain_text import escape
+from narrowgauge.harness.operations.quantize.call import quantize
+from narrowgauge.harness.operations.quantize.case import QuantizeCase
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import Random
@@ -110,7 +110,7 @@ def observe(
         x, name, random = one.x, f"{one.family} {one.dtype}", one.random
         try:
             backend.host.begin_case(TIMEOUT, room(device))
-            kernel = backend.quantize(x, recipe, scale=one.scale, random=random)
+            kernel = quantize(backend, x, recipe, scale=one.scale, random=random)
             backend.host.end_case()
         except (BackendError, Unsupported, HostLost) as error:
             first = first or error
@@ -127,12 +127,12 @@ def observe(
 
 
 def _families(recipe: Recipe, device: str, seed: int) -> Iterator[Given]:
-    for family in families_of("quantize"):
+    for family in QuantizeCase.families():
         for dtype in DTYPES:
             case = QuantizeCase(recipe=str(recipe), shape=shape_of(recipe), dtype=dtype, inputs=family)
             if not case.problem():
                 inputs = make_inputs(case, seed=seed).to(device)
-                yield Given(family, dtype, inputs.x, inputs.random.get("x"), inputs.scale.get("x"))
+                yield Given(family, dtype, inputs.x, inputs.random("x"), inputs.get("scale.x"))
 
 
 def _stacked(recipe: Recipe, parts: dict[str, list[Stack]], skipped: list[str]) -> Observed:

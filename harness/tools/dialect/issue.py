@@ -15,6 +15,7 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.backends.loading import LIBRARIES, load_implementation
 from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
 from narrowgauge.harness.tools.dialect.differences import KINDS, SAME_VALUES, Difference, classified
 from narrowgauge.harness.tools.dialect.fit import Fit
@@ -135,7 +136,7 @@ def _shows(
         return False
     try:
         backend.host.begin_case(TIMEOUT, room(str(x.device.type)))
-        q = backend.quantize(x, recipe)
+        q = quantize(backend, x, recipe)
         backend.host.end_case()
     except (BackendError, Unsupported, HostLost):
         return False
@@ -171,8 +172,8 @@ def _whole_program(fit: Fit, name: str, input_name: str, stage: str, row: int, c
     family, dtype = input_name.split(" ")
     shape = shape_of(fit.observed.recipe)
     lines = [
-        "from narrowgauge.harness.cases.quantize import QuantizeCase",
-        "from narrowgauge.harness.inputs.inputs import make_inputs",
+        "from narrowgauge.harness.operations.quantize.case import QuantizeCase",
+        "from narrowgauge.harness.operations.registry import make_inputs",
         "",
         f'case = QuantizeCase(recipe="{fit.recipe}", shape={shape}, dtype="{dtype}", inputs="{family}")',
         f"x = make_inputs(case, seed={seed}).x",
@@ -181,11 +182,17 @@ def _whole_program(fit: Fit, name: str, input_name: str, stage: str, row: int, c
 
 
 def _call(fit: Fit, name: str) -> list[str]:
-    return [f'q = load_backend("{name}").quantize(x, narrowgauge.recipe("{fit.recipe}"))']
+    return [f'q = quantize(load_backend("{name}"), x, narrowgauge.recipe("{fit.recipe}"))']
 
 
 def _code_block(lines: list[str]) -> str:
-    head = ["import narrowgauge", "import torch", "from narrowgauge.harness.backends.backend import load_backend", ""]
+    head = [
+        "import narrowgauge",
+        "import torch",
+        "from narrowgauge.harness.backends.backend import load_backend",
+        "from narrowgauge.harness.operations.quantize.call import quantize",
+        "",
+    ]
     return "\n".join(["```python", *head, *lines, "```"])
 
 

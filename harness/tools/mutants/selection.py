@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from functools import cache
 
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, ProductCase, QuantizedGemmCase
-from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.operations.gemm.case import GemmCase, ProductCase
+from narrowgauge.harness.operations.gemm_grouped.case import GroupedGemmCase
+from narrowgauge.harness.operations.gemm_quantized.case import QuantizedGemmCase
+from narrowgauge.harness.operations.modules.case import ModuleCase
+from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.tools.mutants.mutant import MODULE_FILES, Mutant
 from narrowgauge.native.runtime.sources import KERNELS, files_of
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format

@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.results import type_name
-from narrowgauge.harness.cases.modules import transformer
+from narrowgauge.harness.cases.layers import transformer
 
 
 class HostedLayers:

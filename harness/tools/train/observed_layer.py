@@ -9,14 +9,14 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.module_driver import Plan, Step
-from narrowgauge.harness.cases.modules import transformer
+from narrowgauge.harness.cases.layers import transformer
 from narrowgauge.harness.checks.statistics.decision import decide
+from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.operations.modules.linear import Ground, initial_states
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
-from narrowgauge.harness.operations.quantize import rotates_freely
+from narrowgauge.harness.operations.quantize.judge import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.tools.train.hosted_layer import HostedLayer
 from narrowgauge.harness.tools.train.model import Size
 from narrowgauge.spec.training import TrainingRecipe

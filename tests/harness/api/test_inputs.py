@@ -11,9 +11,9 @@ import torch
 import narrowgauge
 from narrowgauge.harness.api.inputs import inputs, matrix
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_id
-from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.registry import make_inputs
 
 pytest_plugins = ["pytester"]
 TURNED = "nvfp4-rht"

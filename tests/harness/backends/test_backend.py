@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import METHODS, BackendError, Unsupported, load_backend
+from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
 from narrowgauge.harness.backends.loading import LIBRARIES
-from narrowgauge.harness.operations.stages.product import order_of
+from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.module_driver import Plan
-from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case

@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
-from narrowgauge.harness.cases.families import FAMILIES, families_of
+from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.cases.sections import KINDS

@@ -16,13 +16,12 @@ import pytest
 
 from narrowgauge.harness.backends import backend as protocol
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.backends.host import METHODS
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.cases.gemm import GemmCase, ProductCase
+from narrowgauge.harness.operations.gemm.case import GemmCase, ProductCase
 from narrowgauge.harness.cases.keys import keys_of
-from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference

@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.rotation_interval import FLT_MAX, UNIT, Interval, rotated_interval
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.recipes import find_recipe

@@ -10,7 +10,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats, excuse_bound
 from narrowgauge.harness.checks.statistics.decision import decide
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E2M1, E4M3

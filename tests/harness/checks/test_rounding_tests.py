@@ -13,7 +13,7 @@ from narrowgauge.harness.checks.statistics import rounding_tests
 from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM
 from narrowgauge.harness.checks.statistics.rounding_choices import UNKNOWN, rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import DRAWS
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, scaled_elements
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native

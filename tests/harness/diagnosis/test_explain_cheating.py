@@ -8,7 +8,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES, Run, explain_same_results
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference

@@ -14,7 +14,7 @@ from narrowgauge.harness.diagnosis.quantize.further_inputs import PROOFS
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference

@@ -6,7 +6,7 @@ import torch
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.reference import ops as reference

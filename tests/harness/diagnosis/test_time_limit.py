@@ -21,9 +21,9 @@ from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.stages.product import output_stage
+from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages, values_stage
-from narrowgauge.harness.operations.transform import add_rotated
+from narrowgauge.harness.operations.transform.judge import add_rotated
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops
 from narrowgauge.reference.bounds.bounds import bounds

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from narrowgauge.harness.inputs.capture import Captured, CaptureError, Header, captured_cases, refused
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 
 WEIGHT = torch.linspace(-3, 3, 48 * 32).view(48, 32)
 TENSORS = {

@@ -12,7 +12,6 @@ from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.drawn_cases import BITS, ZEROS, drawn_cases, input_seed, new_secret
 from narrowgauge.harness.running.runner import run_case

@@ -8,8 +8,8 @@ import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.gemm_bound import within_bounds
-from narrowgauge.harness.inputs.given_codes import given_operand
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.quantize.given_codes import given_operand
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.families import FAMILIES, families_of
+from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES, generate
-from narrowgauge.harness.inputs.histories import HISTORIES
-from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
+from narrowgauge.harness.inputs.generators import GENERATORS, generate
+from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
+from narrowgauge.harness.operations.update_scale.histories import HISTORIES
+from narrowgauge.harness.inputs.inputs import laid_out
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.blocks import block_amax, pad_columns

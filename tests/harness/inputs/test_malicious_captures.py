@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs import capture
 from narrowgauge.harness.inputs.capture import Captured, CaptureError, captured_cases, unpacked
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from tests.harness.refusals import refusal
 
 SMALL = np.ones((16, 32), np.float32)

@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.generators import GENERATORS, midpoints
-from narrowgauge.harness.inputs.histories import HISTORIES
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.update_scale.histories import HISTORIES
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference.ops import dequantize, quantize
 from narrowgauge.reference.quantize.layout import elements, rowwise_codes
 from narrowgauge.reference.quantize.scaling import element_factors, encode_scales, per_row, scale_elements

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.cases import sections
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.sections import BAND, band_rows
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from tests.harness.operation_cases import fails, gemm_case, passes, quantize_case
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
-from narrowgauge.harness.operations.grouped import judge_quantize_grouped
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.quantize_grouped.judge import judge_quantize_grouped
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax, over_tiles

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import QUANTIZE, backend, quantize

@@ -12,7 +12,7 @@ import torch
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.modules.modules import judge_module
 from narrowgauge.harness.records.record import Record, elements_compared
 from narrowgauge.harness.records.saved_failure import SavedFailure, save

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.show import show_case

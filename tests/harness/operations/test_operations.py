@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
-from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
+from narrowgauge.harness.inputs.inputs import laid_out
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.spec.recipes import find_recipe, recipe_names

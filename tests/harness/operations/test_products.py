@@ -6,8 +6,9 @@ from itertools import cycle
 import pytest
 import torch
 
-from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
-from narrowgauge.harness.operations.gemm import judge_gemm
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.gemm.judge import judge_gemm
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.quantized import gemm_quantized

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.saved_failure import load
 from tests.harness.refusals import refusal

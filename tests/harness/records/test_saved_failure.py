@@ -13,7 +13,7 @@ from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, load, save

@@ -15,7 +15,6 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
 from narrowgauge.harness.report import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running import shrink as shrinking
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.shrink import axes_of, crop, shrink

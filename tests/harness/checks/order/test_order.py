@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowgauge.harness.checks.order.backend_gemm import declaration_for
+from narrowgauge.harness.operations.gemm.probed_gemm import declaration_for
 from narrowgauge.harness.checks.order.masks import MaskedGemm
 from narrowgauge.harness.checks.order.order import Order, Split, in_slices, in_split_slices, neighbours_first
 from narrowgauge.harness.checks.order.probe import accumulation_order

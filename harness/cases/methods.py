@@ -1,0 +1,18 @@
+"""Methods of backends, and where the built-in backends have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method that an operation calls. The built-in backends are modules: `narrowgauge.native.ops` has the functions
+    that it exports; a place, "module:name", names any other function."""
+
+    reference: str = ""
+    """Place of the function of the reference; empty: `narrowgauge.reference.ops` exports it."""
+    native: str = ""
+    """Place of the function of the native kernels; empty: `narrowgauge.native.ops` exports it, or there is none."""
+    converted: bool = False
+    """Whether the attribute `conventions` of a backend says how the results are stored."""

@@ -1,1 +1,0 @@
-"""Diagnosis of operations that only move or rotate numbers."""

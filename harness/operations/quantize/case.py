@@ -1,0 +1,246 @@
+"""Cases of quantize: one matrix, or both orientations of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
+from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
+from narrowgauge.harness.cases.families import CODES, Family, Kind
+from narrowgauge.harness.cases.keys import (
+    Dtype,
+    Flag,
+    Orientation,
+    RandomBits,
+    RecipeName,
+    Shape,
+    Switch,
+    Usage,
+    View,
+    dims,
+)
+from narrowgauge.harness.cases.methods import Method
+from narrowgauge.harness.cases.sections import bands_problem, division_problem
+from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
+"""Layout of block scales."""
+ORIENTATIONS: tuple[Orientation, ...] = ("rowwise", "columnwise")
+QUANTIZED = ("amax", "tensor scale", "scales", "codes")
+"""Stages of a quantized tensor."""
+HALVES = ("rowwise", "columnwise")
+"""Prefixes of the stages of both halves."""
+
+
+def quantized_stages(recipe: Recipe, prefix: str = "") -> tuple[str, ...]:
+    """Stages of a tensor that a recipe quantizes: a recipe without a tensor scale has neither it nor an amax."""
+    return tuple(prefix + stage for stage in (QUANTIZED[2:] if recipe.tensor_scale == "none" else QUANTIZED))
+
+
+NATIVE_NAMES: dict[Format, str] = {E4M3: "nvfp4", E8M0: "mx", FP32: "fp8"}
+"""Name of the native sources of a recipe, by the format of its scales."""
+_FUSED_GROUP = 16
+"""Rotation group fused into the quantize kernel. Other groups are rotated by a separate launch."""
+
+
+def quantizing_sources(recipe: Recipe, *, strided: bool = False, both_halves: bool = False) -> frozenset[str]:
+    """Native sources for quantizing a tensor, `strided` or not, in one orientation or `both_halves`."""
+    sources = frozenset({f"quantize_{NATIVE_NAMES[recipe.scale]}"})
+    if recipe.tensor_scale == "none":
+        return sources  # no amax
+    if recipe.transform is not None:
+        if recipe.transform.group == _FUSED_GROUP:
+            return sources | {"amax_blocks"}
+        return sources | {"hadamard", "amax"} | ({"amax_blocks"} if strided or both_halves else frozenset())
+    if recipe.granularity == "row":
+        return sources | {"amax_blocks"}
+    return sources | ({"amax", "amax_blocks"} if strided else {"amax"})  # a transpose is dense too
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixCase(Case):
+    """A matrix of a dtype under a recipe."""
+
+    recipe: RecipeName
+    dtype: Dtype
+
+    @property
+    def recipe_names(self) -> tuple[str, ...]:
+        return (self.recipe,)
+
+    @property
+    def dtype_label(self) -> str:
+        return self.dtype
+
+    @property
+    def _lost(self) -> str | None:
+        """Why all elements of the family are zero in this dtype, or None."""
+        if self.inputs == "normal-1e-28" and self.dtype == "fp16":
+            return "inputs is 'normal-1e-28', which is 0 in fp16; dtype can be fp32 or bf16"
+        return None
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether the transpose of the matrix is quantized."""
+        return False
+
+    @property
+    def physical(self) -> bool:
+        """Whether the input x is the matrix as it is given, and not the transpose that is quantized.
+
+        Sections are rows of (M, K) in both usages, and a half that is made in place is a half of (M, K).
+        """
+        return not self.columnwise or bool(self.section_sizes) or self.recipes[0].columnwise == "in-place"
+
+    @property
+    def tensors(self) -> Tensors:
+        rows, columns = ("M", "K") if self.physical else ("K", "M")
+        parts = "G" if self.section_sizes else "1"
+        each = {True: {"x": "M", "xT": "K"}, False: {"x": parts, "xT": parts}}[self.recipes[0].granularity == "row"]
+        return {
+            "x": (rows, columns), "random.x": (rows, f"{columns}/4"), "random.xT": (columns, f"{rows}/4"),
+            "scale.x": (parts,), **{f"amax.{name}": (axis,) for name, axis in each.items()},
+        }  # fmt: skip
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        along, across = block_columns(self.recipes[0]), block_rows(self.recipes[0])
+        units = {"M": along, "K": across} if self.columnwise else {"M": across, "K": along}
+        sections = {"G": Axis(len(self.section_sizes))} if self.section_sizes else {}
+        rows = max(self.section_sizes, default=self.extents["M"])
+        extents = {"M": rows, "K": self.extents["K"]}
+        return sections | {name: Axis(extents[name], units[name]) for name in self.tensors["x"]}
+
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        rows, columns = self.extents["M"], self.extents["K"]
+        return {"M": (columns,), "K": (rows,)} if self.columnwise else {"M": (rows,), "K": (columns,)}
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        transposed = prefix == "columnwise" or (bool(self.section_sizes) and self.columnwise)
+        x = self.tensors["x"]
+        return x[::-1] if transposed and self.recipes[0].columnwise != "in-place" else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeCase(MatrixCase):
+    """quantize, and dequantize of the result; quantize_both for usage `both`."""
+
+    operation: ClassVar[str] = "quantize"
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.QUANTIZED,)
+    own_families: ClassVar[tuple[Family, ...]] = (CODES,)
+    methods: ClassVar[Mapping[str, Method]] = {
+        "quantize": Method(converted=True), "quantize_both": Method(), "dequantize": Method(),
+    }  # fmt: skip
+    declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {"random": ("own",)}
+    seconds: ClassVar[tuple[float, float]] = (7e-3, 210e-9)
+
+    shape: Annotated[Shape, dims("[M, K] or (…, K)", 2, 4)]
+    """(M, K), or three or four sizes (…, K), quantized as a matrix (M, K)."""
+    usage: Usage = "rowwise"
+    """`columnwise` quantizes the physical transpose."""
+    view: View = "contiguous"
+    scales: Scales = "linear"
+    random: RandomBits = None
+    """Form of the random bits of a recipe with stochastic rounding: seed and offset by default, or words."""
+    amax: Switch = False
+    """Whether the amax is given, as that of a tensor of which x is a shard."""
+    bands: Switch = False
+    """Whether x is NaN but for the rows of `band_rows`, and only these are judged: for more than 2^31 elements."""
+
+    def problem(self) -> str | None:
+        recipe = find_recipe(self.recipe)
+        if self.random is not None and recipe.rounding != "stochastic":
+            return f"random is {self.random!r}, but recipe {recipe} does not round stochastically; leave it out"
+        if self.scales == "swizzled" and recipe.scale is FP32:
+            return f"scales is 'swizzled', but recipe {recipe} has float32 scales; the 128×4 layout is of bytes"
+        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
+        # The columnwise half runs along M: `columnwise` is quantize of the physical transpose.
+        extent, axis = (columns, "K") if self.usage == "rowwise" else (rows, "M")
+        wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)
+        if self.bands:
+            wrong = wrong or bands_problem(rows * columns) or self._not_in_bands(recipe)
+        return wrong or rotation_problem(recipe, [self.dtype], extent, axis)
+
+    def _not_in_bands(self, recipe: Recipe) -> str | None:
+        """Why the bands of x are not quantized as x is, or None."""
+        plain = (self.usage, self.view, self.scales, self.amax) == ("rowwise", "contiguous", "linear", False)
+        if len(self.shape) != 2 or not plain:
+            return "bands is true, which takes [M, K], usage rowwise, a contiguous view, linear scales and no amax"
+        spreads = recipe.nan != "ignore" and recipe.tensor_scale != "none"
+        if spreads or recipe.granularity == "row" or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
+            return (
+                f"bands is true, but the rows of {recipe} depend on others: it takes a recipe without stochastic "
+                "rounding, row scales and a given scale, whose amax leaves NaN out"
+            )
+        return None
+
+    @classmethod
+    def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Dtype, inputs: str, file: str) -> Iterable[Self]:
+        """Rowwise and columnwise cases of a captured matrix."""
+        for usage in ORIENTATIONS:
+            yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=usage, file=file)
+
+    @property
+    def columnwise(self) -> bool:
+        return self.usage == "columnwise"
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        found = super().axes
+        if self.usage != "both":
+            return found
+        unit = math.lcm(*(axis.unit for axis in found.values()))  # quantized along M too
+        return {name: Axis(axis.extent, unit) for name, axis in found.items()}
+
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        sizes = tuple(self.extents.values())
+        return {"M": sizes, "K": sizes} if self.usage == "both" else super().constrained
+
+    @property
+    def work(self) -> int:
+        return super().work * (2 if self.usage == "both" else 1)
+
+    @property
+    def memory(self) -> int:
+        # Resident set on a CPU, 2^22 elements: 21 an element, both halves 105. On an H200: 38, columnwise 51, both 69.
+        element = 24 if self.bands else {"rowwise": 42, "columnwise": 57, "both": 110}[self.usage]
+        return element * math.prod(self.shape)
+
+    @property
+    def native_sources(self) -> frozenset[str]:
+        both = self.usage == "both"
+        sources = quantizing_sources(self.recipes[0], strided=self.view != "contiguous", both_halves=both)
+        return sources if both else sources | {"dequantize"}
+
+    def stages(self) -> tuple[str, ...]:
+        shown = quantized_stages(self.recipes[0])
+        if self.usage != "both":
+            return (*shown, "values")
+        return (*(f"{half}.{stage}" for half in HALVES for stage in shown), "halves")
+
+    @classmethod
+    def stage_names(cls) -> tuple[str, ...]:
+        halves = (f"{half}.{stage}" for half in HALVES for stage in QUANTIZED)
+        return (*QUANTIZED, "values", *halves, "halves", "layout", *(f"{half}.layout" for half in HALVES))
+
+
+def amax_problem(recipe: Recipe) -> str | None:
+    """Why a recipe takes no given amax, or None."""
+    if recipe.tensor_scale == "none":
+        return f"amax is true, but recipe {recipe} has no tensor scale and takes no amax; leave it out"
+    if recipe.tensor_scale == "given":
+        return f"amax is true, but recipe {recipe} is given its scale; leave it out"
+    return None
+
+
+def sections_problem(recipe: Recipe, sections: str, rows: int, *, whole: int = 1) -> str | None:
+    """Why the rows of a matrix cannot be divided into sections of multiples of `whole`, or None."""
+    if recipe.granularity == "row":
+        return f"recipe {recipe} has an amax for every row; sections of one amax each do not apply"
+    return division_problem(sections, rows, whole=whole)

@@ -1,0 +1,118 @@
+"""Sections of a matrix, each quantized by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from narrowgauge.harness.backends.backend import Backend, non_default
+from narrowgauge.harness.backends.results import as_sections, join_sections, split_sections
+from narrowgauge.harness.checks.stage import merge_stages
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out
+from narrowgauge.harness.operations.quantize.judge import add_judged, columnwise_subject, rotates_freely
+from narrowgauge.harness.operations.quantize_grouped.case import GroupedQuantizeCase
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.quantized import Subject
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.arguments import Random
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+
+def quantize_grouped(
+    backend: Backend,
+    x: torch.Tensor,
+    sizes: torch.Tensor,
+    recipe: Recipe,
+    *,
+    columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    random: tuple[int, int] | None = None,
+) -> list[Quantized]:
+    """Result of `quantize_grouped`: the Quantized of each section, of the section's transpose if `columnwise`."""
+    rows = sizes.tolist()  # read before the call: the kernel may change the tensor
+    options = non_default(columnwise=columnwise, amax=amax, scale=scale, random=random)
+    result = backend.call("quantize_grouped", x, sizes, recipe, **options)
+    return as_sections(result, x, rows, recipe, columnwise=columnwise)
+
+
+def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge quantize_grouped of x (M, K): the stages of quantize, each stage merged from all sections."""
+    columnwise = case.usage == "columnwise"
+    x, random, scale = inputs.x, inputs.counters.get("x"), inputs.get("scale.x")
+    recipe = find_recipe(case.recipe)
+    own = makes_own_bits(backend, recipe)
+
+    def call(given: Tensors) -> Tensors:
+        if own:
+            backend.host.seed(random)
+        sections = quantize_grouped(
+            backend,
+            given["x"], given["sizes"], recipe, columnwise=columnwise, amax=given.get("amax"),
+            scale=given.get("scale"), random=random,
+        )  # fmt: skip
+        return join_sections(sections, columnwise=columnwise)
+
+    sizes = torch.tensor(case.section_sizes, device=x.device)
+    amax = inputs.get("amax.x")
+    given = {"x": laid_out(x, case.view), "sizes": sizes, "amax": amax, "scale": scale}
+    outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
+    oracle = reference.quantize_grouped(
+        x, sizes, recipe, columnwise=columnwise, amax=amax, scale=scale, random=random
+    )  # fmt: skip
+    outcome = Outcome(protection, outputs, seconds=seconds)
+    kernels = split_sections(outputs, list(case.section_sizes), x.shape[1], recipe, columnwise=columnwise)
+    parts = torch.split(x, list(case.section_sizes))
+    judge_sections(
+        outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise,
+        free=rotates_freely(backend), own=own, amax_given=case.amax,
+    )  # fmt: skip
+    return outcome
+
+
+def judge_sections(
+    outcome: Outcome,
+    parts: Sequence[torch.Tensor],
+    kernels: list[Quantized],
+    oracles: list[Quantized],
+    *,
+    random: Random | None = None,
+    columnwise: bool = False,
+    free: bool,
+    own: bool = False,
+    amax_given: bool = False,
+    prefix: str = "",
+) -> None:
+    """Judge each section (m, K), and add merged stages to the outcome, which name the first wrong section."""
+    stages = []
+    first = 0
+    expected, actual = [outcome.expected], [outcome.actual]
+    for part, kernel, oracle in zip(parts, kernels, oracles, strict=True):
+        recipe = oracle.recipe
+        if columnwise:
+            subject = columnwise_subject(part.T.contiguous(), recipe, random, free=free, own=own)
+            subject = replace(subject, first=first, amax_given=amax_given)
+        else:
+            subject = Subject(part, recipe, random, first, free=free, own=own, amax_given=amax_given)
+        section = Outcome()
+        add_judged(section, subject, kernel, oracle, prefix)
+        first += oracle.scales.numel()
+        stages.append(section.stages)
+        outcome.judged += section.judged
+        expected.append(section.expected)
+        actual.append(section.actual)
+    same = all(a is b for a, b in zip(expected, actual, strict=True))
+    outcome.expected = _together(expected)
+    outcome.actual = outcome.expected if same else _together(actual)
+    outcome.stages += merge_stages(stages, "section")
+
+
+def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The elements of all parts, concatenated once: one by one, 64 sections would be copied 64 times."""
+    given = [part for part in parts if part is not None]
+    return torch.cat([part.flatten() for part in given]) if len(given) > 1 else next(iter(given), None)

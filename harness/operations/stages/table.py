@@ -1,0 +1,84 @@
+"""Tables of elements: what `narrowgauge show` prints of an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.checks.finding import float_view
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+
+Place = tuple[int, int]
+"""Row and column."""
+NEIGHBOURS = 8
+"""Shown elements of a row without blocks."""
+
+
+class Table:
+    """Elements in columns. The first row has the headings; a column without a heading has the bits of the value before
+    it."""
+
+    def __init__(self, title: str, headings: Sequence[str]) -> None:
+        self.title = title
+        self.rows = [(list(headings), "dim")]
+
+    def add_row(self, *cells: str, style: str = "") -> None:
+        """Add a row. `style`: of rich."""
+        self.rows.append((list(cells), style))
+
+    def add_element(
+        self,
+        place: Place,
+        first: Sequence[str],
+        expected: torch.Tensor,
+        ends: tuple[torch.Tensor, torch.Tensor] | None,
+        actual: torch.Tensor,
+    ) -> None:
+        """Add the element of a column: the cells `first`, the expected number, its least and greatest right number if
+        there are several, and the number of the kernel."""
+        expected_value, actual_value = float_view(expected), float_view(actual)
+        lower, upper = ("", "") if ends is None else (str(float(end)) for end in ends)
+        cells = [str(place[1]), *first, str(expected_value[0]), expected_value[1], lower, upper]
+        cells += [str(actual_value[0]), actual_value[1]]
+        self.add_row(*cells, style="" if expected_value == actual_value else "bold")
+
+
+def wrong_element(outcome: Outcome, stage: str) -> dict[str, Any] | None:
+    """First wrong element of a stage."""
+    for result in outcome.stages:
+        if result.stage == stage and result.finding is not None:
+            element: dict[str, Any] = result.finding["elements"][0]
+            return element
+    return None
+
+
+def place_in(outcome: Outcome, stage: str, place: Place | None, shape: Sequence[int]) -> Place:
+    """Place to show: the given place limited to the matrix, else the stage's first wrong element, else (0, 0)."""
+    if place is not None:
+        return min(place[0], shape[0] - 1), min(place[1], shape[1] - 1)
+    element = wrong_element(outcome, stage)
+    return (0, 0) if element is None else (element["row"], element["column"])
+
+
+def neighbours(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
+    """Places of the elements that are shown with an element of a row without blocks."""
+    start = column // NEIGHBOURS * NEIGHBOURS
+    return [(row, c) for c in range(start, min(start + NEIGHBOURS, matrix.shape[1]))]
+
+
+def compared_table(_: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+    """A row of the kernel's and of the expected result, of the first wrong stage or of the first result."""
+    actual, expected = outcome.actual, outcome.expected
+    if actual is None or expected is None or not actual.numel():
+        return None
+    stage = next((stage.stage for stage in outcome.stages if not stage.passed), "")
+    columns = actual.shape[-1] if actual.dim() else 1
+    one, other = (tensor.reshape(-1, columns) for tensor in (actual, expected))
+    row, column = place_in(outcome, stage, place, one.shape)
+    table = Table(f"row {row}", ("column", "expected", "", "lower", "upper", "actual", ""))
+    for neighbour in neighbours(row, column, one):
+        table.add_element(neighbour, (), other[neighbour], None, one[neighbour])
+    return table
