@@ -184,9 +184,14 @@ class Case:
     # ---- cost --------------------------------------------------------------------------------------------------------
 
     @property
+    def elements(self) -> int:
+        """Elements of the matrices of the inputs."""
+        return math.prod(self.shape)
+
+    @property
     def work(self) -> int:
         """Work to run and judge the case, in elements."""
-        return math.prod(self.shape) + SECTION * len(self.section_sizes)
+        return self.elements + SECTION * len(self.section_sizes)
 
     @property
     def memory(self) -> int:
@@ -195,7 +200,7 @@ class Case:
         `bytes_per_element` is the largest of the recipes, dtypes and flags measured on either device, plus a tenth: on
         a CPU the resident set of a process, on an H200 the memory allocated by torch, `bytes_peak` of each record.
         """
-        return self.bytes_per_element * math.prod(self.shape)
+        return self.bytes_per_element * self.elements
 
     @property
     def preloaded(self) -> tuple[str, ...]:

@@ -136,6 +136,13 @@ def main_module(name: str) -> ModuleType:
     return module
 
 
+def parts_of_operations(part: str) -> Iterator[ModuleType]:
+    """The module `<part>.py` in the folder of each operation that has one, such as `bench`."""
+    for place in OPERATIONS.places.values():
+        if place.folder and (Path(place.source) / f"{part}.py").is_file():
+            yield loaded(f"{place.module}.{part}", place.source)
+
+
 def loaded(module: str, source: str) -> ModuleType:
     """A module by its name. Raises OperationError with the `source` and the reason if the import fails."""
     try:

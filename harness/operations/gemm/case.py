@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import SECTION, Case, rotation_problem, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import Dtype, Layout, OtherRecipeName, RecipeName, Shape, Switch, View, dims
 from narrowgauge.harness.cases.sections import bands_problem
@@ -92,11 +92,13 @@ class ProductCase(Case):
         return self.operand_recipes[prefix == "w"]
 
     @property
-    def work(self) -> int:
+    def elements(self) -> int:
         rows, depth, columns = self.shape
-        sections = len(self.section_sizes)
-        elements = rows * depth + max(1, sections) * columns * depth + rows * depth * columns // 32
-        return elements + SECTION * sections
+        return rows * depth + max(1, len(self.section_sizes)) * columns * depth
+
+    @property
+    def work(self) -> int:
+        return super().work + math.prod(self.shape) // 32
 
     bytes_per_output: ClassVar[int] = 360
     """Peak memory in bytes for each output, beside 66 for each element of the operands."""
@@ -105,9 +107,8 @@ class ProductCase(Case):
     def memory(self) -> int:
         # Resident set on a CPU: 58 an element, 163 an output. On an H200: 149 an output, in the order of tensor cores
         # 214 and, for 1024³, 330.
-        rows, depth, columns = self.shape
-        elements = depth * (rows + max(1, len(self.section_sizes)) * columns)
-        return 66 * elements + self.bytes_per_output * rows * columns
+        rows, _, columns = self.shape
+        return 66 * self.elements + self.bytes_per_output * rows * columns
 
     @property
     def native_sources(self) -> frozenset[str]:

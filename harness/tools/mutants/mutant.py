@@ -10,7 +10,7 @@ from typing import Any
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.hosts.changed_source import MODULES
-from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, MODULE_DOORS
+from narrowgauge.harness.tools.mutants.conventional_tests import doors
 from narrowgauge.native.runtime.sources import FOLDER, kernel_files
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
@@ -19,7 +19,7 @@ MUTANTS = Path(__file__).parent / "changes"
 """Folder with the files of mutants."""
 CLASSES = (
     "element rounding", "element scaling", "element range", "block scale", "tensor scale", "power-of-two scale",
-    "zeros and limits", "amax", "NaN", "transform", "stochastic rounding", "choice of 4 or 6", "tails and sections",
+    "zeros and limits", "amax", "NaN", "rotation", "stochastic rounding", "choice of 4 or 6", "tails and sections",
     "layout", "nibbles", "tiles", "epilogue", "accumulator", "operand", "fused output", "delayed scaling", "memory",
     "order of threads", "operand of a module", "gradient of a weight", "step of a module", "norm",
     "sections of a module",
@@ -27,13 +27,14 @@ CLASSES = (
 """Classes of mistakes."""
 NEEDED = ("name", "class", "file", "find", "replace", "imitates", "cause", "door")
 OPTIONAL = ("url", "recipe", "cases", "equivalent")
-MODULE_FILES: dict[str, tuple[str, ...]] = {
-    "history.py": (), "kept.py": (), "products.py": (), "quantized_weight.py": (), "layer.py": (), "linear.py": (),
-    "layer_norm_linear.py": ("layernorm-linear", "transformer-layer"), "grouped_linear.py": ("grouped-linear",),
-    "transformer.py": ("transformer-layer",),
-}  # fmt: skip
-"""Operations by file of `native.modules`; an empty tuple: all modules. `parallel.py` needs several processes, and no
-case has them: tests/test_parallel.py breaks it."""
+NOT_RUN = ("__init__", "parallel")
+"""Files of `native.modules` without mutants: `parallel.py` needs several processes, and no case has them.
+tests/test_parallel.py breaks it."""
+
+
+def module_files() -> list[str]:
+    """Files of `native.modules` that a mutant may change."""
+    return sorted(path.name for path in MODULES.glob("*.py") if path.stem not in NOT_RUN)
 
 
 class MutantFileError(Exception):
@@ -57,7 +58,7 @@ class Mutant:
     causes: tuple[str, ...]
     """Expected causes of `harness.diagnosis`. Any listed cause is accepted."""
     door: str
-    """Call of the conventional tests: a key of `conventional_tests.DOORS` or `MODULE_DOORS`."""
+    """Call of the conventional tests: a key of `conventional_tests.doors`."""
     recipe: str = ""
     """Recipe for the conventional tests: `recipe`, `recipe+w_recipe`, or the training recipe of a module. May be
     empty."""
@@ -71,7 +72,7 @@ class Mutant:
     @property
     def of_module(self) -> bool:
         """Whether the changed file belongs to a module."""
-        return self.file in MODULE_FILES
+        return self.file in module_files()
 
     def changed_text(self) -> str:
         """The changed text of the file. Raises MutantFileError unless `find` occurs exactly once."""
@@ -124,9 +125,11 @@ def _mutant(table: Any, location: str) -> Mutant:
         if key in NEEDED and key != "replace" and not value and not (key == "cause" and entry["equivalent"]):
             raise MutantFileError(f"{location}: {key} is missing; a mutant needs {', '.join(NEEDED)}")
     _check_choice(location, "class", entry["class"], CLASSES)
-    of_module = entry["file"] in MODULE_FILES
-    _check_choice(location, "file", entry["file"], [*kernel_files(), *MODULE_FILES])
-    _check_choice(location, "door", entry["door"], MODULE_DOORS if of_module else DOORS)
+    of_module = entry["file"] in module_files()
+    _check_choice(location, "file", entry["file"], [*kernel_files(), *module_files()])
+    _check_choice(
+        location, "door", entry["door"], [name for name, door in doors().items() if door.of_module is of_module]
+    )
     for name in entry["recipe"].split("+") if entry["recipe"] else []:
         try:
             (training_recipe if of_module else find_recipe)(name)

@@ -14,7 +14,6 @@ from typing import Any
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.tools.mutants.conventional_tests import Detections
 from narrowgauge.harness.tools.mutants.result import MutantResult
-from narrowgauge.harness.tools.mutants.selection import sources_of
 from narrowgauge.native.runtime.sources import files_of
 
 PATH = Path(__file__).parent / "recorded.json"
@@ -62,7 +61,9 @@ def write(
     def rank(result: MutantResult, record: dict[str, Any]) -> tuple[bool, int, float]:
         exact = [entry["cause"] for entry in record["explanations"] if entry["exact"]]
         named = bool(exact) and exact[0] in result.mutant.causes
-        changed = [source for source in sources_of(by_name[record["case"]]) if result.mutant.file in files_of(source)]
+        changed = [
+            source for source in by_name[record["case"]].native_sources if result.mutant.file in files_of(source)
+        ]
         return not named, len(changed), record["seconds_core"] or math.inf
 
     path = path or PATH
