@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,8 @@ BUILDERS = {
     "narrowgauge.harness.running.sanitizer",  # builds kernels with sanitizers
     "narrowgauge.harness.tools.doctor",  # tries the sanitizers of the compiler
 }
-"""Modules of the harness that build kernels and import `native`, beside the tools in `bench` and `mutants`."""
+"""Modules of the harness that build kernels and import `native`, beside the tools in `bench` and `mutants`, and the
+`bench.py` of each operation."""
 MOST = 12
 """Entries of a folder."""
 LARGER = {"harness", "harness/cli", "harness/backends/adapters", "harness/report/page/assets"}
@@ -83,6 +85,11 @@ def graph() -> dict[str, set[str]]:
         }
         for name, path in MODULES.items()
     }
+
+
+def is_bench(module: str) -> bool:
+    """Whether only the bench imports a module: `bench.py` of an operation, and what these files share."""
+    return re.match(r"narrowgauge\.harness\.operations\.(\w+\.bench$|timing\b)", module) is not None
 
 
 def side(module: str) -> str:
@@ -176,7 +183,14 @@ def test_only_what_builds_kernels_imports_native(graph: dict[str, set[str]]) -> 
         for name, found in graph.items()
         if side(name) == "harness" and any(side(other) == "native" for other in found)
     }
-    assert {name for name in importers if not name.startswith(prefixes)} == BUILDERS
+    assert {name for name in importers if not name.startswith(prefixes) and not is_bench(name)} == BUILDERS
+
+
+def test_only_the_bench_imports_the_benches_of_operations(graph: dict[str, set[str]]) -> None:
+    """Judges and kernel hosts import the operations, and never `native` with them."""
+    importers = {name for name, found in graph.items() if any(map(is_bench, found)) and not is_bench(name)}
+    assert importers
+    assert all(name.startswith("narrowgauge.harness.tools.bench.") for name in importers), importers
 
 
 def test_there_are_no_circles(graph: dict[str, set[str]]) -> None:

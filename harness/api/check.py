@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
 from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.keys import one_of
+from narrowgauge.harness.cases.keys import keys_of, one_of, sizes_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
@@ -70,7 +70,7 @@ def check(
     function: Callable[..., Any],
     recipe: str | Recipe | Case | Iterable[Case],
     *,
-    operation: Literal["quantize", "dequantize", "transform", "gemm"] = "quantize",
+    operation: str = "quantize",
     families: Sequence[str] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
@@ -91,7 +91,9 @@ def check(
     - quantize: function(x), further recipe, amax, scale, random. Gives (codes, scales[, amax]), a dict or a Quantized;
     - dequantize: function(q), further dtype, recipe. Gives the values (M, K) of that dtype;
     - transform: function(x), further recipe. Gives the rotated x;
-    - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype.
+    - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype;
+    - any other operation with one method, also one of your own (docs/add.md): the tensors of its inputs, further recipe
+      and the keys of its cases. Gives the results in order.
 
     A mapping has keys among codes, scales, amax and tensor_scale.
     x is a tensor (M, K), in some cases (…, K), a view with other strides, or empty. q, a and b are Quantized of the
@@ -120,7 +122,12 @@ def check(
     torch and the floating-point environment are afterwards as before.
     """
     __tracebackhide__ = True
-    if wrong := one_of(OPERATIONS)(operation):
+    by_cases = not (isinstance(recipe, Recipe) or (isinstance(recipe, str) and "/" not in recipe))
+    cases = _given(recipe) if by_cases else []
+    if cases and operation == "quantize" and cases[0].operation not in OPERATIONS:
+        operation = cases[0].operation
+    others = [name for name, cls in CASE_CLASSES.items() if not cls.composed and name not in OPERATIONS]
+    if wrong := one_of([*OPERATIONS, *others])(operation):
         raise ValueError(f"operation {wrong}")
     options: dict[str, Any] = {
         "operation": operation, "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
@@ -131,18 +138,20 @@ def check(
     changed = [name for name in _CONVENTIONS if options[name] != _DEFAULTS[name]]
     if operation != "quantize" and changed:
         raise ValueError(f"{changed[0]} is a convention of results of quantize; operation is {operation!r}")
-    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and "/" not in recipe):
+    if not by_cases:
+        assert isinstance(recipe, str | Recipe)
         selected = _cases(
             recipe, operation, families, shapes, dtypes, swizzled=layout == "128x4", known=parameters_of(function)
         )
     elif families is None and shapes is None:
-        selected = [(case, False) for case in _given(recipe, operation)]
+        _require_operation(cases, operation)
+        selected = [(case, False) for case in cases]
     else:
         raise ValueError("families and shapes choose cases of a recipe; give a recipe with them, or cases alone")
     if not selected:
         raise ValueError("families, shapes or dtypes is empty; leave it out for the default")
     recipes = "+".join(dict.fromkeys(case.recipe_label for case, _ in selected))
-    subject = f"{name_of_function(function)}, {operation} {recipes}"
+    subject = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
     with default_settings(), _generators_kept(options["device"]):
         if type(torch.empty(0)) is not torch.Tensor:
             raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
@@ -159,7 +168,15 @@ def check(
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
-def _given(recipe: object, operation: str) -> list[Case]:
+def _require_operation(cases: Iterable[Case], operation: str) -> None:
+    """Raise ValueError for a case of another operation."""
+    for case in cases:
+        if case.operation != ("quantize" if operation == "dequantize" else operation):
+            remedy = "`narrowgauge run` does" if case.composed else f"give operation={case.operation!r}"
+            raise ValueError(f"operation is {operation!r}, which does not run {case.id}; {remedy}")
+
+
+def _given(recipe: object) -> list[Case]:
     """The cases that the caller named. Raises ValueError and TypeError."""
     named = [recipe] if isinstance(recipe, Case | str) else recipe
     if not isinstance(named, Iterable):
@@ -171,10 +188,6 @@ def _given(recipe: object, operation: str) -> list[Case]:
         case = case_from_id(entry) if isinstance(entry, str) else entry
         if not isinstance(case, Case):
             raise ValueError(f"{entry!r} is no case, and no id of a case with an input family")
-        expected = "quantize" if operation == "dequantize" else operation
-        if case.operation != expected:
-            remedy = f"give operation={case.operation!r}" if case.operation in OPERATIONS else "`narrowgauge run` does"
-            raise ValueError(f"operation is {operation!r}, which does not run {case.id}; {remedy}")
         cases.append(case)
     if not cases:
         raise ValueError("recipe is an empty list of cases")
@@ -212,7 +225,7 @@ def _cases(
         switches = [{"c": "accumulate", "bias": "bias"}[addend] for addend in ("c", "bias") if addend in known]
         wanted += [(main, few[-1], {switch: True}, False) for switch in switches]
         wanted += [(main, few[-1], dict.fromkeys(switches, True), False)] if len(switches) == 2 else []
-    else:
+    elif "view" in fields_of(kind):
         wanted += [(main, few[-1], {"view": view}, True) for view in _VIEWS]
     cases: dict[Case, bool] = {}
     for shape, family, values, optional in wanted:
@@ -220,7 +233,7 @@ def _cases(
             keys: dict[str, Any] = {"shape": shape, "inputs": family, **values}
             if kind == "gemm":
                 keys |= operands_of(chosen, torch.bfloat16) | {"out": name_of(dtype)}
-            else:
+            elif "dtype" in fields_of(kind):
                 keys["dtype"] = name_of(dtype)
             if kind == "quantize" and swizzled:
                 keys["scales"] = "swizzled"
@@ -234,6 +247,11 @@ def _cases(
     return list(cases.items())
 
 
+def fields_of(kind: str) -> list[str]:
+    """Fields of the cases of an operation that are keys."""
+    return [key.field for key in keys_of(CASE_CLASSES[kind])]
+
+
 def _default_shapes(kind: str, recipe: Recipe) -> list[tuple[int, ...]]:
     """A matrix of some tiles, then shapes with tails."""
     height, width = (1, 32) if recipe.spans_k else recipe.block
@@ -242,7 +260,11 @@ def _default_shapes(kind: str, recipe: Recipe) -> list[tuple[int, ...]]:
         return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17)]
     main = (max(128, 2 * height), max(256, 2 * width))
     full = [(1, width), (129, 3 * width)]
-    if kind == "transform":
+    if len(names := sizes_of(CASE_CLASSES[kind])) != 2:
+        raise ValueError(
+            f"a {kind} has a shape [{', '.join(names)}]; give shapes, such as shapes=[{[128] * len(names)}]"
+        )
+    if kind != "quantize":
         return [main, *full]
     return [main, *full, (5, 2 * width + width // 2), (3, width + 1), (2, 3, 2 * width), (0, 2 * width)]
 

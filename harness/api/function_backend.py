@@ -13,6 +13,7 @@ from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, read_conventions
+from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.arguments import Random
@@ -20,6 +21,8 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
+"""Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
+called as the method of a backend is."""
 
 
 def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
@@ -69,7 +72,8 @@ class FunctionBackend(Backend):
             "transform": {"transform": self._transform},
             "gemm": {"gemm": self._gemm},
         }
-        super().__init__(LocalHost(name, SimpleNamespace(**methods[operation], declares=dict(declares))))
+        own = methods.get(operation) or {next(iter(CASE_CLASSES[operation].all_methods())): self._method}
+        super().__init__(LocalHost(name, SimpleNamespace(**own, declares=dict(declares))))
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method; that of `quantize` is read by the conventions of the function."""
@@ -131,6 +135,15 @@ class FunctionBackend(Backend):
             if name not in self._parameters:
                 raise NotImplementedError(f"the function has no parameter {name!r}")
         return self._run((a, b), out_dtype=out_dtype, recipe=a.recipe, **addends)
+
+    def _method(self, *arguments: Any, **options: Any) -> Any:
+        """The method of any other operation: recipes are passed by keyword, if the function has the parameter."""
+        for name in options:
+            if name not in self._parameters:
+                raise NotImplementedError(f"the function has no parameter {name!r}")
+        recipes = [argument for argument in arguments if isinstance(argument, Recipe)]
+        given = tuple(argument for argument in arguments if not isinstance(argument, Recipe))
+        return self._run(given, **options, **({"recipe": recipes[0]} if recipes else {}))
 
     def _run(self, operands: tuple[Any, ...], **options: Any) -> Any:
         """Call the function with the settings of the caller."""

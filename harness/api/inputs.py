@@ -107,6 +107,8 @@ def make_case(operation: str, recipe: str | Recipe, values: Mapping[str, Any]) -
         raise ValueError(f"recipe {chosen} has changed fields, which no name stands for; give a recipe by its name")
     values = {**values, "recipe": str(chosen), "shape": list(values["shape"])}
     for key in keys_of(OPERATIONS[operation]):
+        if key.required and key.name not in values:
+            raise ValueError(f"a {operation} needs a value of {key.name}; give a case, or the id of a case")
         if key.name in values and (wrong := key.check(values[key.name])):
             raise ValueError(f"{_ARGUMENTS.get(key.name, key.name)} {wrong}")
     case = case_of(operation, values)

@@ -150,7 +150,7 @@ def _table(table: Any, where: str) -> _Table:
         raise CaseFileError(f"{where}: is {shown(table)}; a matrix is a table of keys")
     operation, tier = table.get("operation"), table.get("tier")
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise CaseFileError(f"{where}: operation {one_of(OPERATIONS)(operation)}")
+        raise CaseFileError(f"{where}: operation {one_of(OPERATIONS)(operation)}, or one of --operations")
     keys = keys_of(OPERATIONS[operation])
     known = ["operation", "tier", *(key.name for key in keys)]
     for name in table:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +66,8 @@ class _Operations(Mapping[str, type[Case]]):
     """Case classes by the names of the operations; each is loaded when it is first asked for."""
 
     def __init__(self) -> None:
-        self._found: dict[str, _Place] | None = None
+        self._found: tuple[str, dict[str, _Place]] | None = None
+        """The variable, and the places with this value of it: a judge forks before it has the variable of its run."""
         self._loaded: dict[str, type[Case]] = {}
 
     def __getitem__(self, name: str) -> type[Case]:
@@ -85,19 +87,15 @@ class _Operations(Mapping[str, type[Case]]):
     @property
     def places(self) -> Mapping[str, _Place]:
         """Places of all operations by name: the package's own, then those of a user. Raises OperationError."""
-        if self._found is None:
-            own = dict(_places_in(_OWN, _PACKAGE))
-            outside = list(_outside())
-            for name, place in outside:
-                if name in own:
+        value = os.environ.get(VARIABLE, "")
+        if self._found is None or self._found[0] != value:
+            found = dict(_places_in(_OWN, _PACKAGE))
+            for name, place in _outside():
+                if name in found:
                     raise OperationError(f"{place.source}: there is an operation {name} already; rename the file")
-                own[name] = place
-            self._found = own
-        return self._found
-
-    def forget(self) -> None:
-        """Search again: the variable has changed."""
-        self._found = None
+                found[name] = place
+            self._found = value, found
+        return self._found[1]
 
     def _load(self, name: str, place: _Place) -> type[Case]:
         module = loaded(f"{place.module}.case", place.source) if place.cases else main_module(name)
@@ -158,13 +156,29 @@ def use_operations(paths: Sequence[str | os.PathLike[str]]) -> None:
 
     Raises OperationError for a path without an operation, and for an operation that cannot be loaded.
     """
+    if not paths:
+        return
     given = [os.path.abspath(path) for path in paths]
-    known = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*known, *given]))
-    OPERATIONS.forget()
-    for name, place in OPERATIONS.places.items():
-        if not place.module.startswith(f"{_PACKAGE}."):
-            OPERATIONS[name]
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*outside_paths(), *given]))
+    for name in outside_operations():
+        OPERATIONS[name]
+
+
+def outside_paths() -> list[str]:
+    """Files and folders of a user's operations."""
+    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def outside_operations() -> list[str]:
+    """Names of a user's operations."""
+    return [name for name, place in OPERATIONS.places.items() if not place.module.startswith(f"{_PACKAGE}.")]
+
+
+def outside_files() -> list[Path]:
+    """Python files of a user's operations, sorted."""
+    sources = [Path(OPERATIONS.places[name].source) for name in outside_operations()]
+    files = {file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path]) if file.is_file()}
+    return sorted(files)
 
 
 def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
@@ -179,7 +193,7 @@ def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
 
 def _outside() -> Iterator[tuple[str, _Place]]:
     """The operations of a user."""
-    paths = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    paths = [Path(path) for path in outside_paths()]
     package = sys.modules.setdefault(_OUTSIDE, ModuleType(_OUTSIDE))
     package.__path__ = list(dict.fromkeys(str(path if path.is_dir() else path.parent) for path in paths))
     for path in paths:
@@ -196,7 +210,9 @@ def _outside() -> Iterator[tuple[str, _Place]]:
             )
         yield from found
     for entry in entry_points(group=GROUP):
-        yield entry.name, _Place(entry.module, False, False, f"entry point {entry.name} = {entry.value}")
+        spec = find_spec(entry.module)
+        source = spec.origin if spec is not None and spec.origin else f"entry point {entry.name} = {entry.value}"
+        yield entry.name, _Place(entry.module, False, False, source)
 
 
 def is_composed(name: str) -> bool:

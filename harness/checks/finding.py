@@ -259,7 +259,7 @@ def bits(value: int, width: int) -> str:
 def float_view(x: torch.Tensor) -> tuple[float | str, str]:
     """The number of a tensor with a single element, as a value for JSON and as hexadecimal bits."""
     width = x.element_size()
-    integer = {4: torch.int32, 2: torch.int16, 8: torch.int64}[width]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     raw = int(x.reshape(1).contiguous().view(integer)) & ((1 << (8 * width)) - 1)
     value = float(x)
     return (value if abs(value) < float("inf") else str(value)), f"0x{raw:0{2 * width}X}"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import typer
 
-from narrowgauge.harness.cli.options import BaselinePath, RunPath, stop
+from narrowgauge.harness.cli.options import BaselinePath, Operations, RunPath, stop
 
 
-def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
+def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest"), operations: Operations = None) -> None:
     """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse; 2 if
     the run cannot be read or trusted."""
     from rich.console import Console

@@ -14,6 +14,7 @@ from narrowgauge.harness.cli.options import (
     Durations,
     Input,
     Keyword,
+    Operations,
     Paths,
     Recipes,
     ShardOption,
@@ -31,6 +32,7 @@ NO_FLAG = "no flag"
 
 def list_cases(
     paths: Paths = None,
+    operations: Operations = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     device: Device = "cpu",

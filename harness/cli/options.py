@@ -54,6 +54,26 @@ Sanitize = Annotated[
 ]
 RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
 BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
+
+
+def _use_operations(paths: list[Path] | None) -> list[Path] | None:
+    """Make the operations of --operations known to this process and to those that it starts."""
+    if paths:
+        from narrowgauge.harness.cases.operations import OperationError, use_operations
+
+        try:
+            use_operations(paths)
+        except OperationError as error:
+            stop(str(error))
+    return paths
+
+
+Operations = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--operations", callback=_use_operations, help="File or folder of your own operations; may be given again."
+    ),
+]
 USAGE_ERROR = 2
 """Exit status of a command with invalid options."""
 

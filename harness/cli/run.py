@@ -16,6 +16,7 @@ from narrowgauge.harness.cli.options import (
     KnownFile,
     Link,
     NoHistory,
+    Operations,
     Paths,
     Recipes,
     Sanitize,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 def run(
     paths: Paths = None,
+    operations: Operations = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     backend: BackendOption = "native",

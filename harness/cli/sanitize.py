@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Keyword, Paths, Seed, Tier, stop
+from narrowgauge.harness.cli.options import BackendOption, Keyword, Operations, Paths, Seed, Tier, stop
 from narrowgauge.harness.cli.selection import require_device, select_cases
 
 
 def sanitize_cases(
     paths: Paths = None,
+    operations: Operations = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     tool: Annotated[

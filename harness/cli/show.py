@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Device, Input, Recipes, Sanitize, Schedules, Seed, stop
+from narrowgauge.harness.cli.options import (
+    BackendOption,
+    Device,
+    Input,
+    Operations,
+    Recipes,
+    Sanitize,
+    Schedules,
+    Seed,
+    stop,
+)
 from narrowgauge.harness.cli.selection import (
     load_cases,
     require_backend,
@@ -27,6 +37,7 @@ def show(
     case_id: Annotated[str, typer.Argument(metavar="CASE", help="A case id, as `list` and reports print it.")],
     paths: Annotated[list[Path] | None, typer.Option("--cases", help="Case files (default: cases).")] = None,
     backend: BackendOption = "native",
+    operations: Operations = None,
     device: Device = "cpu",
     seed: Seed = 0,
     source: Input = None,

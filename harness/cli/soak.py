@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Device, Keyword, Paths, Tier, Workers, default_cases, stop
+from narrowgauge.harness.cli.options import (
+    BackendOption,
+    Device,
+    Keyword,
+    Operations,
+    Paths,
+    Tier,
+    Workers,
+    default_cases,
+    stop,
+)
 from narrowgauge.harness.cli.selection import (
     choose_cases,
     default_workers,
@@ -20,6 +30,7 @@ from narrowgauge.harness.cli.selection import (
 
 def soak_cases(
     paths: Paths = None,
+    operations: Operations = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds.")] = 200,

@@ -68,6 +68,9 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     if "input" in run.sources and file is None:
         current["input"] = run.sources["input"]
         notes.append("input: the file of the captured tensors is not there, so it was not compared")
+    if "operations" in run.sources and "operations" not in current:
+        current["operations"] = run.sources["operations"]
+        notes.append("operations: none are given by --operations, so their sources were not compared")
     recorded = {f"sources: {part}": run.sources.get(part) for part in sorted(run.sources | current)}
     now = {f"sources: {part}": value for part, value in current.items()}
     if "kernel sources" in run.environment:

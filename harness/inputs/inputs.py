@@ -13,7 +13,7 @@ import torch
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.inputs.generators import generate
+from narrowgauge.harness.inputs.generators import GENERATORS, generate
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -85,8 +85,8 @@ class Maker(Generic[CaseT_co]):
 
     @property
     def is_captured(self) -> bool:
-        """Whether the inputs of the case are a captured tensor, and of no family."""
-        return self.case.inputs not in self.case.families()
+        """Whether the inputs of the case are a captured tensor, and of no family, also none of another operation."""
+        return self.case.inputs not in self.case.families() and self.case.inputs not in GENERATORS
 
     def matrix(
         self,

@@ -21,7 +21,7 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.checks.bit_equality import equal_bits
-from narrowgauge.harness.checks.exact import exact_floats
+from narrowgauge.harness.checks.exact import exact_floats, exact_integers
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import CaseT, Inputs, Maker, default_inputs, laid_out
 from narrowgauge.harness.machine.timing import count_seconds
@@ -108,7 +108,7 @@ class Operation(Generic[CaseT]):
             return self.arguments(case, given)
         own = (key for key in keys_of(self.case) if key.field not in _GENERIC)
         options = {key.field: value for key in own if (value := getattr(case, key.field)) != key.default}
-        return (*given.values(), *case.recipes), options
+        return (*(given[name] for name in case.tensors if name in given), *case.recipes), options
 
 
 def judge_results(operation: Operation[CaseT], case: CaseT, inputs: Inputs, backend: Backend) -> Outcome:
@@ -164,7 +164,9 @@ def compare_bits(case: CaseT, name: str, actual: torch.Tensor, expected: torch.T
         here = (row, column)
         return {"row": row, "column": column, **float_views(other[here], one[here])}
 
-    return exact_floats(name, one, other, noun=f"elements of {name}", describe=describe)
+    check = exact_floats if one.is_floating_point() and one.element_size() > 1 else exact_integers
+    one, other = (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in (one, other))
+    return check(name, one, other, noun=f"elements of {name}", describe=describe)
 
 
 def deviating_causes(

@@ -47,6 +47,15 @@ def asked_for(config: pytest.Config) -> Asked | None:
     return Asked(paths, frozenset(file for file, case in named.items() if case)) if paths or named else None
 
 
+def operations_of(config: pytest.Config) -> list[Path]:
+    """Files and folders of operations of the session, absolute paths."""
+    words, base = config.option.ng_operations, config.invocation_params.dir
+    if words is None:
+        words = config.getini("narrowgauge_operations")
+        base = config.inipath.parent if config.inipath else config.rootpath
+    return [_absolute(base, word) for word in words]
+
+
 def _absolute(base: Path, word: str) -> Path:
     return Path(os.path.abspath(base / word))
 

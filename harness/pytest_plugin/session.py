@@ -14,10 +14,11 @@ import pytest
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import LEDGER, load
+from narrowgauge.harness.cases.operations import OperationError, use_operations
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
 from narrowgauge.harness.pytest_plugin.items import CaseFile, CaseItem, LedgerFile, node_of
-from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, plugin_options
+from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, operations_of, plugin_options
 from narrowgauge.harness.pytest_plugin.sharding import Sharding
 from narrowgauge.harness.records.record import new_record, outcome
 
@@ -87,6 +88,10 @@ def start(config: pytest.Config, asked: Asked) -> None:
     from narrowgauge.harness.cases.keys import TIERS, nearest
 
     options = Options.of(config)
+    try:
+        use_operations(operations_of(config))
+    except OperationError as error:
+        raise pytest.UsageError(f"--ng-operations or narrowgauge_operations: {error}") from error
     for name, value, known in (("device", options.device, ("cpu", "cuda")), ("tier", options.tier, TIERS)):
         if value not in known:
             words = f"--ng-{name} or narrowgauge_{name} is {value!r}{nearest(value, known)}"

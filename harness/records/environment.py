@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from narrowgauge.harness.cases.operations import outside_files
 from narrowgauge.harness.machine.processors import cores
 
 _PACKAGE = Path(__file__).parents[2]
@@ -124,7 +125,7 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
     """Eight hexadecimal digits for each part of the code and the data that a record depends on.
 
     The key `backend` is the hash of the module file of a user's backend, without its imports. It is empty for a
-    built-in backend.
+    built-in backend. The key `operations` is that of the files of a user's operations, if there are any.
     """
     patterns = {
         "kernels": ["native/**/*"],
@@ -136,6 +137,8 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
     hashes["backend"] = "" if module is None else _hash([module])
     if input_path:
         hashes["input"] = _hash([Path(input_path)])
+    if files := outside_files():
+        hashes["operations"] = _hash(files)
     return hashes
 
 

@@ -135,17 +135,19 @@ def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Save
     results = ("actual.", "expected.")
     named = {name: tensor for name, tensor in tensors.items() if not name.startswith(results)}
     inputs = Inputs(named, {name: (bits[0], bits[1]) for name, bits in pairs.items()})
-    made, given = _kinds(make_inputs(example)), _kinds(inputs)
+    right = make_inputs(example)
+    made, given = _kinds(right), _kinds(inputs)
     if made != given:
         name = min(name for name in made.keys() | given.keys() if made.get(name) != given.get(name))
         raise ValueError(f"the tensor {name} is {given.get(name)}; the case has {made.get(name)}")
+    inputs.tensors = {name: named[name] for name in right.tensors}  # a file has its tensors in the order of their names
     return SavedFailure(about["id"], case, inputs, seed, about["backend"], about["stage"])
 
 
 def _kinds(inputs: Inputs) -> dict[str, str]:
     """Shape and dtype of each tensor, and `seed and offset` of other random bits."""
     tensors = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in inputs.tensors.items()}
-    return {f"random.{name}": "seed and offset" for name in inputs.counters} | tensors
+    return tensors | {f"random.{name}": "seed and offset" for name in inputs.counters}
 
 
 def _actual(outcome: Outcome) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import outside_paths
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
@@ -62,7 +63,8 @@ class Settings:
         """The options of `narrowgauge show` with these settings of kernel hosts, beside backend and device."""
         schedules = f"--schedules {self.schedules}" if self.schedules else ""
         chosen = ("--sanitize" if self.sanitize else "", "--untrusted" if self.untrusted else "")
-        return " ".join(filter(None, (schedules, *chosen)))
+        operations = [f"--operations {shlex.quote(os.path.relpath(path))}" for path in outside_paths()]
+        return " ".join(filter(None, (schedules, *chosen, *operations)))
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
 
     earlier = EarlierCases(other_host, captures, settings.untrusted)
     folder = extra_folder(settings.backend)
-    options = shlex.join(["--path", folder, *settings.options.split()]) if folder else settings.options
+    options = shlex.join(["--path", folder, *shlex.split(settings.options)]) if folder else settings.options
     while "end" not in (message := connection.receive()[0]):
         labels = message["case"] | {"shape": tuple(message["case"]["shape"])}
         case = case_from_labels(**labels)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 Nibbles = Literal["low-first", "high-first", "halves", "unpacked"]
 """Places of the codes of 4 bits."""
 Layout = Literal["linear", "padded", "128x4", "8x4"]
 """Order of the block scales in memory."""
+LINEAR: Final = "linear"
+"""The layout without tiles and padding."""
 TensorScaleIs = Literal["amax", "encode", "decode"]
 """Meaning of the tensor scale."""
 
@@ -47,7 +49,7 @@ CONVENTIONS = (
                "DeepGEMM, vLLM (packed UE8M0)"),
     Convention("scales", "numbers", "values of the scale format in float32, bfloat16, float16 or float64: powers of "
                "two for E8M0; float32 for float32 scales", "DeepGEMM, DeepSeek, emulations"),
-    Convention("layout", "linear", "a row of scales for each row, no padding",
+    Convention("layout", LINEAR, "a row of scales for each row, no padding",
                "torchao, modelopt, compressed-tensors, FlashInfer (linear)"),
     Convention("layout", "padded", "linear, with further rows below and columns on the right, of any content",
                "Transformer Engine"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
+from narrowgauge.adapt.conventions import LINEAR, Layout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.adapt.number_codes import (
     codes_of_numbers,
     holds_numbers,
@@ -33,7 +33,7 @@ def quantized(
     amax: Any = None,
     tensor_scale: Any = None,
     tensor_scale_is: TensorScaleIs = "amax",
-    layout: Layout = "linear",
+    layout: Layout = LINEAR,
     nibbles: Nibbles = "low-first",
     transposed: bool = False,
     true_amax: Any = None,
@@ -106,7 +106,7 @@ class Stored(NamedTuple):
 
 
 def stored_as(
-    q: Quantized, *, layout: Layout = "linear", nibbles: Nibbles = "low-first", transposed: bool = False
+    q: Quantized, *, layout: Layout = LINEAR, nibbles: Nibbles = "low-first", transposed: bool = False
 ) -> Stored:
     """Codes and scales of `q` in the conventions of another library, such as the operands of its GEMM.
 
@@ -128,7 +128,7 @@ def stored_as(
         scales = from_tiles(scales, "128x4")[:rows, :columns]
     elif q.transposed:
         scales = scales.T
-    if layout != "linear":
+    if layout != LINEAR:
         _check_tiles(recipe, layout, q.scales)
         height, width = (rows, -(-columns // 4) * 4)
         if recipe.scale is not FP32:

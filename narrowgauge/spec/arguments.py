@@ -174,7 +174,7 @@ def check_scales_matrix(scales: torch.Tensor) -> None:
 
 
 def check_out_dtype(dtype: torch.dtype, method: str) -> None:
-    """Raises TypeError unless `dtype` is float32, bfloat16 or float16."""
+    """Raises TypeError unless `dtype`, of the result of a method, is float32, bfloat16 or float16."""
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"{method} gives float32, bfloat16 or float16, not {dtype_name(dtype)}")
 
@@ -285,7 +285,7 @@ def check_epilogue(
 
     The bias of a grouped GEMM with G = `sections` is (G, N).
     """
-    check_out_dtype(out_dtype, "gemm")
+    check_out_dtype(out_dtype, "a GEMM")
     if c is not None:
         check_tensor(c, "c", INPUT_DTYPES, shape)
     if bias is not None:

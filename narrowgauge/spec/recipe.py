@@ -425,10 +425,13 @@ def mismatch(a: Recipe, b: Recipe) -> str:
     α. NVFP4 has a single element format; MX elements mix (PTX: kind::mxf8f6f4). FP8 with float32 scales has no GEMM of
     E5M2 by E5M2 or of tiles by tiles (Transformer Engine, cuBLAS).
     """
-    for field in ("scale", "transform", "alpha"):
-        if (of_a := getattr(a, field)) != (of_b := getattr(b, field)):
-            reason = "; rotations cancel only if both operands have the same rotation" if field == "transform" else ""
-            return f"{field} is {_named(of_a)} and {_named(of_b)}{reason}"
+    if a.scale != b.scale:
+        return f"scale is {_named(a.scale)} and {_named(b.scale)}"
+    if a.transform != b.transform:
+        reason = "rotations cancel only if both operands have the same rotation"
+        return f"transform is {_named(a.transform)} and {_named(b.transform)}; {reason}"
+    if a.alpha != b.alpha:
+        return f"alpha is {_named(a.alpha)} and {_named(b.alpha)}"
     if a.scale is E4M3 and a.element != b.element:
         return f"element is {a.element.name} and {b.element.name}"
     if a.block[1] != b.block[1]:

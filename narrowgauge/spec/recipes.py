@@ -55,7 +55,7 @@ def _nvfp4(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     if parts["tile"]:
         chosen["block"] = (16, 16)
     if parts["rht"]:
-        chosen["transform"] = Hadamard(int(parts["group"] or 16), 0 if parts["nosign"] else RHT_SIGNS)
+        chosen.update(transform=Hadamard(int(parts["group"] or 16), 0 if parts["nosign"] else RHT_SIGNS))
     if parts["sr"]:
         chosen["rounding"] = "stochastic"
     if parts["row"]:

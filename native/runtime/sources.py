@@ -12,11 +12,8 @@ FOLDER = Path(__file__).parents[1] / "kernels"
 """Folder of the kernel sources. A kernel file is named by its path in this folder, a source by its file stem."""
 
 _TYPED = ("fp32", "bf16", "fp16")
-KERNELS = {
-    "amax": tuple(f"amax_{t}" for t in _TYPED),
+_MADE_BY_MACROS = {
     "amax_blocks": (*(f"amax_blocks_{t}" for t in _TYPED), "amax_tiles_bf16"),
-    "hadamard": ("hadamard",),
-    "swizzle": ("swizzle", "unswizzle"),
     "quantize_mx": (
         *(f"quantize_mx{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
         "quantize_mx_tiles_bf16",
@@ -27,15 +24,7 @@ KERNELS = {
     ),
     "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines", "_rows") for t in _TYPED),
     "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16", "store_scales"),
-    "delayed": ("update_scale",),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
-    "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
-    "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
-    "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
-    "gemm_skinny_nvfp4": ("gemm_skinny_nvfp4",),
-    "gemm_skinny_nvfp4_wide": ("gemm_skinny_nvfp4_wide",),
-    "gemm_skinny_mx": ("gemm_skinny_mx",),
-    "gemm_skinny_fp8": ("gemm_skinny_fp8_tensor", "gemm_skinny_fp8_block"),
     "gemm_wgmma": (
         "pack",
         "gemm_tensor",
@@ -43,7 +32,6 @@ KERNELS = {
         "gemm_mx_refused",
         "gemm_grouped_mx_refused",
     ),
-    "gemm_wgmma_grouped": ("pack_first", "gemm_tensor_dequantizing"),
     "gemm_wgmma_fp8": tuple(
         f"gemm_wgmma_fp8_{grouped}{scales}" for grouped in ("", "grouped_") for scales in ("tensor", "block")
     ),
@@ -54,11 +42,17 @@ KERNELS = {
         )
         for family in ("nvfp4", "mx")
     },
-    "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
-    "gemm_quantized_mx": ("gemm_quantized_mx",),
-    "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),
 }
-"""Stem of a source file to its kernels."""
+"""Kernels of the sources that make them by macros or headers."""
+_KERNEL = re.compile(
+    r'^extern "C" __global__ void (?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(', re.MULTILINE
+)
+
+KERNELS: dict[str, tuple[str, ...]] = {
+    path.stem: _MADE_BY_MACROS.get(path.stem) or tuple(_KERNEL.findall(path.read_text(encoding="utf-8")))
+    for path in sorted(FOLDER.rglob("*.cu"))
+}
+"""Stem of a source file to its kernels: the functions that the file declares, or those of `_MADE_BY_MACROS`."""
 
 CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused")))
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""

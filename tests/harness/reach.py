@@ -24,7 +24,7 @@ from narrowgauge.harness.records.journal import Journal, new_run, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.report.page.records_json import TIMES
 from narrowgauge.harness.report.report import print_summary, write
-from narrowgauge.harness.report.text import expected_stages
+
 from tests.paths import ROOT
 
 RECORDS = 20_000
@@ -42,7 +42,7 @@ def many_records(count: int) -> Iterator[dict[str, Any]]:
         if again := number // len(cases):
             record.case = f"{record.case}+{again}" if record.flags else f"{record.case}/{again}"
             record.flags = "+".join(filter(None, [record.flags, str(again)]))
-        names = ("memory", "repeat", *expected_stages(record.operation, record.flags, record.recipe))
+        names = ("memory", "repeat", *case.stages())
         record.stages = [
             {
                 "stage": name, "rule": "exact", "compared": 262144 + number, "mismatches": 0, "max_ulp": None,

@@ -7,20 +7,19 @@ from functools import cache
 import torch
 
 from narrowgauge.harness.inputs.generators import power_of_two
-from narrowgauge.harness.inputs.inputs import CaseT, Inputs, Maker, addend, exponents, growth
+from narrowgauge.harness.inputs.inputs import Inputs, Maker, addend, exponents, growth
 from narrowgauge.harness.operations.gemm.case import ProductCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe
 
 
-def product_inputs(make: Maker[CaseT], *, same: bool = False, out_recipe: Recipe | None = None) -> Inputs:
+def product_inputs(make: Maker[ProductCase], *, same: bool = False, out_recipe: Recipe | None = None) -> Inputs:
     """x (M, K), w (N, K) or, for sections, matrices one below the other (G·N, K); c (M, N) and bias (N,) or (G, N) in
     the dtype of the output; random bits and given scales.
 
     `same`: w is x. `out_recipe`: the recipe of the output, which may need a given scale.
     """
     case = make.case
-    assert isinstance(case, ProductCase)
     rows, depth, columns = case.shape
     grouped = bool(case.section_sizes)
     sizes = case.section_sizes or (rows,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.harness.cases.layers import Layer
-from narrowgauge.harness.inputs.inputs import CaseT, Inputs, Maker, addend, exponents, growth
+from narrowgauge.harness.inputs.inputs import Inputs, Maker, addend, exponents, growth
 from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe
@@ -14,14 +14,13 @@ PEAK, BEFORE_ATTENTION = 4, "qkv."
 """Factor of gamma in the layer that makes q and k, if scores are peaked: scores are the square of it larger."""
 
 
-def module_inputs(make: Maker[CaseT], *, peaked: bool = False) -> Inputs:
+def module_inputs(make: Maker[ModuleCase], *, peaked: bool = False) -> Inputs:
     """x (steps, B, S, K) or (steps, M, K), and under `given.` dy, the parameters, and the content of main gradients,
     float32 (N, K), before the first step.
 
     x and dy of every step are of the family; of a module that is one product the weights too, else normal numbers.
     """
     case = make.case
-    assert isinstance(case, ModuleCase)
     dtype, training, layers = TORCH_DTYPES[case.dtype], case.training_recipe, case.layers
     inner, leading = case.shape[-2], case.shape[:-2]
 
@@ -43,10 +42,9 @@ def module_inputs(make: Maker[CaseT], *, peaked: bool = False) -> Inputs:
     return Inputs({"x": x, **{f"given.{name}": tensor for name, tensor in given.items()}}, counters)
 
 
-def _parameters(make: Maker[CaseT], layer: Layer, x: torch.Tensor, *, peaked: bool) -> dict[str, torch.Tensor]:
+def _parameters(make: Maker[ModuleCase], layer: Layer, x: torch.Tensor, *, peaked: bool) -> dict[str, torch.Tensor]:
     """The parameters of a layer; `x` is the input of a layer that is a module by itself."""
     case = make.case
-    assert isinstance(case, ModuleCase)
     dtype, alone = TORCH_DTYPES[case.dtype], not layer.prefix
     parameters = {}
     for name, shape in layer.shapes(bias=case.bias).items():

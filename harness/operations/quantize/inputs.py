@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowgauge.harness.cases.sections import band_rows
-from narrowgauge.harness.inputs.inputs import CaseT, Inputs, Maker
+from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.quantize.case import MatrixCase, QuantizeCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import words_shape
@@ -53,13 +53,12 @@ def transform_inputs(make: Maker[MatrixCase]) -> Inputs:
     return Inputs({"x": _matrix(make)})
 
 
-def _matrix(make: Maker[CaseT], rows: int = 0) -> torch.Tensor:
+def _matrix(make: Maker[MatrixCase], rows: int = 0) -> torch.Tensor:
     """x as it is passed: (M, K), or its transpose. `rows`: only so many rows of (M, K).
 
     Generated in the orientation that is quantized: the blocks of a family are the kernel's blocks in both usages.
     """
     case = make.case
-    assert isinstance(case, MatrixCase)
     shape = (rows or case.extents["M"], case.extents["K"])
     dtype = TORCH_DTYPES[case.dtype]
     if make.is_captured:
@@ -77,7 +76,9 @@ def spread_bands(x: torch.Tensor, bands: Sequence[slice], rows: int) -> torch.Te
     return spread
 
 
-def given_amaxes(make: Maker[CaseT], parts: Sequence[torch.Tensor], roles: Sequence[str]) -> dict[str, torch.Tensor]:
+def given_amaxes(
+    make: Maker[MatrixCase], parts: Sequence[torch.Tensor], roles: Sequence[str]
+) -> dict[str, torch.Tensor]:
     """Amaxes of a tensor of which each part is a shard: 1 to 2 times the largest magnitude that the part can have.
 
     A rotation of n elements grows a magnitude by √n at most. A part of zeros has the amax of another shard. `roles`: x,

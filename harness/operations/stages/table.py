@@ -69,7 +69,7 @@ def neighbours(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
     return [(row, c) for c in range(start, min(start + NEIGHBOURS, matrix.shape[1]))]
 
 
-def compared_table(_: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+def compared_table(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
     """A row of the kernel's and of the expected result, of the first wrong stage or of the first result."""
     actual, expected = outcome.actual, outcome.expected
     if actual is None or expected is None or not actual.numel():
@@ -78,7 +78,8 @@ def compared_table(_: Inputs, outcome: Outcome, place: Place | None) -> Table | 
     columns = actual.shape[-1] if actual.dim() else 1
     one, other = (tensor.reshape(-1, columns) for tensor in (actual, expected))
     row, column = place_in(outcome, stage, place, one.shape)
-    table = Table(f"row {row}", ("column", "expected", "", "lower", "upper", "actual", ""))
-    for neighbour in neighbours(row, column, one):
-        table.add_element(neighbour, (), other[neighbour], None, one[neighbour])
+    table = Table(f"row {row}", ("column", "expected", "", "actual", ""))
+    for _, k in neighbours(row, column, one):
+        views = [str(part) for tensor in (other, one) for part in float_view(tensor[row, k])]
+        table.add_row(str(k), *views, style="" if views[:2] == views[2:] else "bold red")
     return table

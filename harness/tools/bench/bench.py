@@ -8,19 +8,30 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.harness.backends.backend import error_location
+from narrowgauge.harness.operations.timing.judge_outputs import Verdict
+from narrowgauge.harness.operations.timing.operation_bench import (
+    COMPILED,
+    COPY,
+    MATMUL,
+    BenchInputs,
+    BenchTask,
+    Peer,
+    PreparedTask,
+    nbytes,
+)
 from narrowgauge.harness.tools.bench.bench_row import ERROR, NATIVE, RIGHT, WRONG, BenchRow
 from narrowgauge.harness.tools.bench.interleave import QUICK_ROUNDS, ROUNDS, Times, time_interleaved, time_launches
-from narrowgauge.harness.tools.bench.judge_outputs import Verdict
-from narrowgauge.harness.tools.bench.operations import COPY, MATMUL, BenchInputs, PreparedTask, prepare
-from narrowgauge.harness.tools.bench.peer_libraries import Notes, callable_peers
-from narrowgauge.harness.tools.bench.tasks import LAUNCH, BenchTask
-from narrowgauge.native import ops as native
+from narrowgauge.harness.tools.bench.silence_stderr import silence_stderr
+from narrowgauge.harness.tools.bench.tasks import LAUNCH, bench_of, benches
 
 _SECONDS = 0.2
 """Approximate seconds of all rounds of a call. Slow calls have fewer rounds."""
 _SMALL = 128
 """Rows and columns of the matrix used to measure the cost of a launch."""
 _LIBRARY = "x + x of torch"
+
+Notes = dict[str, str]
+"""Why a peer is not measured, by its name."""
 
 
 @dataclass
@@ -70,12 +81,13 @@ def _row(task: BenchTask, who: str, device: torch.device, **columns: object) -> 
 
 
 def _measured(task: BenchTask, inputs: BenchInputs, notes: Notes, rounds: int, *, compiling: bool) -> list[BenchRow]:
-    prepared = prepare(task, inputs)
-    prepared.peers = callable_peers(task, inputs, notes, compiling=compiling)
-    calls = {**prepared.ceilings, **prepared.calls, **{peer.name: peer.calls for peer in prepared.peers}}
+    prepared = bench_of(task).prepare(task, inputs)
+    peers = callable_peers(task, inputs, notes, compiling=compiling)
+    calls = {**prepared.ceilings, NATIVE: prepared.native, "reference": prepared.reference}
+    calls |= {name: peer.calls for name, peer in peers.items()}
     times, results = time_interleaved(calls, inputs.device, rounds=rounds, seconds=_SECONDS)
-    judges = {NATIVE: prepared.judge, **{peer.name: peer.judge for peer in prepared.peers}}
-    moved_bytes = prepared.moved(results[NATIVE])
+    judges = {NATIVE: prepared.judge, **{name: peer.judge for name, peer in peers.items()}}
+    moved_bytes = prepared.read + nbytes(results[NATIVE])
     rows = []
     for who, time in times.items():
         row = _row(
@@ -88,6 +100,28 @@ def _measured(task: BenchTask, inputs: BenchInputs, notes: Notes, rounds: int, *
             _judge(row, judges[who](results[who]))
         rows.append(row)
     return rows
+
+
+def callable_peers(task: BenchTask, inputs: BenchInputs, notes: Notes, *, compiling: bool) -> dict[str, Peer]:
+    """Peers that support the task and can be called, by name. Other peers get a note."""
+    available = {}
+    if not compiling:
+        notes[COMPILED] = "not measured; --compile does, and takes a minute or two"
+    for name, make in bench_of(task).peers.items():
+        if name == COMPILED and not compiling:
+            continue
+        try:
+            with silence_stderr():  # torchao prints which of its extensions do not fit, torch.compile graph breaks
+                peer = make(task, inputs)
+                if peer is not None:
+                    peer.calls[0]()  # compiles, or raises for an unsupported case
+                    available[name] = peer
+        except ImportError as error:
+            notes[name] = f"not installed ({error})"
+        except Exception as error:  # another version of the library, or an unsupported device
+            message = " ".join(str(error).split())[:200]
+            notes[f"{name}, {task.recipe}"] = f"raises {type(error).__name__}: {message}"
+    return available
 
 
 def _write(row: BenchRow, time: Times) -> None:
@@ -125,23 +159,15 @@ def _judge(row: BenchRow, verdict: Verdict) -> None:
 
 def _launches(inputs: BenchInputs, rounds: int) -> list[BenchRow]:
     """Cost of a call with next to no work, beside a call of torch."""
-    x = inputs.new_matrix((_SMALL, _SMALL))
-    amax = native.amax(x)
-    q = native.quantize(x, "nvfp4")
-    calls = {
-        ("quantize", "amax given", NATIVE): lambda: native.quantize(x, "nvfp4", amax=amax),
-        ("quantize", "", NATIVE): lambda: native.quantize(x, "nvfp4"),
-        ("dequantize", "", NATIVE): lambda: native.dequantize(q, torch.bfloat16),
-        ("gemm", "", NATIVE): lambda: native.gemm(q, q, out_dtype=torch.bfloat16),
-        ("add", "", _LIBRARY): lambda: x + x,
-    }
+    shape = (_SMALL, _SMALL)
+    x = inputs.new_matrix(shape)
+    calls = {(NATIVE, *key): call for bench in benches() for key, call in bench.launches(x).items()}
+    calls[_LIBRARY, "", "add"] = lambda: x + x
     times = {key: time_launches(call, inputs.device, rounds=rounds) for key, call in calls.items()}
-    library = next(time.median for (_, _, who), time in times.items() if who == _LIBRARY)
+    library = times[_LIBRARY, "", "add"].median
     rows = []
-    for (operation, detail, who), time in times.items():
-        variant = ", ".join(filter(None, (operation, detail)))
-        recipe = "" if who == _LIBRARY else "nvfp4"
-        row = _row(BenchTask(LAUNCH, recipe, variant, (_SMALL, _SMALL)), who, inputs.device)
+    for (who, recipe, variant), time in times.items():
+        row = _row(BenchTask(LAUNCH, recipe, variant, shape), who, inputs.device)
         _write(row, time)
         if who != _LIBRARY:
             row.ceiling, row.share = _LIBRARY, library / time.median

@@ -53,8 +53,8 @@ class BenchRow:
 
     @property
     def timed_by_flop(self) -> bool:
-        """Whether the rate counts FLOP, not bytes."""
-        return self.operation.startswith("gemm")
+        """Whether the rate counts FLOP, not bytes: a size of three numbers is a product."""
+        return self.shape.count("x") == 2
 
     @property
     def rate(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Cost growth: time and memory of quantize against the number of elements, for the kernels and the reference."""
+"""Cost growth: time and memory of an operation against the number of elements, for the kernels and the reference."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.operations.timing.operation_bench import Calls, cold_cache_bytes
 from narrowgauge.harness.tools.bench.bench_row import NATIVE
-from narrowgauge.harness.tools.bench.interleave import Calls, cold_cache_bytes, time_interleaved
-from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments, judge_quantized
+from narrowgauge.harness.tools.bench.interleave import time_interleaved
 from narrowgauge.harness.tools.bench.silence_stderr import silence_stderr
+from narrowgauge.harness.tools.bench.tasks import benches
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import find_recipe
 
-RECIPE = "nvfp4"
 FIRST, LAST = 16, {"cpu": 26, "cuda": 30}
 """Smallest and largest size as powers of two. The sizes grow by a factor of four."""
 STEP = 2
@@ -35,7 +34,7 @@ _DRAWN = 1 << 22
 
 @dataclass(frozen=True)
 class CostPoint:
-    """Cost of quantizing 2^exponent elements."""
+    """Cost of an operation on 2^exponent elements."""
 
     exponent: int
     seconds: float
@@ -110,13 +109,15 @@ class CostCurve:
 def measure_growth(
     device_name: str, *, last: int | None = None, on_size: Callable[[str], None] = lambda name: None
 ) -> list[CostCurve]:
-    """Quantize matrices of growing size, and judge each result of the kernels. `last`: largest size, as a power of two.
+    """Call the operation that has a `Growth` on matrices of growing size, and judge each result of the kernels.
+    `last`: largest size, as a power of two.
 
     An implementation that raises, for example without memory, has no larger sizes; its curve says why it ends. All
     sizes are timed in turn, round after round, with inputs that no cache holds.
     """
     device = torch.device(device_name)
     large = LARGE[device.type]
+    operation = next(bench.growth for bench in benches() if bench.growth)
     sides = [(CostCurve(NATIVE, large=large), native), (CostCurve("reference", large=large), reference)]
     calls: dict[str, Calls] = {}
     memory: dict[str, int] = {}
@@ -131,7 +132,7 @@ def measure_growth(
                 continue
             name = _name(curve, exponent)
             copies = -(-cold_cache_bytes(device) // inputs[0].nbytes)
-            copy_calls = [partial(ops.quantize, x, RECIPE) for x in inputs[:copies]]
+            copy_calls = [partial(operation.call, ops, x) for x in inputs[:copies]]
             try:
                 results.append(copy_calls[0]())
                 memory[name] = _peak(copy_calls[0], device)
@@ -140,7 +141,7 @@ def measure_growth(
                 continue
             calls[name] = copy_calls
             if curve.who == NATIVE:
-                verdict = judge_quantized(inputs[0], find_recipe(RECIPE), QuantizeArguments(), results[-1])
+                verdict = operation.judge(inputs[0], results[-1])
                 if verdict.sentence:
                     curve.ended, curve.wrong = f"wrong at 2^{exponent}: {verdict.sentence}", True
     results.clear()

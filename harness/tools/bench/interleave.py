@@ -7,13 +7,14 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from narrowgauge.harness.backends.local_host import synchronize
+from narrowgauge.harness.operations.timing.operation_bench import Calls
 
 ROUNDS = 9
 QUICK_ROUNDS = 3
@@ -26,12 +27,6 @@ _ROUND = 2e-3
 _CLOCK = 2.0e9
 """Assumed cycles per second of `torch.cuda._sleep`: an H200 has 1.98e9."""
 _LONGEST_SLEEP = 20e-3
-
-_L2S, _COLD_ON_CPU = 4, 1 << 27
-"""Total size of the copies of an input, so that no cache holds them: number of L2 sizes on a GPU; bytes on a CPU."""
-
-Calls = Sequence[Callable[[], Any]]
-"""A call for every copy of its inputs. The calls are used in turn, so that no input is in a cache."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,6 @@ class Times:
             return self.rounds[0], self.rounds[0]
         first, _, third = statistics.quantiles(self.rounds, n=4, method="inclusive")
         return first, third
-
-
-def cold_cache_bytes(device: torch.device) -> int:
-    """Several times the size of the device's cache in bytes."""
-    return _L2S * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _COLD_ON_CPU
 
 
 def time_interleaved(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowgauge.harness.operations.timing.operation_bench import BenchTask
 from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.cost_growth import FIRST, LAST, STEP, CostCurve, measure_growth
 from narrowgauge.harness.tools.bench.report import report, table
-from narrowgauge.harness.tools.bench.tasks import BenchTask
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -29,8 +29,7 @@ _NOT_SEEN = (
 CHOICES: dict[str, tuple[Any, ...]] = {
     field.name: get_args(hint)
     for field in fields(Recipe)
-    if get_origin(hint := get_type_hints(Recipe)[field.name]) is not None
-    and field.name not in (*_NOT_SEEN, "block", "transform", "delayed")
+    if get_origin(hint := get_type_hints(Recipe)[field.name]) is Literal and field.name not in _NOT_SEEN
 } | {"smallest_amax": (0.0, 448e-30, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
 """Values of every field that a fit chooses."""
 _FIELDS = tuple(field.name for field in fields(Recipe))

@@ -12,7 +12,6 @@ import narrowgauge
 from narrowgauge.harness.api.inputs import inputs, matrix
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.operations import case_from_id
-from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.registry import make_inputs
 
 pytest_plugins = ["pytester"]

@@ -20,9 +20,8 @@ from narrowgauge.harness.backends.guard import POISON
 from narrowgauge.harness.backends.host import CaseEnd
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.modules.modules import given_of, plan_of
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 

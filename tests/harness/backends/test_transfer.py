@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, BackendError
 from narrowgauge.harness.backends.module_driver import Step
 from narrowgauge.harness.backends.transfer import tensors_in, to_device
-from narrowgauge.harness.cases.cost import SMALL
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
@@ -87,9 +87,8 @@ def test_a_case_is_the_same_wherever_it_is_judged(case, monkeypatch) -> None:
     from narrowgauge.harness.backends.backend import load_backend
 
     records = []
-    for small in (SMALL, 0):
-        monkeypatch.setattr("narrowgauge.harness.cases.cost.SMALL", small)
-        monkeypatch.setattr("narrowgauge.harness.cases.cost.SMALL_MODULE", small)
+    for small in (Case.small, 0):
+        monkeypatch.setattr(type(case), "small", small)
         records.append(run_case(case, load_backend("native", DEVICE), device=DEVICE).to_dict())
     # The cost of quantizing, for information, is of float64 sums, and two devices add in two orders.
     free = {name for name in records[0] if name.startswith(("seconds", "bytes"))} | {"accuracy"}

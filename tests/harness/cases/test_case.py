@@ -120,7 +120,7 @@ def test_an_id_is_a_word_of_a_keyword_expression(committed):
 
 MISTAKES = [
     (QUANTIZE | {"operation": "'quantise'"}, "operation is 'quantise' (did you mean 'quantize'?)"),
-    ({}, "operation is None; it can be quantize, transform, swizzle, update-scale, quantize-grouped, gemm, gemm-gr"),
+    ({}, "operation is None; it can be gemm, gemm-grouped, gemm-quantized, grouped-linear, layernorm-linear, linear"),
     (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?)"),
     ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, quick-cuda, full"),
     (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?)"),
@@ -258,8 +258,9 @@ def test_quick_has_every_family_dtype_usage_and_layout(committed):
     assert len(quick) >= 800
     quantize, gemm = of(quick, "quantize"), of(quick, "gemm")
     for operation, cases in (("quantize", quantize), ("gemm", gemm)):
-        assert {case.inputs for case in cases} - OF_EDGES == set(families_of(operation)) - OF_EDGES
-    assert {case.inputs for case in (*quantize, *gemm)} == set(families_of("quantize")) | set(families_of("gemm"))
+        assert {case.inputs for case in cases} - OF_EDGES == set(OPERATIONS[operation].families()) - OF_EDGES
+    families = [OPERATIONS[operation].families() for operation in ("quantize", "gemm")]
+    assert {case.inputs for case in (*quantize, *gemm)} == set(families[0]) | set(families[1])
     assert {case.dtype for case in quantize} == {"fp32", "bf16", "fp16"}
     assert {dtype for case in gemm for dtype in (case.x, case.w, case.out)} == {"fp32", "bf16", "fp16"}
     assert {case.flags for case in quantize} >= {(), ("columnwise",)}

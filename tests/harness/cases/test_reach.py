@@ -18,9 +18,9 @@ from narrowgauge.harness.backends import backend as protocol
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.cost import work
-from narrowgauge.harness.operations.gemm.case import GemmCase, ProductCase
 from narrowgauge.harness.cases.keys import keys_of
+from narrowgauge.harness.cases.operations import all_methods
+from narrowgauge.harness.operations.gemm.case import GemmCase, ProductCase
 from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
@@ -28,7 +28,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.paths import CASES
 
-FUNCTIONS = [name for name in METHODS if inspect.isfunction(getattr(reference, name))]
+FUNCTIONS = [name for name in all_methods() if inspect.isfunction(getattr(reference, name))]
 ALL = load_all([CASES])
 QUICK = select(ALL, tier="quick")
 
@@ -75,8 +75,9 @@ def kinds(case: Case) -> list[tuple[object, ...]]:
 
 def test_every_keyword_of_every_method_is_passed_by_a_quick_case() -> None:
     smallest: dict[tuple[object, ...], Case] = {}
-    for case in sorted((case for case in QUICK if not isinstance(case, ModuleCase)), key=work, reverse=True):
-        smallest |= dict.fromkeys(kinds(case), case) if work(case) else {}
+    others = (case for case in QUICK if not isinstance(case, ModuleCase))
+    for case in sorted(others, key=lambda case: case.work, reverse=True):
+        smallest |= dict.fromkeys(kinds(case), case) if case.work else {}
     recorder = Recorder()
     backend = Backend.local("recorder", recorder.backend)
     for case in dict.fromkeys(smallest.values()):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.operations.update_scale.deviations import deviating_histories, deviating_scales
 from narrowgauge.harness.operations.transform.deviations import deviating_ends, deviating_rotations
+from narrowgauge.harness.operations.update_scale.deviations import deviating_histories, deviating_scales
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs

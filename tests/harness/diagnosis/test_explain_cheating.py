@@ -26,7 +26,7 @@ def explained(case, *, aliases=(), doors):
     def run(seed):
         inputs = make_inputs(case, seed=seed)
         outcome, expected = (judge(case, inputs, backend(**given)) for given in (doors, right))
-        return outcome, Run(inputs.named(), outcome.outputs, expected.outputs)
+        return outcome, Run(inputs.tensors, outcome.outputs, expected.outputs)
 
     outcome, first = run(0)
     outcome.aliases = [{"cause": cause, "sentence": ALIAS_CAUSES[cause]} for cause in aliases]

@@ -13,11 +13,11 @@ from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
-from narrowgauge.harness.diagnosis.quantize.scale_layouts import wrong_offsets
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
-from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.gemm.product import add_output
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.swizzle.deviations import wrong_offsets
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds

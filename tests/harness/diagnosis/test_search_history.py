@@ -316,7 +316,7 @@ WITH_A_TEST = {
 def of_reference(recipe, inputs, dtype):
     """What a right kernel leaves to explain."""
     given = make_inputs(case(recipe, inputs, shape=(32, 256), dtype=dtype))
-    x, scale, random = given.x, given.scale.get("x"), given.random.get("x")
+    x, scale, random = given.x, given.get("scale.x"), given.random("x")
     q = reference.quantize(x, recipe, scale=scale, random=random)
     return kernel_matrix(quantize_stages(Subject(x, find_recipe(recipe), random), q, q)[1])
 

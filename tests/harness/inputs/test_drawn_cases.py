@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.cost import work
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.drawn_cases import BITS, ZEROS, drawn_cases, input_seed, new_secret
 from narrowgauge.harness.running.runner import run_case
@@ -43,7 +41,7 @@ def gemm(*shape: int, inputs: str = "normal", layout: str = "tn") -> Case:
 def test_drawn_cases_are_valid_and_keep_the_remaining_fields() -> None:
     for case, original in zip(drawn(), quick(), strict=True):
         assert case.problem() is None, case.id
-        assert case.inputs in families_of(case.operation), case.id
+        assert case.inputs in case.families(), case.id
         kept, before = ({key: value for key, value in vars(c).items() if key in fields(c)} for c in (case, original))
         assert kept == before, case.id
         assert [size == 0 for size in case.shape] == [size == 0 for size in original.shape], case.id
@@ -67,7 +65,7 @@ def test_drawn_cases_are_new() -> None:
 def test_families_and_alignments_vary() -> None:
     """Families in equal parts, and as many ragged shapes as in the matrix."""
     families = Counter(case.inputs for case in drawn() if case.operation == "quantize")
-    assert set(families) == set(families_of("quantize"))
+    assert set(families) == set(OPERATIONS["quantize"].families())
     ragged = [
         sum(case.shape[-1] % 16 != 0 for case in cases if case.operation == "gemm") for cases in (quick(), drawn())
     ]
@@ -106,7 +104,7 @@ def test_no_size_is_finer_than_the_known_ones(known: list[tuple[int, ...]], divi
 
 def test_known_cases_are_not_drawn() -> None:
     """A product without elements changes its family alone, until all families are known."""
-    families = [family for family in families_of("gemm") if family not in ZEROS]
+    families = [family for family in OPERATIONS["gemm"].families() if family not in ZEROS]
     case = gemm(0, 0, 0, inputs=families[0])
     for count in range(1, len(families)):
         matrix = [gemm(0, 0, 0, inputs=family) for family in families[:count]]
@@ -119,7 +117,7 @@ def test_known_cases_are_not_drawn() -> None:
 def test_the_reference_passes_drawn_cases(operation: str) -> None:
     """Inputs, bounds and checks of every operation hold for drawn shapes."""
     reference = load_backend("reference")
-    small: list[Any] = sorted((case for case in drawn() if case.operation == operation), key=work)
+    small = sorted((case for case in drawn() if case.operation == operation), key=lambda case: case.work)
     for case in small[len(small) // 6 : 2 * len(small) // 3 : max(1, len(small) // 6)]:
         record = run_case(case, reference, seed=input_seed(SECRET))
         assert record.verdict == "pass", (case.id, record.message)

@@ -95,9 +95,9 @@ def test_products_of_given_codes_agree_with_fractions(recipe):
 def test_half_edges_reach_both_sides_of_the_overflow(recipe):
     case = case_from_labels("gemm", recipe, (21, 128, 28), "bf16xbf16-fp16", "half-edges", ("tn",))
     inputs = make_inputs(case)
-    exact = (inputs.x.double() @ inputs.w.double().T).abs().unique().tolist()
+    exact = (inputs.x.double() @ inputs["w"].double().T).abs().unique().tolist()
     assert {65504.0, 65512.0, 65520.0, 65536.0} <= set(exact)
-    operands = [reference.quantize(t, recipe) for t in (inputs.x, inputs.w)]
+    operands = [reference.quantize(t, recipe) for t in (inputs.x, inputs["w"])]
     output = reference.gemm(*operands, out_dtype=torch.float16).abs()
     assert (output == 65504).any()
     assert output.isinf().any()

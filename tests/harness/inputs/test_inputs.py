@@ -7,13 +7,13 @@ import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, generate
-from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
-from narrowgauge.harness.operations.update_scale.histories import HISTORIES
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
+from narrowgauge.harness.operations.update_scale.histories import HISTORIES
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.blocks import block_amax, pad_columns
@@ -48,7 +48,7 @@ def quantized(family: str, shape: tuple[int, int] = (256, 272), dtype: str = "fp
 def multiplied(family: str, depth: int, dtype: str = "bf16") -> tuple[Bounds, torch.Tensor, torch.Tensor]:
     """Bounds, the exact sums S and the sums of magnitudes A of a (96, depth, 80) gemm."""
     given = make_inputs(gemm_case(family, (96, depth, 80), f"{dtype}x{dtype}-fp32"))
-    a, b = quantize(given.x, "nvfp4"), quantize(given.w, "nvfp4")
+    a, b = quantize(given.x, "nvfp4"), quantize(given["w"], "nvfp4")
     left, right = operand(a), operand(b)
     return bounds(a, b, out_dtype=torch.float32), left @ right.T, left.abs() @ right.abs().T
 
@@ -69,15 +69,17 @@ def digest(x: torch.Tensor) -> str:
 
 
 def test_every_family_has_a_generator():
-    assert list(GENERATORS) == [family for family in FAMILIES if family not in ("bytes", *HISTORIES)]
-    assert set(SCALE_BYTES) == set(families_of("swizzle"))
+    assert list(GENERATORS) == [*FAMILIES, "peaked", "codes"]
+    own = {family for cls in OPERATIONS.values() for family in cls.families()} - FAMILIES.keys()
+    assert own == {"peaked", "codes", "bytes", *HISTORIES}
+    assert set(SCALE_BYTES) == set(OPERATIONS["swizzle"].families())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", GENERATORS)
 def test_any_shape_and_dtype(family, dtype):
     for rows, columns in [*AWKWARD, (0, 16), (16, 0)]:
-        if family in families_of("quantize"):
+        if family in OPERATIONS["quantize"].families():
             x = make_inputs(quantize_case(family, (rows, columns), dtype)).x
         else:
             x = make_inputs(gemm_case(family, (rows, columns, 1), f"{dtype}x{dtype}-fp32")).x
@@ -103,8 +105,8 @@ def test_case_id_seed_and_role_decide_the_bytes():
     case = gemm_case("normal", (32, 32, 32), "bf16xbf16-bf16", "accumulate")
     again, first = make_inputs(case), make_inputs(case)
     assert torch.equal(first.x, again.x)
-    assert torch.equal(first.c, again.c)
-    assert not torch.equal(first.x, first.w)
+    assert torch.equal(first["c"], again["c"])
+    assert not torch.equal(first.x, first["w"])
     assert not torch.equal(first.x, make_inputs(case, seed=1).x)
     assert not torch.equal(first.x, make_inputs(gemm_case("normal", (32, 32, 32))).x)
 
@@ -142,18 +144,18 @@ def test_gemm_operands_are_logical_in_every_layout():
     for layout in ("tn", "nn", "nt"):
         given = make_inputs(case_from_labels("gemm", "nvfp4", (48, 64, 32), "fp32xbf16-fp16", "normal", (layout,)))
         assert given.x.shape == (48, 64)
-        assert given.w.shape == (32, 64)
-        assert (given.x.dtype, given.w.dtype) == (torch.float32, torch.bfloat16)
-        assert (given.c, given.bias) == (None, None)
+        assert given["w"].shape == (32, 64)
+        assert (given.x.dtype, given["w"].dtype) == (torch.float32, torch.bfloat16)
+        assert (given.get("c"), given.get("bias")) == (None, None)
 
 
 @pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("family", families_of("gemm"))
+@pytest.mark.parametrize("family", OPERATIONS["gemm"].families())
 def test_addends_are_finite_and_of_the_output(family, out):
     given = make_inputs(gemm_case(family, (48, 64, 32), f"bf16xbf16-{out}", "accumulate", "bias"))
-    assert given.c.shape == (48, 32)
-    assert given.bias.shape == (32,)
-    for addend in (given.c, given.bias):
+    assert given["c"].shape == (48, 32)
+    assert given["bias"].shape == (32,)
+    for addend in (given["c"], given["bias"]):
         assert addend.dtype == TORCH_DTYPES[out]
         assert bool(torch.isfinite(addend).all())
         assert bool((addend != 0).any())
@@ -230,7 +232,7 @@ def test_nan_is_first_single_and_a_whole_block(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_position_is_told_by_codes_and_scale(dtype, role):
     given = make_inputs(gemm_case("position", (256, 256, 256), f"{dtype}x{dtype}-fp32"))
-    q = quantize(getattr(given, role), "nvfp4")
+    q = quantize(given[role], "nvfp4")
     every = codes(q).view(256, 16, 16)
     assert bool((every.sort(dim=2).values == torch.arange(16)).all())  # in a block no code comes twice
     word = (every.long() << (4 * torch.arange(16))).sum(2)  # the block's 64 bits

@@ -253,7 +253,7 @@ def test_compressed_tensors_are_unpacked_once_and_deleted(tmp_path):
         assert members == {"w.npy": zipfile.ZIP_STORED, "half.npy": zipfile.ZIP_STORED}
         again, first = Captured.load(copy), Captured.load(path)
         for case in cases:
-            one, other = make_inputs(case, captured=again).named(), make_inputs(case, captured=first).named()
+            one, other = make_inputs(case, captured=again).tensors, make_inputs(case, captured=first).tensors
             assert all(torch.equal(one[name], other[name]) for name in other)
         with unpacked(copy, cases) as same:
             assert same == copy

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.generators import GENERATORS, midpoints
-from narrowgauge.harness.operations.update_scale.histories import HISTORIES
 from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.update_scale.histories import HISTORIES
 from narrowgauge.reference.ops import dequantize, quantize
 from narrowgauge.reference.quantize.layout import elements, rowwise_codes
 from narrowgauge.reference.quantize.scaling import element_factors, encode_scales, per_row, scale_elements
@@ -29,7 +29,7 @@ def case_of(recipe, family, shape=(256, 288), dtype="fp32", *flags, operation="q
 
 def quantized(recipe, family, shape=(256, 288), dtype="fp32"):
     given = make_inputs(case_of(recipe, family, shape, dtype))
-    return given.x, quantize(given.x, recipe, scale=given.scale.get("x"))
+    return given.x, quantize(given.x, recipe, scale=given.get("scale.x"))
 
 
 def scaled(x, q):
@@ -73,7 +73,8 @@ def test_families_of_nvfp4_keep_their_bytes(case):
     """What reports and baselines of earlier runs say of an id stays true."""
     operation, recipe, shape, dtype, inputs, flags = case
     assert (
-        digest(make_inputs(case_from_labels(operation, recipe, shape, dtype, inputs, flags)).tensors()) == KNOWN[case]
+        digest(make_inputs(case_from_labels(operation, recipe, shape, dtype, inputs, flags)).tensors.values())
+        == KNOWN[case]
     )
 
 
@@ -223,7 +224,7 @@ def test_a_given_scale_is_a_power_of_two_times_that_of_x():
     for rows in range(1, 33):
         given = make_inputs(case_of("fp8-delayed-e4m3", "normal", (rows, 64)))
         own = encode_scales(given.x.abs().amax().view(1), find_recipe("fp8-current-e4m3"), torch.float32)
-        factors.add(float(given.scale["x"] / own))
+        factors.add(float(given["scale.x"] / own))
     assert factors == {2.0, 1.0, 0.5, 0.0625}
 
 
@@ -231,15 +232,16 @@ def test_every_operand_and_section_has_its_scale():
     sections = make_inputs(
         case_of("fp8-delayed-e4m3", "outliers", (64, 96), "bf16", "front:4", operation="quantize-grouped")
     )
-    assert sections.scale["x"].shape == (4,)
-    assert len(sections.scale["x"].unique()) == 4
+    assert sections["scale.x"].shape == (4,)
+    assert len(sections["scale.x"].unique()) == 4
     gemm = case_from_labels(
         "gemm", "fp8-delayed-e4m3+fp8-delayed-e5m2", (48, 64, 32), "bf16xbf16-bf16", "normal", ("tn",)
     )
     given = make_inputs(gemm)
-    assert {name: tuple(scale.shape) for name, scale in given.scale.items()} == {"x": (1,), "w": (1,)}
-    assert make_inputs(case_from_labels("gemm", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn",))).scale == {}
-    assert any(tensor is given.scale["w"] for tensor in given.tensors())  # part of the digest of the inputs
+    assert {name: tuple(scale.shape) for name, scale in given.under("scale.").items()} == {"x": (1,), "w": (1,)}
+    others = make_inputs(case_from_labels("gemm", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn",)))
+    assert others.under("scale.") == {}
+    assert "scale.w" in given.tensors  # part of the digest of the inputs
 
 
 # Histories.
@@ -247,11 +249,11 @@ def test_every_operand_and_section_has_its_scale():
 
 def history_of(family, shape=(16, 64)):
     given = make_inputs(case_from_labels("update-scale", "fp8-delayed-e4m3", shape, "", family))
-    return given.x, given.scale["x"]
+    return given.x, given["scale.x"]
 
 
 def test_every_history_has_a_family():
-    assert list(HISTORIES) == families_of("update-scale")
+    assert list(HISTORIES) == list(OPERATIONS["update-scale"].families())
     assert not set(HISTORIES) & set(GENERATORS)
 
 

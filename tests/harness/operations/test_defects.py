@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.quantize_grouped.judge import judge_quantize_grouped
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax, over_tiles
@@ -109,7 +110,7 @@ def wrong_swizzled_scale(x, recipe, *, swizzled=False):
 
 
 def shared_bits(x, recipe, *, random):
-    bits = make_inputs(quantize_case("nvfp4-sr", "words")).random["x"] if isinstance(random, tuple) else random
+    bits = make_inputs(quantize_case("nvfp4-sr", "words"))["random.x"] if isinstance(random, tuple) else random
     return reference.quantize(x, recipe, random=bits[:1].expand(x.shape[0], -1).contiguous())
 
 
@@ -197,7 +198,7 @@ DEFECTS = [
     (quantize_case("nvfp4-2d-4over6-448-mae", "both"), "columnwise.scales", "", "quantize_both",
      tiles_chosen_by_columns),
     *((swizzle_case(inputs), "layout", "3 072 bytes are not in their place, the first at row 1", "swizzle", wrong_split)
-      for inputs in families_of("swizzle")),
+      for inputs in OPERATIONS["swizzle"].families()),
     (swizzle_case(shape=(130, 5)), "layout", "1 398 of 1 398 padding bytes are not 0", "swizzle", padding_of_ones),
     (swizzle_case(), "unswizzle", "", "unswizzle", lambda scales, shape: scales[: shape[0], : shape[1]].clone()),
     (quantize_case("nvfp4", "swizzled"), "scales", "1 of 192 block scales differ, each by 1 step, at row 17, column 2",
@@ -280,5 +281,5 @@ def test_a_wrong_amax_of_columnwise_tiles_is_one_finding():
         amaxes = [part.abs().amax().float() for part in torch.split(given, sizes.tolist())]
         return reference.quantize_grouped(given, sizes, recipe, **options, amax=2 * torch.stack(amaxes))
 
-    outcome = judge_quantize_grouped(case, Inputs(x), backend(quantize_grouped=door))
+    outcome = judge_quantize_grouped(case, Inputs({"x": x}), backend(quantize_grouped=door))
     assert [stage.stage for stage in outcome.stages if stage.sentence] == ["amax"]

@@ -12,8 +12,8 @@ import torch
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.modules.modules import judge_module
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.records.record import Record, elements_compared
 from narrowgauge.harness.records.saved_failure import SavedFailure, save
 from narrowgauge.harness.records.saved_failure import load as load_saved
@@ -459,8 +459,8 @@ def test_a_failure_is_saved_whole_and_not_shrunk(tmp_path: Any) -> None:
     found = load_saved(path)
     assert found.case == case
     assert torch.equal(found.inputs.x, given.x)
-    assert found.inputs.given.keys() == given.given.keys()
-    assert all(torch.equal(found.inputs.given[name], tensor) for name, tensor in given.given.items())
+    assert found.inputs.under("given.").keys() == given.under("given.").keys()
+    assert all(torch.equal(found.inputs[f"given.{name}"], tensor) for name, tensor in given.under("given.").items())
 
 
 # Inputs, saving and case files.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
@@ -120,7 +120,7 @@ def test_random_bits_of_a_half_that_is_made_in_place():
     assert given[-1][0] is None
     assert tuple(given[-1][1].shape) == (160, 16)
     again = make_inputs(case_of("mxfp8-e4m3-sr", "columnwise", "words"))
-    assert list(again.random) == ["xT"]
+    assert [*again.under("random."), *again.counters] == ["xT"]
     wrong = run(
         case_of("mxfp8-e4m3-sr", "columnwise"),
         quantize_both=lambda x, recipe, random, **options: reference.quantize_both(
@@ -249,7 +249,7 @@ def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
 
     cases = [case_of("fp8-delayed-e5m2", *flags, shape=(n, 160)) for n in range(60, 68)]
     # A given scale is the scale of x, or a further power of two times the scale.
-    case = next(c for c in cases if not torch.equal((given := make_inputs(c)).scale["x"], own(given.x)))
+    case = next(c for c in cases if not torch.equal((given := make_inputs(c))["scale.x"], own(given.x)))
     halves = ("rowwise.", "columnwise.") if flags == ("both",) else ("",)
     stages = [f"{half}{stage}" for half in halves for stage in ("tensor scale", "scales", "codes")]
     fails(case, *stages, quantize=one, quantize_both=both)
@@ -319,7 +319,7 @@ def update_case(recipe="fp8-delayed-e4m3", inputs="amaxes", shape=(16, 40)):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("inputs", families_of("update-scale"))
+@pytest.mark.parametrize("inputs", OPERATIONS["update-scale"].families())
 @pytest.mark.parametrize("recipe", UPDATES)
 def test_updates_pass(recipe, inputs):
     for shape in ((1, 1), (2, 3), (16, 40), (1024, 5), (4, 0)):

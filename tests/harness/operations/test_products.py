@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.gemm.judge import judge_gemm
+from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.quantized import gemm_quantized
@@ -90,7 +90,7 @@ def test_a_delayed_scale_is_given_to_the_quantizer_and_judged():
 
     case = gemm_case("fp8-delayed-e4m3", "tn")
     passes(case, quantize=quantize)
-    scales = make_inputs(case).scale
+    scales = make_inputs(case).under("scale.")
     assert [float(scale) for scale in given] == [float(scales["x"]), float(scales["w"])]
     ignoring = run(case, quantize=lambda x, recipe, *, scale: reference.quantize(x, recipe, scale=2 * scale))
     assert ignoring.verdict == "fail"
@@ -108,7 +108,7 @@ def cancelling_in_order():
     x[:, :32] *= 2.0**20
     x[:, 32:] = torch.tensor([1.0, 0.5]).repeat(16) * 2.0**-4
     x[1, :32] = 0
-    return ProductInputs(x.to(torch.bfloat16), w=torch.ones(3, 64, dtype=torch.bfloat16))
+    return Inputs({"x": x.to(torch.bfloat16), "w": torch.ones(3, 64, dtype=torch.bfloat16)})
 
 
 def test_another_order_than_the_declared_one_is_found():
@@ -135,7 +135,7 @@ def test_another_order_than_the_declared_one_is_found():
 def judged_output(x, gemm, declares):
     """The stage `output` of x (M, K) times ones."""
     case = gemm_case("mxfp8-e4m3", "tn", shape=(*x.shape, 3))
-    inputs = ProductInputs(x.to(torch.bfloat16), w=torch.ones(3, x.shape[1], dtype=torch.bfloat16))
+    inputs = Inputs({"x": x.to(torch.bfloat16), "w": torch.ones(3, x.shape[1], dtype=torch.bfloat16)})
     outcome = judge_gemm(case, inputs, backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
     return {stage.stage: stage for stage in outcome.stages}["output"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
@@ -43,7 +43,7 @@ def quantize(x: torch.Tensor, recipe: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("operation", ["transform", "quantize"])
 def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, device: str) -> None:
     excused = 0.0
-    for family in families_of("transform"):
+    for family in OPERATIONS["transform"].families():
         if device == "cpu" and (family == "subnormal" or family.startswith("amax-2m12")):
             continue  # the bfloat16 instructions of certain CPUs flush subnormal numbers: the next test
         case = case_from_labels(operation, name, (256, 512), "bf16", family)

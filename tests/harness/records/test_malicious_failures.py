@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from safetensors.torch import save_file
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.records import saved_failure
-from narrowgauge.harness.records.saved_failure import load
+from narrowgauge.harness.records.saved_failure import SavedFailureError, load
 from tests.harness.refusals import refusal
 from tests.harness.sample_backends import QUANTIZE
 
 ABOUT = {"id": QUANTIZE.id, "case": QUANTIZE.labels(), "random": {}, "seed": 0, "backend": "b", "stage": "codes"}
-INPUTS = make_inputs(QUANTIZE).named()
+INPUTS = make_inputs(QUANTIZE).tensors
 GROUPED = case_from_labels("quantize-grouped", "nvfp4", (96, 32), "bf16", "normal", ("even:3",))
 
 
@@ -72,7 +73,7 @@ MALICIOUS: dict[str, tuple[str, str]] = {
     "another dtype": (case(dtype="fp16"), "the tensor x is (32, 48) torch.bfloat16; the case has (32, 48) torch.f"),
     "another operation": (
         about(case=case_from_labels("gemm", "nvfp4", (32, 48, 16), "bf16xbf16-bf16", "normal", ("tn",)).labels()),
-        "cannot be read: KeyError: 'w'",
+        "the tensor w is None; the case has (16, 48) torch.bfloat16",
     ),
     "no random bits": (case(recipe="nvfp4-sr"), "the tensor random.x is None; the case has seed and offset"),
     "no scale": (case(recipe="fp8-delayed-e4m3"), "the tensor scale.x is None; the case has (1,) torch.float32"),
@@ -93,6 +94,15 @@ def test_a_malicious_failure_is_one_error(tmp_path, name):
 def test_the_same_file_unchanged_is_read(tmp_path):
     save_file(INPUTS, tmp_path / "a.safetensors", metadata={"narrowgauge_saved": "1", "about": about()})
     assert load(tmp_path / "a.safetensors").case == QUANTIZE
+
+
+def test_words_and_a_counter_of_one_operand_are_refused(tmp_path):
+    words = replace(QUANTIZE, recipe="nvfp4-sr", random="words")
+    text = about(id=words.id, case=words.labels(), random={"x": [1, 2]})
+    path = tmp_path / "a.safetensors"
+    save_file(make_inputs(words).tensors, path, metadata={"narrowgauge_saved": "1", "about": text})
+    with pytest.raises(SavedFailureError, match=r"the tensor random\.x is seed and offset; the case has \(32, 12\)"):
+        load(path)
 
 
 DOUBLED = (

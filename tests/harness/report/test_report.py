@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from narrowgauge.harness.cases.operations import OPERATIONS
+from narrowgauge.harness.cases.operations import OPERATIONS, is_composed, stage_names
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
 from narrowgauge.harness.report import (
     accuracy,
@@ -30,9 +30,11 @@ from narrowgauge.harness.report import (
 )
 from narrowgauge.harness.report.failure_view import first_failure, reproduction, saved_lines
 from narrowgauge.harness.report.page import page
-from narrowgauge.harness.report.text import STAGES, expected_stages
+from narrowgauge.harness.report.text import expected_stages
 from tests.paths import CASES
 
+QUANTIZE = ("amax", "tensor scale", "scales", "codes", "values")
+"""Stages of a quantize."""
 NASTY = """<script>alert(1)</script>&"'"""
 ENVIRONMENT = {"torch": "2.9.1", NASTY: f"label and value {NASTY}"}
 ELEMENT = {"row": 3, "column": 517, "input": 0.625, "expected": "0010", "actual": "0011", "decoded": {"expected": 1.0}}
@@ -143,9 +145,9 @@ def test_markdown_groups_and_limits(tmp_path: Path) -> None:
 
 
 def test_not_compared(tmp_path: Path) -> None:
-    shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
+    shown = [{"stage": stage, "compared": 5} for stage in QUANTIZE]
     assert text.not_compared([record(stages=shown)]) == "Every stage of every case was compared."
-    empty = [{"stage": stage, "compared": 0} for stage in STAGES["quantize"]]
+    empty = [{"stage": stage, "compared": 0} for stage in QUANTIZE]
     assert text.not_compared([record(shape="0x128", stages=empty)]) == "Every stage of every case was compared."
     assert text.not_compared([]) == "Not compared: everything."
     hidden = [{"stage": "amax", "compared": 0}, *shown[2:]]
@@ -286,16 +288,20 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
 
 
 def test_every_operation_has_its_stages() -> None:
-    assert set(STAGES) == set(OPERATIONS) - set(MODULES)
-    both = expected_stages("quantize", "both+swizzled")
+    assert {name for name in OPERATIONS if stage_names(name)} == {name for name in OPERATIONS if not is_composed(name)}
+    both = expected_stages(record(flags="both+swizzled"))
     assert both[0] == "rowwise.amax"
     assert both[-1] == "halves"
-    assert expected_stages("quantize", "columnwise+swizzled") == STAGES["quantize"]
-    assert expected_stages("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
-    assert expected_stages("gemm-grouped", "front:4+bias") == STAGES["gemm-grouped"]
-    padded = expected_stages("gemm-grouped", "front:4+padded+bias")
-    assert set(padded) - set(STAGES["gemm-grouped"]) == {"padding", "rows", "unpadding"}
-    assert set(STAGES["gemm-quantized"]) > {*STAGES["gemm"], "output.scales", "fused.scales"}
+    assert expected_stages(record(flags="columnwise+swizzled")) == QUANTIZE
+    assert expected_stages(record(operation="quantize-grouped", flags="front:4+columnwise")) == QUANTIZE[:-1]
+    product = {"shape": "32x48x16", "dtype": "bf16xbf16-fp32"}
+    gemm = expected_stages(record(operation="gemm", flags="tn", **product))
+    assert gemm == (*(f"{operand}.{stage}" for operand in "xw" for stage in QUANTIZE[:-1]), "output")
+    assert expected_stages(record(operation="gemm-grouped", flags="front:4+bias", **product)) == gemm
+    padded = expected_stages(record(operation="gemm-grouped", flags="front:4+padded+bias", **product))
+    assert set(padded) - set(gemm) == {"padding", "rows", "unpadding"}
+    fused = expected_stages(record(operation="gemm-quantized", flags="tn+nvfp4", **product))
+    assert set(fused) > {*gemm, "output.scales", "fused.scales"}
     shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
     assert text.not_compared([record(flags="both", stages=shown)]) == (
         "Not compared: stages not observed: quantize halves (1 case)."

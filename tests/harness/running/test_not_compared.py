@@ -1,7 +1,6 @@
 """Reports name stages and cases that were not compared; a run without any comparison fails."""
 
 import io
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.cli import app
+from narrowgauge.harness.operations.quantize.operation import OPERATION
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.records.record import elements_compared, succeeded
 from narrowgauge.harness.report import report, text
@@ -118,9 +118,8 @@ def test_a_missing_method_is_named_and_fails_only_if_strict(tmp_path):
     ids=["no stage", "itself alone", "an empty stage"],
 )
 def test_a_case_that_compares_nothing_is_an_error(monkeypatch, stages, tmp_path):
-    monkeypatch.setitem(
-        sys.modules["narrowgauge.harness.operations.registry"].JUDGES, "quantize", lambda *_: Outcome(stages)
-    )
+    operation = replace(OPERATION, judge=lambda *_: Outcome(stages))
+    monkeypatch.setattr("narrowgauge.harness.operations.registry.operation_of", lambda _: operation)
     record = run(QUANTIZE, quantize=reference.quantize)
     assert (record["verdict"], record["message"]) == ("error", "nothing was compared")
     assert elements_compared(record) == 0

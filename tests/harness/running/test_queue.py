@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from narrowgauge.harness.cases.cost import SMALL, home_of
-from narrowgauge.harness.cases.memory import needed
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import home_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running import queue
 from narrowgauge.harness.running.pool import is_spared
@@ -72,10 +72,10 @@ def test_a_spared_process_takes_small_tasks_first() -> None:
 
 
 def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "KEPT", needed(task(4).case))
+    monkeypatch.setattr(queue, "KEPT", task(4).case.memory)
     for device in ("cpu", "cuda"):
         waiting = Queue([task(9000), task(6000), task(5000), task(1, "mxfp4")], device)
-        waiting.room = needed(task(15000).case)
+        waiting.room = task(15000).case.memory
         kernels = waiting.take() if device == "cuda" else None
         first = waiting.take()
         second = waiting.take([first])
@@ -98,7 +98,7 @@ def test_what_died_with_its_process_is_the_next_again() -> None:
 
 
 def test_small_cases_of_a_gpu_are_judged_on_the_cpu() -> None:
-    rows = SMALL // 4096
+    rows = Case.small // 4096
     assert [home_of(task(side).case, "cuda") for side in (1, rows - 1, rows)] == ["cpu", "cpu", "cuda"]
     assert home_of(task(rows).case, "cpu") == "cpu"
 

@@ -9,7 +9,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running import shrink as shrinking
 from narrowgauge.harness.running.judging import judge
-from narrowgauge.harness.running.shrink import axes_of, crop, shrink
+from narrowgauge.harness.running.shrink import crop, shrink
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
@@ -188,7 +188,7 @@ def test_the_smallest_product(where, expected, options):
     assert (found.case.shape, stage) == (expected, "output")
     rows, depth, columns = expected
     shapes = [(rows, depth), (columns, depth)] + [(rows, columns), (columns,)] * bool(options)
-    assert [tuple(t.shape) for t in found.inputs.tensors()] == shapes
+    assert [tuple(t.shape) for t in found.inputs.tensors.values()] == shapes
 
 
 def spoiled_section(number):
@@ -228,7 +228,7 @@ def test_the_smallest_sections_of_a_product():
 
     found, stage = shrunk(case, gemm_grouped=door)
     assert (found.case.shape, found.case.section_sizes, stage) == ((9, 16, 1), (9,), "output")
-    assert [tuple(t.shape) for t in found.inputs.tensors()] == [(9, 16), (1, 16), (9, 1), (1, 1)]
+    assert [tuple(t.shape) for t in found.inputs.tensors.values()] == [(9, 16), (1, 16), (9, 1), (1, 1)]
 
 
 def test_the_smallest_swizzle_and_history():
@@ -282,7 +282,7 @@ def test_a_right_kernel_is_right_on_every_part(case):
     """A cropped case is a case: its reference and its kernel agree on which tensor is what."""
     right = backend(**{door: getattr(reference, door) for door in vars(reference) if not door.startswith("_")})
     inputs = make_inputs(case)
-    axes = axes_of(case, inputs)
+    axes = case.axes
     halves = {name: (axis.extent // 2 // axis.unit * axis.unit, axis.extent) for name, axis in axes.items()}
     for windows in (halves, {name: (0, axis.extent) for name, axis in axes.items()}):
         part, cropped = crop(case, inputs, windows)

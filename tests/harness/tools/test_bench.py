@@ -7,18 +7,23 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge.harness.tools.bench import interleave, judge_outputs, peer_libraries
-from narrowgauge.harness.tools.bench.bench import Bench, measure
-from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
-from narrowgauge.harness.tools.bench.operations import BenchInputs
+from narrowgauge.harness.cases.operations import VARIABLE, OperationError
+from narrowgauge.harness.operations.gemm_grouped.bench import sections_of
+from narrowgauge.harness.operations.quantize.bench import BENCH, TORCHAO
+from narrowgauge.harness.operations.timing import judge_outputs
+from narrowgauge.harness.operations.timing.judge_outputs import QuantizeArguments
+from narrowgauge.harness.operations.timing.operation_bench import COMPILED, BenchInputs, BenchTask
+from narrowgauge.harness.tools.bench import interleave
+from narrowgauge.harness.tools.bench.bench import Bench, Notes, callable_peers, measure
 from narrowgauge.harness.tools.bench.report import cells
-from narrowgauge.harness.tools.bench.tasks import MEMORY, BenchTask, sections_of, tasks
+from narrowgauge.harness.tools.bench.tasks import tasks
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import Quantized
@@ -78,6 +83,39 @@ def test_sections_of_a_grouped_product_have_all_rows(variant: str, rows: int, se
     assert sum(sections) == rows
 
 
+OWN_BENCH = """
+import torch
+from narrowgauge.harness.operations.timing.judge_outputs import judge_bytes
+from narrowgauge.harness.operations.timing.operation_bench import OperationBench, PreparedTask
+
+def prepare(task, inputs):
+    x = inputs.matrix(task.shape)
+    return PreparedTask(native=[x.neg], reference=[x.neg], judge=lambda y: judge_bytes("y", y, -x), read=x.nbytes,
+                        ceilings={"copy": [x.clone]}, elements=x.numel(), copied=2 * x.nbytes)
+
+BENCH = OperationBench(rows=[("negate", "", "")], prepare=prepare, further={"1024x1024": ["*"]})
+"""
+
+
+def test_an_operation_of_a_user_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("timed", OWN_BENCH), ("untimed", "BENCH = 1")):
+        folder = tmp_path / name / f"own_{name}"
+        folder.mkdir(parents=True)
+        (folder / "operation.py").touch()
+        (folder / "bench.py").write_text(text, encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "untimed"))
+    with pytest.raises(OperationError, match=r"own_untimed/bench.py: BENCH is int, not an OperationBench"):
+        tasks("cpu")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "timed"))
+    assert ids("cuda", keyword="swizzle or negate") == [
+        *(f"{name}/16384x16384" for name in ("swizzle", "unswizzle", "negate")),
+        *(f"{name}/32768x32768" for name in ("swizzle", "unswizzle")),
+        "negate/1024x1024",
+    ]
+    bench = measure(tasks("cpu", ["128x128"], "negate"), "cpu", quick=True, launches=False)
+    assert [(row.id, row.verdict) for row in bench.rows if row.is_native] == [("negate/128x128/native", "pass")]
+
+
 # The judge.
 
 
@@ -95,7 +133,7 @@ def halves(name: str) -> list[Quantized]:
 
 
 SCALE = torch.tensor([16.0])
-RECIPES = sorted({name for operation, name, _ in MEMORY if operation == "quantize"})
+RECIPES = sorted({name for operation, name, _ in BENCH.rows if operation == "quantize"})
 
 
 def parts_of(name: str) -> Iterator[tuple[int, str]]:
@@ -378,7 +416,7 @@ def to_mx(x: torch.Tensor, elem_dtype: torch.dtype, block_size: int, scaling_mod
     return q.scales.view(torch.float8_e8m0fnu), q.codes.view(torch.float8_e4m3fn)
 
 
-TORCHAO = {
+FORMATS = {
     "nvfp4_quantize": nvfp4_quantize, "per_tensor_amax_to_scale": lambda amax: amax / 2688, "to_mx": to_mx,
     "ScaleCalculationMode": SimpleNamespace(RCEIL="rounds up"),
 }  # fmt: skip
@@ -389,7 +427,7 @@ def test_a_peer_that_is_wrong_is_red_and_does_not_fail_the_bench(monkeypatch: py
         scales, codes = to_mx(*arguments, **options)
         return scales, flipped(codes)
 
-    fake_torchao(monkeypatch, **{**TORCHAO, "to_mx": wrong})
+    fake_torchao(monkeypatch, **{**FORMATS, "to_mx": wrong})
     bench = measure([MX_TASK], "cpu", quick=True, launches=False)
     theirs = next(row for row in bench.rows if row.who == "torchao")
     assert (theirs.verdict, theirs.message) == ("fail", "codes: 1 of 16 384 bytes differ")
@@ -401,12 +439,12 @@ def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torchao", None)
     for name in [name for name in sys.modules if name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
-    notes: peer_libraries.Notes = {}
-    assert peer_libraries.callable_peers(MX_TASK, BenchInputs(CPU), notes, compiling=False) == []
-    assert notes[peer_libraries.TORCHAO].startswith("not installed (")
+    notes: Notes = {}
+    assert callable_peers(MX_TASK, BenchInputs(CPU), notes, compiling=False) == {}
+    assert notes[TORCHAO].startswith("not installed (")
     fake_torchao(monkeypatch)
     bench = measure([MX_TASK], "cpu", quick=True, launches=False)
-    assert bench.notes[f"{peer_libraries.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
+    assert bench.notes[f"{TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
     assert bench.right
 
 
@@ -428,11 +466,11 @@ def test_the_reference_is_compiled_where_that_is_asked_for(
         return call
 
     monkeypatch.setattr(torch, "compile", compile_)
-    fake_torchao(monkeypatch, **TORCHAO)
+    fake_torchao(monkeypatch, **FORMATS)
     larger = replace(MX_TASK, shape=(128, 256))
     bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
     assert len(compiled) == 1, "of the first size"
     assert not warnings
     assert "graph break" not in capfd.readouterr().err
-    assert next(row for row in bench.rows if row.who == peer_libraries.COMPILED).verdict == "pass"
+    assert next(row for row in bench.rows if row.who == COMPILED).verdict == "pass"
     assert not bench.notes

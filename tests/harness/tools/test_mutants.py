@@ -20,9 +20,9 @@ from narrowgauge.harness import cli
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.hosts.changed_source import MODULES, changed_source
+from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.mutants import mutant as mutants

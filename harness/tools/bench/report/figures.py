@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from narrowgauge.harness.operations.timing.operation_bench import COPY, MATMUL
 from narrowgauge.harness.tools.bench.bench_row import BenchRow
 from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
-from narrowgauge.harness.tools.bench.operations import COPY, MATMUL
 from narrowgauge.harness.tools.bench.report import cells
 
 WIDTH, HEIGHT = 640, 300

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowgauge.harness.operations.gemm.probed_gemm import declaration_for
 from narrowgauge.harness.checks.order.masks import MaskedGemm
 from narrowgauge.harness.checks.order.order import Order, Split, in_slices, in_split_slices, neighbours_first
 from narrowgauge.harness.checks.order.probe import accumulation_order
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.harness.cli.commands import app
+from narrowgauge.harness.operations.gemm.probed_gemm import declaration_for
 from narrowgauge.reference.accumulators.hardware import HardwareModel, find_hardware
 from narrowgauge.reference.accumulators.product import Composition, product
 from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum

@@ -1,0 +1,1 @@
+"""What `narrowgauge bench` asks of an operation, and judging of timed outputs."""
