@@ -34,7 +34,7 @@ BUILDERS = {
 `bench.py` of each operation."""
 MOST = 12
 """Entries of a folder."""
-LARGER = {"harness", "harness/cli", "harness/backends/adapters", "harness/report/page/assets"}
+LARGER = {"harness", "harness/operations", "harness/cli", "harness/backends/adapters", "harness/report/page/assets"}
 """The folders of `ORDER`, a file for each command and for each library, and assets of the page."""
 
 

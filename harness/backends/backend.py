@@ -82,12 +82,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.forms import TensorForm
 from narrowgauge.harness.backends.host import Host
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.offer import Offer
-from narrowgauge.harness.backends.results import BackendError, Unsupported, type_name
+from narrowgauge.harness.backends.results import BackendError, TensorForm, Unsupported, type_name
 from narrowgauge.harness.backends.transfer import tensors_in
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.cases.operations import OPERATIONS, all_methods

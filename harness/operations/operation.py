@@ -16,8 +16,8 @@ from typing import Any, Generic
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.backends.forms import TensorForm
 from narrowgauge.harness.backends.guarded_memory import dense
+from narrowgauge.harness.backends.results import TensorForm
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.checks.bit_equality import equal_bits

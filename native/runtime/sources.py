@@ -44,9 +44,7 @@ _MADE_BY_MACROS = {
     },
 }
 """Kernels of the sources that make them by macros or headers."""
-_KERNEL = re.compile(
-    r'^extern "C" __global__ void (?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(', re.MULTILINE
-)
+_KERNEL = re.compile(r'^extern "C" __global__ void (?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(', re.MULTILINE)
 
 KERNELS: dict[str, tuple[str, ...]] = {
     path.stem: _MADE_BY_MACROS.get(path.stem) or tuple(_KERNEL.findall(path.read_text(encoding="utf-8")))

@@ -24,7 +24,6 @@ from narrowgauge.harness.records.journal import Journal, new_run, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.report.page.records_json import TIMES
 from narrowgauge.harness.report.report import print_summary, write
-
 from tests.paths import ROOT
 
 RECORDS = 20_000

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
-from narrowgauge.harness.backends.forms import TensorForm
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.gemm.case import PROBES, TRUNCATING

@@ -9,8 +9,7 @@ from dataclasses import fields
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.forms import TensorForm
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, join_sections
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm, join_sections
 from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.gemm.end_to_end import Operand, add_end_to_end

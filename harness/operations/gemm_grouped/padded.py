@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.forms import TensorForm
 from narrowgauge.harness.backends.guarded_memory import dense, element_bytes
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, padded_rows
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm, padded_rows
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult

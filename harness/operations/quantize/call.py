@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, non_default
-from narrowgauge.harness.backends.forms import TensorForm
-from narrowgauge.harness.backends.results import as_quantized, matrix_shape, type_name
+from narrowgauge.harness.backends.results import TensorForm, as_quantized, matrix_shape, type_name
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.forms import TensorForm
 from narrowgauge.harness.backends.guarded_memory import dense
+from narrowgauge.harness.backends.results import TensorForm
 from narrowgauge.harness.checks.finding import format_count, make_finding
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs

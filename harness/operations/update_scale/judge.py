@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.backends.forms import TensorForm
 from narrowgauge.harness.backends.guarded_memory import dense
+from narrowgauge.harness.backends.results import TensorForm
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs

@@ -15,6 +15,7 @@ import torch
 import narrowgauge
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.loading import load_implementation
+from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.backends.test_adapters import installed
@@ -80,7 +81,7 @@ def test_the_third_opinion_is_against_the_library(name):
     backend = Backend.local(library, load_implementation(library, "cpu"))
     x = torch.zeros(32, 32, dtype=getattr(torch, dtype))
     x[0, : len(values)] = torch.tensor(values)
-    q = backend.quantize(x, find_recipe(recipe))
+    q = quantize(backend, x, find_recipe(recipe))
     stored = linear_scales(q) if stage == "scales" else elements(q.codes, 32, q.recipe)
     assert int(stored[0, place]) == byte
 

@@ -14,6 +14,7 @@ from narrowgauge.harness.backends.adapters.common import plain_library
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.backends.loading import LIBRARIES, check_name, load_implementation
 from narrowgauge.harness.backends.results import BackendError
+from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 
@@ -133,9 +134,9 @@ def test_packed_scales_of_deepgemm_are_its_scales():
     x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     plain, packed = (Backend.local(name, load_implementation(name, "cpu")) for name in ("deepgemm", "deepgemm:packed"))
     for name in ("fp8-block-1x128-e4m3-pow2@deepgemm", "mxfp8-e4m3@deepgemm", "mxfp4@deepgemm"):
-        assert torch.equal(plain.quantize(x, find_recipe(name)).scales, packed.quantize(x, find_recipe(name)).scales)
+        assert torch.equal(*(quantize(one, x, find_recipe(name)).scales for one in (plain, packed)))
     with pytest.raises(Unsupported, match="no packed scales for fp8-block-128x128"):
-        packed.quantize(x, find_recipe("fp8-block-128x128-e4m3-pow2@deepgemm"))
+        quantize(packed, x, find_recipe("fp8-block-128x128-e4m3-pow2@deepgemm"))
 
 
 def test_the_product_of_transformer_engine_is_right():
@@ -153,4 +154,4 @@ def test_microxcaling_takes_float32():
         pytest.skip("microxcaling is not installed")
     backend = Backend.local("microxcaling", load_implementation("microxcaling", "cpu"))
     with pytest.raises(Unsupported, match="float32 only"):
-        backend.quantize(torch.ones(32, 32).bfloat16(), find_recipe("mxfp4@microxcaling"))
+        quantize(backend, torch.ones(32, 32).bfloat16(), find_recipe("mxfp4@microxcaling"))

@@ -9,7 +9,9 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
 from narrowgauge.harness.backends.loading import LIBRARIES
-from narrowgauge.harness.operations.gemm.product import order_of
+from narrowgauge.harness.cases.operations import all_methods
+from narrowgauge.harness.operations.gemm import product
+from narrowgauge.harness.operations.quantize import call
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
@@ -69,7 +71,7 @@ def gemm(a, b, **options):
 def test_the_built_in_ones_have_every_door(name):
     loaded = load_backend(name)
     assert loaded.name == name
-    assert all(loaded.has(door) for door in METHODS)
+    assert all(loaded.has(door) for door in all_methods())
     assert not loaded.has("explain")
 
 
@@ -96,7 +98,7 @@ def test_a_class_an_object_and_a_module_of_the_current_folder(module, spec, door
         ("my_kernels:Bakend", ["'Bakend'", "did you mean 'Backend'"]),
         ("my_kernels:Broken", ["Broken() raised OSError: libkernels.so is missing"]),
         ("my_kernels:Needy", ["Needy() raised TypeError", "'library'"]),
-        ("my_kernels:Empty", ["none of the methods", *METHODS, "docs/backends.md"]),
+        ("my_kernels:Empty", ["none of the methods", *all_methods(), "docs/backends.md"]),
         ("my_kernels:number", ["none of the methods"]),
         ("my_kernel:Backend", ["my_kernel cannot be imported", "ModuleNotFoundError"]),
         ("my_package.missing", ["my_package.missing cannot be imported"]),
@@ -126,7 +128,7 @@ def test_missing_and_unimplemented_methods_are_unsupported():
 
     partial = backend(gemm=gemm, dequantize=silent)
     with pytest.raises(Unsupported, match="backend wrong has no quantize"):
-        partial.quantize(X, NVFP4)
+        call.quantize(partial, X, NVFP4)
     with pytest.raises(Unsupported, match="no kernel for K below 64"):
         partial.call("gemm", None, None)
     with pytest.raises(Unsupported, match=r"wrong\.dequantize is not implemented for this case"):
@@ -139,7 +141,7 @@ def test_an_exception_comes_with_its_type_words_and_place():
 
     place = f"test_backend.py:{quantize.__code__.co_firstlineno + 1}"
     with pytest.raises(BackendError) as raised:
-        backend(quantize=quantize).quantize(X, NVFP4)
+        call.quantize(backend(quantize=quantize), X, NVFP4)
     assert str(raised.value) == f"quantize raised ValueError: K must be a multiple of 32 (at {place})"
     assert isinstance(raised.value.__cause__, ValueError)
 
@@ -221,15 +223,16 @@ def test_an_order_of_a_product_replaces_the_declaration():
     orders = iter(["tree", None, "truncating", "trees"])
     result = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
     one, other = object(), object()
-    assert [result.gemm_order(one, other), result.gemm_order([one], [other])] == ["tree", None]
+    assert [product.gemm_order(result, one, other), product.gemm_order(result, [one], [other])] == ["tree", None]
     assert asked == [(one, other), ([one], [other])]
-    assert order_of(result, one, other) == Summation(None, truncates=True)
+    assert product.order_of(result, one, other) == Summation(None, truncates=True)
     with pytest.raises(BackendError) as raised:
-        result.gemm_order(one, other)
+        product.gemm_order(result, one, other)
     assert str(raised.value) == (
         f"gemm_order gave 'trees'; the order of a sum is {', '.join(map(repr, ORDERS))}, 'truncating', or None for any"
     )
     with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
-        result.gemm_order(one, other)
-    assert backend(gemm=reference.gemm, declares={"gemm": "blocks"}).gemm_order(one, other) == "blocks"
-    assert backend(gemm=reference.gemm).gemm_order(one, other) is None
+        product.gemm_order(result, one, other)
+    declaring = backend(gemm=reference.gemm, declares={"gemm": "blocks"})
+    assert product.gemm_order(declaring, one, other) == "blocks"
+    assert product.gemm_order(backend(gemm=reference.gemm), one, other) is None

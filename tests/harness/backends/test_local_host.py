@@ -21,6 +21,7 @@ from narrowgauge.harness.backends.host import CaseEnd
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.operations.modules.modules import given_of, plan_of
+from narrowgauge.harness.operations.quantize import call
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
@@ -62,13 +63,13 @@ def test_declared_conventions_read_the_result(swizzled: bool) -> None:
     recipe = find_recipe("nvfp4@modelopt")
     conventions = {"nibbles": "high-first", "layout": "128x4", "tensor_scale_is": "decode"}
     backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions=conventions))
-    got, q = backend.quantize(x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+    got, q = call.quantize(backend, x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
     assert seen == [{}]  # the library always makes tiles
     assert got.swizzled is swizzled
     for name in ("codes", "scales", "amax", "tensor_scale"):
         assert torch.equal(getattr(got, name), getattr(q, name)), name
     wrong = Backend.local("b", SimpleNamespace(quantize=quantize, conventions=conventions | {"nibbles": "low-first"}))
-    assert not torch.equal(wrong.quantize(x, recipe).codes, q.codes)
+    assert not torch.equal(call.quantize(wrong, x, recipe).codes, q.codes)
 
 
 def test_linear_conventions_pass_on_the_request_for_tiles() -> None:
@@ -79,12 +80,12 @@ def test_linear_conventions_pass_on_the_request_for_tiles() -> None:
     recipe, x = find_recipe("mxfp4"), torch.randn(8, 64)
     backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions={"nibbles": "halves"}))
     for swizzled in (False, True):
-        got, q = backend.quantize(x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+        got, q = call.quantize(backend, x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
         assert torch.equal(got.codes, q.codes)
         assert torch.equal(got.scales, q.scales)
     without = SimpleNamespace(quantize=lambda x, recipe: quantize(x, recipe)[:2], conventions={"nibbles": "halves"})
     with pytest.raises(Unsupported, match="no argument 'swizzled'"):
-        Backend.local("b", without).quantize(x, recipe, swizzled=True)
+        call.quantize(Backend.local("b", without), x, recipe, swizzled=True)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_result_that_does_not_fit_its_conventions_is_an_error(result: Any, mes
 
     backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions={}))
     with pytest.raises(BackendError, match=f"does not fit the conventions {{}}: .*{message}"):
-        backend.quantize(torch.ones(8, 64), find_recipe("mxfp4"))
+        call.quantize(backend, torch.ones(8, 64), find_recipe("mxfp4"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ class _Failing(torch.nn.Module):
 )  # fmt: skip
 def test_a_module_that_gives_no_steps(methods: dict[str, Any], error: type[Exception], message: str) -> None:
     case = case_from_labels("linear", "MXFP8BlockScaling", (1, 16, 32, 32), "bf16", "normal", ("bias",))
-    inputs: ModuleInputs = make_inputs(case)
+    inputs = make_inputs(case)
     with pytest.raises(error, match=message):
         Backend.local("b", SimpleNamespace(**methods)).run_module(plan_of(case, inputs), given_of(inputs))
 

@@ -8,6 +8,12 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError, Unsupported
 from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.operations.quantize.call import quantize, quantize_both
+from narrowgauge.harness.operations.quantize_grouped.judge import quantize_grouped
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.running.judging import judge
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
@@ -166,8 +172,8 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
     loaded = backend(
         quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
     )
-    q = loaded.quantize(TALL, recipe, **scale_of(recipe))
-    row, column = loaded.quantize_both(TALL, recipe, **scale_of(recipe))
+    q = quantize(loaded, TALL, recipe, **scale_of(recipe))
+    row, column = quantize_both(loaded, TALL, recipe, **scale_of(recipe))
     expected = reference.quantize_both(TALL, recipe, **scale_of(recipe))
     for one, other in ((q, expected[0]), (row, expected[0]), (column, expected[1])):
         assert torch.equal(one.codes, other.codes)
@@ -177,7 +183,7 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
     sizes = torch.tensor([130, 0, 70])
     for columnwise in (False, True):
         options = {"columnwise": columnwise, **scale_of(recipe, 3)}
-        parts = loaded.quantize_grouped(TALL, sizes, recipe, **options)
+        parts = quantize_grouped(loaded, TALL, sizes, recipe, **options)
         whole = reference.quantize_grouped(TALL, sizes, recipe, **options)
         for one, other in zip(parts, whole.sections(), strict=True):
             assert torch.equal(one.codes, other.codes)
@@ -204,8 +210,9 @@ OF_RECIPES = [
 @pytest.mark.parametrize(("name", "change", "given", "expected"), OF_RECIPES)
 def test_scales_and_codes_of_another_shape_or_dtype(name, change, given, expected):
     recipe = find_recipe(name)
+    loaded = backend(quantize=lambda x, recipe: replace(reference.quantize(x, recipe), **change))
     with pytest.raises(BackendError) as raised:
-        backend(quantize=lambda x, recipe: replace(reference.quantize(x, recipe), **change)).quantize(TALL, recipe)
+        quantize(loaded, TALL, recipe)
     assert f"as {given}; {name}" in str(raised.value) or given in str(raised.value)
     assert str(raised.value).endswith(expected)
 
@@ -217,18 +224,21 @@ def test_a_scale_is_given_where_there_is_one_and_nowhere_else():
         given.append(sorted(options))
         raise NotImplementedError
 
-    loaded = backend(quantize=door, quantize_both=door, quantize_grouped=door, gemm_quantized=door)
-    sizes, q = torch.tensor([200]), reference.quantize(TALL, "mxfp8-e4m3")
+    loaded = backend(quantize=door, quantize_both=door, quantize_grouped=door)
+    sizes = torch.tensor([200])
     for options in ({}, {"scale": torch.ones(1)}):
         for call in (
-            lambda o=options: loaded.quantize(TALL, NVFP4, **o),
-            lambda o=options: loaded.quantize_both(TALL, NVFP4, **o),
-            lambda o=options: loaded.quantize_grouped(TALL, sizes, NVFP4, **o),
-            lambda o=options: loaded.gemm_quantized(q, q, NVFP4, out_dtype=torch.float32, **o),
+            lambda o=options: quantize(loaded, TALL, NVFP4, **o),
+            lambda o=options: quantize_both(loaded, TALL, NVFP4, **o),
+            lambda o=options: quantize_grouped(loaded, TALL, sizes, NVFP4, **o),
         ):
             with pytest.raises(Unsupported):
                 call()
-    assert given == [[], [], [], ["out_dtype"], ["scale"], ["scale"], ["scale"], ["out_dtype", "scale"]]
+    for out_recipe in ("nvfp4", "fp8-delayed-e4m3"):
+        flags = ("tn", out_recipe)
+        case = case_from_labels("gemm-quantized", "mxfp8-e4m3", (8, 64, 16), "bf16xbf16-fp32", "normal", flags)
+        assert run_case(case, backend(gemm_quantized=door)).verdict == "unsupported"
+    assert given == [[], [], [], ["scale"], ["scale"], ["scale"], ["out_dtype"], ["out_dtype", "scale"]]
 
 
 HISTORY, SCALE = torch.ones(4, 2), torch.ones(2)
@@ -237,34 +247,44 @@ HISTORY, SCALE = torch.ones(4, 2), torch.ones(2)
 @pytest.mark.parametrize(
     ("give", "message"),
     [
-        (HISTORY, "update_scale gave Tensor; it gives the history and the scale"),
-        ((HISTORY,), "update_scale gave tuple; it gives the history and the scale"),
-        ((HISTORY, None), "update_scale gave the scale as NoneType, not a tensor"),
-        ((HISTORY[1:], SCALE), "update_scale gave the history as float32 of shape (3, 2), not float32 of shape (4, 2)"),
-        (
-            (HISTORY, SCALE.double()),
-            "update_scale gave the scale as float64 of shape (2,), not float32 of shape (2,)",
-        ),
-        ((HISTORY, SCALE.to("meta")), "update_scale gave the scale on meta; its input is on cpu"),
+        (HISTORY, "update_scale gave Tensor; it gives history and scale"),
+        ((HISTORY,), "update_scale gave tuple; it gives history and scale"),
+        ((HISTORY, None), "update_scale gave scale as NoneType, not a tensor"),
+        ((HISTORY[1:], SCALE), "update_scale gave history as float32 of shape (3, 2), not float32 of shape (4, 2)"),
+        ((HISTORY, SCALE.double()), "update_scale gave scale as float64 of shape (2,), not float32 of shape (2,)"),
+        ((HISTORY, SCALE.to("meta")), "update_scale gave scale on meta; its input is on cpu"),
     ],
 )
 def test_an_update_may_not_be(give, message):
+    case = case_from_labels("update-scale", "fp8-delayed-e4m3", (4, 2), "", "amaxes")
     with pytest.raises(BackendError) as raised:
-        backend(update_scale=lambda *_: give).update_scale(HISTORY, SCALE, find_recipe("fp8-delayed-e4m3"))
+        judge(case, make_inputs(case), backend(update_scale=lambda *_: give))
     assert str(raised.value) == message
 
 
 def test_padded_sections_have_the_rows_of_their_recipe():
-    sizes = torch.tensor([130, 0, 70])
-    loaded = backend(pad_sections=reference.pad_sections)
-    padded, aligned = loaded.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
-    assert (tuple(padded.shape), aligned.tolist()) == ((256, 150), [160, 0, 96])
-    wrong = backend(pad_sections=lambda x, sizes, recipe: (padded, sizes.int()))
+    case = case_from_labels(
+        "gemm-grouped", "mxfp8-e4m3", (200, 150, 8), "bf16xbf16-fp32", "normal", ("rows:130,0,70", "padded")
+    )
+    given = []
+
+    def judged(case, change):
+        """Judge a pad_sections with a change of the reference's result."""
+
+        def pad_sections(x, sizes, recipe):
+            given.append(change(*reference.pad_sections(x, sizes, "mxfp8-e4m3"), sizes))
+            return given[-1]
+
+        doors = {name: getattr(reference, name) for name in ("unpad_sections", "gemm_grouped")}
+        return judge(case, make_inputs(case), backend(pad_sections=pad_sections, **doors))
+
+    assert all(stage.passed for stage in judged(case, lambda padded, aligned, _: (padded, aligned)).stages)
+    assert (tuple(given[0][0].shape), given[0][1].tolist()) == ((256, 150), [160, 0, 96])
     with pytest.raises(BackendError) as raised:
-        wrong.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
-    assert str(raised.value) == "pad_sections gave their sizes as int32 of shape (3,), not int64 of shape (3,)"
+        judged(case, lambda padded, _, sizes: (padded, sizes.int()))
+    assert str(raised.value) == "pad_sections gave padded sizes as int32 of shape (3,), not int64 of shape (3,)"
     with pytest.raises(BackendError) as raised:
-        wrong.pad_sections(TALL, sizes, find_recipe("fp8-current-e4m3"))
+        judged(replace(case, recipe="fp8-current-e4m3"), lambda padded, _, sizes: (padded, sizes.int()))
     assert str(raised.value) == (
-        "pad_sections gave the padded rows as bfloat16 of shape (256, 150), not bfloat16 of shape (224, 150)"
+        "pad_sections gave padded as bfloat16 of shape (256, 150), not bfloat16 of shape (224, 150)"
     )

@@ -10,7 +10,6 @@ import pytest
 from narrowgauge.harness.backends.backend import Backend, load_backend
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.cost import work
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
@@ -25,7 +24,7 @@ LARGEST = 1 << 22
 def sample() -> list[Case]:
     """Of each operation, recipe and flag of the quick tier a case, the operations first."""
     quick = (case for case in select(load_all([CASES]), tier="quick") if not case.repeats)  # as test_repetition.py
-    cases = sorted((case for case in quick if work(case) < LARGEST), key=work)
+    cases = sorted((case for case in quick if case.work < LARGEST), key=lambda case: case.work)
     chosen: dict[Any, Case] = {}
     for key in (lambda case: [case.operation], lambda case: [case.recipe_label], lambda case: case.flags):
         for case in cases:
