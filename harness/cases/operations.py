@@ -158,10 +158,15 @@ def use_operations(paths: Sequence[str | os.PathLike[str]]) -> None:
     """
     if not paths:
         return
+    known = outside_paths()
     given = [os.path.abspath(path) for path in paths]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*outside_paths(), *given]))
-    for name in outside_operations():
-        OPERATIONS[name]
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*known, *given]))
+    try:
+        for name in outside_operations():
+            OPERATIONS[name]
+    except OperationError:
+        os.environ[VARIABLE] = os.pathsep.join(known)
+        raise
 
 
 def outside_paths() -> list[str]:
