@@ -25,6 +25,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from narrowgauge.harness.cases.operations import VARIABLE
 from narrowgauge.harness.cli import app
 from tests.paths import ROOT
 
@@ -95,6 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     save_file({"encoder.layer.0.output.dense.weight": weights}, tmp_path / "weights.safetensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
     yield tmp_path
     for name in ("my_kernels", "my_extension"):
         sys.modules.pop(name, None)

@@ -29,10 +29,6 @@ class ScaleColumnsCase(Case):
     plus_one: bool = False
     """Whether the factor is 1 + gamma."""
 
-    @property
-    def dtype_label(self) -> str:
-        return self.dtype
-
 
 def scale_columns(case: ScaleColumnsCase, given: Tensors, *, plus_one: bool | None = None) -> Tensors:
     """float32(x)·float32(gamma), or ·(1 + gamma), rounded once."""

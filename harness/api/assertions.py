@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec
 import torch
 
 from narrowgauge import adapt
+from narrowgauge.adapt.scale_layouts import TILE_ROWS
 from narrowgauge.harness.api.drawn_codes import Draws
 from narrowgauge.harness.api.judge_call import Judgement, assertion, judge_of, verdict_of
 from narrowgauge.harness.api.judge_output import OutputArguments, judge_output
@@ -97,8 +98,8 @@ def assert_quantized(
     if static:
         oracle = _static_oracle(matrix, kernel, oracle, random)
     outcome = _quantize_outcome(Subject(matrix, recipe, random, free=_free(rotation)), kernel, oracle, static=static)
-    if layout == "8x4":
-        padding = adapt.padding(scales, recipe, kernel.shape, layout="8x4", transposed=transposed)
+    if layout in TILE_ROWS and not kernel.swizzled:
+        padding = adapt.padding(scales, recipe, kernel.shape, layout=layout, transposed=transposed)
         outcome.stages.append(_padding_stage(padding))
     return Judgement(outcome, _label(recipe, matrix), matrix, diagnose)
 
@@ -362,7 +363,7 @@ def _static_oracle(matrix: torch.Tensor, kernel: Quantized, oracle: Quantized, r
 
 
 def _padding_stage(padding: torch.Tensor) -> StageResult:
-    """The stage `layout` of scales in tiles of 8x4: their padding is 0."""
+    """The stage `layout` of scales in tiles that are not swizzled: their padding is 0."""
     wrong = int((padding != 0).sum())
     text = f"{format_count(wrong)} of {format_count(padding.numel())} padding bytes are not 0" if wrong else ""
     return StageResult("layout", "exact", padding.numel(), wrong, sentence=text)

@@ -21,10 +21,13 @@ from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import all_methods
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
-LIBRARIES = (
-    "comfy-kitchen", "compressed-tensors", "conch", "deepgemm", "flashinfer", "gguf", "humming", "jax", "microxcaling",
-    "mlx", "modelopt", "torch", "torchao", "transformer-engine", "vllm",
-)  # fmt: skip
+LIBRARIES = tuple(
+    sorted(
+        path.stem.replace("_", "-")
+        for path in (Path(__file__).parent / "adapters").glob("*.py")
+        if path.stem not in ("__init__", "common")
+    )
+)
 """Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 
 _OWN = str(Path(__file__).parents[2])

@@ -86,7 +86,7 @@ class Case:
     @property
     def dtype_label(self) -> str:
         """The dtypes in ids and records: `bf16`, `bf16xfp32-bf16` of a GEMM; empty without a dtype."""
-        return ""
+        return str(getattr(self, "dtype", ""))
 
     @property
     def shape_label(self) -> str:
@@ -108,7 +108,7 @@ class Case:
     @property
     def recipe_names(self) -> tuple[str, ...]:
         """Recipes of the operands by name, or the training recipe of a module; empty without a recipe."""
-        return ()
+        return tuple(filter(None, [getattr(self, "recipe", "")]))
 
     @property
     def section_sizes(self) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ class Key:
 
     def render(self, value: Any) -> str | None:
         """The flag of a value in an id: `bias`, `steps:3`, or the value; None for a value without a flag."""
-        hidden = (self.default, *self.choices[:1])
+        hidden = (self.default, *(self.choices[:1] if self.default is None else ()))
         if self.flag is None or (self.flag is Flag.CHANGED and value in hidden):
             return None
         if isinstance(value, bool):
@@ -316,7 +316,9 @@ def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
     check = next((extra for extra in extras if callable(extra)), None)
     if check is None and field != "shape":
         check = one_of(choices) if choices or field == "inputs" else _CHECKS.get(plain)
-        flag = flag or (Flag.CHANGED if plain in _CHECKS and field not in ORDER else None)
+    if flag is None and field not in (*ORDER, *_LAST):
+        # Two cases with different values of a key have different ids.
+        flag = Flag.ALWAYS if default is MISSING else Flag.CHANGED
     if check is None:
         raise TypeError(
             f"{cls.__name__}.{field} has the type {hint}; a key is bool, int, float or a Literal of words, a shape is "

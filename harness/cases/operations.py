@@ -68,12 +68,13 @@ class _Operations(Mapping[str, type[Case]]):
     def __init__(self) -> None:
         self._found: tuple[str, dict[str, _Place]] | None = None
         """The variable, and the places with this value of it: a judge forks before it has the variable of its run."""
-        self._loaded: dict[str, type[Case]] = {}
+        self._loaded: dict[tuple[str, _Place], type[Case]] = {}
 
     def __getitem__(self, name: str) -> type[Case]:
-        if name not in self._loaded:
-            self._loaded[name] = self._load(name, self.places[name])
-        return self._loaded[name]
+        key = name, self.places[name]
+        if key not in self._loaded:
+            self._loaded[key] = self._load(*key)
+        return self._loaded[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)

@@ -27,16 +27,18 @@ def mutants(
     Exit status 0 only if each is killed, or equivalent and is not.
     """
     from narrowgauge.harness.cases.case import matching
-    from narrowgauge.harness.cases.operations import outside_operations
+    from narrowgauge.harness.cases.operations import OPERATIONS, outside_operations
+    from narrowgauge.harness.tools.mutants.deviations import mistakes
     from narrowgauge.harness.tools.mutants.mutant import MutantFileError, load_all
     from narrowgauge.harness.tools.mutants.run_mutants import run_session
 
     try:
         all_mutants = [] if operations else load_all()
         chosen = [mutant for mutant in all_mutants if matching(keyword)(mutant.name)]
+        known = mistakes(outside_operations() if operations else OPERATIONS, keyword)
     except (MutantFileError, ValueError) as error:
         stop(str(error))
-    if not chosen and not operations:
+    if not chosen and not known:
         stop(f"no mutant of {len(all_mutants)} is selected by -k {keyword!r}")
     cases = load_cases(paths, None, None, None)
     ledger = ledger_of(None, paths or [default_cases()], cases)
@@ -44,8 +46,5 @@ def mutants(
     # Known failures fail without a mutant too.
     cases = [case for case in quick if not ledger.entries_for(case.id, "native", "cpu")]
     workers = workers or default_workers("cpu")
-    passed = run_session(
-        chosen, cases, report_dir, workers=workers, search=search, timeout=timeout,
-        operations=outside_operations() if operations else [], keyword=keyword,
-    )  # fmt: skip
+    passed = run_session(chosen, cases, report_dir, workers=workers, search=search, timeout=timeout, known=known)
     raise typer.Exit(0 if passed else 1)

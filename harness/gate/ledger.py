@@ -18,6 +18,7 @@ from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import LEDGER
 from narrowgauge.harness.cases.keys import nearest, one_of, shown
+from narrowgauge.harness.cases.operations import OPERATIONS
 
 VERDICTS = ("fail", "error", "crash", "timeout")
 """Verdicts allowed in an entry."""
@@ -251,13 +252,20 @@ def _cause(table: dict[str, str]) -> str | None:
     from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
 
     cause = table.get("cause")
-    if cause is None or is_cause(cause):
+    if cause is None or is_cause(cause) or _is_deviation(cause):
         return None
     close = nearest(cause, [*CAUSES, *(f"{family}…" for family in FAMILIES)])
     return (
         f"is {shown(cause)}{close}; it is one of the column explanations, and harness/diagnosis/cause_names.py has "
         "them all"
     )
+
+
+def _is_deviation(cause: str) -> bool:
+    """Whether an operation has a known mistake with this name."""
+    from narrowgauge.harness.operations.registry import operation_called
+
+    return any(cause in operation_called(name).deviations for name in OPERATIONS)
 
 
 def _link(value: str) -> str | None:

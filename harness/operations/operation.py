@@ -155,8 +155,8 @@ def check_expected(operation: Operation[CaseT], case: CaseT, expected: Tensors) 
 
 
 def compare_bits(case: CaseT, name: str, actual: torch.Tensor, expected: torch.Tensor) -> StageResult:
-    """Compare the bits of a result (…, K). Every NaN counts as the same one."""
-    columns = actual.shape[-1] if actual.dim() else 1
+    """Compare the bits of a result (…, K), or (M,), which is a column. Every NaN counts as the same one."""
+    columns = actual.shape[-1] if actual.dim() > 1 else 1
     rows = actual.numel() // max(1, columns)
     one, other = (tensor.reshape(rows, columns) for tensor in (actual, expected))
 

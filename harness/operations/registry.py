@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import OperationError, main_module
-from narrowgauge.harness.inputs.inputs import Inputs, Maker
+from narrowgauge.harness.inputs.generators import GENERATORS
+from narrowgauge.harness.inputs.inputs import Inputs, Maker, default_inputs
 from narrowgauge.harness.operations.operation import Operation
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ def operation_of(case: Case | type[Case]) -> Operation[Any]:
     return operation_called(case.operation)
 
 
-@cache
 def operation_called(name: str) -> Operation[Any]:
     """The operation with this name. Raises OperationError if it cannot be loaded."""
     operation = main_module(name).OPERATION
@@ -27,6 +26,9 @@ def operation_called(name: str) -> Operation[Any]:
         raise OperationError(f"operation {name}: OPERATION is {type(operation).__name__}, not an Operation")
     if operation.judge is None and (operation.reference is None or not operation.results):
         raise OperationError(f"operation {name}: OPERATION has no judge; give it one, or `reference` and `results`")
+    unknown = operation.case.families().keys() - GENERATORS.keys() if operation.inputs is default_inputs else ()
+    if unknown:
+        raise OperationError(f"operation {name}: OPERATION has no `inputs`, which make the family {min(unknown)!r}")
     return operation
 
 

@@ -67,7 +67,7 @@ def quantized(
     if own_codes.device != stored.device:
         raise ValueError(f"codes are on {own_codes.device} and scales on {stored.device}; move them to one device")
     swizzled = layout == "128x4"
-    if layout == "8x4":
+    if layout in TILE_ROWS and not swizzled:
         stored = from_tiles(stored, layout)
     if not swizzled:
         rows, columns = scales_shape(matrix, recipe)

@@ -19,21 +19,22 @@ def to_tiles(padded: torch.Tensor, layout: str) -> torch.Tensor:
 
     With C the number of columns, scale (i, j) lies at byte
     128x4: ((i/128)·(C/4) + j/4)·512 + (i%32)·16 + (i%128/32)·4 + j%4 (docs/numerics.md#scale-layout);
-    8x4: ((i/8)·(C/4) + j/4)·32 + (i%8)·4 + j%4 (TensorRT-LLM and FlashInfer, `get_sf_out_offset_8x4`).
+    others, with tiles of h rows: ((i/h)·(C/4) + j/4)·4h + (i%h)·4 + j%4 (8x4: TensorRT-LLM and FlashInfer,
+    `get_sf_out_offset_8x4`).
     """
-    rows, columns = padded.shape
+    (rows, columns), height = padded.shape, TILE_ROWS[layout]
     if layout == "128x4":
         tiles = padded.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
     else:
-        tiles = padded.reshape(rows // 8, 8, columns // 4, 4).permute(0, 2, 1, 3)
+        tiles = padded.reshape(rows // height, height, columns // 4, 4).permute(0, 2, 1, 3)
     return tiles.reshape(rows, columns)
 
 
 def from_tiles(tiled: torch.Tensor, layout: str) -> torch.Tensor:
     """The inverse of `to_tiles`: scales of `tiled_shape` in linear order, padding included."""
-    rows, columns = tiled.shape
+    (rows, columns), height = tiled.shape, TILE_ROWS[layout]
     if layout == "128x4":
         linear = tiled.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     else:
-        linear = tiled.reshape(rows // 8, columns // 4, 8, 4).permute(0, 2, 1, 3)
+        linear = tiled.reshape(rows // height, columns // 4, height, 4).permute(0, 2, 1, 3)
     return linear.reshape(rows, columns)

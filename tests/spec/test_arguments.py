@@ -340,7 +340,7 @@ PRODUCTS: list[Row] = [
       for (method, call), (name, options, error, *fragments) in product(
           [*PRODUCES.items(), ("gemm_grouped", multiplying_sections)], (
               ("output of float64", {"out_dtype": torch.float64}, TypeError,
-               "gemm gives float32, bfloat16 or float16", "not float64"),
+               "a GEMM gives float32, bfloat16 or float16", "not float64"),
               ("c of int32", {"c": torch.ones(3, 3).int()}, TypeError, "c is float32, bfloat16, float16", "not int32"),
               ("c of shape (3, 4)", {"c": torch.ones(3, 4)}, ValueError, "c has shape (3, 3)", "not (3, 4)"),
               ("c of shape (3,)", {"c": torch.ones(3)}, ValueError, "c has shape (3, 3)", "not (3,)"),

@@ -83,10 +83,6 @@ class ModuleCase(Case):
         return (str(self.training_recipe),)
 
     @property
-    def dtype_label(self) -> str:
-        return self.dtype
-
-    @property
     def layers(self) -> list[Layer]:
         """The linear layers, in order."""
         inner, outer = self.shape[-2:]

@@ -69,14 +69,6 @@ class MatrixCase(Case):
     dtype: Dtype
 
     @property
-    def recipe_names(self) -> tuple[str, ...]:
-        return (self.recipe,)
-
-    @property
-    def dtype_label(self) -> str:
-        return self.dtype
-
-    @property
     def _lost(self) -> str | None:
         """Why all elements of the family are zero in this dtype, or None."""
         if self.inputs == "normal-1e-28" and self.dtype == "fp16":

@@ -75,7 +75,7 @@ def compared_table(inputs: Inputs, outcome: Outcome, place: Place | None) -> Tab
     if actual is None or expected is None or not actual.numel():
         return None
     stage = next((stage.stage for stage in outcome.stages if not stage.passed), "")
-    columns = actual.shape[-1] if actual.dim() else 1
+    columns = actual.shape[-1] if actual.dim() > 1 else 1
     one, other = (tensor.reshape(-1, columns) for tensor in (actual, expected))
     row, column = place_in(outcome, stage, place, one.shape)
     table = Table(f"row {row}", ("column", "expected", "", "actual", ""))

@@ -32,10 +32,6 @@ class UpdateScaleCase(Case):
     shape: Annotated[Shape, dims("[H, N]", 2, 2)]
     """Histories of H amaxes for N tensors."""
 
-    @property
-    def recipe_names(self) -> tuple[str, ...]:
-        return (self.recipe,)
-
     def problem(self) -> str | None:
         return None if self.shape[0] else "shape is [0, N]; a history [H, N] has at least one amax of each tensor"
 

@@ -24,21 +24,22 @@ KIND = "known mistake"
 """Class of these mutants."""
 
 
-def run_deviations(
-    names: Iterable[str], cases: Sequence[Case], keyword: str, on_result: Callable[[MutantResult], None]
-) -> list[MutantResult]:
-    """Run the known mistakes of the operations with these names whose `operation/cause` matches a keyword expression.
+def mistakes(names: Iterable[str], keyword: str) -> list[tuple[str, str]]:
+    """Operation and cause of the known mistakes of operations whose `operation/cause` matches a keyword expression."""
+    pairs = [(name, cause) for name in names for cause in operation_called(name).deviations]
+    return [pair for pair in pairs if matching(keyword)("/".join(pair))]
 
-    A mistake takes the place of the backend's method: it runs in this process, on the operation's cases.
-    """
+
+def run_mistakes(
+    chosen: Iterable[tuple[str, str]], cases: Sequence[Case], on_result: Callable[[MutantResult], None]
+) -> list[MutantResult]:
+    """Run known mistakes, each in place of the backend's method, on the cases of the operation, in this process."""
     results = []
-    for name in names:
-        operation = operation_called(name)
+    for name, cause in chosen:
         of_operation = sorted((case for case in cases if case.operation == name), key=_normal_first)
-        for cause, deviation in operation.deviations.items():
-            if matching(keyword)(f"{name}/{cause}"):
-                results.append(_run(operation, cause, deviation, of_operation))
-                on_result(results[-1])
+        operation = operation_called(name)
+        results.append(_run(operation, cause, operation.deviations[cause], of_operation))
+        on_result(results[-1])
     return results
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.report.terminal import print_table
 from narrowgauge.harness.tools.mutants import recorded
-from narrowgauge.harness.tools.mutants.deviations import run_deviations
+from narrowgauge.harness.tools.mutants.deviations import run_mistakes
 from narrowgauge.harness.tools.mutants.mutant import Mutant, load_all
 from narrowgauge.harness.tools.mutants.processes import TIMEOUT, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
@@ -65,19 +65,18 @@ def run_session(
     workers: int,
     search: bool = False,
     timeout: float = TIMEOUT,
-    operations: Sequence[str] = (),
-    keyword: str = "",
+    known: Sequence[tuple[str, str]] = (),
 ) -> bool:
     """Run the mutants, print their rows, write `mutants.json`. True if each is killed, or equivalent and not killed.
 
-    `search`: do not begin with the recorded cases; record the failing cases that are found. `operations`: names of
-    operations whose known mistakes run too, as far as `operation/cause` matches the keyword expression.
+    `search`: do not begin with the recorded cases; record the failing cases that are found. `known`: operation and
+    cause of known mistakes of operations, which run too.
     """
     console = Console()
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("mutants", total=len(mutants) or None)
+        task = progress.add_task("mutants", total=len(mutants) + len(known))
         wrong: list[str] = []
 
         def on_result(result: MutantResult) -> None:
@@ -87,7 +86,7 @@ def run_session(
             progress.update(task, advance=1, description=f"{len(wrong)} not as they should be")
 
         first = None if search else recorded.read()
-        results = run_deviations(operations, cases, keyword, on_result)
+        results = run_mistakes(known, cases, on_result)
         if mutants:
             results += run_mutants(
                 mutants, cases, workers=workers, recorded=first, on_result=on_result, timeout=timeout

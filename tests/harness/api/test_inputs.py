@@ -11,7 +11,7 @@ import torch
 import narrowgauge
 from narrowgauge.harness.api.inputs import inputs, matrix
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.operations.registry import make_inputs
 
 pytest_plugins = ["pytester"]
@@ -23,20 +23,20 @@ TURNED = "nvfp4-rht"
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_tensors_are_those_of_the_case(recipe: str, seed: int) -> None:
     name = str(narrowgauge.recipe(recipe))
-    for family in families_of("quantize"):
+    for family in OPERATIONS["quantize"].families():
         case = case_from_id(f"quantize/{name}/32x128/bf16/{family}")
         assert case is not None
         x = inputs(recipe, (32, 128), family, seed)
         assert x.is_contiguous()
         assert torch.equal(x.view(torch.int16), make_inputs(case, seed=seed).x.view(torch.int16)), family
     layout = "nt" if recipe == TURNED else "tn"
-    for family in families_of("gemm"):
+    for family in OPERATIONS["gemm"].families():
         case = case_from_id(f"gemm/{name}/8x128x6/bf16xbf16-bf16/{family}/{layout}")
         assert case is not None
         made = make_inputs(case, seed=seed)
-        assert isinstance(made, ProductInputs)
+        assert list(made.tensors) == ["x", "w"]
         for found, expected in zip(
-            inputs(recipe, (8, 128, 6), family, seed, operation="gemm"), (made.x, made.w), strict=True
+            inputs(recipe, (8, 128, 6), family, seed, operation="gemm"), made.tensors.values(), strict=True
         ):
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), family
 

@@ -47,7 +47,7 @@ GIVEN = {
 @pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
 def test_a_result_may_be(give):
     expected = parts()
-    q = as_quantized(give(parts()), X, NVFP4)
+    q = as_quantized(give(parts()), X, NVFP4, method="quantize")
     assert (q.recipe, q.shape) == (NVFP4, (32, 48))
     for name in ("codes", "scales"):
         assert getattr(q, name).dtype == torch.uint8
@@ -82,7 +82,7 @@ WRONG = {
 @pytest.mark.parametrize(("give", "words"), WRONG.values(), ids=WRONG)
 def test_a_result_may_not_be(give, words):
     with pytest.raises(BackendError) as raised:
-        as_quantized(give(parts()), X, NVFP4)
+        as_quantized(give(parts()), X, NVFP4, method="quantize")
     assert [word for word in words if word not in str(raised.value)] == []
 
 
@@ -126,10 +126,10 @@ def test_codes_and_scales_have_no_dtype_of_another_format(name):
         for dtype in FLOAT8:
             changed = replace(q, **{part: getattr(q, part).view(getattr(torch, dtype))})
             if dtype == own:
-                assert torch.equal(getattr(as_quantized(changed, X, recipe), part), getattr(q, part))
+                assert torch.equal(getattr(as_quantized(changed, X, recipe, method="quantize"), part), getattr(q, part))
                 continue
             with pytest.raises(BackendError) as raised:
-                as_quantized(changed, X, recipe)
+                as_quantized(changed, X, recipe, method="quantize")
             fmt = recipe.element.name if part == "codes" else recipe.scale.name
             known = ", ".join(filter(None, ("uint8", "int8", own)))
             assert str(raised.value) == f"quantize gave {part} as {dtype}; {name} has {part} of {fmt}: return {known}"

@@ -28,7 +28,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.paths import CASES
 
-FUNCTIONS = [name for name in all_methods() if inspect.isfunction(getattr(reference, name))]
+FUNCTIONS = [name for name in all_methods() if inspect.isfunction(getattr(reference, name, None))]
 ALL = load_all([CASES])
 QUICK = select(ALL, tier="quick")
 

@@ -50,8 +50,8 @@ def cancelling(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["nvfp4-rht32", "nvfp4-2d-rht32", "nvfp4-rht32-sr", "nvfp4-2d-rht32-sr"])
 def test_scales_and_codes_that_the_order_decides_are_excused(monkeypatch, name):
     monkeypatch.setattr(
-        "narrowgauge.harness.inputs.inputs.make_inputs",
-        lambda case, **_: replace(g := make_inputs(case), x=cancelling(g.x)),
+        "narrowgauge.harness.operations.registry.make_inputs",
+        lambda case, **_: replace(g := make_inputs(case), tensors=g.tensors | {"x": cancelling(g.x)}),
     )
     case = replace(ROTATED, recipe=name, shape=(256, 512))
     of_any_order.seed = 0

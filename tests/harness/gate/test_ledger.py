@@ -38,9 +38,10 @@ NO_CAUSES = {
     "low-rows", "most-recent", "mxfp8-e4m3", "near-ties", "nearest-away", "nearest-even", "nearest-even-wrapping",
     "nearest-log2", "nearest-toward-zero",
     "negative-zero", "norm-backward", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane", "saturated-scales",
-    "subnormal-codes", "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks", "zero-scales",
+    "subnormal-codes", "subnormal-scales", "with-bias", "with-c", "zero-blocks", "zero-scales",
 }  # fmt: skip
-"""Literals of the diagnosis that look like a cause: classes of elements, choices of recipes, families of inputs."""
+"""Literals of the diagnosis and of the deviations of operations that look like a cause: classes of elements, choices of
+recipes, families of inputs."""
 
 
 def record(verdict: str = "fail", case: str = "quantize/nvfp4/1x2/bf16/a", **changes: Any) -> dict[str, Any]:
@@ -114,7 +115,8 @@ def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
 def test_the_names_of_causes_are_those_of_the_diagnosis():
     """Every literal of its files that looks like a cause is a cause, or a known word of a different kind."""
     literals = set()
-    for path in (ROOT / "harness" / "diagnosis").rglob("*.py"):
+    harness = ROOT / "harness"
+    for path in (*(harness / "diagnosis").rglob("*.py"), *(harness / "operations").glob("*/deviations.py")):
         for node in ast.walk(ast.parse(path.read_text())) if path.stem != "cause_names" else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 literals.add(node.value)

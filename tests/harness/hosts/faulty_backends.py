@@ -127,16 +127,16 @@ def patches_torch_equal(x: torch.Tensor, q: Any) -> Any:
 
 @attack("fail")
 def patches_make_inputs(x: torch.Tensor, q: Any) -> Any:
-    from narrowgauge.harness.inputs import inputs
+    from narrowgauge.harness.operations import registry
 
-    make = inputs.make_inputs
+    make = registry.make_inputs
 
     def zeros(*arguments: Any, **options: Any) -> Any:
         made = make(*arguments, **options)
         made.x.zero_()
         return made
 
-    inputs.make_inputs = zeros
+    registry.make_inputs = zeros
     return replace(q, codes=q.codes * 0)
 
 

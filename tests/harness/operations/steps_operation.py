@@ -53,7 +53,6 @@ def operation_of_steps(
     """The operation of a list of steps: the last one gives `y` (M, K). Each cast left out is a known mistake."""
     namespace = {
         "operation": name, "kinds": (Kind.ROTATED,), "tensors": tensors,
-        "dtype_label": property(lambda case: case.dtype),
     }  # fmt: skip
     fields = [
         ("shape", Annotated[Shape, dims("[M, K]", 2, 2)]), ("dtype", Dtype),

@@ -72,7 +72,7 @@ def test_right_kernels_pass_with_every_value_of_a_key() -> None:
 def test_a_step_that_is_left_out_is_the_cause() -> None:
     found = record(Kernel(rounds=False))
     assert (found["verdict"], found["stage"]) == ("fail", "y")
-    assert [(entry["cause"], entry["exact"]) for entry in found["explanations"]][0] == ("cast-6-left-out", True)
+    assert next((entry["cause"], entry["exact"]) for entry in found["explanations"]) == ("cast-6-left-out", True)
 
 
 def test_a_key_reaches_the_kernel() -> None:

@@ -42,7 +42,7 @@ def one_thread():
 @pytest.fixture
 def few(monkeypatch):
     """A tenth of the inputs."""
-    monkeypatch.setattr(inputs, "families_of", lambda operation: FEW)
+    monkeypatch.setattr(inputs.QuantizeCase, "families", classmethod(lambda _: FEW))
     monkeypatch.setattr(inputs, "DTYPES", ("bf16",))
 
 

@@ -32,7 +32,7 @@ from narrowgauge.harness.tools.mutants.mutant import Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 from narrowgauge.harness.tools.mutants.run_mutants import print_results
-from narrowgauge.harness.tools.mutants.selection import selected, sources_of, touched_by
+from narrowgauge.harness.tools.mutants.selection import selected, touched_by
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
@@ -211,8 +211,8 @@ def test_every_source_that_a_case_launches_is_known(
         case = min(cases, key=lambda case: math.prod(case.shape))
         launched.clear()
         assert run_case(case, backend).verdict == "pass"
-        assert launched <= sources_of(case), case.id
-        assert sources_of(case) - launched <= {"amax", "amax_blocks"}, case.id
+        assert launched <= case.native_sources, case.id
+        assert case.native_sources - launched <= {"amax", "amax_blocks"}, case.id
 
 
 def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None:
