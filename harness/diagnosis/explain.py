@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.harness.diagnosis.explain_by_results import explain_by_results
+from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
 from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
 from narrowgauge.harness.diagnosis.explanation import Explanation
@@ -44,7 +44,7 @@ def explain(
     deviations = explain_quantize(outcome, wrong_stage, history, limit, further)
     deviations += explain_fused_output(outcome, wrong_stage)
     deviations += explain_gemm(outcome, wrong_stage, history, limit)
-    deviations += explain_by_results(outcome, wrong_stage, limit)
+    deviations += _known_mistakes(outcome, wrong_stage, limit)
     deviations += explain_formula(outcome, wrong_stage, limit)
     deviations += explain_decoding(outcome, wrong_stage, history, limit)
     # Deviations that were not tried may give the bytes too.
@@ -58,3 +58,12 @@ def explain(
     if runs is not None and (pair := runs()) is not None:
         explanations += explain_same_results(wrong_stage, *pair, exact=exact)
     return [*explanations, *signatures(outcome, wrong_stage)]
+
+
+def _known_mistakes(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit) -> list[Explanation]:
+    """Mistakes of the wrong stage that its operation knows (`Outcome.causes`), if they give the kernel's result."""
+    search = outcome.causes.get(wrong_stage.stage)
+    explanations: dict[str, Explanation] = {}
+    for cause, sentence in search(wrong_stage, limit) if search is not None else ():
+        explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+    return list(explanations.values())

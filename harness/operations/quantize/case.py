@@ -92,10 +92,10 @@ class MatrixCase(Case):
     def tensors(self) -> Tensors:
         rows, columns = ("M", "K") if self.physical else ("K", "M")
         parts = "G" if self.section_sizes else "1"
-        each = {True: {"x": "M", "xT": "K"}, False: {"x": parts, "xT": parts}}[self.recipes[0].granularity == "row"]
+        amaxes = (rows, columns) if self.recipes[0].granularity == "row" else (parts, parts)
         return {
             "x": (rows, columns), "random.x": (rows, f"{columns}/4"), "random.xT": (columns, f"{rows}/4"),
-            "scale.x": (parts,), **{f"amax.{name}": (axis,) for name, axis in each.items()},
+            "scale.x": (parts,), "amax.x": amaxes[:1], "amax.xT": amaxes[1:],
         }  # fmt: skip
 
     @property

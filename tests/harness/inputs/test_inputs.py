@@ -1,11 +1,14 @@
 """Every input family has the property stated in `harness/cases/families.py`, measured through the reference."""
 
 import hashlib
+import math
 
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.axes import size_of
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
@@ -26,6 +29,7 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Hadamard, find_recipe
+from tests.paths import CASES
 
 DTYPES = list(TORCH_DTYPES)
 NVFP4 = find_recipe("nvfp4")
@@ -88,6 +92,21 @@ def test_any_shape_and_dtype(family, dtype):
         assert x.is_contiguous()
         if family not in ("nan", "inf", "codes"):
             assert bool(torch.isfinite(x.float()).all())
+
+
+def test_the_axes_of_a_case_are_those_of_its_tensors():
+    """Cropping and saved failures go by the names of the axes."""
+    smallest: dict[tuple[object, ...], Case] = {}
+    for case in select(load_all([CASES]), tier="quick"):
+        if case.axes and case.work:
+            recipes = {(recipe.granularity, recipe.columnwise, recipe.tensor_scale) for recipe in case.recipes}
+            key = case.operation, frozenset(recipes), case.flags
+            smallest[key] = min(smallest.get(key, case), case, key=lambda case: case.work)
+    for case in smallest.values():
+        for name, tensor in make_inputs(case).tensors.items():
+            sizes = [size_of(axis, case.sizes) for axis in case.tensors[name]]
+            assert list(tensor.shape[tensor.dim() - len(sizes) + 1 :]) == sizes[1:], (case.id, name)
+            assert tensor.numel() == math.prod(sizes), (case.id, name)
 
 
 def test_bytes_are_the_same_on_every_machine():

@@ -18,7 +18,7 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import OPERATIONS, VARIABLE, OperationError, case_from_id, use_operations
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.running.runner import run_case
-from tests.paths import ROOT
+from tests.paths import PLUGIN, ROOT
 
 EXAMPLE = ROOT / "examples" / "my_operations"
 CASES = ("scale_columns.toml", "--operations", "scale_columns.py")
@@ -116,7 +116,8 @@ def test_pytest_collects_its_cases(folder: Path) -> None:
         encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider"],
+        capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
     )  # fmt: skip
     assert "8 passed" in done.stdout, done.stdout + done.stderr

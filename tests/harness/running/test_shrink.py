@@ -262,9 +262,12 @@ def test_the_smallest_swizzle_and_history():
         replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64)),
         replace(QUANTIZE, recipe="nvfp4", shape=(2, 3, 8, 64), view="strided"),
         replace(QUANTIZE, recipe="fp8-delayed-e5m2", shape=(48, 64)),
+        replace(QUANTIZE, shape=(48, 64), amax=True, usage="both"),
+        replace(QUANTIZE, recipe="nvfp4-rowscaled", shape=(48, 64), amax=True, usage="columnwise"),
         case_from_labels("transform", "nvfp4-rht32", (48, 64), "bf16", "normal"),
         case_from_labels("quantize-grouped", "nvfp4-rht", (96, 64), "bf16", "normal", ("even:3", "columnwise")),
         case_from_labels("quantize-grouped", "fp8-delayed-e4m3", (96, 64), "bf16", "normal", ("even:3",)),
+        case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:3", "amax")),
         replace(GEMM, recipe="fp8-block-1x128-e4m3-pow2", w_recipe="fp8-block-128x128-e5m2-pow2", shape=(40, 256, 160)),
         case_from_labels(
             "gemm-grouped", "mxfp8-e4m3", (96, 64, 40), "bf16xbf16-bf16", "normal", ("even:3", "padded", "bias")
