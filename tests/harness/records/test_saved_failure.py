@@ -157,7 +157,7 @@ def test_all_inputs_come_back(folder, case):
     assert (back.id, back.case, back.seed, back.backend, back.stage) == ("id", case, 2**60, "me:Me", "codes")
     assert back.inputs.counters == inputs.counters
     named, named_back = inputs.tensors, back.inputs.tensors
-    assert named_back.keys() == named.keys()
+    assert list(named_back) == list(named)  # the digest of the inputs has this order
     for name, tensor in named.items():
         assert named_back[name].dtype == tensor.dtype
         assert torch.equal(named_back[name].view(torch.uint8), tensor.view(torch.uint8)), name
