@@ -245,7 +245,7 @@ class Case:
 
     def stages(self) -> tuple[str, ...]:
         """Stages that a kernel can report, in order. A stage that is missing in a record was not observed."""
-        return ()
+        return self.stage_names()
 
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:

@@ -34,9 +34,6 @@ class SwizzleCase(Case):
     def native_sources(self) -> frozenset[str]:
         return frozenset({"swizzle"})
 
-    def stages(self) -> tuple[str, ...]:
-        return self.stage_names()
-
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:
         return ("layout", "unswizzle")

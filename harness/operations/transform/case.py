@@ -35,9 +35,6 @@ class TransformCase(MatrixCase):
     def native_sources(self) -> frozenset[str]:
         return frozenset({"hadamard"})
 
-    def stages(self) -> tuple[str, ...]:
-        return self.stage_names()
-
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:
         return ("output",)

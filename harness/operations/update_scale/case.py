@@ -43,9 +43,6 @@ class UpdateScaleCase(Case):
     def native_sources(self) -> frozenset[str]:
         return frozenset({"delayed"})
 
-    def stages(self) -> tuple[str, ...]:
-        return self.stage_names()
-
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:
         return ("history", "scale")
