@@ -22,7 +22,7 @@ from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import keys_of, one_of, sizes_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
-from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.cases.operations import VARIABLE, case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.machine.plain_text import escape
@@ -391,7 +391,9 @@ def reproduction(function: Callable[..., Any], case: str, options: Mapping[str, 
     if not module:
         return call
     call = call.replace(name, f"{module}.{name}", 1)
-    return shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"])
+    command = shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"])
+    paths = os.environ.get(VARIABLE, "")
+    return f"{VARIABLE}={shlex.quote(paths)} {command}" if paths else command
 
 
 def _module_to_import(function: Callable[..., Any]) -> str:

@@ -27,12 +27,14 @@ class Axis:
 
 
 def size_of(axis: str, extents: Mapping[str, int]) -> int:
-    """Elements along an axis of a tensor, for the sizes of a case by name. Raises KeyError for an unknown size."""
+    """Elements along an axis of a tensor, for the sizes of a case by name. Raises ValueError for an unknown size."""
     if "*" in axis:
         return math.prod(size_of(part, extents) for part in axis.split("*"))
     name, _, divisor = axis.partition("/")
     if name.isdecimal():
         return int(name)
+    if name not in extents:
+        raise ValueError(f"axis {axis!r} names no size; the sizes of the case are {', '.join(extents)}")
     return -(-extents[name] // int(divisor)) if divisor else extents[name]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
-from narrowgauge.harness.cases.operations import OPERATIONS
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, outside_operations
 
 LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
@@ -102,12 +102,18 @@ class _Table:
         cls = OPERATIONS[self.operation]
         fields = {key.name: key.field for key in keys_of(cls)}
         names = [fields[name] for name in self.values]
+        outside = outside_operations()
         for values in itertools.product(*self.values.values()):
             point = dict(zip(names, values, strict=True))
             point["shape"] = tuple(point["shape"])
             case = cls(**point, tier=self.tier, file=file)
             if wrong := case.problem():
                 raise CaseFileError(f"{self.where}: {wrong}")
+            if self.operation in outside and case_from_id(case.id) != replace(case, tier="quick", file=""):
+                raise CaseFileError(
+                    f"{self.where}: the id {case.id} is also that of another case; give the keys of {self.operation} "
+                    "names and words that no other key has, without / and +"
+                )
             yield case
 
 
@@ -177,4 +183,4 @@ def _values(key: Key, given: Any, where: str) -> list[Any]:
     for value in values:
         if wrong := key.check(value):
             raise CaseFileError(f"{where}: {key.name} {wrong}")
-    return values
+    return [float(value) for value in values] if type(key.default) is float else values

@@ -209,6 +209,8 @@ ORDER = (
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
 last key with a list are neighbours. Other fields of an operation follow as it declares them, and then `_LAST`."""
 _LAST = ("repeats", "concurrency")
+_LABELLED = ("recipe", "w_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs")
+"""Fields with a place of their own in an id."""
 _NO_KEYS = ("tier", "file")
 """Fields of a case that are no keys of a table."""
 
@@ -316,7 +318,7 @@ def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
     check = next((extra for extra in extras if callable(extra)), None)
     if check is None and field != "shape":
         check = one_of(choices) if choices or field == "inputs" else _CHECKS.get(plain)
-    if flag is None and field not in (*ORDER, *_LAST):
+    if flag is None and field not in _LABELLED:
         # Two cases with different values of a key have different ids.
         flag = Flag.ALWAYS if default is MISSING else Flag.CHANGED
     if check is None:

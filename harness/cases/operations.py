@@ -12,6 +12,7 @@ case file, or from the labels of a record.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ GROUP = "narrowgauge.operations"
 _OWN = Path(__file__).parents[1] / "operations"
 _PACKAGE = "narrowgauge.harness.operations"
 _OUTSIDE = "narrowgauge_operations"
-"""Package of the modules of a user's operations: its folders are those of the variable."""
+"""Beginning of the names of packages: each folder of a user is one, with the modules of its operations."""
 _DEFINES = re.compile(r"^OPERATION\b", re.MULTILINE)
 
 
@@ -92,8 +93,10 @@ class _Operations(Mapping[str, type[Case]]):
         if self._found is None or self._found[0] != value:
             found = dict(_places_in(_OWN, _PACKAGE))
             for name, place in _outside():
-                if name in found:
-                    raise OperationError(f"{place.source}: there is an operation {name} already; rename the file")
+                if name in found and found[name] != place:
+                    raise OperationError(
+                        f"{place.source}: there is an operation {name} already, {found[name].source}; rename the file"
+                    )
                 found[name] = place
             self._found = value, found
         return self._found[1]
@@ -181,10 +184,12 @@ def outside_operations() -> list[str]:
 
 
 def outside_files() -> list[Path]:
-    """Python files of a user's operations, sorted."""
+    """Python files of a user's operations, and those that they import relatively, sorted."""
     sources = [Path(OPERATIONS.places[name].source) for name in outside_operations()]
+    imported = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(f"{_OUTSIDE}_")
+                and getattr(module, "__file__", None)]  # fmt: skip
     files = {file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path]) if file.is_file()}
-    return sorted(files)
+    return sorted(files.union(map(Path, filter(None, imported))) if files else files)
 
 
 def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
@@ -199,17 +204,15 @@ def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
 
 def _outside() -> Iterator[tuple[str, _Place]]:
     """The operations of a user."""
-    paths = [Path(path) for path in outside_paths()]
-    package = sys.modules.setdefault(_OUTSIDE, ModuleType(_OUTSIDE))
-    package.__path__ = list(dict.fromkeys(str(path if path.is_dir() else path.parent) for path in paths))
-    for path in paths:
+    for path in map(Path, outside_paths()):
         whole = path.is_dir() and not (path / "operation.py").is_file()
         folder = path if whole else path.parent
         if not path.exists():
             raise OperationError(f"{path}: there is no such file or folder of operations")
-        if path.is_dir() and not whole:
-            package.__path__ = list(dict.fromkeys([*package.__path__, str(folder)]))
-        found = [(n, p) for n, p in _places_in(folder, _OUTSIDE) if whole or p.source == str(path)]
+        name = f"{_OUTSIDE}_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+        package = sys.modules.setdefault(name, ModuleType(name))
+        package.__path__ = [str(folder)]
+        found = [(n, p) for n, p in _places_in(folder, name) if whole or p.source == str(path)]
         if not found:
             raise OperationError(
                 f"{path}: holds no operation, a file or folder with an object OPERATION; see docs/add.md"

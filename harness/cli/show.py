@@ -103,7 +103,7 @@ def show(
 def _cases(names: list[str], paths: list[Path] | None, source: Path | None, recipes: list[str] | None) -> list[Case]:
     """The cases with these ids: of the case files or captured tensors, else as the id says."""
     from narrowgauge.harness.cases.keys import nearest
-    from narrowgauge.harness.cases.operations import case_from_id
+    from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 
     listed = {case.id: case for case in load_cases(paths, source, None, recipes)} if paths or source else {}
     cases = []
@@ -111,7 +111,8 @@ def _cases(names: list[str], paths: list[Path] | None, source: Path | None, reci
         case = listed.get(name) or (None if source else case_from_id(name))
         if case is None:
             known = listed or {case.id: case for case in load_cases(None, None, None, None)}
-            stop(f"no case is called {name!r}{nearest(name, known)}")
+            own = "" if name.partition("/")[0] in OPERATIONS else "; an operation of your own needs --operations"
+            stop(f"no case is called {name!r}{nearest(name, known)}{own}")
         cases.append(case)
     return cases
 

@@ -134,6 +134,8 @@ def default_inputs(make: Maker[Case]) -> Inputs:
     case = make.case
     recipe = case.recipes[0] if case.recipes else find_recipe("nvfp4")
     dtype = TORCH_DTYPES[getattr(case, "dtype", "fp32")]
+    if not case.tensors:
+        raise ValueError(f'{type(case).__name__} names no tensors; give it tensors, such as {{"x": ("M", "K")}}')
     tensors = {}
     for name, axes in case.tensors.items():
         shape = [size_of(axis, case.sizes) for axis in axes]

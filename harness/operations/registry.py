@@ -26,6 +26,10 @@ def operation_called(name: str) -> Operation[Any]:
         raise OperationError(f"operation {name}: OPERATION is {type(operation).__name__}, not an Operation")
     if operation.judge is None and (operation.reference is None or not operation.results):
         raise OperationError(f"operation {name}: OPERATION has no judge; give it one, or `reference` and `results`")
+    if operation.judge is not None and operation.deviations:
+        raise OperationError(
+            f"operation {name}: `deviations` belong to `reference` and `results`; OPERATION has a judge"
+        )
     unknown = operation.case.families().keys() - GENERATORS.keys() if operation.inputs is default_inputs else ()
     if unknown:
         raise OperationError(f"operation {name}: OPERATION has no `inputs`, which make the family {min(unknown)!r}")

@@ -55,8 +55,11 @@ def _run(operation: Operation[Any], cause: str, deviation: Deviation[Any], cases
     for case in cases:
         record = run_case(case, _backend(operation, case, deviation)).to_dict()
         records.append(record)
-        if record["verdict"] not in ("pass", "unsupported"):
+        if record["verdict"] == "fail":
             result.failing.append(record)
+        elif record["verdict"] != "pass":
+            result.problem = record["message"]
+            return result
         if len(result.failing) == ENOUGH:
             break
     result.ran = len(records)

@@ -181,6 +181,35 @@ def message_of(name: str) -> str:
     return run_case(case, Backend.local("right", right)).message
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("heads: int = 1", "heads = [2, 4]"),
+        ('before: Literal["none", "relu"] = "none"\n    after: Literal["none", "relu"] = "none"', 'after = "relu"'),
+        ('mode: Literal["plain", "a+b"] = "plain"', 'mode = "a+b"'),
+        ("eps: float = 1e-6", "eps = [7, 0.5]"),
+    ],
+)
+def test_the_id_tells_every_value_of_a_key(folder: Path, key: str, value: str) -> None:
+    """Cases that differ in a key are different cases, or the file is refused."""
+    text = (folder / "scale_columns.py").read_text(encoding="utf-8")
+    text = text.replace("from typing import ", "from typing import Literal, ")
+    (folder / "scale_columns.py").write_text(
+        text.replace("    plus_one: bool = False\n", f"    {key}\n"), encoding="utf-8"
+    )
+    table = (
+        '[[matrix]]\noperation = "scale-columns"\ntier = "quick"\nshape = [3, 7]\ndtype = "bf16"\ninputs = "normal"\n'
+    )
+    (folder / "keys.toml").write_text(f"{table}{value}\n", encoding="utf-8")
+    found = CliRunner().invoke(app, ["list", "keys.toml", *CASES[1:]])
+    if found.exit_code:
+        assert "is also that of another case" in found.output
+    else:
+        ids = found.output.splitlines()[:-1]
+        assert len(ids) == len(set(ids)) == 2, found.output
+        assert all(case_from_id(name) is not None for name in ids)
+
+
 def test_a_broken_operation_leaves_the_others_alone(folder: Path) -> None:
     assert "swizzle" in OPERATIONS
     assert "scale-columns" not in OPERATIONS
