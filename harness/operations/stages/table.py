@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ Place = tuple[int, int]
 """Row and column."""
 NEIGHBOURS = 8
 """Shown elements of a row without blocks."""
+Ends = tuple[torch.Tensor, torch.Tensor]
+"""Least and greatest right number of an element."""
 
 
 class Table:
@@ -34,7 +36,7 @@ class Table:
         place: Place,
         first: Sequence[str],
         expected: torch.Tensor,
-        ends: tuple[torch.Tensor, torch.Tensor] | None,
+        ends: Ends | None,
         actual: torch.Tensor,
     ) -> None:
         """Add the element of a column: the cells `first`, the expected number, its least and greatest right number if
@@ -67,6 +69,29 @@ def neighbours(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
     """Places of the elements that are shown with an element of a row without blocks."""
     start = column // NEIGHBOURS * NEIGHBOURS
     return [(row, c) for c in range(start, min(start + NEIGHBOURS, matrix.shape[1]))]
+
+
+def bounded_table(
+    outcome: Outcome,
+    place: Place | None,
+    expected: torch.Tensor,
+    heading: str,
+    describe: Callable[[Place], tuple[str, Ends | None]],
+) -> Table | None:
+    """A row of the kernel's output beside the expected numbers. None if the output is empty.
+
+    `describe`: of an element, the text under the heading, and its ends if it has several right numbers.
+    """
+    output = outcome.actual
+    assert output is not None
+    if not output.numel():
+        return None
+    row, column = place_in(outcome, "output", place, output.shape)
+    table = Table(f"row {row}", ("column", heading, "expected", "", "lower", "upper", "actual", ""))
+    for neighbour in neighbours(row, column, output):
+        text, ends = describe(neighbour)
+        table.add_element(neighbour, [text], expected[neighbour], ends, output[neighbour])
+    return table
 
 
 def compared_table(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
