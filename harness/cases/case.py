@@ -133,7 +133,7 @@ class Case:
 
     @classmethod
     def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Any, inputs: str, file: str) -> Iterable[Self]:
-        """Cases whose input is a captured matrix: by default none, also with values that exclude one another."""
+        """Cases whose input is a captured matrix. They may have a `problem`. By default no cases."""
         return ()
 
     @property
@@ -233,7 +233,7 @@ class Case:
 
     @classmethod
     def declaration_problem(cls, declared: Mapping[str, Any]) -> str | None:
-        """Why allowed declarations of a backend exclude one another, or None."""
+        """Why the declarations of a backend, each allowed, exclude one another; None if they do not."""
         return None
 
     @property

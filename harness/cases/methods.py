@@ -13,6 +13,7 @@ class Method:
     reference: str = ""
     """Place of the function of the reference; empty: `narrowgauge.reference.ops` exports it."""
     native: str = ""
-    """Place of the function of the native kernels; empty: `narrowgauge.native.ops` exports it, or there is none."""
+    """Place of the function of the native kernels; empty: the function that `narrowgauge.native.ops`
+    exports, if it does."""
     converted: bool = False
     """Whether the attribute `conventions` of a backend says how the results are stored."""

@@ -21,8 +21,8 @@ from narrowgauge.harness.records.record import (
 
 @cache
 def _stages(operation: str, recipe: str, dtype: str, inputs: str, flags: str, rank: int) -> tuple[str, ...]:
-    """Stages of a case with these labels (`Case.stages`), whatever its shape. Empty for labels that no case has: of an
-    operation that is not there, or of another version."""
+    """Stages of a case with these labels (`Case.stages`), whatever its shape. Empty for labels that no case has:
+    the operation is unknown, or another version wrote the record."""
     try:
         case = case_from_labels(operation, recipe, (1,) * rank, dtype, inputs, filter(None, flags.split("+")))
         return case.stages()
