@@ -1,0 +1,40 @@
+"""Contracts: a function of about ten lines says what a kernel computes (docs/contracts.md).
+
+    from narrowgauge import contract as c
+
+This package does not import torch.
+"""
+
+from narrowgauge.contract.declaration import Contract, Matrix, Recipe, Row, Scalar, Scale, contract
+from narrowgauge.contract.steps import (
+    amax,
+    any_of,
+    cast,
+    divide,
+    erf,
+    exp,
+    exp2,
+    float32,
+    gelu,
+    halves,
+    maximum,
+    mean,
+    minimum,
+    quantize,
+    roundings,
+    rsqrt,
+    sigmoid,
+    silu,
+    sqrt,
+    square,
+    sum,
+    tanh,
+    where,
+)
+from narrowgauge.spec.program import ContractError, Program
+
+__all__ = [
+    "Contract", "ContractError", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of", "cast",
+    "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "quantize",
+    "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
+]  # fmt: skip

@@ -1,0 +1,156 @@
+"""`@contract`: a function whose signature names tensors, recipes and options, and whose text says what is computed.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+
+from narrowgauge.contract.values import Trace, Value
+from narrowgauge.spec.program import Axes, ContractError, Program, Tensor
+
+
+class Argument(Value):
+    """The type of an argument that is a tensor. `Annotated[Matrix, ("M", "N")]` gives its axes other names."""
+
+    own_axes: ClassVar[Axes]
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
+
+
+class Matrix(Argument):
+    """A matrix (M, K)."""
+
+    own_axes = ("M", "K")
+
+
+class Row(Argument):
+    """A number for each column: (K,)."""
+
+    own_axes = ("K",)
+
+
+class Scalar(Argument):
+    """A float32 number: ()."""
+
+    own_axes = ()
+    dtypes = ("float32",)
+
+
+class Scale(Argument):
+    """A scale of a tensor: float32 (1,)."""
+
+    own_axes = ("1",)
+    dtypes = ("float32",)
+
+
+TYPES = (Matrix, Row, Scalar, Scale)
+"""Types of tensors."""
+
+
+class Recipe(str):
+    """The type of an argument that names a recipe."""
+
+    __slots__ = ()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a kernel computes. `trace` gives the steps; the function itself is never called with tensors."""
+
+    function: Callable[..., Any]
+    tensors: Mapping[str, tuple[type[Argument], Axes]]
+    """Type and axes of each argument that is a tensor."""
+    recipes: tuple[str, ...]
+    options: Mapping[str, Any]
+    """Defaults of the keyword arguments."""
+
+    @property
+    def name(self) -> str:
+        """The name, as methods and records have it."""
+        return self.function.__name__.replace("_", "-")
+
+    @property
+    def file(self) -> str:
+        """The file of the function."""
+        return self.function.__code__.co_filename
+
+    def trace(self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any]) -> Program:
+        """The steps for dtypes of tensors, names of recipes, and values of options.
+
+        Raises ContractError, with file and line, for a function that is no contract, and TypeError for arguments that
+        the contract does not take.
+        """
+        trace, given = Trace(self.file), {}
+        arguments = []
+        for name, (kind, axes) in self.tensors.items():
+            dtype = dtypes.get(name, "")
+            if dtype not in kind.dtypes:
+                raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
+            arguments.append(Tensor(name, kind.__name__, axes, dtype))
+            given[name] = trace.add("argument", (), axes, dtype, name=name)
+        for wanted, known, what in ((recipes, self.recipes, "recipe"), (options, self.options, "option")):
+            unknown = set(wanted) - set(known)
+            if unknown:
+                raise TypeError(f"{self.name} has no {what} {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+        missing = set(self.recipes) - set(recipes)
+        if missing:
+            raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
+        result = self.function(**given, **recipes, **{**self.options, **options})
+        outputs = self._outputs(trace, result)
+        return Program(self.name, self.file, tuple(arguments), tuple(trace.steps), outputs)
+
+    def _outputs(self, trace: Trace, result: Any) -> dict[str, int]:
+        """Numbers of the steps with the results."""
+        named = result if isinstance(result, Mapping) else {"": result}
+        at = f"{self.file}:{self.function.__code__.co_firstlineno}: {self.name}"
+        found = {}
+        for name, value in named.items():
+            if not isinstance(value, Value) or value.trace is not trace:
+                raise ContractError(f"{at} returns {value!r}, which is no step; return a value, or values by name")
+            default = "quantized" if value.step.function == "quantize" else "output"
+            found[name or default] = value.number
+        if not found:
+            raise ContractError(f"{at} returns nothing; return a value, or values by name")
+        return found
+
+
+def contract(function: Function) -> Contract:
+    """Make a function a contract. Its text says step by step what a kernel computes.
+
+    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`. Keyword
+    parameters are options, with a default. The function returns a value, or a mapping of values by name; names are
+    those of the results of a kernel, in their order. Raises ContractError for another signature.
+    """
+    at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
+    tensors: dict[str, tuple[type[Argument], Axes]] = {}
+    recipes: list[str] = []
+    options: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        annotation = parameter.annotation
+        axes: Axes = ()
+        if get_origin(annotation) is Annotated:
+            annotation, axes = get_args(annotation)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if parameter.default is parameter.empty:
+                raise ContractError(f"{at} has the option {name} without a default; give it one")
+            options[name] = parameter.default
+        elif isinstance(annotation, type) and issubclass(annotation, TYPES):
+            axes = axes or annotation.own_axes
+            if len(axes) != len(annotation.own_axes):
+                raise ContractError(f"{at}: {name} has {len(annotation.own_axes)} axes, not ({', '.join(axes)})")
+            tensors[name] = annotation, axes
+        elif annotation is Recipe:
+            recipes.append(name)
+        else:
+            kinds = ", ".join([*(kind.__name__ for kind in TYPES), "Recipe"])
+            raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")
+    if not tensors:
+        raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
+    return Contract(function, tensors, tuple(recipes), options)

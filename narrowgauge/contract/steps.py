@@ -1,0 +1,196 @@
+"""The functions of a contract. Each adds one step, or the steps of a formula. This module does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
+from narrowgauge.spec.recipes import find_recipe
+
+DTYPES = ("float32", "bfloat16", "float16")
+DIVISIONS = ("quotient", "reciprocal", "approximate")
+
+
+def float32(x: Value) -> Value:
+    """`x` in float32, exactly."""
+    return x if x.dtype == "float32" else x.trace.add("float32", (x,), x.axes, "float32")
+
+
+def cast(x: Value, dtype: str) -> Value:
+    """`x` rounded to a dtype in every kernel, nearest even: `x.dtype` of an argument, "bfloat16" or "float16"."""
+    if dtype not in DTYPES:
+        x.trace.fail(f"a cast takes one of {', '.join(DTYPES)}, not {dtype!r}")
+    return x.trace.add("cast", (x,), x.axes, dtype)
+
+
+def square(x: Value) -> Value:
+    """x²."""
+    return x.trace.add("square", (in_float32(x),), x.axes, "float32")
+
+
+def sum(x: Value | Sequence[Value], *, depth: int | None = None) -> Value:
+    """Σ along the last axis, or of a list of values, in any order, or with at most `depth` roundings of each term."""
+    if isinstance(x, Value):
+        return _reduced("sum", x, depth=depth)
+    values = [in_float32(value) for value in x]
+    axes = values[0].axes
+    for value in values[1:]:
+        axes = broadcast(value.trace, axes, value.axes)
+    return values[0].trace.add("sum_of", tuple(values), axes, "float32", **({} if depth is None else {"depth": depth}))
+
+
+def mean(x: Value, *, depth: int | None = None, division: str | None = None) -> Value:
+    """Σ along the last axis, divided by its size: `sum`, then `divide`."""
+    _check_division(x, division)
+    return _reduced("mean", x, depth=depth, division=division)
+
+
+def amax(x: Value) -> Value:
+    """The largest magnitude along the last axis."""
+    return x.trace.add("amax", (x,), (*x.axes[:-1], "1"), x.dtype)
+
+
+def divide(x: Value | float, y: Value | float, form: str | None = None) -> Value:
+    """x / y as "quotient", as x·fl(1/y) ("reciprocal") or "approximate"; None: any of them, as the operator `/`."""
+    value = x if isinstance(x, Value) else y
+    assert isinstance(value, Value)
+    _check_division(value, form)
+    return combined("divide", x, y, **({} if form is None else {"form": form}))
+
+
+def maximum(x: Value, y: Value | float) -> Value:
+    """The larger of two numbers; NaN in one operand gives the other operand or NaN."""
+    return combined("maximum", x, y)
+
+
+def minimum(x: Value, y: Value | float) -> Value:
+    """The smaller of two numbers; NaN in one operand gives the other operand or NaN."""
+    return combined("minimum", x, y)
+
+
+def where(condition: Value, x: Value | float, y: Value | float) -> Value:
+    """x where the condition holds, else y."""
+    trace = condition.trace
+    if condition.dtype != "bool":
+        trace.fail("the condition of c.where is a comparison, such as x > 0")
+    one, other = (in_float32(v) if isinstance(v, Value) else number(trace, v) for v in (x, y))
+    axes = broadcast(trace, condition.axes, broadcast(trace, one.axes, other.axes))
+    return trace.add("where", (condition, one, other), axes, "float32")
+
+
+def exp(x: Value, *forms: str) -> Value:
+    """eˣ. Forms of functions: `reference.contracts.functions.FUNCTIONS`; none: those that need no fast-math."""
+    return _function("exp", x, forms)
+
+
+def exp2(x: Value, *forms: str) -> Value:
+    """2ˣ."""
+    return _function("exp2", x, forms)
+
+
+def rsqrt(x: Value, *forms: str) -> Value:
+    """1/√x."""
+    return _function("rsqrt", x, forms)
+
+
+def sqrt(x: Value, *forms: str) -> Value:
+    """√x."""
+    return _function("sqrt", x, forms)
+
+
+def tanh(x: Value, *forms: str) -> Value:
+    """tanh x."""
+    return _function("tanh", x, forms)
+
+
+def erf(x: Value, *forms: str) -> Value:
+    """erf x."""
+    return _function("erf", x, forms)
+
+
+def any_of(*values: Value) -> Value:
+    """A number that a kernel may compute by any of the given formulas."""
+    first, *others = [in_float32(value) for value in values]
+    axes = first.axes
+    for other in others:
+        axes = broadcast(first.trace, axes, other.axes)
+    return first.trace.add("any_of", (first, *others), axes, "float32")
+
+
+def roundings(x: Value, count: int) -> Value:
+    """`x` with up to `count` further roundings, such as those of another order of products."""
+    return x.trace.add("roundings", (in_float32(x),), x.axes, "float32", count=count)
+
+
+def sigmoid(x: Value, *forms: str) -> Value:
+    """1/(1 + e^(−x)). Forms: those of `exp`, and "tanh" for ½ + ½·tanh(x/2), whose error is absolute."""
+    by_exp = tuple(form for form in forms if form != "tanh")
+    formulas = [1.0 / (exp(-x, *by_exp) + 1.0)] if by_exp or not forms else []
+    if "tanh" in forms:
+        formulas.append(tanh(x * 0.5) * 0.5 + 0.5)
+    return formulas[0] if len(formulas) == 1 else any_of(*formulas)
+
+
+def silu(x: Value, *forms: str) -> Value:
+    """x·sigmoid(x), as one quotient x/(1 + e^(−x)) or as the product. Forms: those of `sigmoid`."""
+    product = x * sigmoid(x, *forms)
+    by_exp = tuple(form for form in forms if form != "tanh")
+    return any_of(x / (exp(-x, *by_exp) + 1.0), product) if by_exp or not forms else product
+
+
+def gelu(x: Value, form: str = "tanh") -> Value:
+    """GELU: "tanh" is ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "erf" is ½·x·(1 + erf(x/√2)).
+
+    The argument has up to six further roundings: products in another order, constants rounded together, or a factor
+    2·log2 e; tanh may be computed by a sigmoid.
+    """
+    if form == "tanh":
+        argument = (x + square(x) * x * 0.044715) * math.sqrt(2 / math.pi)
+        inner = tanh(roundings(argument, 6), "tanhf", "sigmoid")
+    elif form == "erf":
+        inner = erf(roundings(x * math.sqrt(0.5), 2))
+    else:
+        x.trace.fail(f"c.gelu has the forms tanh and erf, not {form!r}")
+    return any_of(x * 0.5 * (inner + 1.0), x * ((inner + 1.0) * 0.5))
+
+
+def halves(x: Value) -> tuple[Value, Value]:
+    """The first and the second half of the last axis."""
+    axes = (*x.axes[:-1], f"{x.axes[-1]}/2")
+    first, second = (x.trace.add("part", (x,), axes, x.dtype, part=part, parts=2) for part in (0, 1))
+    return first, second
+
+
+def quantize(x: Value, recipe: str, scale: Value | None = None) -> Value:
+    """`x` quantized by a recipe: codes, scales, and the amax if the recipe has a scale for the tensor.
+
+    `scale`: an argument of the type Scale, for a recipe whose scale is given.
+    """
+    if len(x.axes) != 2:
+        x.trace.fail(f"c.quantize takes a matrix, not a tensor of the axes ({', '.join(x.axes)})")
+    try:
+        given = find_recipe(recipe).tensor_scale == "given"
+    except ValueError as error:
+        x.trace.fail(str(error))
+    if given != (scale is not None):
+        x.trace.fail(
+            f"recipe {recipe} takes {'a' if given else 'no'} scale; c.quantize has {'none' if given else 'one'}"
+        )
+    if scale is not None and (scale.step.function, scale.axes) != ("argument", ("1",)):
+        x.trace.fail("the scale of c.quantize is an argument of the type Scale")
+    return x.trace.add("quantize", (x,) if scale is None else (x, scale), x.axes, x.dtype, recipe=recipe)
+
+
+def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:
+    return x.trace.add(name, (in_float32(x),), x.axes, "float32", **({"forms": list(forms)} if forms else {}))
+
+
+def _reduced(name: str, x: Value, **options: object) -> Value:
+    given = {key: value for key, value in options.items() if value is not None}
+    return x.trace.add(name, (in_float32(x),), (*x.axes[:-1], "1"), "float32", **given)
+
+
+def _check_division(x: Value, form: str | None) -> None:
+    if form is not None and form not in DIVISIONS:
+        x.trace.fail(f"a division has the form {', '.join(DIVISIONS)}, not {form!r}")

@@ -1,0 +1,159 @@
+"""Values of a contract while it is traced: an operation on a value adds a step. This module does not import torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from narrowgauge.spec.program import Axes, ContractError, Step
+
+_FOLDER = str(Path(__file__).parent)
+
+
+class Trace:
+    """The steps of a contract that is being traced."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.steps: list[Step] = []
+
+    def add(self, function: str, operands: tuple[Value, ...], axes: Axes, dtype: str, **options: Any) -> Value:
+        """Add a step; its value. An equal step is not added twice, so that both values are one number."""
+        for operand in operands:
+            if operand.trace is not self:
+                self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
+        step = Step(function, tuple(operand.number for operand in operands), options, axes, dtype, line_of_user())
+        for number, known in enumerate(self.steps):
+            if (known.function, known.operands, known.options) == (step.function, step.operands, step.options):
+                return Value(self, number)
+        self.steps.append(step)
+        return Value(self, len(self.steps) - 1)
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise ContractError with the file and the line of the user."""
+        raise ContractError(f"{self.file}:{line_of_user()}: {problem}")
+
+
+def line_of_user() -> int:
+    """The line of the innermost frame outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame.f_lineno
+
+
+class Value:
+    """A tensor of a contract."""
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.trace, self.number = trace, number
+
+    @property
+    def step(self) -> Step:
+        """The step that gives this value."""
+        return self.trace.steps[self.number]
+
+    @property
+    def axes(self) -> Axes:
+        """Names of the sizes."""
+        return self.step.axes
+
+    @property
+    def dtype(self) -> str:
+        """float32, bfloat16 or float16."""
+        return self.step.dtype
+
+    def __add__(self, other: Value | float) -> Value:
+        return combined("add", self, other)
+
+    def __radd__(self, other: float) -> Value:
+        return combined("add", other, self)
+
+    def __sub__(self, other: Value | float) -> Value:
+        return combined("subtract", self, other)
+
+    def __rsub__(self, other: float) -> Value:
+        return combined("subtract", other, self)
+
+    def __mul__(self, other: Value | float) -> Value:
+        if isinstance(other, Value) and other.number == self.number:
+            return self.trace.add("square", (in_float32(self),), self.axes, "float32")
+        return combined("multiply", self, other)
+
+    def __rmul__(self, other: float) -> Value:
+        return combined("multiply", other, self)
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return combined("divide", self, other)
+
+    def __rtruediv__(self, other: float) -> Value:
+        return combined("divide", other, self)
+
+    def __neg__(self) -> Value:
+        return self.trace.add("negative", (self,), self.axes, self.dtype)
+
+    def __abs__(self) -> Value:
+        return self.trace.add("absolute", (self,), self.axes, self.dtype)
+
+    def __gt__(self, other: Value | float) -> Value:
+        return combined("compare", self, other, relation=">")
+
+    def __ge__(self, other: Value | float) -> Value:
+        return combined("compare", self, other, relation=">=")
+
+    def __lt__(self, other: Value | float) -> Value:
+        return combined("compare", self, other, relation="<")
+
+    def __le__(self, other: Value | float) -> Value:
+        return combined("compare", self, other, relation="<=")
+
+    def __bool__(self) -> bool:  # noqa: PLE0304  # it raises
+        self.trace.fail("a contract cannot branch on a tensor; c.where(condition, a, b) takes one of two values")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.trace.fail(f"a tensor of a contract has no {name}; a contract uses the functions of narrowgauge.contract")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        value = next(value for value in args if isinstance(value, Value))
+        name = getattr(function, "__name__", str(function))
+        value.trace.fail(f"torch.{name} is no step of a contract; use a function of narrowgauge.contract")
+
+
+def in_float32(value: Value) -> Value:
+    """The value, which must be float32. Raises ContractError for another dtype."""
+    if value.dtype != "float32":
+        value.trace.fail(
+            f"arithmetic is in float32, and an operand is {value.dtype}: convert it by c.float32, and round the result "
+            "by c.cast if the kernel does"
+        )
+    return value
+
+
+def combined(function: str, a: Value | float, b: Value | float, **options: Any) -> Value:
+    """A step of two operands, one of which may be a number. Raises ContractError for shapes that do not fit."""
+    trace = a.trace if isinstance(a, Value) else b.trace  # type: ignore[union-attr]
+    one, other = (in_float32(v) if isinstance(v, Value) else number(trace, v) for v in (a, b))
+    axes = broadcast(trace, one.axes, other.axes)
+    dtype = "bool" if function == "compare" else "float32"
+    return trace.add(function, (one, other), axes, dtype, **options)
+
+
+def number(trace: Trace, value: Any) -> Value:
+    """A constant. Raises ContractError for anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        trace.fail(f"an operand is {value!r}; operands are tensors of the contract and numbers")
+    return trace.add("constant", (), (), "float32", value=float(value))
+
+
+def broadcast(trace: Trace, a: Axes, b: Axes) -> Axes:
+    """Axes of a result. Raises ContractError for axes that do not fit together."""
+    size = max(len(a), len(b))
+    padded = [("1",) * (size - len(axes)) + axes for axes in (a, b)]
+    for one, other in zip(*padded, strict=True):
+        if one != other and "1" not in (one, other):
+            trace.fail(f"operands of the axes ({', '.join(a)}) and ({', '.join(b)}) do not fit together")
+    return tuple(other if one == "1" else one for one, other in zip(*padded, strict=True))

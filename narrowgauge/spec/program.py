@@ -1,0 +1,90 @@
+"""A contract as data: the list of its steps. This module does not import torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Axes = tuple[str, ...]
+"""Names of the sizes of a tensor; "1" is an axis of one element, which repeats along the axis of another operand."""
+
+
+class ContractError(ValueError):
+    """A function that is no contract. The message begins with file and line."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that a contract takes."""
+
+    name: str
+    kind: str
+    """Name of its type, such as Matrix."""
+    axes: Axes
+    dtype: str
+    """float32, bfloat16 or float16."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a contract."""
+
+    function: str
+    """Name of the step, such as "add"; the table is `reference.contracts.evaluate.STEPS`."""
+    operands: tuple[int, ...]
+    """Numbers of the steps with the operands."""
+    options: Mapping[str, Any]
+    axes: Axes
+    dtype: str
+    """Dtype of the result. A step in float32 rounds to float32 or not at all; a cast rounds in every kernel."""
+    line: int
+    """Line of the file."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a contract for one set of dtypes and keyword arguments, in an order in which they can run."""
+
+    name: str
+    file: str
+    arguments: tuple[Tensor, ...]
+    steps: tuple[Step, ...]
+    outputs: Mapping[str, int]
+    """Numbers of the steps with the results, in the order in which a kernel returns them."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides a verdict: neither the file nor the lines."""
+        steps = [[step.function, step.operands, step.options, step.axes, step.dtype] for step in self.steps]
+        data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The program as JSON; `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Program:
+        """The program of `to_json`."""
+        data = json.loads(text)
+        arguments = tuple(Tensor(**{**a, "axes": tuple(a["axes"])}) for a in data.pop("arguments"))
+        steps = tuple(
+            Step(**{**s, "operands": tuple(s["operands"]), "axes": tuple(s["axes"])}) for s in data.pop("steps")
+        )
+        return Program(arguments=arguments, steps=steps, **data)
+
+    def text(self) -> str:
+        """A line for each step: its number, formula, axes and dtype, and the line of the file."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        names = {number: name for name, number in self.outputs.items()}
+        for number, step in enumerate(self.steps):
+            operands = [f"%{operand}" for operand in step.operands]
+            options = [f"{name}={value}" for name, value in step.options.items()]
+            formula = f"{step.function}({', '.join(operands + options)})"
+            shown = f"  shown as {names[number]}" if number in names else ""
+            yield f"%{number:<3} {formula:<44} {' x '.join(step.axes):<10} {step.dtype:<9} line {step.line}{shown}"

@@ -1,0 +1,148 @@
+"""The results that correct kernels may give for a tensor: a least and a greatest number or code for each element.
+
+Codes are ordered by their values: −0 lies below 0. A dtype and a format have the same order, so one rule judges floats,
+FP8 codes, 4-bit codes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from narrowgauge.reference.contracts.casts import below, nearest
+from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.spec.formats import Format
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.uint8: torch.uint8}
+"""Integers of the size of a number."""
+_MANY = 16
+"""Codes from which an element counts as undetermined, or a quarter of all codes of the format."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The least and the greatest number of each element in a dtype, float32 ends rounded outward."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    """The same object as `low` if all ends are equal."""
+    nan: torch.Tensor | None = None
+    """Where a number may be NaN. None: nowhere."""
+
+    @property
+    def point(self) -> bool:
+        """Whether all ends are equal."""
+        return self.low is self.high
+
+    @property
+    def never(self) -> torch.Tensor:
+        """Where no number is possible but NaN: the ends are NaN there."""
+        return self.low.isnan()
+
+    @staticmethod
+    def of(x: Interval, dtype: torch.dtype) -> Ends:
+        """The ends of an interval of numbers that the kernel holds in `dtype`."""
+        if x.point:
+            low = high = nearest(x.low, dtype, is_float32=True)
+        elif dtype == torch.float32:
+            low, high = below(x.low), -below(-x.high)
+        else:
+            low, high = nearest(x.low, dtype), nearest(x.high, dtype)
+        return Ends(low, high, None if x.finite else x.may_be_nan)
+
+    @staticmethod
+    def joined(parts: Sequence[Ends]) -> Ends:
+        """Rows below rows."""
+        if len(parts) == 1:
+            return parts[0]
+        low = torch.cat([part.low for part in parts])
+        high = low if all(part.point for part in parts) else torch.cat([part.high for part in parts])
+        if all(part.nan is None for part in parts):
+            return Ends(low, high)
+        return Ends(
+            low, high, torch.cat([torch.zeros_like(p.low, dtype=torch.bool) if p.nan is None else p.nan for p in parts])
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A result of a kernel, and what correct kernels give. All tensors have one shape, with a code in each element."""
+
+    actual: torch.Tensor
+    lower: torch.Tensor
+    """The least accepted number or code, in the dtype of the result."""
+    upper: torch.Tensor
+    """The greatest one; the same object as `lower` if all are determined."""
+    wrong: torch.Tensor
+    """Bool: where the result is not accepted."""
+    determined: int
+    """Elements for which all correct kernels give one code."""
+    undetermined: int
+    """Elements for which so many codes are accepted that nothing was judged."""
+    fmt: Format | None = None
+    """Format of the codes; None for floats."""
+
+
+def judge_range(
+    actual: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    nan: torch.Tensor | None = None,
+    fmt: Format | None = None,
+) -> Part:
+    """The part of a result that has to lie between two numbers or codes of its dtype.
+
+    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN.
+    """
+    differs = different(actual, lower, fmt)
+    if upper is lower and nan is None:
+        return Part(actual, lower, upper, differs, actual.numel(), 0, fmt)
+    order, low, high = (order_of(x, fmt) for x in (actual, lower, upper))
+    is_nan, no_low, no_high = (is_nan_of(x, fmt) for x in (actual, lower, upper))
+    empty = no_low & no_high
+    allowed = no_low | no_high if nan is None else nan | no_low | no_high
+    low, high = torch.where(no_low, high, low), torch.where(no_high, low, high)
+    inside = (order >= low) & (order <= high) & ~empty
+    wrong = ~torch.where(is_nan, allowed, inside)
+    determined = torch.where(allowed, empty, low == high)
+    codes = 256 if fmt is None else 1 << fmt.bits
+    undetermined = (high - low >= min(_MANY, codes // 4)) | (allowed & ~empty)
+    return Part(actual, lower, upper, wrong, int(determined.sum()), int(undetermined.sum()), fmt)
+
+
+def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """Where two results differ in a bit; a NaN equals every NaN."""
+    bits = BITS[actual.dtype]
+    differs = actual.contiguous().view(bits) != expected.contiguous().view(bits)
+    if bool(differs.any()):
+        at = differs.nonzero(as_tuple=True)
+        differs[at] = ~(is_nan_of(actual[at], fmt) & is_nan_of(expected[at], fmt))
+    return differs
+
+
+def is_nan_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """Where a number or a code is NaN."""
+    if fmt is None or values.is_floating_point():
+        return values.isnan()
+    return _table(fmt, str(values.device))[1][values.int()]
+
+
+def order_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """Numbers of floats, or of codes (uint8, one in a byte), in the order of the values: int32. NaN has any number."""
+    if not values.is_floating_point():
+        assert fmt is not None
+        return _table(fmt, str(values.device))[0][values.int()]
+    bits = values.contiguous().view(BITS[values.dtype])
+    return torch.where(bits < 0, ~(bits & torch.iinfo(bits.dtype).max), bits).int()
+
+
+@cache
+def _table(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each byte its number in the order of the values, and whether it is NaN."""
+    sign = fmt.sign_code if fmt.signed else 256
+    order = [code if code < sign else -1 - (code - sign) for code in range(256)]
+    nan = [code < fmt.codes and fmt.value(code) != fmt.value(code) for code in range(256)]
+    return torch.tensor(order, dtype=torch.int32).to(device), torch.tensor(nan).to(device)

@@ -1,0 +1,227 @@
+"""Evaluation of a contract: every step in its order, on intervals, from the inputs of a kernel.
+
+A result that the kernel shows is judged where it arises, and its own numbers replace the step that is shown. So each
+output is judged given the outputs before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.reference.contracts import interval as i
+from narrowgauge.reference.contracts import sums
+from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
+from narrowgauge.reference.contracts.casts import DTYPES, cast
+from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
+from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.quantized import judge_quantized
+from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import UNIT
+
+Tensors = Mapping[str, torch.Tensor]
+Shown = Mapping[str, torch.Tensor | Quantized]
+"""Results of a kernel by the names of the outputs; absent: hidden."""
+
+
+@dataclass
+class Evaluation:
+    """A contract with inputs: the values of the steps so far."""
+
+    program: Program
+    tensors: Tensors
+    """Inputs by the names of the arguments."""
+    values: dict[int, Any]
+    """Interval of each step; a comparison has two masks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the inputs."""
+        return next(iter(self.tensors.values())).device
+
+
+def judged(program: Program, tensors: Tensors, shown: Shown) -> dict[str, Part]:
+    """Each result that the kernel shows, in the order of the steps, with what is accepted of it.
+
+    Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
+    """
+    check_tensors(program, tensors)
+    names = {number: name for name, number in program.outputs.items()}
+    ends: dict[int, list[Ends]] = {number: [] for number, name in names.items() if name in shown}
+    for rows in slabs_of_rows(program, tensors):
+        evaluation = Evaluation(program, _of_rows(program, tensors, rows), {})
+        for number, step in enumerate(program.steps):
+            dtype = DTYPES.get(step.dtype, torch.float32)
+            if step.function == "quantize":
+                if number in ends:
+                    ends[number].append(Ends.of(evaluation.values[step.operands[0]], dtype))
+                continue
+            value = STEPS[step.function](evaluation, step)
+            if number in ends:
+                ends[number].append(Ends.of(value, dtype))
+                result = shown[names[number]]
+                assert isinstance(result, torch.Tensor)
+                value = i.exactly(result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result)
+            evaluation.values[number] = value
+    found: dict[str, Part] = {}
+    for number, parts in ends.items():
+        step, name, result = program.steps[number], names[number], shown[names[number]]
+        joined = Ends.joined(parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1])
+        if isinstance(result, Quantized):
+            scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+            judgements = judge_quantized(joined, result, scale)
+            found |= {part if name == "quantized" else f"{name}.{part}": judged for part, judged in judgements.items()}
+        else:
+            found[name] = judge_range(result, joined.low, joined.high, joined.nan)
+    return found
+
+
+_SLAB = 1 << 16
+"""Elements that are evaluated at once: a float64 tensor of them stays in the cache of a core."""
+
+
+def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
+    """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
+    first = program.arguments[0]
+    axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
+    if not axis or tensors[first.name].is_cuda or any(axis in step.axes[1:] for step in program.steps):
+        return [slice(0, rows)]
+    height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
+    return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
+
+
+def _of_rows(program: Program, tensors: Tensors, rows: slice) -> Tensors:
+    axis = program.arguments[0].axes[:1]
+    return {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
+
+
+def reference(program: Program, tensors: Tensors) -> dict[str, torch.Tensor | Quantized]:
+    """Results of one correct kernel: the middle of each interval, rounded to the dtype of the output.
+
+    A hidden number before a quantization is the least of its interval. Raises ValueError as `judged`.
+    """
+    check_tensors(program, tensors)
+    evaluation = Evaluation(program, tensors, {})
+    names = {number: name for name, number in program.outputs.items()}
+    found: dict[str, torch.Tensor | Quantized] = {}
+    for number, step in enumerate(program.steps):
+        if step.function == "quantize":
+            recipe = find_recipe(step.options["recipe"])
+            y = evaluation.values[step.operands[0]]
+            found[names[number]] = quantize(Ends.of(y, DTYPES[step.dtype]).low, recipe)
+            continue
+        value = STEPS[step.function](evaluation, step)
+        if isinstance(value, Interval) and not value.point:
+            value = i.exactly(_middle(value).to(DTYPES[step.dtype]))
+        evaluation.values[number] = value
+        if number in names:
+            found[names[number]] = value.low.to(DTYPES[step.dtype])
+    return found
+
+
+def _middle(x: Interval) -> torch.Tensor:
+    """A number of each interval, float32 if one lies inside."""
+    middle = i.to_float32(x.low + (x.high - x.low) / 2)
+    return torch.where((x.low <= middle) & (middle <= x.high), middle, x.low)
+
+
+def check_tensors(program: Program, tensors: Tensors) -> None:
+    """Raise ValueError unless the tensors are the arguments of a contract, with dtypes and sizes that fit together."""
+    names = [argument.name for argument in program.arguments]
+    if set(tensors) != set(names):
+        raise ValueError(f"{program.name} takes {', '.join(names)}, not {', '.join(tensors) or 'nothing'}")
+    sizes: dict[str, tuple[int, str]] = {"1": (1, "the contract")}
+    for argument in program.arguments:
+        tensor = tensors[argument.name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype != argument.dtype or tensor.dim() != len(argument.axes):
+            raise ValueError(
+                f"{argument.name} is {argument.dtype} ({', '.join(argument.axes)}), not {dtype} {tuple(tensor.shape)}"
+            )
+        for axis, size in zip(argument.axes, tensor.shape, strict=True):
+            known, owner = sizes.setdefault(axis, (size, argument.name))
+            if known != size:
+                raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
+
+
+def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
+    """The shape of the values together."""
+    return torch.Size(torch.broadcast_shapes(*(value.shape for value in values)))  # type: ignore[no-untyped-call]
+
+
+def _argument(evaluation: Evaluation, step: Step) -> Interval:
+    return i.exactly(evaluation.tensors[step.options["name"]])
+
+
+def _constant(evaluation: Evaluation, step: Step) -> Interval:
+    return i.constant(step.options["value"], evaluation.device)
+
+
+def _where(evaluation: Evaluation, step: Step) -> Interval:
+    condition, one, other = (evaluation.values[number] for number in step.operands)
+    shape = _common_shape([condition[0], one, other])
+    a, b = (value.arranged(lambda t: t.expand(shape)) for value in (one, other))
+    return i.choose((condition[0].expand(shape), condition[1].expand(shape)), a, b)
+
+
+def _sum_of(evaluation: Evaluation, step: Step) -> Interval:
+    values = [evaluation.values[number] for number in step.operands]
+    shape = _common_shape(values)
+    ends = [torch.stack([end.expand(shape) for end in ends], -1)
+            for ends in ([v.low for v in values], [v.high for v in values])]  # fmt: skip
+    if all(value.point for value in values):
+        ends[1] = ends[0]
+    nan = torch.stack([value.may_be_nan.expand(shape) for value in values], -1)
+    terms = Interval(ends[0], ends[1], None if ends[0] is ends[1] else nan)
+    return sums.total(terms, **step.options).arranged(lambda t: t.squeeze(-1))
+
+
+def _any_of(evaluation: Evaluation, step: Step) -> Interval:
+    values = [evaluation.values[number] for number in step.operands]
+    shape = _common_shape(values)
+    return i.hull([value.arranged(lambda t: t.expand(shape)) for value in values])
+
+
+def _part(evaluation: Evaluation, step: Step) -> Interval:
+    parts, part = step.options["parts"], step.options["part"]
+    value: Interval = evaluation.values[step.operands[0]]
+    size = value.shape[-1]
+    if size % parts:
+        raise ValueError(f"the last axis has {size} elements, which are not {parts} equal parts")
+    return value.arranged(lambda t: t[..., part * (size // parts) : (part + 1) * (size // parts)])
+
+
+def _roundings(evaluation: Evaluation, step: Step) -> Interval:
+    value: Interval = evaluation.values[step.operands[0]]
+    count = step.options["count"]
+    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * 2.0**-150)
+    return replace(value, low=low, high=high, nan=value.may_be_nan)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
+    """A step of intervals and options."""
+    return lambda evaluation, step: function(*(evaluation.values[n] for n in step.operands), **step.options)
+
+
+def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
+    return lambda evaluation, step: apply(name, evaluation.values[step.operands[0]], step.options.get("forms", ()))
+
+
+STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
+    "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
+    "part": _part, "roundings": _roundings,
+    "float32": lambda evaluation, step: evaluation.values[step.operands[0]],
+    "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype),
+    "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
+    "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
+    "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
+    "sum": _plain(sums.total), "mean": _plain(sums.mean), "amax": _plain(sums.amax),
+    **{name: _function(name) for name in FUNCTIONS},
+}  # fmt: skip
+"""The steps of contracts by name. `quantize` is judged, not evaluated."""

@@ -1,0 +1,149 @@
+"""Functions of one number, with the errors that their implementations document.
+
+`FUNCTIONS` is the one table of errors: each form of a function, with its source. A verdict rests on the forms that its
+contract names. The tables of CUDA are measured and not guaranteed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.reference.contracts.interval import Interval, hull, rounded, widened
+from narrowgauge.spec.summation import SMALLEST_SUBNORMAL, UNIT
+
+_GUIDE = "CUDA C++ Programming Guide 13.0, section 17.1, table 17"
+_INTRINSICS = "CUDA C++ Programming Guide 13.0, section 17.2, table 18"
+_PTX = "PTX ISA 9.0"
+_EVALUATION = 2.0**-49
+"""Relative error of a float64 function of torch: libm and CUDA document at most 4 ulps of 2^-52."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a function: its documented error."""
+
+    ulps: float = 0.0
+    """Distance from the correctly rounded result, in ulps."""
+    relative: float = 0.0
+    absolute: float = 0.0
+    ulps_of_argument: float = 0.0
+    """Further ulps for a unit of the argument's magnitude."""
+    argument: float = 0.0
+    """Relative error of the argument, such as of x·log2 e."""
+    source: str = ""
+
+    def applied(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ends of the exact function, moved outward by the error of the result."""
+        relative = max((2 * self.ulps + 1) * UNIT if self.ulps else 0.0, self.relative)
+        subnormal = (self.ulps + 0.5) * SMALLEST_SUBNORMAL if self.ulps else 0.0
+        return widened(low, high, relative, self.absolute + subnormal)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of one number."""
+
+    evaluate: Callable[[torch.Tensor], torch.Tensor]
+    """In float64, with a relative error of at most `_EVALUATION`."""
+    increasing: bool
+    forms: dict[str, Form]
+    default: tuple[str, ...]
+    """Forms of correct kernels of every dialect that names no form."""
+    range: tuple[float, float] = (-math.inf, math.inf)
+    """Results of every implementation lie here."""
+    exact_at: tuple[float, ...] = ()
+    """Arguments with a result that every implementation returns exactly."""
+
+
+FUNCTIONS: dict[str, Function] = {
+    "exp": Function(
+        torch.exp, True,
+        {
+            "expf": Form(ulps=2, source=f"{_GUIDE}: expf"),
+            "exp2": Form(ulps=2, argument=2 * UNIT, source=f"{_PTX}: ex2.approx of fl(x·log2 e), as Triton's tl.exp"),
+            "__expf": Form(ulps=2, ulps_of_argument=1.173, source=f"{_INTRINSICS}: 2 + floor(abs(1.173·x)) ulp"),
+        },
+        ("expf", "exp2"), range=(0.0, math.inf), exact_at=(0.0, math.inf, -math.inf),
+    ),
+    "exp2": Function(
+        torch.exp2, True, {"exp2f": Form(ulps=2, source=f"{_GUIDE}: exp2f; {_PTX}: ex2.approx")}, ("exp2f",),
+        range=(0.0, math.inf), exact_at=(0.0, math.inf, -math.inf),
+    ),
+    "rsqrt": Function(
+        torch.rsqrt, False,
+        {"rsqrtf": Form(ulps=2, source=f"{_GUIDE}: rsqrtf; it covers 1/sqrtf and rsqrt.approx, 2^-22.9")}, ("rsqrtf",),
+        range=(0.0, math.inf), exact_at=(0.0, math.inf),
+    ),
+    "sqrt": Function(
+        torch.sqrt, True,
+        {
+            "sqrtf": Form(ulps=0, relative=UNIT, source=f"{_GUIDE}: sqrtf, correctly rounded"),
+            "approximate": Form(ulps=1, source=f"{_GUIDE}: sqrtf with -use_fast_math"),
+        },
+        ("sqrtf",), range=(0.0, math.inf), exact_at=(0.0, math.inf),
+    ),
+    "tanh": Function(
+        torch.tanh, True,
+        {
+            "tanhf": Form(ulps=2, source=f"{_GUIDE}: tanhf"),
+            "sigmoid": Form(
+                absolute=6 * UNIT,
+                source="2·s − 1, s = 1/(1 + e^(−2x)): e^(−2x) is off by 5 units of 2^-24, and sum, quotient and "
+                "difference round: 10·s·(1 − s) + 4·s + 1 ≤ 6 units",
+            ),
+            "approximate": Form(relative=2.0**-11, source=f"{_PTX}: tanh.approx"),
+        },
+        ("tanhf",), range=(-1.0, 1.0), exact_at=(0.0, math.inf, -math.inf),
+    ),
+    "erf": Function(
+        torch.erf, True, {"erff": Form(ulps=2, source=f"{_GUIDE}: erff")}, ("erff",),
+        range=(-1.0, 1.0), exact_at=(0.0, math.inf, -math.inf),
+    ),
+}  # fmt: skip
+"""Functions by name. Every function is monotone. Implementations may have steps that are not: each end is widened by
+the whole error, so these steps lie inside."""
+
+
+def apply(name: str, x: Interval, forms: Sequence[str] = ()) -> Interval:
+    """A function of every number of `x`, by any of the named forms; none: the forms of `Function.default`.
+
+    Raises ValueError for an unknown form. A number outside of the domain gives NaN.
+    """
+    function = FUNCTIONS[name]
+    unknown = set(forms) - set(function.forms)
+    if unknown:
+        raise ValueError(f"{name} has no form {', '.join(sorted(unknown))}; forms: {', '.join(function.forms)}")
+    return hull([_by(function, function.forms[form], x) for form in forms or function.default])
+
+
+def _by(function: Function, form: Form, x: Interval) -> Interval:
+    """The function in one form."""
+    ends = (x.low, x.high) if function.increasing else (x.high, x.low)
+    outward = (-1, 1) if function.increasing else (1, -1)
+    moved = [_moved(end, sign, form.argument) for end, sign in zip(ends, outward, strict=True)]
+    results = [function.evaluate(end) for end in moved]
+    low, high = form.applied(*results)
+    if form.ulps_of_argument:
+        extra = form.ulps_of_argument * torch.fmax(x.low.abs(), x.high.abs()) * 2 * UNIT
+        low, high = low - results[0].abs() * extra, high + results[1].abs() * extra
+    exact = [torch.isin(end, end.new_tensor(function.exact_at)) for end in ends]
+    low = torch.where(exact[0], results[0], low).clamp(*function.range)
+    high = torch.where(exact[1], results[1], high).clamp(*function.range)
+    domain = results[0].isnan() | results[1].isnan()
+    nan = x.may_be_nan | domain
+    # An end outside of the domain, as below 0 for a root: the numbers inside begin at the end of the domain.
+    inside = domain & ~(results[0].isnan() & results[1].isnan())
+    if bool(inside.any()):
+        edge = function.evaluate(torch.zeros_like(low))
+        low = torch.where(inside & low.isnan(), edge, low)
+        high = torch.where(inside & high.isnan(), edge, high)
+    return rounded(low, high, nan)
+
+
+def _moved(end: torch.Tensor, sign: int, relative: float) -> torch.Tensor:
+    """An end of the argument moved outward by a relative error."""
+    return end + sign * end.abs() * relative if relative else end

@@ -1,0 +1,324 @@
+"""Quantization of intervals: the amaxes, scales and codes of correct kernels, by the steps of `reference.quantize`.
+
+Each result is judged given the kernel's own result before it: scales given its amax, codes given its scales. The amax
+of a block that is hidden lies between two ends; the scale must be the scale of one of the numbers between, and these
+numbers alone count for the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, is_nan_of, judge_range, order_of
+from narrowgauge.reference.numbers.blocks import tensor_amax
+from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.reference.quantize.layout import elements, linear_scales
+from narrowgauge.reference.quantize.scaling import block_scales, element_factors, scale_elements, tensor_scale
+from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements, row_amax
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+
+_MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away")
+_FEW = 64
+"""Amaxes between two ends that are tried one by one."""
+
+
+def problem(recipe: Recipe) -> str | None:
+    """Why a quantization by this recipe cannot be a step of a contract, or None."""
+    if recipe.transform is not None:
+        return f"recipe {recipe} rotates the tensor; quantize in a contract takes a recipe without a rotation"
+    if recipe.rounding not in _MONOTONE:
+        return f"recipe {recipe} rounds {recipe.rounding}; quantize in a contract takes a rounding to nearest"
+    if recipe.candidates != "6":
+        return f"recipe {recipe} chooses between two scales; quantize in a contract takes a rule with one scale"
+    if recipe.delayed is not None:
+        return f"recipe {recipe} has a history of amaxes; quantize in a contract takes fp8-static and the scale"
+    return None
+
+
+def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> dict[str, Part]:
+    """What is accepted of the quantization of `y` (M, K), and the kernel's results.
+
+    `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
+    amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
+    and for a kernel that does not return the amax of a hidden tensor.
+    """
+    recipe, dtype = kernel.recipe, y.low.dtype
+    wrong = problem(recipe)
+    if wrong is not None:
+        raise ValueError(wrong)
+    parts: dict[str, Part] = {}
+    small, large = _magnitudes(y)
+    low = block_amaxes(small, recipe)
+    blocks = [low, low if small is large else block_amaxes(large, recipe)]
+    tensor = scale
+    if recipe.tensor_scale not in ("none", "given"):
+        parts |= _judge_amax(blocks, kernel)
+        amax = _amaxes(low, recipe) if kernel.amax is None else kernel.amax
+        tensor = tensor_scale(amax, recipe, dtype)
+    scales, own = linear_scales(kernel), blocks
+    if recipe.block_scale != "given" and not recipe.whole:
+        uncertain = None if y.nan is None else y.nan & ~y.never
+        free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
+        parts["scales"], own = _judge_scales(blocks, tensor, recipe, dtype, scales, free)
+    elif recipe.block_scale != "given":
+        expected = block_scales(low, tensor, recipe, dtype)
+        parts["scales"] = judge_range(scales, expected, expected, fmt=recipe.scale)
+    parts["codes"] = _judge_codes(y, kernel, scales, tensor, own)
+    return parts
+
+
+def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest magnitudes. An element that may be NaN may be left out of an amax."""
+    if y.point:
+        return (size := y.low.abs()), size
+    left_out = (y.low <= 0) & (y.high >= 0)
+    if y.nan is not None:
+        left_out |= y.nan & ~y.never
+    one, other = y.low.abs(), y.high.abs()
+    return torch.minimum(one, other).masked_fill_(left_out, 0.0), torch.maximum(one, other)
+
+
+# ---- amax and scales -------------------------------------------------------------------------------------------------
+
+
+def _amaxes(blocks: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
+
+
+def _judge_amax(blocks: list[torch.Tensor], kernel: Quantized) -> dict[str, Part]:
+    """The amax of the tensor or of each row, if the kernel shows it."""
+    low, high = (_amaxes(end, kernel.recipe) for end in blocks)
+    if kernel.amax is not None:
+        same = _same(low, high)
+        return {"amax": judge_range(kernel.amax, low, low if same else high)}
+    if not _same(low, high):
+        raise ValueError(
+            f"the amax of the tensor is hidden, from {float(low.min())} to {float(high.max())}: let the kernel return "
+            f"the amax that recipe {kernel.recipe} scales with"
+        )
+    return {}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two float32 tensors have equal bits."""
+    return a is b or torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@dataclass
+class _Candidates:
+    """Scales of the amaxes that a block may have, and the amaxes that have the kernel's scale, as numbers of a grid."""
+
+    wanted: torch.Tensor
+    """The kernel's scales, as numbers in the order of their values."""
+    bottom: torch.Tensor
+    top: torch.Tensor
+    """The least and the greatest amax with the kernel's scale; `bottom` > `top` if there is none."""
+    lower: torch.Tensor
+    upper: torch.Tensor
+    """The least and the greatest amax of the block."""
+
+    def add(self, here: torch.Tensor, number: torch.Tensor, order: torch.Tensor) -> None:
+        """Add the amax `number`, which is possible `here`, and the `order` of its scale."""
+        same = here & (order == self.wanted)
+        self.bottom = torch.where(same, torch.minimum(self.bottom, number), self.bottom)
+        self.top = torch.where(same, torch.maximum(self.top, number), self.top)
+        self.lower = torch.where(here, torch.minimum(self.lower, number), self.lower)
+        self.upper = torch.where(here, torch.maximum(self.upper, number), self.upper)
+
+
+def _judge_scales(
+    blocks: list[torch.Tensor], tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype, scales: torch.Tensor,
+    free: torch.Tensor | None,
+) -> tuple[Part, list[torch.Tensor]]:  # fmt: skip
+    """The scales, and the least and the greatest amax of each block with the scale of the kernel.
+
+    Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
+    amaxes with the kernel's scale are found by halving. Amaxes of 0, infinity and NaN are tried by themselves. `free`:
+    blocks that may hold NaN. Raises ValueError for many amaxes and a rule that does not increase.
+    """
+
+    def rule(amax: torch.Tensor) -> torch.Tensor:
+        return block_scales(amax, tensor, recipe, dtype)
+
+    low, high = blocks
+    if _same(low, high) and free is None:
+        expected = rule(low)
+        return judge_range(scales, expected, expected, fmt=recipe.scale), blocks
+    grid, never = _Grid(dtype), low.isnan() & high.isnan()
+    least, most = grid.number(low), grid.number(high)
+    far = torch.full_like(least, 1 << 40)
+    found = _Candidates(order_of(scales, recipe.scale).long(), far, -far, far, -far)
+
+    def order_at(number: torch.Tensor) -> torch.Tensor:
+        return order_of(rule(grid.amax(number.clamp(0, grid.largest + 1))), recipe.scale).long()
+
+    first, last = least.clamp(min=1), most.clamp(max=grid.largest)
+    span = int((last - first).max()) if first.numel() else 0
+    if span > _FEW and recipe.zero_block != "keep":
+        raise ValueError(
+            f"a hidden amax has {span + 1} possible values, and the scale rule of {recipe} does not increase with the "
+            "amax: cast the tensor to the dtype that the kernel quantizes, or return it"
+        )
+    tried = (
+        (first, last, *_numbers_with(order_at, first, last, found.wanted))
+        if span > _FEW
+        else (first + step for step in range(span + 1))
+    )
+    for number in tried:
+        found.add((first <= number) & (number <= last) & ~never, number, order_at(number))
+    for special in (0, grid.largest + 1):  # amax 0, and infinity
+        number = torch.full_like(least, special)
+        found.add((least <= special) & (special <= most) & ~never, number, order_at(number))
+    nan = rule(torch.full_like(low, torch.nan))
+    maybe = never if free is None or recipe.nan != "propagate" else never | free
+    fits = found.bottom <= found.top
+    fits = torch.where(maybe, fits | ~_differ(scales, nan, recipe), fits)
+    # No amax has the kernel's scale: its codes are judged with all amaxes.
+    bottom = torch.where(fits & ~maybe, found.bottom, least).clamp(0, grid.largest + 1)
+    top = torch.where(fits & ~maybe, found.top, most).clamp(0, grid.largest + 1)
+    ends = [
+        torch.where(never, nan, rule(grid.amax(end.clamp(0, grid.largest + 1)))) for end in (found.lower, found.upper)
+    ]
+    count = int((most > least).sum())
+    part = Part(
+        scales, ends[0], ends[1], ~fits, scales.numel() - count, int((most - least >= _FEW).sum()), recipe.scale
+    )
+    return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
+
+
+def _differ(scales: torch.Tensor, expected: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    return judge_range(scales, expected, expected, fmt=recipe.scale).wrong
+
+
+def _numbers_with(
+    order_at: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last number in a span whose order is `wanted`, if one has it, of a rule that increases."""
+
+    def first_above(wanted: torch.Tensor) -> torch.Tensor:
+        low, high = first, last + 1
+        while bool((low < high).any()):
+            middle = (low + high) >> 1
+            reached, searching = order_at(middle) >= wanted, low < high
+            low, high = (
+                torch.where(searching & ~reached, middle + 1, low),
+                torch.where(searching & reached, middle, high),
+            )
+        return low
+
+    return first_above(wanted), first_above(wanted + 1) - 1
+
+
+class _Grid:
+    """The non-negative numbers of a dtype by their numbers: 0 is 0, infinity the last."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.largest = int(order_of(torch.tensor([torch.finfo(dtype).max], dtype=dtype), None))
+
+    def number(self, amax: torch.Tensor) -> torch.Tensor:
+        """The number of each amax; 0 for NaN."""
+        return order_of(amax.nan_to_num(0.0, torch.inf).to(self._dtype), None).long()
+
+    def amax(self, number: torch.Tensor) -> torch.Tensor:
+        """The amax with each number, float32."""
+        return number.to(BITS[self._dtype]).view(self._dtype).float()
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def _judge_codes(
+    y: Ends, kernel: Quantized, scales: torch.Tensor, tensor: torch.Tensor | None, own: list[torch.Tensor]
+) -> Part:
+    """The codes given the kernel's scales, of numbers that are no larger than the amaxes with these scales."""
+    recipe, columns = kernel.recipe, kernel.shape[1]
+    lower = elements(encode_elements(y.low, scales, tensor, recipe, blocks=own[1]), columns, recipe)
+    actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
+    uncertain = _uncertain(y, own, recipe)
+    if uncertain is None or not bool(uncertain.any()):
+        return judge_range(actual, lower, lower, fmt=recipe.element)
+    # The elements with one number are compared as they are; the others are encoded once more, by themselves.
+    row, column = uncertain.nonzero(as_tuple=True)
+    block_row, block = _blocks_of(row, column, recipe)
+    of_element = tensor if tensor is None or len(tensor) == 1 else tensor[row]
+    given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype)
+    amax = [end[block_row, block] for end in own]
+    low, high = (end[row, column] for end in (y.low, y.high))
+    if not recipe.whole and recipe.block_scale != "given":
+        most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)
+        low, high = (torch.where(end.abs() > most, most.copysign(end), end) for end in (low, high))
+    least, greatest = given.ends(low, high, amax)
+    nan = None if y.nan is None else y.nan[row, column]
+    spans = (low < 0) & (high > 0)
+    if bool(spans.any()):  # 0 may give NaN between two numbers, as 0·(1/0)
+        zero = is_nan_of(given.codes(torch.zeros_like(low), amax[1]), recipe.element) & spans
+        nan = zero if nan is None else nan | zero
+    if nan is not None and not is_nan_of(torch.tensor([recipe.nan_code], dtype=torch.uint8), recipe.element):
+        # NaN gives a code of a number: one more code of the range.
+        least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
+    part = judge_range(actual[row, column], least, greatest, nan, recipe.element)
+    upper, wrong = lower.clone(), judge_range(actual, lower, lower, fmt=recipe.element).wrong
+    lower[row, column], upper[row, column], wrong[row, column] = part.lower, part.upper, part.wrong
+    determined = actual.numel() - len(row) + part.determined
+    return replace(part, actual=actual, lower=lower, upper=upper, wrong=wrong, determined=determined)
+
+
+def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor | None:
+    """Where an element has more than one number, or a factor of more than one amax. None: nowhere."""
+    found = None if y.point else y.low.view(BITS[y.low.dtype]) != y.high.view(BITS[y.low.dtype])
+    if recipe.element_scale == "x*(max/amax)" and not _same(*own):
+        rows, columns = torch.arange(y.low.shape[0]), torch.arange(y.low.shape[1])
+        several = own[0] != own[1]
+        block_row, block = _blocks_of(rows.to(y.low.device), columns.to(y.low.device), recipe)
+        factors = several[block_row][:, block]
+        found = factors.expand(y.low.shape) if found is None else found | factors
+    return found if y.nan is None else y.nan if found is None else found | y.nan
+
+
+def _blocks_of(row: torch.Tensor, column: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of the scales of elements."""
+    if recipe.whole:
+        return torch.zeros_like(row), torch.zeros_like(column)
+    return row // recipe.stored_rows, torch.zeros_like(column) if recipe.spans_k else column // recipe.block[1]
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Single elements with the scales of their blocks: the steps 6 and 7 of `reference.quantize.steps`."""
+
+    recipe: Recipe
+    scales: torch.Tensor
+    tensor: torch.Tensor | None
+    dtype: torch.dtype
+
+    def codes(self, x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        """The codes, uint8, of elements (N,) in blocks with these amaxes (N,)."""
+        stored = self.scales.unsqueeze(1)
+        factors = element_factors(stored, self.tensor, self.recipe, self.dtype, amax.unsqueeze(1))
+        scaled = scale_elements(x.unsqueeze(1), factors, self.tensor, self.recipe)
+        return element_codes(scaled, self.recipe)[:, 0]
+
+    def ends(
+        self, low: torch.Tensor, high: torch.Tensor, amax: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of the least and of the greatest result."""
+        least, greatest = self.codes(low, amax[1]), self.codes(high, amax[0])
+        if self.recipe.element_scale == "x*(max/amax)":
+            # The factor falls as the amax grows: the least result of a negative number has the least amax.
+            least = torch.where(low < 0, self.codes(low, amax[0]), least)
+            greatest = torch.where(high < 0, self.codes(high, amax[1]), greatest)
+        return least, greatest
+
+
+def _with_code(
+    least: torch.Tensor, greatest: torch.Tensor, nan: torch.Tensor, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """The range with the code of NaN where an element may be NaN."""
+    code = torch.full_like(least, recipe.nan_code)
+    low, high, own = (order_of(codes, recipe.element) for codes in (least, greatest, code))
+    return torch.where(nan & (own < low), code, least), torch.where(nan & (own > high), code, greatest), None

@@ -1,0 +1,79 @@
+"""Sums of intervals in any order, or of a declared depth, along the last dimension."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
+from narrowgauge.reference.numbers.exact import lowest_bit
+from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
+
+_FLOAT64_UNIT = 2.0**-52
+
+
+def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> Interval:
+    """Σ of the numbers of each row, (…, K) to (…, 1), in float32 or better.
+
+    Any order (`depth` None): (n − 1)·(u + 2^-52)·A + n·2^-149 on both sides, n the terms that may differ from 0 and A
+    the sum of their largest magnitudes (Jeannerod and Rump, 2013: no term of higher order). `depth`: every term passes
+    through at most so many roundings, which gives ((1 + u)^depth − 1)·A. `flushed`: each partial sum and each term may
+    be subnormal and become 0. A sum is exact if no partial sum can round: all terms are multiples of a power of two q,
+    and A ≤ 2^24·q. The sign of a zero sum is free.
+    """
+    count, magnitude = x.shape[-1], torch.fmax(x.low.abs(), x.high.abs())
+    finite = torch.where(magnitude.isfinite(), magnitude, 0.0)
+    size = finite.sum(-1, keepdim=True)
+    terms = (magnitude != 0).sum(-1, keepdim=True).double()
+    relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
+    error = relative * size + terms * SMALLEST_SUBNORMAL
+    if flushed:
+        error = error + 2 * terms * SMALLEST_NORMAL
+    low = x.low.sum(-1, keepdim=True)
+    high = low if x.point else x.high.sum(-1, keepdim=True)
+    exact = (terms <= 1) if flushed is False else torch.zeros_like(terms, dtype=torch.bool)
+    if x.point and not flushed:
+        quantum = lowest_bit(torch.where(magnitude.isfinite(), x.low, 0.0)).unsqueeze(-1)
+        exact |= size <= 2.0**ACCUMULATOR_BITS * quantum
+        if bool((exact & (low != 0) | low.isinf()).all()):
+            return Interval(low, low)
+    error = torch.where(exact, 0.0, error)
+    # A partial sum of the positive or of the negative terms may overflow. Later terms do not bring it back.
+    upper = x.high.clamp(min=0).sum(-1, keepdim=True)
+    lower = x.low.clamp(max=0).sum(-1, keepdim=True)
+    beyond = FLT_MAX * (1 - (count + 1) * 2 * UNIT)
+    positive, negative = upper > beyond, lower < -beyond
+    nan = x.may_be_nan.any(-1, keepdim=True) | (positive & negative)
+    low, high = low - error, high + error
+    low = torch.where(low == 0, -0.0, low).masked_fill(negative, -torch.inf)
+    high = torch.where(high == 0, 0.0, high).masked_fill(positive, torch.inf)
+    return Interval(_known(low, -torch.inf, nan, x), _known(high, torch.inf, nan, x), nan)
+
+
+def _known(end: torch.Tensor, free: float, nan: torch.Tensor, x: Interval) -> torch.Tensor:
+    """An end; NaN stays only in rows where a term has no number but NaN. ∞ − ∞ of possible terms is any number."""
+    surely = (x.low.isnan() & x.high.isnan()).any(-1, keepdim=True)
+    return torch.where(end.isnan() & ~surely, free, end)
+
+
+def _growth(depth: int, count: int) -> float:
+    """(1 + u)^depth − 1, with the error of the float64 sum that is the centre."""
+    return float((1 + UNIT) ** depth - 1) + count * _FLOAT64_UNIT
+
+
+def mean(x: Interval, depth: int | None = None, *, division: str | None = None, flushed: bool = False) -> Interval:
+    """Σ of each row divided by K: (…, K) to (…, 1). The division has the forms of `divide`."""
+    return divide(total(x, depth, flushed=flushed), exactly(float(x.shape[-1]), x.low.device), division)
+
+
+def amax(x: Interval) -> Interval:
+    """The largest magnitude of each row, (…, K) to (…, 1), 0 of none. NaN is ignored, or makes the result NaN."""
+    if x.shape[-1] == 0:
+        zero = x.low.new_zeros(*x.shape[:-1], 1)
+        return Interval(zero, zero)
+    size, nan = absolute(x), x.may_be_nan
+    low = size.low.nan_to_num(0.0, torch.inf).amax(-1, keepdim=True)
+    row = nan.any(-1, keepdim=True)
+    if size.point and not bool(row.any()):
+        return Interval(low, low)
+    low = torch.where(nan, 0.0, size.low).nan_to_num(0.0, torch.inf).amax(-1, keepdim=True)
+    return Interval(low, size.high.nan_to_num(0.0, torch.inf).amax(-1, keepdim=True), row)

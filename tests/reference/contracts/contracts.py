@@ -1,0 +1,154 @@
+"""Contracts of the tests: kernels of serving, each in about ten lines."""
+
+from __future__ import annotations
+
+from narrowgauge import contract as c
+
+
+@c.contract
+def rmsnorm_quantize(x: c.Matrix, weight: c.Row, recipe: c.Recipe, *, eps: float = 1e-6, rounded: bool = True):
+    """RMSNorm of the rows of x (M, K), times weight (K), quantized."""
+    z = c.float32(x)
+    rs = c.rsqrt(c.mean(c.square(z)) + eps)
+    y = z * rs
+    if rounded:
+        y = c.float32(c.cast(y, x.dtype))
+    y = c.cast(y * c.float32(weight), x.dtype)
+    return c.quantize(y, recipe)
+
+
+@c.contract
+def add_rmsnorm(x: c.Matrix, residual: c.Matrix, weight: c.Row, *, eps: float = 1e-6):
+    """RMSNorm of x + residual; the sum is shown, and the norm is that of the shown sum."""
+    z = c.cast(c.float32(x) + c.float32(residual), x.dtype)
+    h = c.float32(z)
+    y = h * c.rsqrt(c.mean(c.square(h)) + eps) * c.float32(weight)
+    return {"residual": z, "output": c.cast(y, x.dtype)}
+
+
+@c.contract
+def silu_mul_quantize(x: c.Matrix, recipe: c.Recipe):
+    """SiLU of the first half of the columns times the second half, quantized."""
+    gate, up = c.halves(x)
+    return c.quantize(c.cast(c.silu(c.float32(gate)) * c.float32(up), x.dtype), recipe)
+
+
+@c.contract
+def gelu_mul(x: c.Matrix, *, form: str = "tanh"):
+    """GELU of the first half times the second half."""
+    gate, up = c.halves(x)
+    return c.cast(c.gelu(c.float32(gate), form) * c.float32(up), x.dtype)
+
+
+@c.contract
+def clamped_swiglu(x: c.Matrix):
+    """gate·sigmoid(1.702·gate)·(up + 1), gate at most 7, up within ±7."""
+    gate, up = c.halves(x)
+    gate = c.minimum(c.float32(gate), 7.0)
+    up = c.maximum(c.minimum(c.float32(up), 7.0), -7.0)
+    return c.cast(gate * c.sigmoid(gate * 1.702) * (up + 1.0), x.dtype)
+
+
+@c.contract
+def layernorm(x: c.Matrix, weight: c.Row, bias: c.Row, *, eps: float = 1e-5):
+    """LayerNorm in two passes."""
+    z = c.float32(x)
+    d = z - c.mean(z)
+    y = d * c.rsqrt(c.mean(c.square(d)) + eps)
+    return c.cast(y * c.float32(weight) + c.float32(bias), x.dtype)
+
+
+@c.contract
+def relu_squared(x: c.Matrix):
+    """max(x, 0)²."""
+    z = c.float32(x)
+    return c.cast(c.square(c.where(z > 0, z, 0.0)), x.dtype)
+
+
+@c.contract
+def scaled_rows(x: c.Matrix):
+    """Each row divided by its amax, or by 1e-10."""
+    z = c.float32(x)
+    return c.cast(z / c.maximum(c.amax(z), 1e-10), x.dtype)
+
+
+@c.contract
+def serving_rmsnorm(
+    x: c.Matrix,
+    w: c.Row,
+    *,
+    eps: float = 1e-6,
+    rounded: bool = False,
+    weight_first: bool = False,
+    plus_one: bool = False,
+):
+    """RMSNorm with the choices of libraries: a cast before the weight, the weight before 1/rms, 1 + w for w."""
+    return {"out": _normalized(x, c.float32(x), c.float32(x), w, eps, rounded, weight_first, plus_one)}
+
+
+@c.contract
+def serving_add_rmsnorm(
+    x: c.Matrix,
+    residual: c.Matrix,
+    w: c.Row,
+    *,
+    eps: float = 1e-6,
+    rounded: bool = False,
+    weight_first: bool = False,
+    sum_of_rounded: bool = True,
+    product_of_rounded: bool = True,
+):
+    """RMSNorm of x + residual. The mean square and the products may take the sum before or after its cast."""
+    z = c.float32(x) + c.float32(residual)
+    shown = c.cast(z, x.dtype)
+    squares, factor = (c.float32(shown) if after else z for after in (sum_of_rounded, product_of_rounded))
+    return {
+        "residual_out": shown,
+        "out": _normalized(x, squares, factor, w, eps, rounded, weight_first, False),
+    }
+
+
+def _normalized(x, squares, z, w, eps, rounded, weight_first, plus_one):
+    rs = c.rsqrt(c.mean(c.square(squares)) + eps)
+    weight = c.float32(w) + 1.0 if plus_one else c.float32(w)
+    y = z * weight if weight_first else z * rs
+    if rounded or weight_first:
+        y = c.float32(c.cast(y, x.dtype))
+    return c.cast(y * (rs if weight_first else weight), x.dtype)
+
+
+@c.contract
+def serving_activation(x: c.Matrix, *, act: str = "silu"):
+    """R(R(act(gate))·up)."""
+    gate, up = c.halves(x)
+    g = c.float32(gate)
+    y = c.silu(g) if act == "silu" else c.gelu(g, "tanh" if act == "gelu_tanh" else "erf")
+    return {act: c.cast(c.float32(c.cast(y, x.dtype)) * c.float32(up), x.dtype)}
+
+
+@c.contract
+def serving_rmsnorm_static(x: c.Matrix, w: c.Row, scale: c.Scale, *, eps: float = 1e-6):
+    """FP8 of R((x·rs)·w) under a given scale."""
+    y = _normalized(x, c.float32(x), c.float32(x), w, eps, False, False, False)
+    return c.quantize(y, "fp8-static-e4m3@vllm", scale)
+
+
+@c.contract
+def serving_add_rmsnorm_static(x: c.Matrix, residual: c.Matrix, w: c.Row, scale: c.Scale, *, eps: float = 1e-6):
+    """FP8 of R((z·rs)·w), z = R(x + residual), under a given scale."""
+    z = c.cast(c.float32(x) + c.float32(residual), x.dtype)
+    y = _normalized(x, c.float32(z), c.float32(z), w, eps, False, False, False)
+    return {"residual_out": z, "quantized": c.quantize(y, "fp8-static-e4m3@vllm", scale)}
+
+
+@c.contract
+def serving_silu_static(x: c.Matrix, scale: c.Scale):
+    """FP8 of R(R(silu(gate))·up) under a given scale."""
+    gate, up = c.halves(x)
+    y = c.cast(c.silu(c.float32(gate)), x.dtype)
+    return c.quantize(c.cast(c.float32(y) * c.float32(up), x.dtype), "fp8-static-e4m3@vllm", scale)
+
+
+CONTRACTS = (
+    rmsnorm_quantize, add_rmsnorm, silu_mul_quantize, gelu_mul, clamped_swiglu, layernorm, relu_squared, scaled_rows,
+)  # fmt: skip

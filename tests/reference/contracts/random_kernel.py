@@ -1,0 +1,163 @@
+"""A correct kernel that is as unlike the reference as possible: it draws every choice that a contract leaves open.
+
+Each number rounds to float32 or stays in float64, sums run in a random order and tree, a quotient is a quotient, a
+product with the reciprocal or an approximation, and functions are off by their documented error in a random direction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowgauge.contract import Program
+from narrowgauge.reference.contracts.functions import FUNCTIONS, Form
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ULP = 2.0**-23
+
+
+class RandomKernel:
+    """Runs a contract on tensors; `values` has the number of every step in float64."""
+
+    def __init__(
+        self, program: Program, tensors: dict[str, torch.Tensor], seed: int, *, flavour: str = "mixed"
+    ) -> None:
+        """`flavour`: "mixed" draws for each number; "float32" and "float64" round every number or none."""
+        self.generator = torch.Generator().manual_seed(seed)
+        self.flavour = flavour
+        self.values: list[Any] = []
+        for step in program.steps:
+            if step.function == "argument":
+                self.values.append(tensors[step.options["name"]].double())
+            elif step.function != "quantize":
+                operands = [self.values[number] for number in step.operands]
+                self.values.append(getattr(self, step.function, self.function)(step, *operands))
+            else:
+                self.values.append(None)
+
+    def coin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(x.shape, generator=self.generator) < 0.5
+
+    def signs(self, x: torch.Tensor) -> torch.Tensor:
+        """Between −1 and 1, most often one of both."""
+        return (torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 4 - 2).clamp(-1, 1)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        """Each number in float32 or in float64."""
+        if self.flavour == "float64":
+            return x
+        return x.float().double() if self.flavour == "float32" else torch.where(self.coin(x), x.float().double(), x)
+
+    def constant(self, step: Any) -> torch.Tensor:
+        return self.stored(torch.tensor(step.options["value"], dtype=torch.float64))
+
+    def float32(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def cast(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.float().to(DTYPES[step.dtype]).double()
+
+    def add(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.stored(a + b)
+
+    def subtract(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.stored(a - b)
+
+    def multiply(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.stored(a * b)
+
+    def square(self, step: Any, a: torch.Tensor) -> torch.Tensor:
+        return self.stored(a * a)
+
+    def negative(self, step: Any, a: torch.Tensor) -> torch.Tensor:
+        return -a
+
+    def absolute(self, step: Any, a: torch.Tensor) -> torch.Tensor:
+        return a.abs()
+
+    def maximum(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.coin(a + b), torch.maximum(a, b), torch.fmax(a, b))
+
+    def minimum(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.coin(a + b), torch.minimum(a, b), torch.fmin(a, b))
+
+    def compare(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return {">": torch.gt, ">=": torch.ge, "<": torch.lt, "<=": torch.le}[step.options["relation"]](a, b)
+
+    def where(self, step: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.where(c, a, b)
+
+    def part(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(step.options["parts"], -1)[step.options["part"]]
+
+    def any_of(self, step: Any, *values: torch.Tensor) -> torch.Tensor:
+        first, *others = torch.broadcast_tensors(*values)
+        for other in others:
+            first = torch.where(self.coin(first), first, other)
+        return first
+
+    def roundings(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(step.options["count"]):
+            x = self.stored(x * (1 + self.signs(x) * 2.0**-24))
+        return x
+
+    def divide(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.quotient(a, b, step.options.get("form"))
+
+    def quotient(self, a: torch.Tensor, b: torch.Tensor, form: str | None) -> torch.Tensor:
+        forms = {
+            "quotient": lambda: self.stored(a / b),
+            "reciprocal": lambda: self.stored(a * (1 / b).float().double()),
+            "approximate": lambda: self.stored(a / b * (1 + self.signs(a / b) * 2 * ULP)),
+        }
+        if form is not None:
+            return forms[form]()
+        results = [make() for make in forms.values()]
+        return torch.where(self.coin(results[0]), results[0], torch.where(self.coin(results[0]), *results[1:]))
+
+    def sum(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.total(x)
+
+    def sum_of(self, step: Any, *values: torch.Tensor) -> torch.Tensor:
+        return self.total(torch.stack(torch.broadcast_tensors(*values), -1)).squeeze(-1)
+
+    def mean(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        count = torch.tensor(float(x.shape[-1]), dtype=torch.float64)
+        return self.quotient(self.total(x), count, step.options.get("division"))
+
+    def amax(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().nan_to_num(0.0, torch.inf).amax(-1, keepdim=True)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Columns in a random order, joined two by two, in runs, or by random pairs."""
+        x = x[..., torch.randperm(x.shape[-1], generator=self.generator)]
+        style = int(torch.randint(3, (1,), generator=self.generator))
+        if style == 0 and x.shape[-1] <= 512:
+            found = x[..., :1]
+            for column in range(1, x.shape[-1]):
+                found = self.stored(found + x[..., column : column + 1])
+            return found
+        while x.shape[-1] > 1:
+            half = x.shape[-1] // 2
+            if style == 1:
+                half = max(1, int(torch.randint(1, half + 1, (1,), generator=self.generator)))
+            joined = self.stored(x[..., :half] + x[..., half : 2 * half])
+            x = torch.cat([joined, x[..., 2 * half :]], -1)
+        return x
+
+    def function(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        """A function in one of its forms."""
+        function = FUNCTIONS[step.function]
+        names = step.options.get("forms") or function.default
+        return self.any_of(step, *(self.form(step.function, function.forms[name], x) for name in names))
+
+    def form(self, name: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+        exact = getattr(torch, name)(x * (1 + self.signs(x) * form.argument))
+        error = form.relative * exact.abs() + form.absolute
+        if form.ulps:
+            ulps = form.ulps + (form.ulps_of_argument * x.abs() if form.ulps_of_argument else 0)
+            error = error + ulps * ULP * exact.abs()
+        free = exact.isfinite() & ~torch.isin(x, torch.tensor(FUNCTIONS[name].exact_at, dtype=x.dtype))
+        moved = exact + self.signs(exact) * torch.where(free, error, 0.0)
+        return self.stored(moved.clamp(*FUNCTIONS[name].range))
