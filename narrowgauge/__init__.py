@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from narrowgauge import adapt
+    from narrowgauge.harness.api.assert_result import assert_result
     from narrowgauge.harness.api.assertions import (
         assert_dequantized,
         assert_gemm,
@@ -56,10 +57,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "accumulation_order",
-    "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_stochastic",
-    "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm", "gemm_grouped",
-    "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped", "recipe",
-    "recipes", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "watch",
+    "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_result",
+    "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm",
+    "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped",
+    "recipe", "recipes", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -68,7 +69,8 @@ _MODULES = {
     "assert_dequantized": "harness.api.assertions", "assert_gemm": "harness.api.assertions",
     "Order": "harness.checks.order.order", "accumulation_order": "harness.checks.order.probe",
     "assert_checkpoint": "harness.tools.checkpoint.assertion",
-    "assert_quantized": "harness.api.assertions", "assert_stochastic": "harness.api.assertions",
+    "assert_quantized": "harness.api.assertions", "assert_result": "harness.api.assert_result",
+    "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
     "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",

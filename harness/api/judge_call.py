@@ -139,6 +139,10 @@ def _with_reproduction(
     verdict: Verdict, judgement: Judgement, judge: Judge, args: Any, kwargs: Mapping[str, Any]
 ) -> Verdict:
     """The verdict with the command that repeats the failure; the arguments are saved for it."""
-    arguments = inspect.signature(judge).bind(*args, **kwargs).arguments | judgement.saved
+    bound = inspect.signature(judge).bind(*args, **kwargs)
+    # Arguments without a name of their own are saved by the judge, under the names that it gives them.
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {n: v for n, v in bound.arguments.items() if bound.signature.parameters[n].kind not in unnamed}
+    arguments = named | judgement.saved
     line = reproduction(judge.__name__, arguments, judgement.label)
     return replace(verdict, reproduction=line)

@@ -12,15 +12,18 @@ _BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def cast(x: Interval, dtype: str) -> Interval:
+def cast(x: Interval, dtype: str, rounding: str = "nearest") -> Interval:
     """Every number rounded to `dtype`: float32, bfloat16 or float16, nearest even, overflow to infinity.
 
     A kernel may round to float32 before: an interval holds the float32 of each of its numbers. Equal ends become a
-    point.
+    point. `rounding`: "truncate" rounds toward zero, which no correct kernel does; it explains wrong bytes.
     """
-    found = replace(
-        x.increasing(lambda end: nearest(end, DTYPES[dtype], is_float32=x.point).double()), bits=_BITS[dtype]
-    )
+    target = DTYPES[dtype]
+
+    def narrow(end: torch.Tensor) -> torch.Tensor:
+        return (truncated(end, target) if rounding == "truncate" else nearest(end, target, is_float32=x.point)).double()
+
+    found = replace(x.increasing(narrow), bits=_BITS[dtype])
     return Interval(found.low, found.low, bits=found.bits) if not found.point and equal_ends(found) else found
 
 
@@ -50,6 +53,13 @@ def nearest(x: torch.Tensor, dtype: torch.dtype, *, is_float32: bool = False) ->
             result[ties] = _by_odd(x[ties], number[ties]).to(dtype)
         return result
     return _by_odd(x, number).to(dtype)
+
+
+def truncated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` (float64) rounded toward zero to `dtype`."""
+    number = x.to(dtype)
+    beyond = number.double().abs() > x.abs()
+    return torch.where(beyond, torch.nextafter(number, torch.zeros_like(number)), number)
 
 
 def below(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ output is judged given the outputs before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class Evaluation:
         return next(iter(self.tensors.values())).device
 
 
-def judged(program: Program, tensors: Tensors, shown: Shown) -> dict[str, Part]:
+def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
     """Each result that the kernel shows, in the order of the steps, with what is accepted of it.
 
     Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
@@ -69,17 +69,15 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> dict[str, Part]:
                 assert isinstance(result, torch.Tensor)
                 value = i.exactly(result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result)
             evaluation.values[number] = value
-    found: dict[str, Part] = {}
     for number, parts in ends.items():
         step, name, result = program.steps[number], names[number], shown[names[number]]
         joined = Ends.joined(parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1])
         if isinstance(result, Quantized):
             scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
-            judgements = judge_quantized(joined, result, scale)
-            found |= {part if name == "quantized" else f"{name}.{part}": judged for part, judged in judgements.items()}
+            for part, judgement in judge_quantized(joined, result, scale):
+                yield part if name == "quantized" else f"{name}.{part}", judgement
         else:
-            found[name] = judge_range(result, joined.low, joined.high, joined.nan)
-    return found
+            yield name, judge_range(result, joined.low, joined.high, joined.nan)
 
 
 _SLAB = 1 << 16
@@ -204,6 +202,35 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
+def _expanded(evaluation: Evaluation, step: Step) -> Interval:
+    """The first operand in the shape of all operands."""
+    first, *others = (evaluation.values[number] for number in step.operands)
+    shape = _common_shape(others)
+    return first.arranged(lambda t: t.expand(shape))  # type: ignore[no-any-return]
+
+
+def _rolled(evaluation: Evaluation, step: Step) -> Interval:
+    """Each number in place of the number before it along an axis."""
+    value: Interval = evaluation.values[step.operands[0]]
+    return value.arranged(lambda t: t.roll(-1, step.options["axis"]))
+
+
+def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
+    """A reduction, of the columns that the options name."""
+
+    def reduce(evaluation: Evaluation, step: Step) -> Interval:
+        value: Interval = evaluation.values[step.operands[0]]
+        options = dict(step.options)
+        (first, last), less = options.pop("columns", (0, None)), options.pop("less", 0)
+        if options.pop("half", False):
+            last = value.shape[-1] // 2
+        if step.function == "mean":
+            options["count"] = value.shape[-1] - less
+        return function(value.arranged(lambda t: t[..., first:last]), **options)
+
+    return reduce
+
+
 def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
     """A step of intervals and options."""
     return lambda evaluation, step: function(*(evaluation.values[n] for n in step.operands), **step.options)
@@ -217,11 +244,13 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     "part": _part, "roundings": _roundings,
     "float32": lambda evaluation, step: evaluation.values[step.operands[0]],
-    "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype),
+    "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
-    "sum": _plain(sums.total), "mean": _plain(sums.mean), "amax": _plain(sums.amax),
+    "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
+    "maximum_of": _plain(sums.largest), "expanded": _expanded, "rolled": _rolled,
+    "add_one": lambda evaluation, step: i.add(evaluation.values[step.operands[0]], i.exactly(1.0, evaluation.device)),
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

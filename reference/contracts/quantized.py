@@ -7,7 +7,7 @@ numbers alone count for the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +39,7 @@ def problem(recipe: Recipe) -> str | None:
     return None
 
 
-def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> dict[str, Part]:
+def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
     """What is accepted of the quantization of `y` (M, K), and the kernel's results.
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
@@ -50,25 +50,24 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> d
     wrong = problem(recipe)
     if wrong is not None:
         raise ValueError(wrong)
-    parts: dict[str, Part] = {}
     small, large = _magnitudes(y)
     low = block_amaxes(small, recipe)
     blocks = [low, low if small is large else block_amaxes(large, recipe)]
     tensor = scale
     if recipe.tensor_scale not in ("none", "given"):
-        parts |= _judge_amax(blocks, kernel)
+        yield from _judge_amax(blocks, kernel)
         amax = _amaxes(low, recipe) if kernel.amax is None else kernel.amax
         tensor = tensor_scale(amax, recipe, dtype)
     scales, own = linear_scales(kernel), blocks
     if recipe.block_scale != "given" and not recipe.whole:
         uncertain = None if y.nan is None else y.nan & ~y.never
         free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
-        parts["scales"], own = _judge_scales(blocks, tensor, recipe, dtype, scales, free)
+        part, own = _judge_scales(blocks, tensor, recipe, dtype, scales, free)
+        yield "scales", part
     elif recipe.block_scale != "given":
         expected = block_scales(low, tensor, recipe, dtype)
-        parts["scales"] = judge_range(scales, expected, expected, fmt=recipe.scale)
-    parts["codes"] = _judge_codes(y, kernel, scales, tensor, own)
-    return parts
+        yield "scales", judge_range(scales, expected, expected, fmt=recipe.scale)
+    yield "codes", _judge_codes(y, kernel, scales, tensor, own)
 
 
 def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,18 +88,17 @@ def _amaxes(blocks: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
 
 
-def _judge_amax(blocks: list[torch.Tensor], kernel: Quantized) -> dict[str, Part]:
+def _judge_amax(blocks: list[torch.Tensor], kernel: Quantized) -> Iterator[tuple[str, Part]]:
     """The amax of the tensor or of each row, if the kernel shows it."""
     low, high = (_amaxes(end, kernel.recipe) for end in blocks)
     if kernel.amax is not None:
         same = _same(low, high)
-        return {"amax": judge_range(kernel.amax, low, low if same else high)}
-    if not _same(low, high):
+        yield "amax", judge_range(kernel.amax, low, low if same else high)
+    elif not _same(low, high):
         raise ValueError(
             f"the amax of the tensor is hidden, from {float(low.min())} to {float(high.max())}: let the kernel return "
             f"the amax that recipe {kernel.recipe} scales with"
         )
-    return {}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

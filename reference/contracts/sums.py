@@ -60,9 +60,15 @@ def _growth(depth: int, count: int) -> float:
     return float((1 + UNIT) ** depth - 1) + count * _FLOAT64_UNIT
 
 
-def mean(x: Interval, depth: int | None = None, *, division: str | None = None, flushed: bool = False) -> Interval:
-    """Σ of each row divided by K: (…, K) to (…, 1). The division has the forms of `divide`."""
-    return divide(total(x, depth, flushed=flushed), exactly(float(x.shape[-1]), x.low.device), division)
+def mean(x: Interval, depth: int | None = None, *, count: int | None = None, division: str | None = None) -> Interval:
+    """Σ of each row divided by `count`, by default K: (…, K) to (…, 1). The division has the forms of `divide`."""
+    return divide(total(x, depth), exactly(float(x.shape[-1] if count is None else count), x.low.device), division)
+
+
+def largest(x: Interval) -> Interval:
+    """The largest number of each row, (…, K) to (…, 1); NaN is ignored."""
+    low, high = (torch.where(end.isnan(), -torch.inf, end).amax(-1, keepdim=True) for end in (x.low, x.high))
+    return Interval(low, low if x.point else high, x.may_be_nan.any(-1, keepdim=True), x.bits)
 
 
 def amax(x: Interval) -> Interval:

@@ -81,7 +81,7 @@ def results(
             shown[output] = Quantized(codes, given["scale"].view(1, 1), None, recipe, tuple(codes.shape))
         else:
             shown[output] = tensors[names.get(output, output)]
-    return judged(program, given, shown)
+    return dict(judged(program, given, shown))
 
 
 def _is_nan(program: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:

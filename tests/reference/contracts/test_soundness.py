@@ -83,6 +83,6 @@ def test_random_kernels_are_right(contract: Contract, flavour: str) -> None:
         for family, tensors in enumerate(inputs(program, (16, 96), number)):
             # A residual that is shown is the sum of the kernel itself.
             results = shown(program, RandomKernel(program, tensors, number, flavour=flavour))
-            for name, part in judged(program, tensors, results).items():
+            for name, part in judged(program, tensors, results):
                 wrong = part.wrong.nonzero()
                 assert not len(wrong), (dtype, recipe, family, name, wrong[0].tolist(), len(wrong))

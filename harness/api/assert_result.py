@@ -1,0 +1,70 @@
+"""The assertion on the result of a kernel that a contract describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowgauge import adapt
+from narrowgauge.contract import Contract, Program
+from narrowgauge.harness.api.judge_call import Judgement, assertion
+from narrowgauge.harness.operations.contracts.judge import judge_contract
+from narrowgauge.harness.operations.contracts.results import named_results, stored_results
+from narrowgauge.reference.contracts.evaluate import check_tensors
+
+
+@assertion
+def assert_result(
+    contract: Contract | Program | str, result: Any, *inputs: Any, diagnose: str = "quick", **arguments: Any
+) -> Judgement:
+    """Assert that `result` is what a contract says for `inputs`.
+
+    contract: a function with `narrowgauge.contract.contract`, or its steps, also as the text of `Program.to_json`.
+    result: a tensor, a tuple of the outputs in the order of the contract, or a mapping by name, which may leave out
+    outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one.
+    inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`.
+    arguments: recipes and options of the contract by name.
+    diagnose: as of `assert_quantized`.
+
+    Source of the rules: docs/contracts.md. Raises WrongResult for a wrong result, ContractError for a function that is
+    no contract, ValueError and TypeError for arguments that do not fit together.
+    """
+    program, tensors = _bound(contract, inputs, arguments)
+    check_tensors(program, tensors)
+    shown = named_results(program, tensors, result)
+    outcome = judge_contract(program, tensors, shown)
+    first = next(iter(tensors.values()))
+    label = f"{program.name} {'x'.join(map(str, first.shape))}"
+    saved = {"contract": program.to_json(), "result": stored_results(program, shown), **tensors}
+    return Judgement(outcome, label, first, diagnose, saved=saved)
+
+
+def _bound(
+    contract: Contract | Program | str, inputs: tuple[Any, ...], arguments: Mapping[str, Any]
+) -> tuple[Program, dict[str, torch.Tensor]]:
+    """The steps for the dtypes of the tensors, and the tensors by name."""
+    if not isinstance(contract, Contract | Program | str):
+        raise TypeError(f"assert_result takes a contract, a function with @contract, not {type(contract).__name__}")
+    program = Program.from_json(contract) if isinstance(contract, str) else contract
+    names = list(program.tensors) if isinstance(program, Contract) else [a.name for a in program.arguments]
+    given = dict(arguments)
+    if len(inputs) > len(names):
+        raise TypeError(f"{program.name} takes {len(names)} tensors, {', '.join(names)}, not {len(inputs)}")
+    named = dict(zip(names, inputs, strict=False))
+    twice = set(named) & set(given)
+    if twice:
+        raise TypeError(f"{', '.join(sorted(twice))} is given twice, by position and by name")
+    named |= {name: given.pop(name) for name in names if name in given}
+    missing = [name for name in names if name not in named]
+    if missing:
+        raise TypeError(f"{program.name} also takes {', '.join(missing)}")
+    tensors = {name: adapt.tensor(value).detach() for name, value in named.items()}
+    if isinstance(program, Program):
+        if given:
+            raise TypeError(f"the steps of {program.name} are fixed; {', '.join(given)} cannot be given")
+        return program, tensors
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    chosen = {name: str(given.pop(name)) for name in program.recipes if name in given}
+    return program.trace(dtypes, chosen, given), tensors

@@ -1,0 +1,1 @@
+"""Judging the results of a contract."""

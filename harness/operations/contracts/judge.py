@@ -1,0 +1,90 @@
+"""The outcome of a contract: a stage for each result that the kernel shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.contracts.changes import changed_causes
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.quantized import code_view
+from narrowgauge.reference.contracts.accepted import Part, is_nan_of, order_of
+from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.spec.formats import FP32, Format
+from narrowgauge.spec.program import Program
+from narrowgauge.spec.quantized import Quantized
+
+Shown = Mapping[str, torch.Tensor | Quantized]
+FREE = 0.01
+"""Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
+
+
+def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
+    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+
+    Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
+    """
+    parts = dict(judged(program, tensors, shown))
+    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    outcome = Outcome(outputs={name: part.actual for name, part in parts.items()})
+    for name, part in parts.items():
+        if finite and part.undetermined > FREE * part.actual.numel():
+            raise ValueError(
+                f"{name}: {part.undetermined} of {part.actual.numel()} elements may be almost anything under this "
+                "contract, so nothing would be judged; give the depth of sums and the form of divisions and functions, "
+                "or return the result of an earlier step"
+            )
+        stage = stage_of(name, part)
+        outcome.stages.append(stage)
+        outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
+    return outcome
+
+
+def stage_of(name: str, part: Part) -> StageResult:
+    """The stage of a result (…, K); a result (M,) is a column."""
+    count, free = part.actual.numel(), part.undetermined
+    rule = "exact" if part.determined == count else "bound"
+    figures: dict[str, Any] = {}
+    wrong = _matrix(part.wrong)
+    if not bool(wrong.any()):
+        return StageResult(name, rule, count, figures=figures, unbounded=free if rule == "bound" else None)
+    fmt = None if part.fmt is FP32 else part.fmt
+    actual, lower, upper = (_matrix(x) for x in (part.actual, part.lower, part.upper))
+    order, low, high = (order_of(x, fmt).long() for x in (actual, lower, upper))
+    distance = torch.maximum(low - order, order - high).clamp_(min=1)
+    for x in (actual, lower, upper):  # a NaN has no distance
+        distance = torch.where(is_nan_of(x, fmt), 1, distance)
+    distance.masked_fill_(~wrong, -1)
+    noun = name if name in ("codes", "scales") else f"elements of {name}"
+    text = sentence(wrong, distance, noun)
+    if rule == "bound":
+        text += "; no order of summation and no rounding of hidden steps gives them"
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        here = (row, column)
+        views = [(label, _view(x[here], fmt)) for label, x in (("lower", lower), ("upper", upper), ("actual", actual))]
+        if views[0][1] == views[1][1]:
+            views = [("expected", views[0][1]), views[2]]
+        element: dict[str, Any] = {"row": row, "column": column}
+        for label, (value, raw) in views:
+            element |= {label: value, f"{label}_bits": raw}
+        return element
+
+    finding = make_finding(name, rule, text, wrong, distance, describe=describe)
+    return StageResult(
+        name, rule, count, int(wrong.count_nonzero()), int(distance.amax()), text, finding, figures,
+        unbounded=free if rule == "bound" else None, wrong_elements=wrong,
+    )  # fmt: skip
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
+
+
+def _view(x: torch.Tensor, fmt: Format | None) -> tuple[float | str, str]:
+    return float_view(x) if fmt is None else code_view(int(x), fmt)

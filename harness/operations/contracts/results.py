@@ -1,0 +1,127 @@
+"""The results of a kernel under the names of a contract's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from narrowgauge import adapt
+from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.quantize.layout import linear_scales
+from narrowgauge.reference.quantize.scaling import block_scales
+from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+
+def named_results(
+    program: Program, tensors: Mapping[str, torch.Tensor], result: Any
+) -> dict[str, torch.Tensor | Quantized]:
+    """The outputs that a kernel shows, by name.
+
+    `result`: a tensor; a tuple of all outputs in the order of the contract; or a mapping by name, which may leave out
+    outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one. Raises TypeError
+    and ValueError for results that the contract does not have, with the name of the result.
+    """
+    names = [name for output in program.outputs for name in _parts(program, output)]
+    if isinstance(result, Mapping):
+        given = dict(result)
+    elif isinstance(result, tuple | list):
+        if len(result) == len(program.outputs) != len(names):
+            names = list(program.outputs)
+        if len(result) != len(names):
+            raise ValueError(f"{program.name} returns {', '.join(names)}; the result has {len(result)} parts")
+        given = dict(zip(names, result, strict=True))
+    else:
+        given = {names[0] if len(names) == 1 else next(iter(program.outputs)): result}
+    found: dict[str, torch.Tensor | Quantized] = {}
+    device = next(iter(tensors.values())).device
+    for output, number in program.outputs.items():
+        step = program.steps[number]
+        shape = _shape(program, tensors, step)
+        whole = given.pop(output, None)
+        parts = {name: given.pop(name, None) for name in _parts(program, output) if name != output}
+        if whole is None and not any(part is not None for part in parts.values()):
+            continue
+        if step.function == "quantize":
+            scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+            found[output] = _quantized(output, whole, parts, step, shape, scale)
+        else:
+            found[output] = _tensor(output, whole, DTYPES[step.dtype], shape, device)
+    if given:
+        raise ValueError(f"{program.name} has no result {', '.join(given)}; its results are {', '.join(names)}")
+    if not found:
+        raise ValueError(f"the result is empty; {program.name} returns {', '.join(names)}")
+    return found
+
+
+def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
+    """Tensors by name from which `named_results` makes these outputs again."""
+    found: dict[str, torch.Tensor] = {}
+    for output, result in shown.items():
+        if isinstance(result, Quantized):
+            codes = result.codes.T if result.transposed else result.codes
+            values = {"codes": codes, "scales": linear_scales(result), "amax": result.amax}
+            names = {name.rpartition(".")[2]: name for name in _parts(program, output)}
+            found |= {name: tensor for part, name in names.items() if (tensor := values[part]) is not None}
+        else:
+            found[output] = result
+    return found
+
+
+def _parts(program: Program, output: str) -> Iterator[str]:
+    """Names of the tensors of an output."""
+    step = program.steps[program.outputs[output]]
+    if step.function != "quantize":
+        yield output
+        return
+    recipe = find_recipe(step.options["recipe"])
+    prefix = "" if output == "quantized" else f"{output}."
+    yield f"{prefix}codes"
+    if recipe.tensor_scale != "given":
+        yield f"{prefix}scales"
+        if recipe.tensor_scale != "none":
+            yield f"{prefix}amax"
+
+
+def _shape(program: Program, tensors: Mapping[str, torch.Tensor], step: Step) -> tuple[int, ...]:
+    """Shape of the result of a step."""
+    sizes = {"1": 1}
+    for argument in program.arguments:
+        sizes |= dict(zip(argument.axes, tensors[argument.name].shape, strict=True))
+
+    def size(axis: str) -> int:
+        name, _, divisor = axis.rpartition("/")
+        return sizes[axis] if not name else size(name) // int(divisor)
+
+    return tuple(size(axis) for axis in step.axes)
+
+
+def _tensor(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    found = adapt.tensor(value).detach()
+    if found.dtype != dtype or tuple(found.shape) != shape or found.device != device:
+        wanted = f"{dtype} {shape} on {device}"
+        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)} on {found.device}; the contract says {wanted}")
+    return found
+
+
+def _quantized(
+    name: str, whole: Any, parts: Mapping[str, Any], step: Step, shape: tuple[int, ...], scale: torch.Tensor | None
+) -> Quantized:
+    recipe: Recipe = find_recipe(step.options["recipe"])
+    if isinstance(whole, Quantized):
+        if whole.recipe != recipe:
+            raise ValueError(f"{name} is quantized by {whole.recipe}; the contract says {recipe}")
+        return whole
+    codes, scales, amax = (next((v for key, v in parts.items() if key.endswith(end)), None)
+                           for end in ("codes", "scales", "amax"))  # fmt: skip
+    if whole is not None and codes is None and recipe.tensor_scale == "given":
+        codes = whole
+    if scale is not None:
+        scales = block_scales(scale.view(1, 1), scale, recipe, DTYPES[step.dtype])
+    for part, value in (("codes", codes), ("scales", scales)):
+        if value is None:
+            raise ValueError(f"{name} lacks its {part}; return {', '.join(parts)}")
+    return adapt.quantized(codes, scales, recipe, (shape[0], shape[1]), amax=amax)

@@ -1,0 +1,162 @@
+"""The assertion on contracts: right kernels pass, wrong kernels fail with the cause, bad arguments are refused."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge
+from narrowgauge import contract as c
+from tests.paths import ROOT
+from tests.reference.contracts.contracts import add_rmsnorm, rmsnorm_quantize, serving_silu_static, silu_mul_quantize
+
+Kernel = Callable[[torch.Tensor, torch.Tensor], Any]
+RECIPE = "fp8-row-e4m3"
+
+
+def rmsnorm(x: torch.Tensor, w: torch.Tensor, mistake: str = "", recipe: str = RECIPE) -> narrowgauge.Quantized:
+    """A correct kernel of `rmsnorm_quantize`, or one with a mistake."""
+    z = x.float()
+    squares = z.square()[:, : -8 if mistake == "last 8" else None]
+    count = x.shape[1] - (mistake == "K − 1")
+    rs = torch.rsqrt(squares.sum(1, keepdim=True) / count + 1e-6)
+    if mistake == "rs in bfloat16":
+        rs = rs.bfloat16().float()
+    y = z * rs
+    if mistake != "first cast":
+        y = y.bfloat16().float()
+    y = y * (w.float() + (mistake == "1 + w"))
+    if mistake != "second cast":
+        y = y.bfloat16()
+    return narrowgauge.quantize(y, recipe)
+
+
+def inputs(rows: int = 64, columns: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=draw).bfloat16()
+    return x, (1 + 0.1 * torch.randn(columns, generator=draw)).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "nvfp4", "mxfp8-e4m3"])
+def test_a_right_kernel_passes(recipe: str) -> None:
+    x, w = inputs()
+    q = rmsnorm(x, w, recipe=recipe)
+    narrowgauge.assert_result(rmsnorm_quantize, q, x, w, recipe=recipe)
+    parts = (q.codes, q.scales) if q.amax is None else (q.codes, q.scales, q.amax)
+    narrowgauge.assert_result(rmsnorm_quantize, parts, x, weight=w, recipe=recipe)
+    named = dict(zip(("codes", "scales", "amax"), parts, strict=False))
+    narrowgauge.assert_result(rmsnorm_quantize, named, x, w, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        ("rs in bfloat16", "the rsqrt is kept in bfloat16"),
+        ("first cast", "the cast to bfloat16 is left out"),
+        ("second cast", "the cast to bfloat16 is left out"),
+        ("1 + w", "the factor is 1 + weight"),
+        ("last 8", "the mean leaves out the last 8 elements of a row"),
+        ("K − 1", "the mean divides by K − 1"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(mistake: str, cause: str) -> None:
+    x, w = inputs()
+    verdict = narrowgauge.explain(
+        narrowgauge.assert_result, rmsnorm_quantize, rmsnorm(x, w, mistake), x, w, recipe=RECIPE, diagnose="full"
+    )
+    assert not verdict.passed
+    found = [each["sentence"] for each in verdict.explanations if each["exact"]]
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{cause} (line ")
+    line = int(found[0].partition("(line ")[2].partition(")")[0])
+    text = (ROOT / "tests" / "reference" / "contracts" / "contracts.py").read_text(encoding="utf-8").splitlines()
+    words = {"first cast": "if rounded", "second cast": "weight), x.dtype", "1 + w": "weight), x.dtype"}
+    assert words.get(mistake, "c.rsqrt(c.mean(c.square(z)) + eps)") in text[line - 1] + text[line - 2]
+
+
+def test_a_result_that_is_shown_is_judged_by_itself() -> None:
+    """A wrong residual is one finding: the output is judged from the residual that the kernel shows."""
+    x, w = inputs(4, 64)
+    residual = torch.ones_like(x)
+
+    def kernel(wrong: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        z = (x.float() + residual.float()).bfloat16()
+        z = z + wrong
+        h = z.float()
+        return z, (h * torch.rsqrt(h.square().mean(1, keepdim=True) + 1e-6) * w.float()).bfloat16()
+
+    given = (x, residual, w)
+    narrowgauge.assert_result(add_rmsnorm, kernel(False), *given)
+    verdict = narrowgauge.explain(narrowgauge.assert_result, add_rmsnorm, kernel(True), *given)
+    assert [bool(stage["sentence"]) for stage in verdict.stages] == [True, False]
+    narrowgauge.assert_result(add_rmsnorm, {"output": kernel(False)[1]}, *given)
+
+
+def test_a_given_scale_and_codes_alone() -> None:
+    x, scale = inputs(4, 64)[0], torch.tensor([0.25])
+    gate, up = x.float().chunk(2, 1)
+    y = ((gate * torch.sigmoid(gate)).bfloat16().float() * up).bfloat16().float()
+    codes = (y * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    narrowgauge.assert_result(serving_silu_static, codes, x, scale)
+    verdict = narrowgauge.explain(
+        narrowgauge.assert_result, serving_silu_static, codes.float().neg().to(codes.dtype), x, scale
+    )
+    assert not verdict.passed
+
+
+def test_the_command_of_a_failure_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fresh process, from the steps alone: the file of the contract is not there."""
+    monkeypatch.setenv("NARROWGAUGE_FAILURES", str(tmp_path))
+    x, w = inputs(4, 64)
+    with pytest.raises(narrowgauge.WrongResult) as raised:
+        narrowgauge.assert_result(rmsnorm_quantize, rmsnorm(x, w, "1 + w"), x, w, recipe=RECIPE, diagnose="full")
+    command = raised.value.verdict.reproduction
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert "the factor is 1 + weight" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"result": torch.ones(3)}, ValueError, ["quantized", "codes"]),
+        ({"result": {"code": 1}}, ValueError, ["code", "codes, scales"]),
+        ({"result": ()}, ValueError, ["codes, scales", "0 parts"]),
+        ({"result": {}}, ValueError, ["empty", "codes"]),
+        ({"x": torch.ones(4, 64)}, ValueError, ["axis K", "64", "1024"]),
+        ({"x": torch.ones(4)}, ValueError, ["x is float32 (M, K)", "(4,)"]),
+        ({"x": torch.ones(4, 64, dtype=torch.float64)}, TypeError, ["x", "float64"]),
+        ({"recipe": None}, TypeError, ["recipe"]),
+        ({"recipe": "nvfp5"}, ValueError, ["nvfp5"]),
+        ({"depth": 3}, TypeError, ["depth", "eps, rounded"]),
+        ({"contract": rmsnorm}, TypeError, ["@contract"]),
+        ({"contract": silu_mul_quantize}, TypeError, ["1 tensors", "2"]),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_judged(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    x, w = inputs()
+    given = {"contract": rmsnorm_quantize, "result": rmsnorm(x, w), "x": x, "w": w, "recipe": RECIPE} | arguments
+    options = {name: given[name] for name in ("recipe", "depth") if given.get(name) is not None}
+    with pytest.raises(error) as raised:
+        narrowgauge.assert_result(given["contract"], given["result"], given["x"], given["w"], **options)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_contract_that_determines_nothing_is_refused() -> None:
+    @c.contract
+    def difference(x: c.Matrix):
+        z = c.float32(x)
+        return c.cast(z - c.tanh(z, "approximate"), x.dtype)
+
+    x = torch.linspace(2.0**-9, 2.0**-8, 512).view(2, 256).half()
+    with pytest.raises(ValueError, match="almost anything"):
+        narrowgauge.assert_result(difference, x, x)
