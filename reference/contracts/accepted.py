@@ -19,7 +19,8 @@ from narrowgauge.spec.formats import Format
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.uint8: torch.uint8}
 """Integers of the size of a number."""
 _MANY = 16
-"""Codes from which an element counts as undetermined, or a quarter of all codes of the format."""
+"""Codes of a format from which an element counts as undetermined, or a quarter of all codes. A float is undetermined if
+its interval is wider than this part of the largest magnitude of its row."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ def judge_range(
     inside = (order >= low) & (order <= high) & ~empty
     wrong = ~torch.where(is_nan, allowed, inside)
     determined = torch.where(allowed, empty, low == high)
-    codes = 256 if fmt is None else 1 << fmt.bits
-    undetermined = (high - low >= min(_MANY, codes // 4)) | (allowed & ~empty)
+    if actual.is_floating_point():
+        most = torch.fmax(lower.abs(), upper.abs()).nan_to_num(0.0, 0.0)
+        row = most.amax(-1, keepdim=True) if most.numel() else most
+        undetermined = ~((upper.double() - lower.double()) * _MANY <= row) & (lower != upper)
+    else:
+        undetermined = high - low >= min(_MANY, (1 << fmt.bits) // 4)
+    undetermined = undetermined & ~empty | (allowed & ~empty)
     return Part(actual, lower, upper, wrong, int(determined.sum()), int(undetermined.sum()), fmt)
 
 

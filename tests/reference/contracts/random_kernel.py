@@ -24,7 +24,8 @@ class RandomKernel:
         self, program: Program, tensors: dict[str, torch.Tensor], seed: int, *, flavour: str = "mixed"
     ) -> None:
         """`flavour`: "mixed" draws for each number; "float32" and "float64" round every number or none."""
-        self.generator = torch.Generator().manual_seed(seed)
+        self.device = next(iter(tensors.values())).device
+        self.generator = torch.Generator(self.device).manual_seed(seed)
         self.flavour = flavour
         self.values: list[Any] = []
         for step in program.steps:
@@ -36,12 +37,16 @@ class RandomKernel:
             else:
                 self.values.append(None)
 
+    def number(self, count: int) -> int:
+        return int(torch.randint(count, (1,), generator=self.generator, device=self.device))
+
     def coin(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(x.shape, generator=self.generator) < 0.5
+        return torch.rand(x.shape, generator=self.generator, device=self.device) < 0.5
 
     def signs(self, x: torch.Tensor) -> torch.Tensor:
         """Between −1 and 1, most often one of both."""
-        return (torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 4 - 2).clamp(-1, 1)
+        drawn = torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device=self.device)
+        return (drawn * 4 - 2).clamp(-1, 1)
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
         """Each number in float32 or in float64."""
@@ -50,7 +55,7 @@ class RandomKernel:
         return x.float().double() if self.flavour == "float32" else torch.where(self.coin(x), x.float().double(), x)
 
     def constant(self, step: Any) -> torch.Tensor:
-        return self.stored(torch.tensor(step.options["value"], dtype=torch.float64))
+        return self.stored(torch.tensor(step.options["value"], dtype=torch.float64, device=self.device))
 
     def float32(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -123,7 +128,7 @@ class RandomKernel:
         return self.total(torch.stack(torch.broadcast_tensors(*values), -1)).squeeze(-1)
 
     def mean(self, step: Any, x: torch.Tensor) -> torch.Tensor:
-        count = torch.tensor(float(x.shape[-1]), dtype=torch.float64)
+        count = torch.tensor(float(x.shape[-1]), dtype=torch.float64, device=self.device)
         return self.quotient(self.total(x), count, step.options.get("division"))
 
     def amax(self, step: Any, x: torch.Tensor) -> torch.Tensor:
@@ -131,8 +136,8 @@ class RandomKernel:
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Columns in a random order, joined two by two, in runs, or by random pairs."""
-        x = x[..., torch.randperm(x.shape[-1], generator=self.generator)]
-        style = int(torch.randint(3, (1,), generator=self.generator))
+        x = x[..., torch.randperm(x.shape[-1], generator=self.generator, device=self.device)]
+        style = self.number(3)
         if style == 0 and x.shape[-1] <= 512:
             found = x[..., :1]
             for column in range(1, x.shape[-1]):
@@ -141,7 +146,7 @@ class RandomKernel:
         while x.shape[-1] > 1:
             half = x.shape[-1] // 2
             if style == 1:
-                half = max(1, int(torch.randint(1, half + 1, (1,), generator=self.generator)))
+                half = 1 + self.number(half)
             joined = self.stored(x[..., :half] + x[..., half : 2 * half])
             x = torch.cat([joined, x[..., 2 * half :]], -1)
         return x
@@ -158,6 +163,6 @@ class RandomKernel:
         if form.ulps:
             ulps = form.ulps + (form.ulps_of_argument * x.abs() if form.ulps_of_argument else 0)
             error = error + ulps * ULP * exact.abs()
-        free = exact.isfinite() & ~torch.isin(x, torch.tensor(FUNCTIONS[name].exact_at, dtype=x.dtype))
+        free = exact.isfinite() & ~torch.isin(x, x.new_tensor(FUNCTIONS[name].exact_at))
         moved = exact + self.signs(exact) * torch.where(free, error, 0.0)
         return self.stored(moved.clamp(*FUNCTIONS[name].range))

@@ -66,23 +66,43 @@ def shown(program: Program, kernel: RandomKernel) -> dict[str, object]:
     return found
 
 
-def programs(dtype: str, recipe: str) -> Iterator[Program]:
-    for contract in CONTRACTS:
-        yield traced(contract, dtype, recipe)
-
-
 def traced(contract: Contract, dtype: str, recipe: str) -> Program:
     return contract.trace(dict.fromkeys(contract.tensors, dtype), dict.fromkeys(contract.recipes, recipe), {})
 
 
+def check(contract: Contract, flavour: str, shape: tuple[int, int], seed: int, device: str) -> int:
+    """Judge a random kernel for each dtype, recipe and family; the number of compared elements."""
+    compared = 0
+    for number, (dtype, recipe) in enumerate(zip(["bfloat16", "float16", "float32"] * 3, RECIPES, strict=False), seed):
+        program = traced(contract, dtype, recipe)
+        for family, tensors in enumerate(inputs(program, shape, number)):
+            given = {name: tensor.to(device) for name, tensor in tensors.items()}
+            # A residual that is shown is the sum of the kernel itself.
+            results = shown(program, RandomKernel(program, given, number, flavour=flavour))
+            for name, part in judged(program, given, results):
+                wrong = part.wrong.nonzero()
+                assert not len(wrong), (dtype, recipe, number, family, name, wrong[0].tolist(), len(wrong))
+                compared += part.actual.numel()
+    return compared
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
-def test_random_kernels_are_right(contract: Contract, flavour: str) -> None:
-    for number, (dtype, recipe) in enumerate(zip(["bfloat16", "float16", "float32"] * 3, RECIPES, strict=False)):
-        program = traced(contract, dtype, recipe)
-        for family, tensors in enumerate(inputs(program, (16, 96), number)):
-            # A residual that is shown is the sum of the kernel itself.
-            results = shown(program, RandomKernel(program, tensors, number, flavour=flavour))
-            for name, part in judged(program, tensors, results):
-                wrong = part.wrong.nonzero()
-                assert not len(wrong), (dtype, recipe, family, name, wrong[0].tolist(), len(wrong))
+def test_random_kernels_are_right(contract: Contract, flavour: str, device: str) -> None:
+    assert check(contract, flavour, (16, 96), 0, device)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_many_random_kernels_are_right(contract: Contract, device: str) -> None:
+    """On a GPU, 10^9 elements over all contracts."""
+    rows, least = (1024, 130_000_000) if device == "cuda" else (64, 1_000_000)
+    compared = seed = 0
+    while compared < least:
+        seed += 10
+        compared += check(contract, ("mixed", "float32", "float64")[seed // 10 % 3], (rows, 480 + seed), seed, device)
