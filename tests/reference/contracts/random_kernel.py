@@ -104,7 +104,7 @@ class RandomKernel:
 
     def roundings(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         for _ in range(step.options["count"]):
-            x = self.stored(x * (1 + self.signs(x) * 2.0**-24))
+            x = x * (1 + self.signs(x) * ULP / 2)
         return x
 
     def divide(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,8 @@ class RandomKernel:
 
     def form(self, name: str, form: Form, x: torch.Tensor) -> torch.Tensor:
         exact = getattr(torch, name)(x * (1 + self.signs(x) * form.argument))
-        error = form.relative * exact.abs() + form.absolute
+        # The documented error holds the rounding of the result.
+        error = ((form.relative - ULP / 2) * exact.abs() + form.absolute).clamp(min=0)
         if form.ulps:
             ulps = form.ulps + (form.ulps_of_argument * x.abs() if form.ulps_of_argument else 0)
             error = error + ulps * ULP * exact.abs()
