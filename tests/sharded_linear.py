@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowgauge.reference.ops import Quantized
-from narrowgauge.spec.autocast import autocast
+from narrowgauge.spec.modules.autocast import autocast
 from tests.shards import joined_differs, same
 
 Observed = dict[str, list[Any]]

@@ -24,10 +24,10 @@ A backend is any object or module that has some of these methods (docs/design.md
     GroupedLinear(groups, in_features, out_features, bias=True, *, as Linear) -> torch.nn.Module
     TransformerLayer(hidden, ffn, heads, *, norm="layer", eps=1e-5, bias=True, as Linear) -> torch.nn.Module
 
-A module has the parameters and methods of its counterpart in `reference.modules`, and reads the training recipe from
-`spec.autocast.current()` in its forward. Its outputs and gradients are judged. If it reports intermediate results by
-calling its `observer(name, value)`, as the modules of the reference do, each stage is judged separately, given the
-module's own result of the stage before.
+A module has the parameters and methods of its counterpart in `reference.modules`. It reads the training recipe from
+`spec.modules.autocast.current()` in its forward. Its outputs and gradients are judged. If it reports intermediate
+results by calling its `observer(name, value)`, as the modules of the reference do, each stage is judged separately,
+given the module's own result of the stage before.
 
 Keyword arguments are passed only if they differ from their default, so a method may lack the arguments of features that
 the backend does not have. A method raises NotImplementedError for a case it does not support.

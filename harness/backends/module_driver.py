@@ -12,8 +12,8 @@ import torch
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, BackendError, dtype_name
 from narrowgauge.harness.backends.transfer import to_device
 from narrowgauge.harness.cases.layers import Layer
-from narrowgauge.spec.autocast import autocast, checkpoint
-from narrowgauge.spec.training import TrainingRecipe
+from narrowgauge.spec.modules.autocast import autocast, checkpoint
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 Tensors = dict[str, torch.Tensor]
 

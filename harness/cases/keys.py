@@ -15,8 +15,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from narrowgauge.harness.cases.sections import number_of, parse
+from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.training import training_recipe
 
 Check = Callable[[Any], str | None]
 """Function from a value to the reason why it is wrong, or None."""

@@ -17,10 +17,10 @@ from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign, dtype_name
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.spec.formats import FORMATS, FP32
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 TEXT = 1 << 16
 """Largest length of a text of a backend in characters."""

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.harness.backends.module_driver import Caller, Step
 from narrowgauge.harness.backends.results import BackendError
-from narrowgauge.spec.autocast import autocast
+from narrowgauge.spec.modules.autocast import autocast
 
 Tensors = dict[str, torch.Tensor]
 

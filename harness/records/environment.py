@@ -171,7 +171,7 @@ def _module_file(backend: str) -> Path | None:
 
 
 def nvfp4_switches() -> dict[str, str]:
-    """Environment variables that change NVFP4 training recipes (`spec.training`), if they are set."""
+    """Environment variables that change NVFP4 training recipes (`spec.modules.training`), if they are set."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NVTE_NVFP4_DISABLE_")}
 
 

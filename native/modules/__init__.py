@@ -4,8 +4,8 @@ from narrowgauge.native.modules.grouped_linear import GroupedLinear
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.native.modules.linear import Linear
 from narrowgauge.native.modules.transformer import TransformerLayer
-from narrowgauge.spec.autocast import autocast, checkpoint
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.autocast import autocast, checkpoint
+from narrowgauge.spec.modules.training import training_recipe
 
 __all__ = [
     "GroupedLinear", "LayerNormLinear", "Linear", "TransformerLayer", "autocast", "checkpoint", "training_recipe",

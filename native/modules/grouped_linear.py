@@ -16,9 +16,9 @@ from narrowgauge.native.modules.products import column_sums, product
 from narrowgauge.native.modules.saved_operands import Saved, load_operands, save_operands
 from narrowgauge.native.quantize.quantize import quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
-from narrowgauge.spec.module_arguments import check_groups, check_splits
+from narrowgauge.spec.modules.arguments import check_groups, check_splits
+from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.training import TrainingRecipe
 
 
 class GroupedLinear(Layer):

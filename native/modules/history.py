@@ -9,9 +9,9 @@ import torch
 
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.native.quantize.delayed import update_scale
-from narrowgauge.spec.autocast import at_exit, recomputing, remember
-from narrowgauge.spec.module_arguments import check_history_length
-from narrowgauge.spec.training import TrainingRecipe
+from narrowgauge.spec.modules.arguments import check_history_length
+from narrowgauge.spec.modules.autocast import at_exit, recomputing, remember
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 Observer = Callable[[str, Any], None]
 """Takes the name and the value of a result: a tensor, a Quantized, or a list with an entry for each group.

@@ -16,8 +16,7 @@ from narrowgauge.native.modules.products import product
 from narrowgauge.native.modules.quantized_weight import QuantizedWeight
 from narrowgauge.native.modules.saved_operands import Operand
 from narrowgauge.native.quantize.quantize import quantize_both
-from narrowgauge.spec.autocast import current, remember
-from narrowgauge.spec.module_arguments import (
+from narrowgauge.spec.modules.arguments import (
     check_active,
     check_delays,
     check_holds_quantized,
@@ -27,8 +26,9 @@ from narrowgauge.spec.module_arguments import (
     check_masters,
     check_written,
 )
+from narrowgauge.spec.modules.autocast import current, remember
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 _PASSES = "backward_passes"
 """Name of the number of backward passes in a state dict, int64 (); absent before the first pass."""

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.linear import Linear
-from narrowgauge.spec.module_arguments import check_norm
+from narrowgauge.spec.modules.arguments import check_norm
 
 Norm = Literal["layer", "rms"]
 

@@ -11,9 +11,9 @@ from narrowgauge.native.modules.history import GRAD, INPUT
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
 from narrowgauge.native.modules.saved_operands import load_operands, save_operands
-from narrowgauge.spec.autocast import current
-from narrowgauge.spec.module_arguments import check_rotated_rows
-from narrowgauge.spec.training import TrainingRecipe
+from narrowgauge.spec.modules.arguments import check_rotated_rows
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 
 class Linear(Layer):

@@ -9,7 +9,7 @@ from narrowgauge.native.quantize.amax import amax, oriented_amax
 from narrowgauge.native.quantize.hadamard import transform
 from narrowgauge.native.runtime.arguments import supported
 from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
-from narrowgauge.spec.module_arguments import (
+from narrowgauge.spec.modules.arguments import (
     check_dimension,
     check_extents,
     check_failed_shard,

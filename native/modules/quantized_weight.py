@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
-from narrowgauge.spec.module_arguments import check_written
+from narrowgauge.spec.modules.arguments import check_written
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 _PARTS = ("codes", "scales", "amax", "tensor_scale")
 _HALVES = ("rowwise", "columnwise")

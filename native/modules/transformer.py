@@ -12,7 +12,7 @@ from narrowgauge.native.modules.history import Observer
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear, Norm
 from narrowgauge.native.modules.linear import Linear
-from narrowgauge.spec.module_arguments import check_batch, check_heads
+from narrowgauge.spec.modules.arguments import check_batch, check_heads
 
 
 class TransformerLayer(torch.nn.Module):

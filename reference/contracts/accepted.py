@@ -114,6 +114,7 @@ def judge_range(
         row = most.amax(-1, keepdim=True) if most.numel() else most
         undetermined = ~((upper.double() - lower.double()) * _MANY <= row) & (lower != upper)
     else:
+        assert fmt is not None
         undetermined = high - low >= min(_MANY, (1 << fmt.bits) // 4)
     undetermined = undetermined & ~empty | (allowed & ~empty)
     return Part(actual, lower, upper, wrong, int(determined.sum()), int(undetermined.sum()), fmt)

@@ -4,7 +4,7 @@ from narrowgauge.reference.modules.grouped_linear import GroupedLinear
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
 from narrowgauge.reference.modules.transformer import TransformerLayer
-from narrowgauge.spec.autocast import at_exit, autocast, checkpoint, current, recomputing
+from narrowgauge.spec.modules.autocast import at_exit, autocast, checkpoint, current, recomputing
 
 __all__ = [
     "GroupedLinear", "LayerNormLinear", "Linear", "TransformerLayer", "at_exit", "autocast", "checkpoint", "current",

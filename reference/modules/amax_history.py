@@ -9,9 +9,9 @@ import torch
 
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
 from narrowgauge.reference.quantize.delayed import update_scale
-from narrowgauge.spec.autocast import at_exit, recomputing, remember
-from narrowgauge.spec.module_arguments import check_history_length
-from narrowgauge.spec.training import TrainingRecipe
+from narrowgauge.spec.modules.arguments import check_history_length
+from narrowgauge.spec.modules.autocast import at_exit, recomputing, remember
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Columns of a history: of the input, the weight and the gradient of the output."""

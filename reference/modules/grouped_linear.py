@@ -14,11 +14,11 @@ from narrowgauge.reference.modules.amax_history import GRAD, INPUT, WEIGHT
 from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column, plain_weight_product, weight_product
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
-from narrowgauge.spec.autocast import current
-from narrowgauge.spec.module_arguments import check_groups, check_splits
+from narrowgauge.spec.modules.arguments import check_groups, check_splits
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import GroupedQuantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.training import TrainingRecipe
 
 
 class GroupedLinear(QuantizedLayer):

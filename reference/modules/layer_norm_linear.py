@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.reference.high_precision.norm import Kind, norm_backward, norm_forward
 from narrowgauge.reference.modules.linear import Linear
-from narrowgauge.spec.autocast import current
-from narrowgauge.spec.module_arguments import check_norm
+from narrowgauge.spec.modules.arguments import check_norm
+from narrowgauge.spec.modules.autocast import current
 
 
 class LayerNormLinear(Linear):

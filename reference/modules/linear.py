@@ -15,10 +15,10 @@ from narrowgauge.reference.gemm.gemm import gemm
 from narrowgauge.reference.high_precision.additions import column_sum
 from narrowgauge.reference.modules.amax_history import GRAD, INPUT, WEIGHT
 from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column, plain_weight_product, weight_product
-from narrowgauge.spec.autocast import current
-from narrowgauge.spec.module_arguments import check_rotated_rows
+from narrowgauge.spec.modules.arguments import check_rotated_rows
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.training import TrainingRecipe
 
 
 class Linear(QuantizedLayer):

@@ -9,7 +9,7 @@ from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
-from narrowgauge.spec.module_arguments import (
+from narrowgauge.spec.modules.arguments import (
     check_dimension,
     check_extents,
     check_failed_shard,

@@ -12,8 +12,7 @@ from narrowgauge.reference.modules.amax_history import WEIGHT, AmaxHistory
 from narrowgauge.reference.modules.parallel import sharded_amax
 from narrowgauge.reference.modules.quantized_weight import QuantizedWeight
 from narrowgauge.reference.quantize.quantize import quantize_both
-from narrowgauge.spec.autocast import current, remember
-from narrowgauge.spec.module_arguments import (
+from narrowgauge.spec.modules.arguments import (
     check_active,
     check_delays,
     check_holds_quantized,
@@ -22,9 +21,10 @@ from narrowgauge.spec.module_arguments import (
     check_main_grad,
     check_masters,
 )
+from narrowgauge.spec.modules.autocast import current, remember
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 Product = Callable[[torch.dtype, torch.Tensor | None], torch.Tensor]
 """Computes the gradient of a weight in a dtype, plus c (N, K), float32, if given."""

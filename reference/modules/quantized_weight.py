@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
-from narrowgauge.spec.module_arguments import check_written
+from narrowgauge.spec.modules.arguments import check_written
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 _HALVES = ("rowwise", "columnwise")
 _PARTS = ("codes", "scales", "amax", "tensor_scale")

@@ -19,7 +19,7 @@ from narrowgauge.reference.high_precision.norm import Kind
 from narrowgauge.reference.modules.amax_history import Observer
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
-from narrowgauge.spec.module_arguments import check_batch, check_heads
+from narrowgauge.spec.modules.arguments import check_batch, check_heads
 
 
 class TransformerLayer(torch.nn.Module):

@@ -10,8 +10,8 @@ import torch
 
 from narrowgauge.native import modules as native
 from narrowgauge.reference import modules as reference
-from narrowgauge.spec.autocast import autocast
-from narrowgauge.spec.training import training_names
+from narrowgauge.spec.modules.autocast import autocast
+from narrowgauge.spec.modules.training import training_names
 from tests.native.devices import ops
 from tests.native.samples import assert_equal, assert_same, matrix
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec import arguments, module_arguments
+from narrowgauge.spec import arguments
 from narrowgauge.spec.arguments import dtype_name
-from narrowgauge.spec.autocast import autocast
+from narrowgauge.spec.modules import arguments as module_arguments
+from narrowgauge.spec.modules.autocast import autocast
 from narrowgauge.spec.recipes import find_recipe
 
 Call = Callable[[Any], object]

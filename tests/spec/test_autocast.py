@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from narrowgauge.spec.autocast import at_exit, autocast, checkpoint, current, recomputing, remember
-from narrowgauge.spec.training import Float8CurrentScaling, MXFP8BlockScaling, TrainingRecipe
+from narrowgauge.spec.modules.autocast import at_exit, autocast, checkpoint, current, recomputing, remember
+from narrowgauge.spec.modules.training import Float8CurrentScaling, MXFP8BlockScaling, TrainingRecipe
 
 MX, CURRENT = MXFP8BlockScaling(), Float8CurrentScaling()
 

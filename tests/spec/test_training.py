@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from narrowgauge.spec.training import (
+from narrowgauge.spec.modules.training import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,

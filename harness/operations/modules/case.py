@@ -13,8 +13,8 @@ from narrowgauge.harness.cases.case import SECTION, Case, rotation_problem
 from narrowgauge.harness.cases.keys import Dtype, Flag, Named, Switch, TrainingName, count
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.cases.methods import Method
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 MOST_STEPS = 16
 

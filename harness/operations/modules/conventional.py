@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.operations.stages.sample import COLUMNS, SEED, SIZES, SUM, Parts, SampleInputs
-from narrowgauge.spec.autocast import autocast
+from narrowgauge.spec.modules.autocast import autocast
 
 
 def trained(

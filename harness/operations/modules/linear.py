@@ -28,10 +28,10 @@ from narrowgauge.harness.operations.update_scale.deviations import wrong_histori
 from narrowgauge.harness.operations.update_scale.judge import history_stage, scale_stage
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import Summation
-from narrowgauge.spec.training import TrainingRecipe
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Columns of an amax history, and numbers among scales."""

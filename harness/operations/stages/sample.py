@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.training import training_recipe
 
 ROWS, COLUMNS, SUM = 256, 512, 1024
 """M, N and K."""

@@ -12,8 +12,8 @@ from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.hosts.changed_source import MODULES
 from narrowgauge.harness.tools.mutants.conventional_tests import doors
 from narrowgauge.native.runtime.sources import FOLDER, kernel_files
+from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.training import training_recipe
 
 MUTANTS = Path(__file__).parent / "changes"
 """Folder with the files of mutants."""

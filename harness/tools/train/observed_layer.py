@@ -19,7 +19,7 @@ from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.tools.train.hosted_layer import HostedLayer
 from narrowgauge.harness.tools.train.model import Size
-from narrowgauge.spec.training import TrainingRecipe
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 
 class ObservedLayer:

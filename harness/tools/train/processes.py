@@ -45,7 +45,7 @@ def tasks(recipes: Sequence[str], backend: str, device: str, *, seed: int, steps
     """
     from narrowgauge.harness.tools.train.model import LAYERS
     from narrowgauge.harness.tools.train.train import TrainingTask
-    from narrowgauge.spec.training import training_recipe
+    from narrowgauge.spec.modules.training import training_recipe
 
     names = dict.fromkeys(str(training_recipe(recipe)) for recipe in recipes)
     sharing = len(names) * steps * LAYERS

@@ -19,8 +19,8 @@ from narrowgauge.harness.tools.train import corpus
 from narrowgauge.harness.tools.train.hosted_layer import HostedLayer, HostedLayers
 from narrowgauge.harness.tools.train.model import SEEDS, Adam, Model, Size
 from narrowgauge.harness.tools.train.observed_layer import ObservedLayer
-from narrowgauge.spec.autocast import autocast
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.autocast import autocast
+from narrowgauge.spec.modules.training import training_recipe
 
 RATE = 2e-3
 """Learning rate of Adam."""

@@ -13,8 +13,8 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import modules, ops
-from narrowgauge.spec.autocast import current
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import training_recipe
 from tests.harness.sample_backends import backend
 
 SHAPE = (1, 16, 32, 32)

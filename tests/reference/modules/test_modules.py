@@ -7,8 +7,8 @@ import torch
 
 from narrowgauge.reference.modules import Linear, autocast
 from narrowgauge.reference.ops import gemm, quantize, quantize_both
+from narrowgauge.spec.modules.training import training_names, training_recipe
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.training import training_names, training_recipe
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, made, normal, same
 
 SEED = 5

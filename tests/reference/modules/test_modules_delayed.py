@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.reference.modules import GroupedLinear, Linear, TransformerLayer, autocast, checkpoint
 from narrowgauge.reference.ops import update_scale
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.training import training_recipe
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, assert_same_pass, made, normal, same
 
 NAMES = ["DelayedScaling-history2", "DelayedScaling-recent-margin1-history3"]

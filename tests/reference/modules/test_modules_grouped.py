@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.reference.modules import GroupedLinear, Linear
 from narrowgauge.reference.ops import quantize_grouped
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.training import training_recipe
 from tests.reference.passes import INNER, OUTER, Pass, made, normal, same
 
 SPLITS = [48, 0, 20]

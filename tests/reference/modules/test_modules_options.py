@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.reference.modules import Linear, autocast, quantized_layer
 from narrowgauge.reference.ops import gemm
-from narrowgauge.spec.training import training_recipe
+from narrowgauge.spec.modules.training import training_recipe
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, assert_same_pass, made, normal, same
 
 MX = "MXFP8BlockScaling"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from narrowgauge.spec.training import TrainingRecipe, training_recipe
+from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 
 __all__ = ["at_exit", "autocast", "checkpoint", "current", "recomputing", "remember"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from narrowgauge.spec.arguments import check_tensor, dtype_name
 from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.training import TrainingRecipe
 
 NORMS = ("layer", "rms")
 
