@@ -19,8 +19,23 @@ DEEPEST = 6
 def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
     """The value of the key `name` of a file, or None. `what`: the kind of file, for messages.
 
-    Raises `error` if the file cannot be read, is larger than the limits of this module, is not TOML, or has another
-    key.
+    Raises `error` as `parse` does, and if the file has another key.
+    """
+    return value_of(parse(path, what=what, error=error), path, name, what=what, error=error)
+
+
+def value_of(content: dict[str, Any], path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
+    """The value of the key `name` of a parsed file, or None. Raises `error` if the content has another key."""
+    for key in content:
+        if key != name:
+            raise error(f"{path}: unknown key {key!r}{nearest(key, [name])}; {what} holds [[{name}]] tables")
+    return content.get(name)
+
+
+def parse(path: Path, *, what: str, error: type[Exception]) -> dict[str, Any]:
+    """The content of a file. `what`: the kind of file, for messages.
+
+    Raises `error` if the file cannot be read, is larger than the limits of this module, or is not TOML.
     """
     if path.exists() and not path.is_file():
         raise error(f"{path}: cannot be read: it is no regular file; {what} is a TOML file")
@@ -43,10 +58,7 @@ def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
         raise error(f"{path}: not TOML: {problem}") from problem
     if wrong := _beyond_limits(content):
         raise error(f"{path}: {wrong}")
-    for key in content:
-        if key != name:
-            raise error(f"{path}: unknown key {key!r}{nearest(key, [name])}; {what} holds [[{name}]] tables")
-    return content.get(name)
+    return content
 
 
 def _beyond_limits(content: dict[str, Any]) -> str:

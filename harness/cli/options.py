@@ -9,9 +9,24 @@ import typer
 
 from narrowgauge.harness.machine.plain_text import escape
 
+
+def _case_paths(paths: list[Path] | None) -> list[Path] | None:
+    """Paths of case files, with the folder of the package for `shipped`. Only a path of this name imports the cases."""
+    if not paths or Path("shipped") not in paths:
+        return paths
+    from narrowgauge.harness.cases.case_file import case_path
+
+    return [case_path(path) for path in paths]
+
+
 Paths = Annotated[
     list[Path] | None,
-    typer.Argument(help="Case files or folders (default: cases, or those of the package).", show_default=False),
+    typer.Argument(
+        metavar="[CASES]...",
+        callback=_case_paths,
+        help="Case files or folders; shipped: those of the package (default: cases/ if it has any, else shipped).",
+        show_default=False,
+    ),
 ]
 BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
