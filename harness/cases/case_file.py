@@ -42,7 +42,7 @@ class CaseFileError(Exception):
 
 
 class ForeignFile(CaseFileError):
-    """A TOML file that is no case file by its content (`_matrix`), such as the settings of another tool.
+    """A TOML file that is no case file by its content (`_content`), such as the settings of another tool.
 
     A folder of case files may hold such files; the message is for a file that is named.
     """
@@ -172,8 +172,8 @@ class _Table:
             yield case
 
 
-def _matrix(path: Path) -> Any:
-    """The value of `matrix` in a case file. Raises ForeignFile for another TOML file, else CaseFileError.
+def _content(path: Path) -> dict[str, Any]:
+    """The content of a case file. Raises ForeignFile for another TOML file, else CaseFileError.
 
     This function alone decides what a case file is: a file whose [[matrix]] tables have a key `operation` or `tier`, or
     with tables of another name that have both keys. An empty table or a value that is no table cannot be told from a
@@ -192,11 +192,12 @@ def _matrix(path: Path) -> Any:
             f"{path}: is no case file: it has {keys}, and no [[matrix]] table with an operation and a tier; name a "
             f"case file, a folder of case files or {SHIPPED} (cases/README.md)"
         )
-    return toml_file.value_of(content, path, "matrix", what="a case file", error=CaseFileError)
+    toml_file.check_keys(content, path, ["matrix"], what="a case file", error=CaseFileError)
+    return content
 
 
 def _holds_cases(name: str, value: Any) -> bool:
-    """Whether a key of a file, `name`, holds tables of cases by the rule of `_matrix`."""
+    """Whether a key of a file, `name`, holds tables of cases by the rule of `_content`."""
     tables = value if isinstance(value, list) else [value]
     counts = [sum(key in table for key in ("operation", "tier")) for table in tables if isinstance(table, dict)]
     if name != "matrix":
@@ -216,7 +217,7 @@ def _beginning(path: Path) -> str:
 def _is_case_file(path: Path) -> bool:
     """Whether a file is a case file by its content, correct or not."""
     try:
-        _matrix(path)
+        _content(path)
     except ForeignFile:
         return False
     except CaseFileError:
@@ -226,7 +227,7 @@ def _is_case_file(path: Path) -> bool:
 
 def _tables(path: Path) -> list[_Table]:
     """The tables of a file. Their cases are counted before a case is made."""
-    contents = _matrix(path)
+    contents = _content(path).get("matrix")
     if not isinstance(contents, list) or not contents:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
     tables = [_table(content, f"{path}: [[matrix]] {number}") for number, content in enumerate(contents, 1)]

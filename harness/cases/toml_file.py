@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ DEEPEST = 6
 def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
     """The value of the key `name` of a file, or None. `what`: the kind of file, for messages.
 
-    Raises `error` as `parse` does, and if the file has another key.
+    Raises `error` as `parse` and `check_keys` do.
     """
-    return value_of(parse(path, what=what, error=error), path, name, what=what, error=error)
-
-
-def value_of(content: dict[str, Any], path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
-    """The value of the key `name` of a parsed file, or None. Raises `error` if the content has another key."""
-    for key in content:
-        if key != name:
-            raise error(f"{path}: unknown key {key!r}{nearest(key, [name])}; {what} holds [[{name}]] tables")
+    content = parse(path, what=what, error=error)
+    check_keys(content, path, [name], what=what, error=error)
     return content.get(name)
+
+
+def check_keys(content: dict[str, Any], path: Path, names: Sequence[str], *, what: str, error: type[Exception]) -> None:
+    """Raise `error` if the content of a file has a key that is not in `names`, of which the first is of its tables."""
+    for key in content:
+        if key not in names:
+            raise error(f"{path}: unknown key {key!r}{nearest(key, names)}; {what} holds [[{names[0]}]] tables")
 
 
 def parse(path: Path, *, what: str, error: type[Exception]) -> dict[str, Any]:

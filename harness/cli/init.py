@@ -23,9 +23,10 @@ def init(
         typer.Option("--action", help="GitHub action of the workflow: owner/narrowgauge@ref.", show_default=False),
     ] = "",
 ) -> None:
-    """Write a first backend, cases, baseline and workflow, overwriting nothing.
+    """Write a first backend, cases, a baseline and a workflow.
 
-    Also settings of pytest and git, and a hook of pre-commit. For a file of yours the lines to add are printed.
+    Also settings of pytest and git, and a hook of pre-commit. No file is overwritten: for a file of yours the lines to
+    add are printed.
     """
     from narrowgauge.harness.tools.init.repository import InitError, initialize
 

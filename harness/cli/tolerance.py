@@ -34,19 +34,26 @@ _NOTE = (
 
 
 def tolerance_table(
-    shapes: Annotated[list[str] | None, typer.Option("--gemm", help="Shape MxKxN; may be given again.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help="MxKxN; may be given again (default: 128x4096x128).")
+    ] = None,
     recipes: Annotated[str, typer.Option("--recipe", help="Recipes, separated by commas.")] = "nvfp4,mxfp8-e4m3",
-    out: Annotated[str, typer.Option("--out", help="Output dtypes: bf16, fp16, fp32.")] = "bf16",
-    families: Annotated[str, typer.Option("--inputs", help="Input families.")] = "normal,outliers",
+    out: Annotated[
+        str, typer.Option("--out-dtype", help="Output dtypes, separated by commas: bf16, fp16, fp32.")
+    ] = "bf16",
+    families: Annotated[str, typer.Option("--family", help="Input families, separated by commas.")] = "normal,outliers",
     order: Annotated[str, typer.Option("--order", help="A declared order, beside any order: aligned-13-32-128.")] = "",
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each operand that are evaluated.")] = 32,
     seed: Seed = 0,
     form: Annotated[Form, typer.Option("--format", help="Form of the result.")] = Form.TABLE,
 ) -> None:
-    """Print the quantization error, the proved interval and the tolerances that a correct GEMM kernel needs."""
+    """Print the error and the tolerances to expect of a GEMM.
+
+    These are the quantization error, the proved interval, and the rtol and atol that a correct kernel needs.
+    """
     dtypes = out.split(",")
     if unknown := [name for name in dtypes if name not in _DTYPES]:
-        stop(f"--out has {', '.join(unknown)}; there are {', '.join(_DTYPES)}")
+        stop(f"--out-dtype has {', '.join(unknown)}; there are {', '.join(_DTYPES)}")
     sizes = [_shape(text) for text in shapes or ["128x4096x128"]]
     import torch
 
@@ -69,7 +76,7 @@ def _shape(text: str) -> tuple[int, ...]:
     """(M, K, N) of "MxKxN". Ends the command for another text."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        stop(f"--gemm is {text!r}; it is a shape MxKxN, such as 4096x7168x512")
+        stop(f"--shape is {text!r}; it is a shape MxKxN, such as 4096x7168x512")
     return tuple(map(int, parts))
 
 

@@ -23,7 +23,7 @@ def train_layers(
     workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/train"),
 ) -> None:
-    """Train a small transformer under every recipe, and judge each step of it.
+    """Train a small transformer, and judge each of its steps.
 
     On a GPU too a process a core: what a step costs is launches, and many share one GPU. After Ctrl-C, SIGTERM or a
     time limit the report has what was done. Exit status 0 only if every stage of every step is right and every training

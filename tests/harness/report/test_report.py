@@ -278,13 +278,16 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
     shipped = place == "shipped"
     file = os.path.realpath(next(CASES.glob("*.toml"))) if shipped else place
     line = reproduction({**record(), "file": file})
-    assert ("--cases" in line) == (place in ("own/a.toml", "/elsewhere/a.toml"))
+    start = f"narrowgauge show {record()['case']} "
+    named = f"{place} " if place in ("own/a.toml", "/elsewhere/a.toml") else ""
+    assert line.startswith(f"{start}{named}--backend ")
     (tmp_path / "cases").mkdir()
-    (tmp_path / "cases" / "a.toml").write_text("")
+    (tmp_path / "cases" / "a.toml").write_text("[[matrix]]\n")
     monkeypatch.setattr(failure_view, "_is_default", failure_view._is_default.__wrapped__)
-    assert ("--cases" in reproduction({**record(), "file": file})) == (place != "cases/a.toml")
+    named = f"{place} " if place != "cases/a.toml" else ""
+    assert reproduction({**record(), "file": file}).startswith(f"{start}{named}--backend ")
     inside = reproduction({**record(), "file": str(tmp_path / "own" / "a.toml")})
-    assert inside.endswith(" --cases own/a.toml")
+    assert inside.startswith(f"{start}own/a.toml --backend ")
 
 
 def test_every_operation_has_its_stages() -> None:
