@@ -31,7 +31,8 @@ def bench(
 ) -> None:
     """Time the native kernels, and judge what they give.
 
-    Ceilings are measured in the same run. Exit status 0 only if every output of the kernels is right. How fast it is does not count, nor what peers give.
+    Ceilings are measured in the same run. Exit status 0 only if every output of the kernels is right. How fast it is
+    does not count, nor what peers give.
     """
     from narrowgauge.harness.cases.case import matching
     from narrowgauge.harness.tools.bench.run_bench import run_growth, run_rates

@@ -82,7 +82,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "checkpoint": checkpoint,
         "train": train_layers,
     },
-    "Keep": {"init": init, "gate": gate_run, "baseline": baselines, "compare": compare_runs},
+    "Keep": {"init": init, "gate": gate_run, "compare": compare_runs, "baseline": baselines},
     "Develop narrowgauge": {"build": build, "bench": bench, "mutants": mutants},
 }
 

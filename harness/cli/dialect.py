@@ -36,7 +36,8 @@ def which_dialect(
 ) -> None:
     """Say which dialect a quantizer follows, and where it differs.
 
-    The dialect is a library's rule; every difference from it has a class. Exit status 0 if a dialect with the listed differences, all of a known class, explains every input; 1 if not.
+    The dialect is a library's rule; every difference from it has a class. Exit status 0 if a dialect with the listed
+    differences, all of a known class, explains every input; 1 if not.
     """
     require_device(device)
     import torch

@@ -42,7 +42,8 @@ def find_order(
 ) -> None:
     """Find in which order and with how many bits a GEMM adds.
 
-    Prints the line that declares the order too. Exit status 0 if the order of every shape predicts random products to the bit; 1 if not.
+    Prints the line that declares the order too. Exit status 0 if the order of every shape predicts random products to
+    the bit; 1 if not.
     """
     sizes = [shape_of(text) for text in shapes or ["128x512x128"]]
     require_device(device)

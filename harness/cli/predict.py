@@ -41,7 +41,8 @@ def predict(
 ) -> None:
     """Predict the bits of a product on a GPU that is not at hand.
 
-    The product is a·bᵀ; --compare compares it with the result of the GPU. Exit status 0; with --compare 1 if a bit differs.
+    The product is a·bᵀ; --compare compares it with the result of the GPU. Exit status 0; with --compare 1 if a bit
+    differs.
     """
     rows, columns, others = shape_of(shape)
     from safetensors import SafetensorError

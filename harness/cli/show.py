@@ -61,8 +61,8 @@ def show(
 ) -> None:
     """Run one case in a fresh process and print its stages.
 
-    They are shown element by element, around one place. Every id has a case, in the case files or not. Exit status: 0 if the case passes; 2 if it could not run, or if the
-    backend does not support it; else 1.
+    They are shown element by element, around one place. Every id has a case, in the case files or not. Exit status: 0
+    if the case passes; 2 if it could not run, or if the backend does not support it; else 1.
     """
     failure, earlier = None, []
     if saved is not None:

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import narrowgauge
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.cli.old_names import OLD_NAMES, POSITION, with_present_names
 from tests.paths import ROOT
@@ -85,3 +86,25 @@ def test_every_option_is_on_a_page_that_names_its_command() -> None:
             if name != "--help" and not any(word.search(text) for text in about):
                 lost.append(f"{command} {name}")
     assert not lost, "\n".join(lost)
+
+
+def test_the_page_of_stable_names_has_the_names() -> None:
+    """Python names, commands, and the old names of options."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = page.partition("The Python names:\n\n```text\n")[2].partition("```")[0].split()
+    assert names == narrowgauge.__all__
+    section = page.partition("\n## Command line\n")[2].partition("\n## ")[0]
+    groups, renamed = section.split("| name | meaning | old names |")
+    found = re.findall(r"(?m)^\| ([a-z ]+) \| (`.*) \|$", groups)
+    shown = {title: re.findall("`([a-z ]+)`", row) for title, row in found}
+    expected: dict[str, list[str]] = {}
+    for name, command in GROUP.commands.items():
+        inner = getattr(command, "commands", None)
+        names = [f"{name} {each}" for each in inner] if inner else [name]
+        expected.setdefault(command.rich_help_panel.lower(), []).extend(names)
+    assert shown == expected
+    rows = [line.split("|")[1:4] for line in renamed.splitlines() if line.startswith("| `")]
+    for command, old, present in RENAMED:
+        word = {"--cases": "CASES", "--backend": "BACKEND"}[old] if present == POSITION else present.split("=")[0]
+        (row,) = [row for row in rows if f"`{word}`" in row[0]]
+        assert f"`{old}`" in row[0] + row[2], (command, old)
