@@ -204,7 +204,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["-k", "("], "cannot read the keyword expression '('"),
         (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
         (["--growth", "--quick"], "--growth has shapes and operations of its own; -k, --shape, --quick and --compile"),
-        (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
+        (["--growth", "-k", "gemm"], "--growth has shapes and operations of its own"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
