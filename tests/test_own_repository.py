@@ -115,7 +115,7 @@ def test_the_files_are_yaml() -> None:
     steps = workflow["jobs"]["kernels"]["steps"]
     assert steps[-1]["with"] == GIVEN
     assert steps[1]["uses"] in STEPS["Set up Python"]
-    assert steps[2]["run"] == "python -m pip install --index-url https://download.pytorch.org/whl/cpu torch"
+    assert steps[2]["run"] == "pip install --index-url https://download.pytorch.org/whl/cpu torch"
     assert {step["name"]: step["run"].strip() for step in action["runs"]["steps"] if "run" in step} == {
         name: script(name).strip() for name, text in STEPS.items() if "run:" in text
     }

@@ -108,3 +108,16 @@ def test_the_page_of_stable_names_has_the_names() -> None:
         word = {"--cases": "CASES", "--backend": "BACKEND"}[old] if present == POSITION else present.split("=")[0]
         (row,) = [row for row in rows if f"`{word}`" in row[0]]
         assert f"`{old}`" in row[0] + row[2], (command, old)
+
+
+def test_no_page_and_no_script_has_an_old_name() -> None:
+    places = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "Makefile", ROOT / "action.yml", *(ROOT / "examples").glob("*.*")]
+    texts = {place.name: place.read_text(encoding="utf-8") for place in places if place.is_file()}
+    lines = [(name, line) for name, text in texts.items() for line in text.replace("\\\n", " ").splitlines()]
+    found = [
+        f"{name}: {line}"
+        for name, line in lines
+        for command, words in re.findall(r"narrowgauge ([a-z]+) ([^`|]*)", line)
+        if set(OLD_NAMES.get(command, ())) & set(words.split())
+    ]
+    assert not found
