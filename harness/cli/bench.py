@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, stop
+from narrowgauge.harness.cli.options import Device, divided, stop
 from narrowgauge.harness.cli.selection import require_device
 
 
@@ -18,7 +18,11 @@ def bench(
     ] = "",
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="MxK of a matrix, MxKxN of a product; may be given again, or with commas."),
+        typer.Option(
+            "--shape",
+            callback=divided,
+            help="MxK of a matrix, MxKxN of a product; may be given again, or with commas.",
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds, and the first size of each kind.")] = False,
     compiling: Annotated[
@@ -41,8 +45,7 @@ def bench(
     if growing and (keyword or sizes or quick or compiling):
         stop("--growth has shapes and operations of its own; -k, --shape, --quick and --compile do not go with it")
     try:
-        listed = [size for option in sizes or [] for size in option.split(",")]
-        chosen = tasks(device, listed, keyword, quick=quick) if device in ("cpu", "cuda") else []
+        chosen = tasks(device, sizes or [], keyword, quick=quick) if device in ("cpu", "cuda") else []
         launches = matching(keyword)(LAUNCH)
     except ValueError as error:
         stop(str(error))

@@ -40,8 +40,24 @@ Input = Annotated[
 Tensors = Annotated[
     list[str] | None, typer.Option("--tensor", help="Of --input: this tensor alone; may be given again.")
 ]
+
+
+def divided(values: list[str] | None) -> list[str] | None:
+    """Callback of an option that is given again, or once with commas between its values."""
+    return [part for value in values for part in value.split(",")] if values else values
+
+
 Recipes = Annotated[
-    list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        callback=divided,
+        help="Of --input: this recipe (default: nvfp4); may be given again, or with commas.",
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", callback=divided, help="MxKxN of a product; may be given again, or with commas."),
 ]
 ShardOption = Annotated[
     str, typer.Option("--shard", help="2/4: the second of four parts of the cases, which take about equally long.")

@@ -8,14 +8,11 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, stop
+from narrowgauge.harness.cli.options import Device, Seed, Shapes, stop
 from narrowgauge.harness.cli.selection import require_device
 
 _SHAPE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})")
 
-Shapes = Annotated[
-    list[str] | None, typer.Option("--shape", help="Shape MxKxN; may be given again (default: 128x512x128).")
-]
 Picture = Annotated[bool, typer.Option("--picture", help="Also the tree of additions.")]
 
 
@@ -42,8 +39,8 @@ def find_order(
 ) -> None:
     """Find in which order and with how many bits a GEMM adds.
 
-    Prints the line that declares the order too. Exit status 0 if the order of every shape predicts random products to
-    the bit; 1 if not.
+    Of --shape, the default is 128x512x128. Prints the line that declares the order too. Exit status 0 if the order of
+    every shape predicts random products to the bit; 1 if not.
     """
     sizes = [shape_of(text) for text in shapes or ["128x512x128"]]
     require_device(device)

@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Device, stop
+from narrowgauge.harness.cli.options import BackendOption, Device, divided, stop
 from narrowgauge.harness.cli.selection import default_workers, require_device
 
 
 def train_layers(
     recipes: Annotated[
         list[str] | None,
-        typer.Option("--recipe", help="A training recipe (default: every one, and switches off); may be given again."),
+        typer.Option(
+            "--recipe",
+            callback=divided,
+            help="A training recipe (default: every one, and switches off); may be given again, or with commas.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each training.")] = 200,
     backend: BackendOption = "native",

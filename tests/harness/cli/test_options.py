@@ -67,6 +67,15 @@ def test_an_old_name_means_the_present_one(command: str, old: str, present: str)
     assert not [each for name, each in options() if name == command and old in each.opts]
 
 
+def test_several_values_are_given_again_or_with_commas() -> None:
+    several = [(command, each.opts[0]) for command, each in options() if "or with commas" in (each.help or "")]
+    assert {name for _, name in several} == {"--recipe", "--shape", "--family", "--out-dtype"}
+    for command, name in several:
+        again = parsed(command, *required(command), name, "3", name, "4")
+        assert parsed(command, *required(command), name, "3,4") == again
+        assert ["3", "4"] in again.values()
+
+
 def test_words_behind_a_double_dash_are_no_options() -> None:
     assert with_present_names("run", ["--cases", "a", "-k", "b", "--", "--cases"]) == ["-k", "b", "--", "--cases", "a"]
     assert with_present_names("run", ["--cases"]) == ["--cases"]
