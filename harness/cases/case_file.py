@@ -69,14 +69,8 @@ def unused_default() -> list[Path]:
 
 
 def is_default(path: str | Path) -> bool:
-    """Whether a file lies in `default_cases`: a command then finds its cases without the name of the file."""
-    folder = Path(path).parent
-    return folder == _CURRENT or os.path.realpath(folder) == os.path.realpath(default_cases())
-
-
-def is_shipped(path: str | Path) -> bool:
-    """Whether a file is a case file of the package."""
-    return os.path.realpath(Path(path).parent) == str(shipped_cases())
+    """Whether a file is one of `cases` of the current folder or of the package: its cases need no name of a file."""
+    return os.path.realpath(Path(path).parent) in (os.path.realpath(_CURRENT), str(shipped_cases()))
 
 
 def case_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.cases.case_file import SHIPPED, is_default, is_shipped
+from narrowgauge.harness.cases.case_file import is_default
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural
 
@@ -35,7 +35,7 @@ def reproduction(record: dict[str, Any]) -> str:
         if record["recipe"] != "nvfp4":
             arguments += ["--recipe", record["recipe"]]
     elif record["file"] and not _is_default(record["file"], os.getcwd()):
-        arguments = [SHIPPED if is_shipped(record["file"]) else _from_here(record["file"]), *arguments]
+        arguments = [_from_here(record["file"]), *arguments]
     return shlex.join(["narrowgauge", "show", record["case"], *arguments, *_options(record)])
 
 

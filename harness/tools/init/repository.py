@@ -173,7 +173,7 @@ def _ignored(folder: Path) -> Step:
 
 def _pre_commit(folder: Path) -> Step:
     """The hook of pre-commit, in a new file; for a file of the user its lines."""
-    text = (TEMPLATES / "pre_commit.yaml").read_text(encoding="utf-8")
+    text = (TEMPLATES / "pre_commit.yml").read_text(encoding="utf-8")
     if not (folder / PRE_COMMIT).exists():
         return _write(folder, PRE_COMMIT, text)
     if "id: narrowgauge" in _text(folder / PRE_COMMIT):

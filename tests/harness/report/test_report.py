@@ -273,7 +273,7 @@ def test_options_of_a_record_are_words_of_the_line(options: str, words: list[str
 def test_reproduction_line_names_a_file_that_is_not_a_default(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative to the current folder. Cases of the package are the default if the current folder has no cases."""
+    """Relative to the current folder. Cases of the package and of the folder `cases` need no name of a file."""
     monkeypatch.chdir(tmp_path)
     shipped = place == "shipped"
     file = os.path.realpath(next(CASES.glob("*.toml"))) if shipped else place
@@ -284,7 +284,6 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "a.toml").write_text("[[matrix]]\n")
     monkeypatch.setattr(failure_view, "_is_default", failure_view._is_default.__wrapped__)
-    named = f"{place} " if place != "cases/a.toml" else ""
     assert reproduction({**record(), "file": file}).startswith(f"{start}{named}--backend ")
     inside = reproduction({**record(), "file": str(tmp_path / "own" / "a.toml")})
     assert inside.startswith(f"{start}own/a.toml --backend ")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.tools.init import repository
+from tests.paths import ROOT
 
 WRITTEN = [
     ".github/workflows/narrowgauge.yml", ".gitignore", ".pre-commit-config.yaml", "kernel_cases/nvfp4.toml",
@@ -43,6 +44,12 @@ def test_an_empty_folder_has_all_files(tmp_path: Path) -> None:
     assert "narrowgauge run kernel_cases --backend narrowgauge_backend:Backend" in done.output
     assert "uses: me/narrowgauge@v1\n" in (tmp_path / "new" / WRITTEN[0]).read_text()
     assert "to do" not in done.output
+
+
+def test_the_wheel_has_every_template() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    kinds = {path.suffix for path in repository.TEMPLATES.iterdir() if path.is_file()}
+    assert {f"*{kind}" for kind in kinds - {".py"}} <= set(project["tool"]["setuptools"]["package-data"]["*"])
 
 
 def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
@@ -160,7 +167,7 @@ def test_a_file_of_pre_commit_is_not_changed(tmp_path: Path) -> None:
     lines = done.output.partition("add to repos:\n")[2].partition("next, in")[0]
     path.write_text(path.read_text() + lines)
     assert states(tmp_path)[path.name] == "unchanged"
-    template = yaml.safe_load((repository.TEMPLATES / "pre_commit.yaml").read_text())
+    template = yaml.safe_load((repository.TEMPLATES / "pre_commit.yml").read_text())
     assert yaml.safe_load(path.read_text())["repos"] == [{"repo": "mine", "hooks": []}, *template["repos"]]
 
 
@@ -169,7 +176,7 @@ def test_the_status_of_the_hook_of_pre_commit(run: int, gate: int, status: int, 
     """A failing case is for the gate to judge. A run that could not start stops the commit."""
     (tmp_path / "narrowgauge").write_text(f"#!/bin/sh\n[ $1 = run ] && exit {run}\nexit {gate}\n")
     (tmp_path / "narrowgauge").chmod(0o755)
-    text = (repository.TEMPLATES / "pre_commit.yaml").read_text()
+    text = (repository.TEMPLATES / "pre_commit.yml").read_text()
     entry = " ".join(text.partition("entry: >-")[2].partition("files:")[0].split())
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert subprocess.run(shlex.split(entry), env=environ, check=False).returncode == status
