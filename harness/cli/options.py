@@ -22,7 +22,7 @@ def _case_paths(paths: list[Path] | None) -> list[Path] | None:
 Paths = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[CASES]...",
+        metavar="CASES",
         callback=_case_paths,
         help="Case files or folders; shipped: those of the package (default: cases/ if it has any, else shipped).",
         show_default=False,

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from narrowgauge.harness.cases.case_file import shipped_cases
+from narrowgauge.harness.pytest_plugin.options import asked_for
 from narrowgauge.harness.records import history
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
@@ -173,6 +175,9 @@ def test_ways_to_ask_for_cases(project):
     shipped = collected("tests", "--ng-cases", "shipped", "-k", "mine or swizzle")
     assert shipped[0] > 20
     assert shipped[1] == 1
+    (project.path / "tox.ini").write_text("[pytest]\nnarrowgauge_cases = shipped kernels\n")
+    asked = asked_for(project.parseconfig("-p", PLUGIN, "-c", "tox.ini"))
+    assert asked.paths == (shipped_cases(), project.path / "kernels")
     result = project.runpytest_inprocess("-p", PLUGIN, "-p", "no:unraisableexception", "--ng-cases", "kernel")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "there is no case file or folder" in result.stdout.str() + result.stderr.str()
