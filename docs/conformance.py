@@ -145,7 +145,19 @@ def python_of(library: dict[str, Any], folder: Path) -> Path:
 
 def survey(python: Path, path: str, backend: str, recipe: str, device: str) -> dict[str, Any]:
     """The answer of `narrowgauge dialect`, or its error. `path`: a checkout of the library, or empty."""
-    command = [str(python), "-m", "narrowgauge", "dialect", backend, "--recipe", recipe, "--json", "--device", device]
+    command = [
+        str(python),
+        "-m",
+        "narrowgauge",
+        "dialect",
+        backend,
+        "--recipe",
+        recipe,
+        "--format",
+        "json",
+        "--device",
+        device,
+    ]
     environment = environment_of(path if device == "cpu" else os.environ.get("PYTHONPATH", ""))
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     start = result.stdout.find("{")

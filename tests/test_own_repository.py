@@ -32,7 +32,7 @@ DEFAULTS = {
     )
 }
 """Default of each input; empty for an input that is required."""
-GIVEN = dict(re.findall(r"^          ([\w-]+): \"?(.*?)\"?$", WORKFLOW, re.M))
+GIVEN = dict(re.findall(r"^          ([\w-]+): \"?(.*?)\"?$", WORKFLOW.partition("<owner>")[2], re.M))
 """Inputs of the workflow that init writes."""
 
 
@@ -102,7 +102,7 @@ def test_no_input_is_text_of_a_script() -> None:
 def test_other_actions_are_pinned_by_commit() -> None:
     used = re.findall(r"uses: (\S+)", ACTION + WORKFLOW)
     others = [name for name in used if not name.startswith("<owner>/")]
-    assert len(others) == 3
+    assert len(others) == 4
     assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", name) for name in others)
     assert "      if: always()\n      uses: actions/upload-artifact@" in ACTION
 
@@ -112,7 +112,10 @@ def test_the_files_are_yaml() -> None:
     action, workflow = yaml.safe_load(ACTION), yaml.safe_load(WORKFLOW)
     assert [step["name"] for step in action["runs"]["steps"]] == list(STEPS)
     assert {name: entry.get("default", "") for name, entry in action["inputs"].items()} == DEFAULTS
-    assert workflow["jobs"]["kernels"]["steps"][1]["with"] == GIVEN
+    steps = workflow["jobs"]["kernels"]["steps"]
+    assert steps[-1]["with"] == GIVEN
+    assert steps[1]["uses"] in STEPS["Set up Python"]
+    assert steps[2]["run"] == "pip install --index-url https://download.pytorch.org/whl/cpu torch"
     assert {step["name"]: step["run"].strip() for step in action["runs"]["steps"] if "run" in step} == {
         name: script(name).strip() for name, text in STEPS.items() if "run:" in text
     }

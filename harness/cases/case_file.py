@@ -25,25 +25,57 @@ LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
 MOST_CASES = 100_000
 """Cases of a file."""
+_NAMED = 5
+"""Names in a message. If there are more, the message counts them."""
+SHIPPED = "shipped"
+"""Path of the case files of the package, wherever paths of case files are accepted."""
 _CURRENT = Path("cases")
 """Cases of the current folder."""
-_SHIPPED = Path(__file__).parents[2] / "cases"
+_PACKAGE = Path(__file__).parents[2] / "cases"
 """Cases of the package."""
+_HEAD = re.compile(r"^\s*\[\[\s*matrix\s*\]", re.MULTILINE)
+"""Head of a table of cases, or of one without its last bracket."""
 
 
 class CaseFileError(Exception):
     """A wrong case file: the message names the file, the key and the remedy."""
 
 
+class ForeignFile(CaseFileError):
+    """A TOML file that is no case file by its content (`_content`), such as the settings of another tool.
+
+    A folder of case files may hold such files; the message is for a file that is named.
+    """
+
+
+def shipped_cases() -> Path:
+    """The folder of the case files of the package, by its real path."""
+    return Path(os.path.realpath(_PACKAGE))
+
+
+def case_path(path: Path) -> Path:
+    """The path of case files that a user names: `shipped` is `shipped_cases`, unless there is a path of this name."""
+    return shipped_cases() if path == Path(SHIPPED) and not path.exists() else path
+
+
 def default_cases() -> Path:
     """`cases` of the current folder if it holds a case file, else the cases of the package, by their real path."""
-    return _CURRENT if any(_CURRENT.glob("*.toml")) else Path(os.path.realpath(_SHIPPED))
+    return _CURRENT if any(map(_is_case_file, case_files(_CURRENT))) else shipped_cases()
+
+
+def unused_default() -> list[Path]:
+    """The foreign TOML files because of which `default_cases` is the package and not `cases`; empty without any."""
+    return [] if default_cases() == _CURRENT else case_files(_CURRENT)
 
 
 def is_default(path: str | Path) -> bool:
-    """Whether a file lies in `default_cases`: a command then finds its cases without the name of the file."""
-    folder = Path(path).parent
-    return folder == _CURRENT or os.path.realpath(folder) == os.path.realpath(default_cases())
+    """Whether a file is one of `cases` of the current folder or of the package: its cases need no name of a file."""
+    return os.path.realpath(Path(path).parent) in (os.path.realpath(_CURRENT), str(shipped_cases()))
+
+
+def case_files(folder: Path) -> list[Path]:
+    """The TOML files of a folder except the ledger, sorted. They may include foreign files."""
+    return sorted(file for file in folder.glob("*.toml") if file.name != LEDGER)
 
 
 def load(path: str | Path) -> list[Case]:
@@ -51,24 +83,41 @@ def load(path: str | Path) -> list[Case]:
 
     Raises CaseFileError if the file cannot be read, is not TOML, or has an unknown key or value.
     """
-    return _cases([Path(path)])
+    return _cases([(Path(path), _tables(Path(path)))])
 
 
-def load_all(paths: Sequence[str | Path]) -> list[Case]:
-    """The cases of files, and of all *.toml files of folders except the ledger, each id once.
+def load_all(paths: Sequence[str | Path], *, foreign: list[Path] | None = None) -> list[Case]:
+    """The cases of files, and of all case files of folders, each id once.
 
-    Raises CaseFileError as `load` does, and if there is no case file.
+    Foreign TOML files of the folders are passed over, and appended to `foreign`. Raises CaseFileError as `load` does,
+    and if there is no case file.
     """
-    files: list[Path] = []
+    found: list[tuple[Path, list[_Table]]] = []
     for path in map(Path, paths):
-        given = sorted(path.glob("*.toml")) if path.is_dir() else [path]
-        case_files = [file for file in given if file.name != LEDGER]
-        if path.is_dir() and not case_files:
+        if not path.is_dir():
+            found += [(path, _tables(path))] if path.name != LEDGER else []
+            continue
+        if not (files := case_files(path)):
             raise CaseFileError(f"{path}: holds no *.toml case file")
-        files += case_files
-    if paths and not files:
+        others: list[Path] = []
+        for file in files:
+            try:
+                found.append((file, _tables(file)))
+            except ForeignFile:
+                others.append(file)
+        if len(others) == len(files):
+            raise CaseFileError(f"{path}: holds no case file; {passed_over_note(others)}")
+        if foreign is not None:
+            foreign += others
+    if paths and not found:
         raise CaseFileError(f"{', '.join(map(str, paths))}: holds known failures, and no case")
-    return _cases(files)
+    return _cases(found)
+
+
+def passed_over_note(files: Sequence[Path]) -> str:
+    """How many foreign TOML files were passed over, with their names."""
+    named = ", ".join(map(str, files[:_NAMED])) + (f" and {len(files) - _NAMED} more" if len(files) > _NAMED else "")
+    return f"passed over {len(files)} TOML file{'s' * (len(files) != 1)} without [[matrix]] tables of cases: {named}"
 
 
 def line_of(path: Path, name: str) -> int:
@@ -117,9 +166,62 @@ class _Table:
             yield case
 
 
+def _content(path: Path) -> dict[str, Any]:
+    """The content of a case file. Raises ForeignFile for another TOML file, else CaseFileError.
+
+    This function alone decides what a case file is: a file whose [[matrix]] tables have a key `operation` or `tier`, or
+    with tables of another name that have both keys. An empty table or a value that is no table cannot be told from a
+    mistake, and counts too. A file that is not TOML is a case file if a line of it begins with [[matrix]].
+    """
+    try:
+        content = toml_file.parse(path, what="a case file", error=CaseFileError)
+    except CaseFileError as error:
+        if path.is_file() and not _HEAD.search(_beginning(path)):
+            raise ForeignFile(str(error)) from error
+        raise
+
+    if not any(_holds_cases(name, value) for name, value in content.items()):
+        keys = ", ".join(repr(key) for key in [*content][:_NAMED]) or "no key"
+        raise ForeignFile(
+            f"{path}: is no case file: it has {keys}, and no [[matrix]] table with an operation and a tier; name a "
+            f"case file, a folder of case files or {SHIPPED} (cases/README.md)"
+        )
+    toml_file.check_keys(content, path, ["matrix"], what="a case file", error=CaseFileError)
+    return content
+
+
+def _holds_cases(name: str, value: Any) -> bool:
+    """Whether a key of a file, `name`, holds tables of cases by the rule of `_content`."""
+    tables = value if isinstance(value, list) else [value]
+    counts = [sum(key in table for key in ("operation", "tier")) for table in tables if isinstance(table, dict)]
+    if name != "matrix":
+        return 2 in counts
+    return any(counts) or not all(isinstance(table, dict) and table for table in tables) or not tables
+
+
+def _beginning(path: Path) -> str:
+    """The text of a file up to the largest size of a case file; empty if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(toml_file.LARGEST).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _is_case_file(path: Path) -> bool:
+    """Whether a file is a case file by its content, correct or not."""
+    try:
+        _content(path)
+    except ForeignFile:
+        return False
+    except CaseFileError:
+        return True
+    return True
+
+
 def _tables(path: Path) -> list[_Table]:
     """The tables of a file. Their cases are counted before a case is made."""
-    contents = toml_file.read(path, "matrix", what="a case file", error=CaseFileError)
+    contents = _content(path).get("matrix")
     if not isinstance(contents, list) or not contents:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
     tables = [_table(content, f"{path}: [[matrix]] {number}") for number, content in enumerate(contents, 1)]
@@ -134,13 +236,13 @@ def _tables(path: Path) -> list[_Table]:
     return tables
 
 
-def _cases(files: Iterable[Path]) -> list[Case]:
-    """The first case of every id, in order, with the first tier of the cases with this id."""
+def _cases(files: Iterable[tuple[Path, list[_Table]]]) -> list[Case]:
+    """The first case of every id in files and their tables, in order, with the first tier of the cases of this id."""
     first: dict[str, Case] = {}
     collecting = gc.isenabled()
     gc.disable()  # cases are no garbage; collections would take a third of the time
     try:
-        for case in (case for file in files for table in _tables(file) for case in table.cases(str(file))):
+        for case in (case for file, tables in files for table in tables for case in table.cases(str(file))):
             known = first.setdefault(case.id, case)
             if TABLE_TIERS.index(case.tier) < TABLE_TIERS.index(known.tier):
                 first[case.id] = replace(known, tier=case.tier)

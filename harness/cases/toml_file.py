@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,24 @@ DEEPEST = 6
 def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
     """The value of the key `name` of a file, or None. `what`: the kind of file, for messages.
 
-    Raises `error` if the file cannot be read, is larger than the limits of this module, is not TOML, or has another
-    key.
+    Raises `error` as `parse` and `check_keys` do.
+    """
+    content = parse(path, what=what, error=error)
+    check_keys(content, path, [name], what=what, error=error)
+    return content.get(name)
+
+
+def check_keys(content: dict[str, Any], path: Path, names: Sequence[str], *, what: str, error: type[Exception]) -> None:
+    """Raise `error` if the content of a file has a key that is not in `names`, of which the first is of its tables."""
+    for key in content:
+        if key not in names:
+            raise error(f"{path}: unknown key {key!r}{nearest(key, names)}; {what} holds [[{names[0]}]] tables")
+
+
+def parse(path: Path, *, what: str, error: type[Exception]) -> dict[str, Any]:
+    """The content of a file. `what`: the kind of file, for messages.
+
+    Raises `error` if the file cannot be read, is larger than the limits of this module, or is not TOML.
     """
     if path.exists() and not path.is_file():
         raise error(f"{path}: cannot be read: it is no regular file; {what} is a TOML file")
@@ -43,10 +60,7 @@ def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
         raise error(f"{path}: not TOML: {problem}") from problem
     if wrong := _beyond_limits(content):
         raise error(f"{path}: {wrong}")
-    for key in content:
-        if key != name:
-            raise error(f"{path}: unknown key {key!r}{nearest(key, [name])}; {what} holds [[{name}]] tables")
-    return content.get(name)
+    return content
 
 
 def _beyond_limits(content: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, stop
+from narrowgauge.harness.cli.options import Device, divided, stop
 from narrowgauge.harness.cli.selection import require_device
 
 
@@ -18,7 +18,11 @@ def bench(
     ] = "",
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", help="MxK of a matrix, MxKxN of a product; may be given again, or with commas."),
+        typer.Option(
+            "--shape",
+            callback=divided,
+            help="MxK of a matrix, MxKxN of a product; may be given again, or with commas.",
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds, and the first size of each kind.")] = False,
     compiling: Annotated[
@@ -27,21 +31,21 @@ def bench(
     growing: Annotated[
         bool, typer.Option("--growth", help="In place of rates: time and memory against elements, to 2^26 or 2^30.")
     ] = False,
-    out: Annotated[Path, typer.Option("--out", help="Where the page and the tables go.")] = Path("reports/bench"),
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/bench"),
 ) -> None:
-    """Time the kernels beside ceilings measured in the same run, and judge what they give.
+    """Time the native kernels, and judge what they give.
 
-    Exit status 0 only if every output of the kernels is right. How fast it is does not count, nor what peers give.
+    Ceilings are measured in the same run. Exit status 0 only if every output of the kernels is right. How fast it is
+    does not count, nor what peers give.
     """
     from narrowgauge.harness.cases.case import matching
     from narrowgauge.harness.tools.bench.run_bench import run_growth, run_rates
     from narrowgauge.harness.tools.bench.tasks import LAUNCH, tasks
 
     if growing and (keyword or sizes or quick or compiling):
-        stop("--growth has sizes and operations of its own; -k, --sizes, --quick and --compile do not go with it")
+        stop("--growth has shapes and operations of its own; -k, --shape, --quick and --compile do not go with it")
     try:
-        listed = [size for option in sizes or [] for size in option.split(",")]
-        chosen = tasks(device, listed, keyword, quick=quick) if device in ("cpu", "cuda") else []
+        chosen = tasks(device, sizes or [], keyword, quick=quick) if device in ("cpu", "cuda") else []
         launches = matching(keyword)(LAUNCH)
     except ValueError as error:
         stop(str(error))
@@ -50,9 +54,9 @@ def bench(
         stop(f"nothing is selected by -k {keyword!r}")
     try:
         if growing:
-            passed = run_growth(device, out)
+            passed = run_growth(device, report_dir)
         else:
-            passed = run_rates(chosen, device, out, quick=quick, compiling=compiling, launches=launches)
+            passed = run_rates(chosen, device, report_dir, quick=quick, compiling=compiling, launches=launches)
     except OSError as error:
-        stop(f"{out}: the report cannot be written: {error.strerror}")
+        stop(f"{report_dir}: the report cannot be written: {error.strerror}")
     raise typer.Exit(0 if passed else 1)

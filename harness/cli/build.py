@@ -10,10 +10,10 @@ from narrowgauge.harness.cli.options import Workers, stop
 
 
 def build(workers: Workers = 0) -> None:
-    """Compile all native kernels for this CPU, and keep them in the cache of compiled kernels.
+    """Compile all native kernels for this CPU in advance.
 
-    The cache is the folder $NARROWGAUGE_CACHE (default: ~/.cache/narrowgauge). Exit status 2 if a kernel does not
-    compile or no compiler is found.
+    The cache of compiled kernels is the folder $NARROWGAUGE_CACHE (default: ~/.cache/narrowgauge). Exit status 2 if a
+    kernel does not compile or no compiler is found.
     """
     from rich.console import Console
     from rich.progress import track

@@ -20,9 +20,9 @@ def checkpoint(
         "reports/checkpoint"
     ),
 ) -> None:
-    """Judge quantized weights in files, with or without the weights that they were made from.
+    """Judge quantized weights in files.
 
-    Exit status 0 only if no finding is a failure.
+    With or without the weights that they were made from. Exit status 0 only if no finding is a failure.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

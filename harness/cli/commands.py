@@ -1,12 +1,13 @@
-"""The commands, each in a file of its name, in the order of `--help`."""
+"""The commands, each in a file of its name, in the groups and the order of `--help`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from narrowgauge.harness.cli.baseline import accept
 from narrowgauge.harness.cli.bench import bench
@@ -20,6 +21,7 @@ from narrowgauge.harness.cli.init import init
 from narrowgauge.harness.cli.list import list_cases
 from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
+from narrowgauge.harness.cli.old_names import with_present_names
 from narrowgauge.harness.cli.order import find_order
 from narrowgauge.harness.cli.predict import predict
 from narrowgauge.harness.cli.run import run
@@ -30,8 +32,31 @@ from narrowgauge.harness.cli.tolerance import tolerance_table
 from narrowgauge.harness.cli.train import train_layers
 from narrowgauge.spec.version import VERSION
 
+
+class Command(TyperCommand):
+    """A command that takes the old names of its options too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_present_names(str(self.name), args))
+
+
+class Groups(TyperGroup):
+    """Help with a section for each group of commands, and of each command the whole first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        width = max(map(len, self.commands))
+        for name, command in self.commands.items():
+            rows = sections.setdefault(str(command.rich_help_panel), [])  # type: ignore[attr-defined]
+            rows.append((name.ljust(width), command.get_short_help_str(limit=len(command.help or ""))))
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="narrowgauge",
+    cls=Groups,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,26 +64,26 @@ app = typer.Typer(
 )
 baselines = typer.Typer(help="Keep the baselines that the gate holds runs against.", no_args_is_help=True)
 baselines.command("accept")(accept)
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "init": init,
-    "list": list_cases,
-    "run": run,
-    "merge": merge_shards,
-    "soak": soak_cases,
-    "sanitize": sanitize_cases,
-    "show": show,
-    "dialect": which_dialect,
-    "order": find_order,
-    "predict": predict,
-    "tolerance": tolerance_table,
-    "checkpoint": checkpoint,
-    "doctor": doctor,
-    "build": build,
-    "bench": bench,
-    "mutants": mutants,
-    "train": train_layers,
-    "gate": gate_run,
-    "compare": compare_runs,
+_GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Run and read": {
+        "run": run,
+        "list": list_cases,
+        "show": show,
+        "soak": soak_cases,
+        "sanitize": sanitize_cases,
+        "merge": merge_shards,
+        "doctor": doctor,
+    },
+    "Judge one thing": {
+        "dialect": which_dialect,
+        "order": find_order,
+        "predict": predict,
+        "tolerance": tolerance_table,
+        "checkpoint": checkpoint,
+        "train": train_layers,
+    },
+    "Keep": {"init": init, "gate": gate_run, "compare": compare_runs, "baseline": baselines},
+    "Develop narrowgauge": {"build": build, "bench": bench, "mutants": mutants},
 }
 
 
@@ -77,9 +102,12 @@ def options(
     """Run narrow-precision kernels against a reference that is right to the last bit."""
 
 
-for name, command in _COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(baselines, name="baseline")
+for title, group in _GROUPS.items():
+    for name, command in group.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=title)
+        else:
+            app.command(name, cls=Command, rich_help_panel=title)(command)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -9,10 +10,19 @@ import typer
 from narrowgauge.harness.cli.options import Device, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
-Rows = Annotated[bool, typer.Option("--rows", help="Also a row for each input.")]
-Json = Annotated[bool, typer.Option("--json", help="Everything as JSON, in place of the tables.")]
-Issue = Annotated[
-    bool, typer.Option("--issue", help="The differences from the nearest dialect as an issue text, in place of tables.")
+Details = Annotated[bool, typer.Option("--details", help="Also a row for each input.")]
+
+
+class Form(StrEnum):
+    """Forms of the result."""
+
+    TABLE = "table"
+    JSON = "json"
+    ISSUE = "issue"
+
+
+Format = Annotated[
+    Form, typer.Option("--format", help="Form of the result; issue: an issue text of the differences from the nearest.")
 ]
 
 
@@ -21,16 +31,14 @@ def which_dialect(
     name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
     device: Device = "cpu",
     seed: Seed = 0,
-    rows: Rows = False,
-    json: Json = False,
-    issue: Issue = False,
+    details: Details = False,
+    form: Format = Form.TABLE,
 ) -> None:
-    """Say by which rule a quantizer works: a library's dialect, and every difference from it by class.
+    """Say which dialect a quantizer follows, and where it differs.
 
-    Exit status 0 if a dialect with the listed differences, all of a known class, explains every input; 1 if not.
+    The dialect is a library's rule; every difference from it has a class. Exit status 0 if a dialect with the listed
+    differences, all of a known class, explains every input; 1 if not.
     """
-    if json and issue:
-        stop("--json and --issue are two forms of the same answer; give one")
     require_device(device)
     import torch
     from rich.console import Console
@@ -48,23 +56,23 @@ def which_dialect(
     try:
         with hosted_backend(backend, device) as loaded:
             result = fit(loaded, name, device=device, seed=seed)
-            text = issue_text(result, loaded, backend, seed=seed) if issue else ""
+            text = issue_text(result, loaded, backend, seed=seed) if form is Form.ISSUE else ""
     except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
     finally:
         torch.set_num_threads(threads)
     console = Console(highlight=False)
-    if issue:
+    if form is Form.ISSUE:
         typer.echo(text)
-    elif json:
-        import json as form
+    elif form is Form.JSON:
+        import json
 
-        typer.echo(form.dumps(report.as_json(result, backend), indent=2))
+        typer.echo(json.dumps(report.as_json(result, backend), indent=2))
     else:
         console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
         console.print(line(backend), markup=False, soft_wrap=True)
         console.print(report.table(result))
-        if rows:
+        if details:
             report.print_rows(result, console)
         console.print(report.sentence(result), markup=False, soft_wrap=True)
         if rule := report.pasted(result):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def doctor() -> None:
-    """Say what this machine can do, and what to install for what is missing."""
+    """Say what this machine can do, and what to install."""
     from rich.console import Console
     from rich.table import Table
 

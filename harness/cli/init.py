@@ -23,7 +23,11 @@ def init(
         typer.Option("--action", help="GitHub action of the workflow: owner/narrowgauge@ref.", show_default=False),
     ] = "",
 ) -> None:
-    """Write an example backend, cases, a baseline, a workflow and pytest's settings. No file is overwritten."""
+    """Write a first backend, cases, a baseline and a workflow.
+
+    Also settings of pytest and git, and a hook of pre-commit. No file is overwritten: for a file of yours the lines to
+    add are printed.
+    """
     from narrowgauge.harness.tools.init.repository import InitError, initialize
 
     if action and not re.fullmatch(r"[\w.-]+/[\w./-]+@[\w./-]+", action):

@@ -45,7 +45,7 @@ def list_cases(
         bool, typer.Option("--summary", help="For each operation a table of shapes × flags in place of the ids.")
     ] = False,
 ) -> None:
-    """Print the ids of the cases that a run with the same arguments would run."""
+    """Print the ids of the cases that the same `run` would take."""
     require_device_name(device)
     chosen = select_cases(paths, tier, keyword, source, tensors, recipes, device)
     if part := part_of_run(chosen, shard, durations):

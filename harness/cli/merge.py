@@ -12,7 +12,7 @@ from narrowgauge.harness.cli.selection import require_link
 
 
 def merge_shards(
-    shards: Annotated[list[Path], typer.Argument(metavar="DIR...", help="The --report-dir of every shard.")],
+    shards: Annotated[list[Path], typer.Argument(metavar="DIR", help="The --report-dir of every shard.")],
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
     link: Link = "",
     no_history: NoHistory = False,

@@ -22,9 +22,10 @@ def mutants(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 60.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where mutants.json goes.")] = Path("reports/latest"),
 ) -> None:
-    """Run wrong kernels against the quick tier; with --operations the known mistakes of these operations.
+    """Run wrong kernels, which the quick tier must catch.
 
-    Exit status 0 only if each is killed, or equivalent and is not.
+    With --operations, the known mistakes of these operations. Exit status 0 only if each is killed, or equivalent and
+    is not.
     """
     from narrowgauge.harness.cases.case import matching
     from narrowgauge.harness.cases.operations import OPERATIONS, outside_operations

@@ -9,9 +9,24 @@ import typer
 
 from narrowgauge.harness.machine.plain_text import escape
 
+
+def _case_paths(paths: list[Path] | None) -> list[Path] | None:
+    """Paths of case files, with the folder of the package for `shipped`. Only a path of this name imports the cases."""
+    if not paths or Path("shipped") not in paths:
+        return paths
+    from narrowgauge.harness.cases.case_file import case_path
+
+    return [case_path(path) for path in paths]
+
+
 Paths = Annotated[
     list[Path] | None,
-    typer.Argument(help="Case files or folders (default: cases, or those of the package).", show_default=False),
+    typer.Argument(
+        metavar="CASES",
+        callback=_case_paths,
+        help="Case files or folders; shipped: those of the package (default: cases/ if it has any, else shipped).",
+        show_default=False,
+    ),
 ]
 BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
@@ -25,8 +40,24 @@ Input = Annotated[
 Tensors = Annotated[
     list[str] | None, typer.Option("--tensor", help="Of --input: this tensor alone; may be given again.")
 ]
+
+
+def divided(values: list[str] | None) -> list[str] | None:
+    """Callback of an option that is given again, or once with commas between its values."""
+    return [part for value in values for part in value.split(",")] if values else values
+
+
 Recipes = Annotated[
-    list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        callback=divided,
+        help="Of --input: this recipe (default: nvfp4); may be given again, or with commas.",
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", callback=divided, help="MxKxN of a product; may be given again, or with commas."),
 ]
 ShardOption = Annotated[
     str, typer.Option("--shard", help="2/4: the second of four parts of the cases, which take about equally long.")

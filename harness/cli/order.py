@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, stop
+from narrowgauge.harness.cli.options import Device, Seed, Shapes, stop
 from narrowgauge.harness.cli.selection import require_device
 
 _SHAPE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})")
 
-Shapes = Annotated[
-    list[str] | None, typer.Option("--gemm", help="Shape MxKxN; may be given again (default: 128x512x128).")
-]
 Picture = Annotated[bool, typer.Option("--picture", help="Also the tree of additions.")]
-Json = Annotated[bool, typer.Option("--json", help="A list of JSON objects, in place of the sentences.")]
+
+
+class Form(StrEnum):
+    """Forms of the result."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Format = Annotated[Form, typer.Option("--format", help="Form of the result; json: a list of objects.")]
 
 
 def find_order(
@@ -28,11 +35,12 @@ def find_order(
     device: Device = "cpu",
     seed: Seed = 0,
     picture: Picture = False,
-    json: Json = False,
+    form: Format = Form.TEXT,
 ) -> None:
-    """Say in which order and with how many bits the gemm of a backend adds, and the line that declares this order.
+    """Find in which order and with how many bits a GEMM adds.
 
-    Exit status 0 if the order of every shape predicts random products to the bit; 1 if not.
+    Of --shape, the default is 128x512x128. Prints the line that declares the order too. Exit status 0 if the order of
+    every shape predicts random products to the bit; 1 if not.
     """
     sizes = [shape_of(text) for text in shapes or ["128x512x128"]]
     require_device(device)
@@ -52,11 +60,11 @@ def find_order(
     except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
     declared = [declaration_for(order, recipe) for order in orders]
-    if json:
-        import json as form
+    if form is Form.JSON:
+        import json
 
         found = [order.as_json() | {"declares": value} for order, value in zip(orders, declared, strict=True)]
-        typer.echo(form.dumps(found, indent=2))
+        typer.echo(json.dumps(found, indent=2))
     else:
         for order, value in zip(orders, declared, strict=True):
             typer.echo(str(order))
@@ -71,6 +79,6 @@ def shape_of(text: str) -> tuple[int, int, int]:
     """(M, K, N) of "MxKxN". Ends the command for another text."""
     match = _SHAPE.fullmatch(text)
     if match is None:
-        stop(f"--gemm is {text!r}; it is a shape MxKxN, such as 64x7168x512")
+        stop(f"--shape is {text!r}; it is a shape MxKxN, such as 64x7168x512")
     rows, columns, others = map(int, match.groups())
     return rows, columns, others

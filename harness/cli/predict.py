@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     import torch
 
 Hardware = Annotated[str, typer.Option("--hardware", help="Hardware model, such as blackwell-nvfp4 or hopper-fp8.")]
-Shape = Annotated[str, typer.Option("--gemm", help="Shape MxKxN.")]
+Shape = Annotated[str, typer.Option("--shape", help="Shape MxKxN.")]
 Operands = Annotated[
     str, typer.Option("--operands", help="Formats of a and b: e5m2,e4m3 (default: the first of the model, twice).")
 ]
-From = Annotated[
-    Path | None, typer.Option("--from", help="A .safetensors file with the operands, in place of an input family.")
+Input = Annotated[
+    Path | None, typer.Option("--input", help="A .safetensors file with the operands, in place of an input family.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Write operands and expected y to this .safetensors file.")]
+Save = Annotated[Path | None, typer.Option("--save", help="Write operands and expected y to this .safetensors file.")]
 Compare = Annotated[
     Path | None, typer.Option("--compare", help="A .safetensors file with the y of the GPU: compare it bit for bit.")
 ]
@@ -31,17 +31,18 @@ def predict(
     hardware: Hardware,
     shape: Shape,
     operands: Operands = "",
-    family: Annotated[str, typer.Option("--inputs", help="Input family of the operands.")] = "normal",
+    family: Annotated[str, typer.Option("--family", help="Input family of the operands.")] = "normal",
     seed: Seed = 0,
-    given: From = None,
+    given: Input = None,
     promoted: Annotated[int, typer.Option("--promoted", min=0, help="Promote every P columns; 0: never.")] = 0,
     splits: Annotated[int, typer.Option("--splits", min=1, help="Slices of K, added in order.")] = 1,
-    out: Out = None,
+    save: Save = None,
     compare: Compare = None,
 ) -> None:
-    """Predict the bits of a·bᵀ on a GPU that is not at hand, and compare them with the result of the GPU.
+    """Predict the bits of a product on a GPU that is not at hand.
 
-    Exit status 0; with --compare 1 if a bit differs.
+    The product is a·bᵀ; --compare compares it with the result of the GPU. Exit status 0; with --compare 1 if a bit
+    differs.
     """
     rows, columns, others = shape_of(shape)
     from safetensors import SafetensorError
@@ -59,7 +60,7 @@ def predict(
         tensors = drawn_operands(model, formats, size, family, seed) if given is None else load_file(given)
         y = predicted_product(model, formats, tensors, columns, Composition(promoted=promoted or None, splits=splits))
         if y.shape != (rows, others):
-            raise ValueError(f"{given} has the product of {len(y)} by {y.shape[1]} rows; --gemm is {shape}")
+            raise ValueError(f"{given} has the product of {len(y)} by {y.shape[1]} rows; --shape is {shape}")
         found = None if compare is None else load_file(compare)
         if found is not None and "y" not in found:
             raise ValueError(f"{compare} has no tensor y")
@@ -69,11 +70,11 @@ def predict(
     dtype = str(y.dtype).removeprefix("torch.")
     typer.echo(f"{model.name} {rows}×{columns}×{others}: y {dtype}, sha256 {digest(y)}")
     typer.echo(f"  model: {model.source}; run on: {model.run}")
-    if out is not None:
+    if save is not None:
         source = {} if given else {"inputs": family, "seed": str(seed)}
         facts = {"hardware": model.name, "operands": ",".join(formats), "sha256": digest(y), **source}
-        save_file({**tensors, "y": y}, out, metadata=facts | {"promoted": str(promoted), "splits": str(splits)})
-        typer.echo(f"  {out}: {', '.join([*tensors, 'y'])}")
+        save_file({**tensors, "y": y}, save, metadata=facts | {"promoted": str(promoted), "splits": str(splits)})
+        typer.echo(f"  {save}: {', '.join([*tensors, 'y'])}")
     if found is not None:
         typer.echo(f"  {compare}: {_difference(y, found['y'], wrong)}")
     raise typer.Exit(1 if wrong else 0)

@@ -51,8 +51,8 @@ def choose_cases(cases: list[Case], tier: str, keyword: str, device: str) -> lis
 def load_cases(
     paths: list[Path] | None, source: Path | None, tensors: list[str] | None, recipes: list[str] | None
 ) -> list[Case]:
-    """All cases of the files and folders, or of captured tensors."""
-    from narrowgauge.harness.cases.case_file import CaseFileError, load_all
+    """All cases of the files and folders, or of captured tensors. Says which foreign TOML files are passed over."""
+    from narrowgauge.harness.cases.case_file import CaseFileError, load_all, passed_over_note, unused_default
 
     if source is None and tensors:
         stop("--tensor names tensors of an --input file, and none is given")
@@ -62,7 +62,13 @@ def load_cases(
         stop(f"cases come from case files or from --input, not from both: {paths[0]} and {source}")
     try:
         if source is None:
-            return load_all(paths or [default_cases()])
+            foreign: list[Path] = []
+            cases = load_all(paths or [default_cases()], foreign=foreign)
+            if foreign:
+                typer.echo(passed_over_note(foreign), err=True)
+            elif not paths and (unused := unused_default()):
+                typer.echo(f"the shipped cases are taken; {passed_over_note(unused)}", err=True)
+            return cases
         from narrowgauge.harness.inputs.capture import Captured, captured_cases, refused
         from narrowgauge.spec.recipes import find_recipe
 

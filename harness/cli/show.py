@@ -14,6 +14,7 @@ from narrowgauge.harness.cli.options import (
     Device,
     Input,
     Operations,
+    Paths,
     Recipes,
     Sanitize,
     Schedules,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 def show(
     case_id: Annotated[str, typer.Argument(metavar="CASE", help="A case id, as `list` and reports print it.")],
-    paths: Annotated[list[Path] | None, typer.Option("--cases", help="Case files (default: cases).")] = None,
+    paths: Paths = None,
     backend: BackendOption = "native",
     operations: Operations = None,
     device: Device = "cpu",
@@ -58,15 +59,15 @@ def show(
     untrusted: Annotated[bool, typer.Option("--untrusted", help="No reference in the process of the kernels.")] = False,
     sanitize: Sanitize = False,
 ) -> None:
-    """Run one case in a fresh process and print its stages, element by element, around one place.
+    """Run one case in a fresh process and print its stages.
 
-    Every id has a case, in the case files or not. Exit status: 0 if the case passes; 2 if it could not run, or if the
-    backend does not support it; else 1.
+    They are shown element by element, around one place. Every id has a case, in the case files or not. Exit status: 0
+    if the case passes; 2 if it could not run, or if the backend does not support it; else 1.
     """
     failure, earlier = None, []
     if saved is not None:
         if paths or source or recipes or seed or after:
-            stop("--saved has its own inputs; --cases, --input, --recipe, --seed and --after do not go with it")
+            stop("--saved has its own inputs; case files, --input, --recipe, --seed and --after do not go with it")
         failure = _saved(saved, case_id)
         case, seed = failure.case, failure.seed
     else:

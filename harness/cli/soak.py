@@ -34,8 +34,8 @@ def soak_cases(
     tier: Tier = "quick",
     keyword: Keyword = "",
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds.")] = 200,
-    first: Annotated[
-        int | None, typer.Option("--from", min=0, help="The first seed (default: one drawn afresh, and printed).")
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="The first seed (default: one drawn afresh, and printed).")
     ] = None,
     share: Annotated[
         float, typer.Option("--share", min=0.0, max=1.0, help="Share of the cases: the cheapest that hold all recipes.")
@@ -62,7 +62,7 @@ def soak_cases(
     from narrowgauge.harness.running.pool import Settings
     from narrowgauge.harness.tools.soak import soak, soak_selection
 
-    start = secrets.randbelow(1 << 31) if first is None else first
+    start = secrets.randbelow(1 << 31) if seed is None else seed
     settings = Settings(backend, device, workers=workers or default_workers(device))
     try:
         part = soak_selection(launched, share)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowgauge.harness.cli.options import Seed, stop
+from narrowgauge.harness.cli.options import Seed, Shapes, divided, stop
 
 if TYPE_CHECKING:
     from narrowgauge.harness.api.error_figures.tolerance import Tolerance
@@ -33,20 +33,34 @@ _NOTE = (
 )
 
 
+def _listed(name: str, what: str) -> Any:
+    """An option with several values, and their default in the help."""
+    return typer.Option(name, callback=divided, help=f"{what}; may be given again, or with commas.")
+
+
+Recipes = Annotated[list[str] | None, _listed("--recipe", "Recipe (default: nvfp4,mxfp8-e4m3)")]
+OutDtypes = Annotated[list[str] | None, _listed("--out-dtype", "Output dtype: bf16, fp16 or fp32 (default: bf16)")]
+Families = Annotated[list[str] | None, _listed("--family", "Input family (default: normal,outliers)")]
+
+
 def tolerance_table(
-    shapes: Annotated[list[str] | None, typer.Option("--gemm", help="Shape MxKxN; may be given again.")] = None,
-    recipes: Annotated[str, typer.Option("--recipe", help="Recipes, separated by commas.")] = "nvfp4,mxfp8-e4m3",
-    out: Annotated[str, typer.Option("--out", help="Output dtypes: bf16, fp16, fp32.")] = "bf16",
-    families: Annotated[str, typer.Option("--inputs", help="Input families.")] = "normal,outliers",
+    shapes: Shapes = None,
+    recipes: Recipes = None,
+    out: OutDtypes = None,
+    families: Families = None,
     order: Annotated[str, typer.Option("--order", help="A declared order, beside any order: aligned-13-32-128.")] = "",
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each operand that are evaluated.")] = 32,
     seed: Seed = 0,
     form: Annotated[Form, typer.Option("--format", help="Form of the result.")] = Form.TABLE,
 ) -> None:
-    """Print the quantization error, the proved interval and the tolerances that a correct GEMM kernel needs."""
-    dtypes = out.split(",")
+    """Print the error and the tolerances to expect of a GEMM.
+
+    These are the quantization error, the proved interval, and the rtol and atol that a correct kernel needs. Of
+    --shape, the default is 128x4096x128.
+    """
+    dtypes = out or ["bf16"]
     if unknown := [name for name in dtypes if name not in _DTYPES]:
-        stop(f"--out has {', '.join(unknown)}; there are {', '.join(_DTYPES)}")
+        stop(f"--out-dtype has {', '.join(unknown)}; there are {', '.join(_DTYPES)}")
     sizes = [_shape(text) for text in shapes or ["128x4096x128"]]
     import torch
 
@@ -58,7 +72,8 @@ def tolerance_table(
                 size, recipe, out_dtype=getattr(torch, _DTYPES[dtype]), order=order or None, family=family, seed=seed,
                 rows=rows,
             )
-            for recipe in recipes.split(",") for size in sizes for dtype in dtypes for family in families.split(",")
+            for recipe in recipes or ["nvfp4", "mxfp8-e4m3"] for size in sizes for dtype in dtypes
+            for family in families or ["normal", "outliers"]
         ]  # fmt: skip
     except (ValueError, TypeError) as error:
         stop(str(error))
@@ -69,7 +84,7 @@ def _shape(text: str) -> tuple[int, ...]:
     """(M, K, N) of "MxKxN". Ends the command for another text."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        stop(f"--gemm is {text!r}; it is a shape MxKxN, such as 4096x7168x512")
+        stop(f"--shape is {text!r}; it is a shape MxKxN, such as 4096x7168x512")
     return tuple(map(int, parts))
 
 

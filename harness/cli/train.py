@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Device, stop
+from narrowgauge.harness.cli.options import BackendOption, Device, divided, stop
 from narrowgauge.harness.cli.selection import default_workers, require_device
 
 
 def train_layers(
     recipes: Annotated[
         list[str] | None,
-        typer.Option("--recipe", help="A training recipe (default: every one, and switches off); may be given again."),
+        typer.Option(
+            "--recipe",
+            callback=divided,
+            help="A training recipe (default: every one, and switches off); may be given again, or with commas.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each training.")] = 200,
     backend: BackendOption = "native",
@@ -23,7 +27,7 @@ def train_layers(
     workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/train"),
 ) -> None:
-    """Train a small transformer under every recipe, and judge each step of it.
+    """Train a small transformer, and judge each of its steps.
 
     On a GPU too a process a core: what a step costs is launches, and many share one GPU. After Ctrl-C, SIGTERM or a
     time limit the report has what was done. Exit status 0 only if every stage of every step is right and every training

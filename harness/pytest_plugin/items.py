@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import CaseFileError, load
+from narrowgauge.harness.cases.case_file import CaseFileError, ForeignFile, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError
 from narrowgauge.harness.records.record import Record, outcome
 
@@ -28,6 +28,11 @@ class CaseFile(pytest.File):
         try:
             cases = load(self.path)
             ledger = session.ledgers.ledger_for(self.path.parent, cases)
+        except ForeignFile as error:
+            if self.session.isinitpath(self.path):  # a file that is named, not one of a folder
+                raise self.CollectError(str(error)) from error
+            session.foreign.append(self.path)
+            return
         except (CaseFileError, LedgerError) as error:
             raise self.CollectError(str(error)) from error
         options = session.options

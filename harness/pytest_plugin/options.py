@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-SHIPPED = "shipped"
-"""Value of --ng-cases and narrowgauge_cases: the case files of the package."""
 DEFAULTS = {
     "backend": "native", "device": "cpu", "tier": "quick", "keyword": "", "seed": 0, "report_dir": "reports/latest",
     "known": "", "schedules": 1,
@@ -63,10 +61,12 @@ def _absolute(base: Path, word: str) -> Path:
 def _case_path(word: str, base: Path) -> Path:
     """Absolute path of a value of --ng-cases or narrowgauge_cases. Raises UsageError if there is none."""
     path = _absolute(base, word)
-    if word == SHIPPED and not path.exists():
-        return (Path(__file__).parents[2] / "cases").resolve()
     if not path.exists():
-        raise pytest.UsageError(f"narrowgauge: there is no case file or folder {path}")
+        from narrowgauge.harness.cases.case_file import SHIPPED, shipped_cases
+
+        if word == SHIPPED:
+            return shipped_cases()
+        raise pytest.UsageError(f"narrowgauge: there is no case file or folder {path}; {SHIPPED} is the package's own")
     return path
 
 

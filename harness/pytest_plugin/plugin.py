@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.harness.pytest_plugin.options import DEFAULTS, SHIPPED, asked_for
+from narrowgauge.harness.pytest_plugin.options import DEFAULTS, asked_for
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini(f"narrowgauge_{name}", help=f"as --ng-{name.replace('_', '-')}", default=str(default))
 
     add(
-        "cases", f"case file, or folder of case files, to collect; may be given again. {SHIPPED}: those of the package "
+        "cases", "case file, or folder of case files, to collect; may be given again. shipped: those of the package "
         "(default: narrowgauge_cases in the ini file)", action="append", metavar="PATH",
     )  # fmt: skip
     parser.addini("narrowgauge_cases", help="case files and folders, relative to the ini file", type="args", default=[])

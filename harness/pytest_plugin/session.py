@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.case_file import LEDGER, load
+from narrowgauge.harness.cases.case_file import LEDGER, load, passed_over_note
 from narrowgauge.harness.cases.operations import OperationError, use_operations
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
@@ -32,6 +32,8 @@ _ATTRIBUTE = "narrowgauge"
 """Attribute of a test report with the record: plain values, which cross from an xdist worker to the controller."""
 _DONE = "narrowgauge-done"
 """Key of an xdist worker's input: ids of the cases with a record of an earlier run."""
+_FOREIGN = "narrowgauge-foreign"
+"""Key of an xdist worker's output: the foreign TOML files that it passed over."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,8 @@ class Session:
         """Whether a case compared an element."""
         self.sharing = 1
         """Number of cases that share the false alarms of the run."""
+        self.foreign: list[Path] = []
+        """TOML files in folders of case files that are no case files (`harness.cases.case_file.ForeignFile`)."""
         self._done: set[str] = set(getattr(config, "workerinput", {}).get(_DONE, ()))
         self._earlier: RecordedRun | None = None
         """The resumed run, on the controller."""
@@ -309,6 +313,12 @@ class Session:
         """Send the ids of the finished cases to an xdist worker. A replacement worker must collect the same cases."""
         node.workerinput[_DONE] = sorted(self._done)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Receive the foreign files from an xdist worker. A worker that died sends nothing."""
+        found = map(Path, getattr(node, "workeroutput", {}).get(_FOREIGN, ()))
+        self.foreign += [path for path in found if path not in self.foreign]
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
         """Remove finished cases. Without xdist raise a single error if the backend cannot be loaded; xdist workers
@@ -392,6 +402,8 @@ class Session:
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the report. A run without a compared element fails, even if each case was only skipped."""
+        if self.is_worker:
+            self.config.workeroutput[_FOREIGN] = [str(path) for path in self.foreign]  # type: ignore[attr-defined]
         if self.is_worker or not self.records:
             return
         from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
@@ -426,12 +438,18 @@ class Session:
 
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.records or self.is_worker:
+        if self.is_worker or not (self.records or self.foreign):
+            return
+        terminalreporter.section("narrowgauge")
+        if self.foreign:
+            here = self.config.invocation_params.dir
+            names = [Path(os.path.relpath(path, here)) for path in self.foreign]
+            terminalreporter.line(passed_over_note(names))
+        if not self.records:
             return
         from narrowgauge.harness.report.github import publish
         from narrowgauge.harness.report.text import not_compared, note_counts
 
-        terminalreporter.section("narrowgauge")
         if not self.compared:
             terminalreporter.line("nothing was compared", red=True, bold=True)
         for line in filter(None, (not_compared(self.records), note_counts(self.records))):

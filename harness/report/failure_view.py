@@ -27,7 +27,7 @@ _SHOWN_CAUSES = 2
 
 def reproduction(record: dict[str, Any]) -> str:
     """The command that runs this case again as the run did, in a fresh process, and shows its stages."""
-    arguments = ["narrowgauge", "show", record["case"], "--backend", record["backend"], "--device", record["device"]]
+    arguments = ["--backend", record["backend"], "--device", record["device"]]
     if record["seed"]:
         arguments += ["--seed", str(record["seed"])]
     if record["inputs"] and ":" in record["inputs"]:
@@ -35,8 +35,8 @@ def reproduction(record: dict[str, Any]) -> str:
         if record["recipe"] != "nvfp4":
             arguments += ["--recipe", record["recipe"]]
     elif record["file"] and not _is_default(record["file"], os.getcwd()):
-        arguments += ["--cases", _from_here(record["file"])]
-    return shlex.join([*arguments, *_options(record)])
+        arguments = [_from_here(record["file"]), *arguments]
+    return shlex.join(["narrowgauge", "show", record["case"], *arguments, *_options(record)])
 
 
 @cache

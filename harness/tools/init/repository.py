@@ -1,4 +1,4 @@
-"""Writing the first files of a repository: backend, cases, baseline, workflow, and the settings of pytest.
+"""Writing the first files of a repository: backend, cases, baseline, workflow, settings of pytest, git and pre-commit.
 
 The files are those of `templates/`. No file is overwritten. A setting that belongs into a file of the user is appended
 if the file allows it, else the user is told the lines.
@@ -26,8 +26,9 @@ FILES = {
 """Template by the path of the file in the repository."""
 UNKNOWN_ACTION = "<owner>/narrowgauge@<ref>"
 """Action in the template of the workflow. GitHub refuses it, and runs nobody else's repository."""
-IGNORED = "reports/latest/"
-"""Line of .gitignore: the report of the last run."""
+IGNORED = ("reports/*", "!reports/baselines/")
+"""Lines of .gitignore: reports, shards and the history are no part of a commit, and baselines are."""
+PRE_COMMIT = ".pre-commit-config.yaml"
 
 
 class InitError(Exception):
@@ -57,7 +58,7 @@ def initialize(folder: Path, action: str = "") -> list[Step]:
     for name, template in FILES.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8").replace(UNKNOWN_ACTION, action)
         steps.append(_write(folder, name, text))
-    steps += [_pytest_settings(folder), _ignored(folder)]
+    steps += [_pytest_settings(folder), _ignored(folder), _pre_commit(folder)]
     workflow = ".github/workflows/narrowgauge.yml"
     if UNKNOWN_ACTION in (folder / workflow).read_text(encoding="utf-8"):
         remedy = f"put the repository on GitHub that has narrowgauge in the place of {UNKNOWN_ACTION}"
@@ -156,8 +157,26 @@ def _told(folder: Path, name: str, section: str, template: str) -> Step:
 
 
 def _ignored(folder: Path) -> Step:
-    if not (folder / ".gitignore").exists():
-        return _write(folder, ".gitignore", f"{IGNORED}\n")
-    if any(line.strip("/ ") in ("reports/latest", "reports") for line in _text(folder / ".gitignore").splitlines()):
-        return Step(".gitignore", "unchanged")
-    return Step(".gitignore", "to do", f"reports of runs are no part of a commit; add: {IGNORED}")
+    """Lines of .gitignore. A line that ignores the whole folder of reports would ignore the baselines with it."""
+    name, added = ".gitignore", "\n".join(f"    {line}" for line in IGNORED)
+    if not (folder / name).exists():
+        return _write(folder, name, "".join(f"{line}\n" for line in IGNORED))
+    lines = _text(folder / name).splitlines()
+    have = {line.strip().replace("!/", "!").strip("/") for line in lines}
+    if "reports" in have:
+        whole = next(line for line in lines if line.strip().strip("/") == "reports")
+        return Step(name, "to do", f"{whole} leaves the baselines out of a commit too; write in its place:\n{added}")
+    if {line.strip("/") for line in IGNORED} <= have:
+        return Step(name, "unchanged")
+    return Step(name, "to do", f"reports of runs are no part of a commit, and baselines are; add:\n{added}")
+
+
+def _pre_commit(folder: Path) -> Step:
+    """The hook of pre-commit, in a new file; for a file of the user its lines."""
+    text = (TEMPLATES / "pre_commit.yml").read_text(encoding="utf-8")
+    if not (folder / PRE_COMMIT).exists():
+        return _write(folder, PRE_COMMIT, text)
+    if "id: narrowgauge" in _text(folder / PRE_COMMIT):
+        return Step(PRE_COMMIT, "unchanged")
+    _, hook = text.rstrip().split("repos:\n", 1)
+    return Step(PRE_COMMIT, "to do", f"hooks of yours are there; add to repos:\n{hook}")

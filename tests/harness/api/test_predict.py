@@ -26,7 +26,7 @@ def predict(*options: str, status: int = 0) -> str:
 
 def test_the_file_holds_operands_and_predicted_bits(tmp_path: Path) -> None:
     path = str(tmp_path / "expected.safetensors")
-    shown = predict("--hardware", "blackwell-nvfp4", "--gemm", "24x128x40", "--out", path)
+    shown = predict("--hardware", "blackwell-nvfp4", "--shape", "24x128x40", "--save", path)
     tensors = load_file(path)
     a, b = (decode_packed(tensors[side], E2M1, 128) for side in ("a", "b"))
     scales = [tensors[f"{side}_scales"].view(torch.float8_e4m3fn).float() for side in ("a", "b")]
@@ -38,14 +38,14 @@ def test_the_file_holds_operands_and_predicted_bits(tmp_path: Path) -> None:
         assert file.metadata()["sha256"] == digest(y)
     assert digest(y) in shown
     assert "not run here" in shown
-    again = predict("--hardware", "blackwell-nvfp4", "--gemm", "24x128x40", "--from", path)
+    again = predict("--hardware", "blackwell-nvfp4", "--shape", "24x128x40", "--input", path)
     assert digest(y) in again
 
 
 def test_results_of_the_gpu_are_compared_bit_for_bit(tmp_path: Path) -> None:
     path, other = str(tmp_path / "expected.safetensors"), str(tmp_path / "gpu.safetensors")
-    usual = ["--hardware", "hopper-bf16", "--gemm", "16x64x8"]
-    predict(*usual, "--out", path)
+    usual = ["--hardware", "hopper-bf16", "--shape", "16x64x8"]
+    predict(*usual, "--save", path)
     y = load_file(path)["y"]
     for found in (y, y.bfloat16()):
         save_file({"y": found}, other)
@@ -59,18 +59,18 @@ def test_results_of_the_gpu_are_compared_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hardware", "hopper-fp4", "--gemm", "8x64x8"], "'hopper-fp4' is no hardware model"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64"], "--gemm is '8x64'"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--operands", "bf16"], "multiplies e4m3, e5m2; not 'bf16'"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--inputs", "none"], "none"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--promoted", "48"], "no multiple of the 32"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--from", "y.safetensors"], "has no a, b"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--from", "ab.safetensors"], "a is torch.float32"),
-        (["--hardware", "hopper-bf16", "--gemm", "8x64x8", "--from", "bf16.safetensors"], "K = 64 of bf16 takes 64"),
-        (["--hardware", "hopper-bf16", "--gemm", "8x32x8", "--from", "bf16.safetensors"], "product of 4 by 4 rows"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--compare", "ab.safetensors"], "has no tensor y"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--compare", "y.safetensors"], "it must be float32"),
-        (["--hardware", "hopper-fp8", "--gemm", "8x64x8", "--compare", "none.safetensors"], "none.safetensors"),
+        (["--hardware", "hopper-fp4", "--shape", "8x64x8"], "'hopper-fp4' is no hardware model"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64"], "--shape is '8x64'"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--operands", "bf16"], "multiplies e4m3, e5m2; not 'bf16'"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--family", "none"], "none"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--promoted", "48"], "no multiple of the 32"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--input", "y.safetensors"], "has no a, b"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--input", "ab.safetensors"], "a is torch.float32"),
+        (["--hardware", "hopper-bf16", "--shape", "8x64x8", "--input", "bf16.safetensors"], "K = 64 of bf16 takes 64"),
+        (["--hardware", "hopper-bf16", "--shape", "8x32x8", "--input", "bf16.safetensors"], "product of 4 by 4 rows"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--compare", "ab.safetensors"], "has no tensor y"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--compare", "y.safetensors"], "it must be float32"),
+        (["--hardware", "hopper-fp8", "--shape", "8x64x8", "--compare", "none.safetensors"], "none.safetensors"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -89,11 +89,11 @@ def test_errors_name_the_value(
 @pytest.mark.parametrize(
     "options",
     [
-        ["--seed", "1"], ["--inputs", "outliers"], ["--promoted", "64"], ["--splits", "2"], ["--operands", "e5m2,e4m3"],
+        ["--seed", "1"], ["--family", "outliers"], ["--promoted", "64"], ["--splits", "2"], ["--operands", "e5m2,e4m3"],
         ["--hardware", "blackwell-fp8"],
     ],
     ids=lambda options: options[0],
 )  # fmt: skip
 def test_every_option_changes_the_digest(options: list[str]) -> None:
-    usual = ["--hardware", "hopper-fp8", "--gemm", "16x256x8"]
+    usual = ["--hardware", "hopper-fp8", "--shape", "16x256x8"]
     assert predict(*usual).split()[5] != predict(*usual, *options).split()[5]

@@ -66,7 +66,7 @@ def test_bad_arguments_are_named(shape: tuple[int, ...], options: dict[str, obje
         narrowgauge.tolerance(shape, "nvfp4", **options)  # type: ignore[arg-type]
 
 
-COMMAND = ("tolerance", "--gemm", "8x64x8", "--recipe", "nvfp4", "--inputs", "normal")
+COMMAND = ("tolerance", "--shape", "8x64x8", "--recipe", "nvfp4", "--family", "normal")
 
 
 def run(*arguments: str) -> str:
@@ -77,8 +77,9 @@ def run(*arguments: str) -> str:
 
 def test_every_option_changes_the_output() -> None:
     outputs = [
-        run(), run("--out", "fp32"), run("--out", "bf16,fp16"), run("--order", "aligned-13-32"), run("--seed", "1"),
-        run("--rows", "4"), run("--gemm", "8x128x8"), run("--recipe", "mxfp8-e4m3"), run("--inputs", "outliers"),
+        run(), run("--out-dtype", "fp32"), run("--out-dtype", "bf16,fp16"), run("--order", "aligned-13-32"),
+        run("--seed", "1"), run("--rows", "4"), run("--shape", "8x128x8"), run("--recipe", "mxfp8-e4m3"),
+        run("--family", "outliers"),
         *(run("--format", form) for form in ("markdown", "csv", "json", "html")),
     ]  # fmt: skip
     assert len(set(outputs)) == len(outputs)
@@ -92,7 +93,7 @@ def test_every_option_changes_the_output() -> None:
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility_of_the_page(width: int, dark: bool, tmp_path: Path) -> None:
     page = tmp_path / "tolerance.html"
-    page.write_text(run("--out", "bf16,fp32", "--order", "aligned-13-32", "--format", "html"), encoding="utf-8")
+    page.write_text(run("--out-dtype", "bf16,fp32", "--order", "aligned-13-32", "--format", "html"), encoding="utf-8")
     assert violations(page, tmp_path, width, dark=dark) == ("", [])
 
 
@@ -111,7 +112,8 @@ def test_the_page_has_every_interval_in_plot_and_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(("--gemm", "8x8"), "MxKxN"), (("--out", "bf8"), "bf8"), (("--recipe", "nvfp5"), "nvfp5")]
+    ("arguments", "words"),
+    [(("--shape", "8x8"), "MxKxN"), (("--out-dtype", "bf8"), "bf8"), (("--recipe", "nvfp5"), "nvfp5")],
 )
 def test_bad_options_end_with_usage_status(arguments: tuple[str, str], words: str) -> None:
     done = CliRunner().invoke(app, [*COMMAND, *arguments])

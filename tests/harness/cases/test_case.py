@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
+from narrowgauge.harness.cases.case_file import (
+    CaseFileError,
+    ForeignFile,
+    case_path,
+    default_cases,
+    load,
+    load_all,
+    shipped_cases,
+    unused_default,
+)
 from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
@@ -215,8 +224,9 @@ def test_a_mistake_names_file_table_key_and_the_nearest_word(write, table, messa
 
 def test_mistakes_of_the_whole_file(write, tmp_path):
     wrong = {
-        "[[matrx]]\n": "unknown key 'matrx' (did you mean 'matrix'?); a case file holds [[matrix]] tables",
-        "": "no [[matrix]] table, so no case; see cases/README.md",
+        "[[matrx]]\noperation = 'gemm'\ntier = 'quick'\n": "unknown key 'matrx' (did you mean 'matrix'?); a case file ",
+        "": "is no case file: it has no key, and no [[matrix]] table",
+        "[tool]\n[run]\ntier = 1\n": "is no case file: it has 'tool', 'run', and no [[matrix]] table with an operation",
         "matrix = []\n": "no [[matrix]] table",
         "[matrix]\ntier = 'quick'\n": "no [[matrix]] table",
         "matrix = [1]\n": "[[matrix]] 1: is 1; a matrix is a table of keys",
@@ -232,6 +242,63 @@ def test_mistakes_of_the_whole_file(write, tmp_path):
     for unreadable in (path, tmp_path / "missing.toml"):
         with pytest.raises(CaseFileError, match=rf"{re.escape(str(unreadable))}: cannot be read: "):
             load(unreadable)
+
+
+FOREIGN = {
+    "a settings file": "[tool.ruff]\nline-length = 120\n",
+    "a matrix of another tool": "[[matrix]]\npython = ['3.11']\n",
+    "a table of another tool": "[matrix]\nos = ['linux']\n[step]\noperation = 'build'\n",
+    "nothing": "",
+    "not TOML": "a = {{ template }}\n",
+    "longer than a case file": "a = 1\n" + "# \n" * 100_000,
+}
+BROKEN = {
+    "misspelt head": "[[matrx]]\noperation = 'gemm'\ntier = 'quick'\n",
+    "one bracket": "[matrix]\noperation = 'gemm'\n",
+    "an empty table": "[[matrix]]\n",
+    "no table": "matrix = [1]\n",
+    "not TOML": "  [[matrix]\n",
+    "longer than a case file": "[[matrix]]\n" + "# \n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_toml_file_of_a_folder_is_passed_over(write, tmp_path, text):
+    write(QUANTIZE, name="mine.toml")
+    other = write(name="other.toml", text=text)
+    foreign: list[Path] = []
+    assert len(load_all([tmp_path], foreign=foreign)) == 1
+    assert foreign == [other]
+    with pytest.raises(ForeignFile, match=re.escape(str(other))):
+        load_all([tmp_path / "mine.toml", other])
+    (tmp_path / "mine.toml").unlink()
+    with pytest.raises(CaseFileError, match=r"holds no case file; passed over 1 TOML file .*: .*other\.toml"):
+        load_all([tmp_path])
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_case_file_of_a_folder_is_an_error(write, tmp_path, text):
+    write(QUANTIZE, name="mine.toml")
+    broken = write(name="broken.toml", text=text)
+    with pytest.raises(CaseFileError, match=re.escape(str(broken))) as error:
+        load_all([tmp_path])
+    assert not isinstance(error.value, ForeignFile)
+
+
+def test_which_cases_a_command_takes_without_a_path(write, tmp_path, monkeypatch):
+    """Those of `cases` if a file in it is a case file, correct or not; else the shipped cases."""
+    monkeypatch.chdir(tmp_path)
+    assert default_cases() == shipped_cases() == CASES
+    Path("cases").mkdir()
+    Path("cases/other.toml").write_text(FOREIGN["a settings file"])
+    assert default_cases() == shipped_cases()
+    assert unused_default() == [Path("cases/other.toml")]
+    Path("cases/mine.toml").write_text(BROKEN["one bracket"])
+    assert default_cases() == Path("cases")
+    assert unused_default() == []
+    assert case_path(Path("shipped")) == shipped_cases()
+    Path("shipped").mkdir()
+    assert case_path(Path("shipped")) == Path("shipped")
 
 
 # The committed matrix.

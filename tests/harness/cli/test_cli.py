@@ -172,6 +172,29 @@ def test_list_has_more_cases_of_the_quick_tier_on_a_gpu(folder):
     assert set(narrowgauge("list", "--tier", "full").stdout.splitlines()) == {*QUICK, *FULL, *more}
 
 
+def test_a_foreign_toml_file_is_named_and_passed_over(folder):
+    foreign = folder / "cases" / "settings.toml"
+    foreign.write_text("[tool]\nname = 'other'\n")
+    result = narrowgauge("list", "cases")
+    assert result.stdout.splitlines() == QUICK
+    assert "passed over 1 TOML file" in result.stderr
+    assert "cases/settings.toml" in result.stderr
+    assert "cases/settings.toml: is no case file: it has 'tool'" in refused("run", "cases/settings.toml")
+
+
+def test_cases_without_a_case_file_and_the_word_shipped(folder):
+    named = narrowgauge("list", "cases", "shipped", "-k", "position or 16x32x24").stdout.splitlines()
+    assert named[0] == QUICK[4]
+    assert "swizzle/4x0/position" in named
+    (folder / "cases" / "small.toml").write_text("[tool]\nname = 'other'\n")
+    plain = narrowgauge("list", "-k", "position or 16x32x24")
+    assert plain.stdout.splitlines() == named[1:]
+    assert "the shipped cases are taken; passed over 1 TOML file" in plain.stderr
+    assert "cases: holds no case file; passed over 1 TOML file" in refused("soak", "cases")
+    (folder / "shipped").mkdir()
+    assert "shipped: holds no *.toml case file" in refused("list", "shipped")
+
+
 # What is refused.
 
 

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from narrowgauge.harness.cases.case_file import shipped_cases
+from narrowgauge.harness.pytest_plugin.options import asked_for
 from narrowgauge.harness.records import history
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
@@ -100,6 +102,24 @@ def test_case_files_of_a_folder_of_the_ini_file_are_collected(project):
     assert all(line.startswith("cases/small.toml::") for line in result.outlines if "::" in line)
 
 
+def test_a_foreign_toml_file_of_a_folder_and_by_its_name(project):
+    (project.path / "cases" / "settings.toml").write_text("[tool]\nname = 'other'\n")
+    result = project.runpytest_inprocess("--collect-only", "-q")
+    assert (result.ret, ids(result)) == (0, [*QUICK, *FULL])
+    result.stdout.fnmatch_lines(["passed over 1 TOML file *: cases/settings.toml"])
+    named = project.runpytest_inprocess("--collect-only", "-q", "cases/settings.toml")
+    assert named.ret == pytest.ExitCode.INTERRUPTED
+    named.stdout.fnmatch_lines(["*settings.toml: is no case file: it has 'tool', *shipped*"])
+
+
+@pytest.mark.long
+def test_an_xdist_worker_tells_which_files_it_passed_over(project):
+    (project.path / "cases" / "settings.toml").write_text("[tool]\nname = 'other'\n")
+    result = project.runpytest_inprocess("-n", "2", "-q", "--ng-backend", "reference", "-k", "16x32 and fp32")
+    assert result.ret == 0
+    assert result.stdout.str().count("passed over 1 TOML file") == 1
+
+
 @pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
 def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
     """The controller has ids alone: of the run's cases, and of the case of a dead worker."""
@@ -155,6 +175,9 @@ def test_ways_to_ask_for_cases(project):
     shipped = collected("tests", "--ng-cases", "shipped", "-k", "mine or swizzle")
     assert shipped[0] > 20
     assert shipped[1] == 1
+    (project.path / "tox.ini").write_text("[pytest]\nnarrowgauge_cases = shipped kernels\n")
+    asked = asked_for(project.parseconfig("-p", PLUGIN, "-c", "tox.ini"))
+    assert asked.paths == (shipped_cases(), project.path / "kernels")
     result = project.runpytest_inprocess("-p", PLUGIN, "-p", "no:unraisableexception", "--ng-cases", "kernel")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "there is no case file or folder" in result.stdout.str() + result.stderr.str()
@@ -169,7 +192,7 @@ def test_ways_to_ask_for_cases(project):
             "*small2.toml: [[][[]matrix[]][]] 1: unknown key 'dtyp' (did you mean 'dtype'?); a quantize has *",
         ),
         ("[[matrix]\n", "*small2.toml: not TOML: *(at line 1*"),
-        ("", "*small2.toml: no [[][[]matrix[]][]] table, so no case; see cases/README.md"),
+        ("[[matrix]]\n", "*small2.toml: [[][[]matrix[]][]] 1: operation is None; it can be *"),
     ],
 )
 def test_a_wrong_case_file_is_a_single_error_and_the_rest_runs(project, text, message):

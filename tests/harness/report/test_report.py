@@ -273,18 +273,20 @@ def test_options_of_a_record_are_words_of_the_line(options: str, words: list[str
 def test_reproduction_line_names_a_file_that_is_not_a_default(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative to the current folder. Cases of the package are the default if the current folder has no cases."""
+    """Relative to the current folder. Cases of the package and of the folder `cases` need no name of a file."""
     monkeypatch.chdir(tmp_path)
     shipped = place == "shipped"
     file = os.path.realpath(next(CASES.glob("*.toml"))) if shipped else place
     line = reproduction({**record(), "file": file})
-    assert ("--cases" in line) == (place in ("own/a.toml", "/elsewhere/a.toml"))
+    start = f"narrowgauge show {record()['case']} "
+    named = f"{place} " if place in ("own/a.toml", "/elsewhere/a.toml") else ""
+    assert line.startswith(f"{start}{named}--backend ")
     (tmp_path / "cases").mkdir()
-    (tmp_path / "cases" / "a.toml").write_text("")
+    (tmp_path / "cases" / "a.toml").write_text("[[matrix]]\n")
     monkeypatch.setattr(failure_view, "_is_default", failure_view._is_default.__wrapped__)
-    assert ("--cases" in reproduction({**record(), "file": file})) == (place != "cases/a.toml")
+    assert reproduction({**record(), "file": file}).startswith(f"{start}{named}--backend ")
     inside = reproduction({**record(), "file": str(tmp_path / "own" / "a.toml")})
-    assert inside.endswith(" --cases own/a.toml")
+    assert inside.startswith(f"{start}own/a.toml --backend ")
 
 
 def test_every_operation_has_its_stages() -> None:

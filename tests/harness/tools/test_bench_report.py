@@ -200,11 +200,11 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sizes", "12"], "a size is MxK of a matrix or MxKxN of a product, not '12'"),
+        (["--shape", "12"], "a size is MxK of a matrix or MxKxN of a product, not '12'"),
         (["-k", "("], "cannot read the keyword expression '('"),
         (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
-        (["--growth", "--quick"], "--growth has sizes and operations of its own; -k, --sizes, --quick and --compile"),
-        (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
+        (["--growth", "--quick"], "--growth has shapes and operations of its own; -k, --shape, --quick and --compile"),
+        (["--growth", "-k", "gemm"], "--growth has shapes and operations of its own"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -366,7 +366,7 @@ def wrong(monkeypatch):
 
 def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    result = command("reference", "--recipe", "nvfp4@quark", "--seed", "4", "--rows")
+    result = command("reference", "--recipe", "nvfp4@quark", "--seed", "4", "--details")
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "nvfp4@quark   backend reference, device cpu, seed 4"
@@ -380,7 +380,7 @@ def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
 
 
 def test_the_command_s_json(few):
-    result = command("reference", "--recipe", "mxfp4", "--json")
+    result = command("reference", "--recipe", "mxfp4", "--format", "json")
     assert result.exit_code == 0
     content = json.loads(result.stdout)
     assert (content["matching"], content["explained"], content["inputs"]) == (["te"], True, 6)
@@ -394,7 +394,6 @@ def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
         (["natve"], "no backend is called 'natve'"),
         (["reference", "--recipe", "nvfp4-rht"], "recipe nvfp4-rht rotates"),
         (["reference", "--device", "gpu"], "--device is 'gpu' (did you mean 'cuda'?)"),
-        (["reference", "--json", "--issue"], "--json and --issue are two forms of the same answer; give one"),
     ):
         refused = command(*arguments)
         assert (refused.exit_code, refused.stdout) == (2, "")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
+import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.tools.init import repository
+from tests.paths import ROOT
 
 WRITTEN = [
-    ".github/workflows/narrowgauge.yml", ".gitignore", "kernel_cases/nvfp4.toml", "narrowgauge_backend.py",
-    "pytest.ini", "reports/baselines/host.json",
+    ".github/workflows/narrowgauge.yml", ".gitignore", ".pre-commit-config.yaml", "kernel_cases/nvfp4.toml",
+    "narrowgauge_backend.py", "pytest.ini", "reports/baselines/host.json",
 ]  # fmt: skip
 SETTINGS = ["kernel_cases"], "narrowgauge_backend:Backend"
 
@@ -40,6 +44,12 @@ def test_an_empty_folder_has_all_files(tmp_path: Path) -> None:
     assert "narrowgauge run kernel_cases --backend narrowgauge_backend:Backend" in done.output
     assert "uses: me/narrowgauge@v1\n" in (tmp_path / "new" / WRITTEN[0]).read_text()
     assert "to do" not in done.output
+
+
+def test_the_wheel_has_every_template() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    kinds = {path.suffix for path in repository.TEMPLATES.iterdir() if path.is_file()}
+    assert {f"*{kind}" for kind in kinds - {".py"}} <= set(project["tool"]["setuptools"]["package-data"]["*"])
 
 
 def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
@@ -117,12 +127,59 @@ def test_a_project_that_cannot_be_extended_is_not_changed(text: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("text", "state"), [("*.o\n", "to do"), ("reports/latest/\n", "unchanged"), ("/reports\n", "unchanged")]
+    ("text", "said"),
+    [
+        ("*.o\n", "; add:\n"),
+        ("reports/latest/\n", "; add:\n"),
+        ("*.o\n/reports/\n", "/reports/ leaves the baselines out of a commit too; write in its place:\n"),
+    ],
 )
-def test_the_list_of_ignored_files_is_not_changed(text: str, state: str, tmp_path: Path) -> None:
-    (tmp_path / ".gitignore").write_text(text)
-    assert states(tmp_path)[".gitignore"] == state
-    assert (tmp_path / ".gitignore").read_text() == text
+def test_the_list_of_ignored_files_is_not_changed(text: str, said: str, tmp_path: Path) -> None:
+    """The user writes the printed lines; then nothing is left to do."""
+    path = tmp_path / ".gitignore"
+    path.write_text(text)
+    done = init(tmp_path, "--action", "me/narrowgauge@v1")
+    assert path.read_text() == text
+    assert said + "    reports/*\n    !reports/baselines/\n" in done.output
+    path.write_text(text.replace("/reports/\n", "") + "/reports/*\n!/reports/baselines\n")
+    assert states(tmp_path)[".gitignore"] == "unchanged"
+
+
+def test_git_keeps_the_baselines_and_ignores_what_runs_write(tmp_path: Path) -> None:
+    states(tmp_path)
+    written = ["reports/latest/index.html", "reports/history.sqlite", "reports/shard-1/records.jsonl"]
+    for name in written:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    listed = ["git", "ls-files", "--others", "--exclude-standard"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    found = subprocess.run(listed, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert sorted(found) == WRITTEN
+
+
+def test_a_file_of_pre_commit_is_not_changed(tmp_path: Path) -> None:
+    """The user adds the printed lines; then the file has both hooks."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the docs extra")
+    path = tmp_path / ".pre-commit-config.yaml"
+    path.write_text("repos:\n  - repo: mine\n    hooks: []\n")
+    done = init(tmp_path, "--action", "me/narrowgauge@v1")
+    assert path.read_text() == "repos:\n  - repo: mine\n    hooks: []\n"
+    lines = done.output.partition("add to repos:\n")[2].partition("next, in")[0]
+    path.write_text(path.read_text() + lines)
+    assert states(tmp_path)[path.name] == "unchanged"
+    template = yaml.safe_load((repository.TEMPLATES / "pre_commit.yml").read_text())
+    assert yaml.safe_load(path.read_text())["repos"] == [{"repo": "mine", "hooks": []}, *template["repos"]]
+
+
+@pytest.mark.parametrize(("run", "gate", "status"), [(0, 0, 0), (1, 0, 0), (0, 1, 1), (1, 1, 1), (2, 0, 1)])
+def test_the_status_of_the_hook_of_pre_commit(run: int, gate: int, status: int, tmp_path: Path) -> None:
+    """A failing case is for the gate to judge. A run that could not start stops the commit."""
+    (tmp_path / "narrowgauge").write_text(f"#!/bin/sh\n[ $1 = run ] && exit {run}\nexit {gate}\n")
+    (tmp_path / "narrowgauge").chmod(0o755)
+    text = (repository.TEMPLATES / "pre_commit.yml").read_text()
+    entry = " ".join(text.partition("entry: >-")[2].partition("files:")[0].split())
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.run(shlex.split(entry), env=environ, check=False).returncode == status
 
 
 @pytest.mark.parametrize("name", ["kernel_cases", ".github"])

@@ -145,7 +145,7 @@ def test_every_case_runs_on_every_seed(folder, monkeypatch):
         seen.extend((task.case.id, task.seed) for task in tasks)
 
     monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", run_tasks)
-    result = narrowgauge("soak", "--seeds", 3, "--from", 5, "--share", 1, "-k", "bf16")
+    result = narrowgauge("soak", "--seeds", 3, "--seed", 5, "--share", 1, "-k", "bf16")
     assert result.exit_code == 1  # no element was compared
     ids = [f"quantize/nvfp4/16x32/bf16/{family}" for family in ("normal", "zeros")]
     assert seen == [(name, seed) for seed in (5, 6, 7) for name in ids]
@@ -154,13 +154,13 @@ def test_every_case_runs_on_every_seed(folder, monkeypatch):
     )
     one_run = lambda tasks, settings, on_record: on_record(runs.record())  # noqa: E731
     monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", one_run)
-    result = narrowgauge("soak", "--seeds", 3, "--from", 5, "--share", 1, "-k", "bf16")
+    result = narrowgauge("soak", "--seeds", 3, "--seed", 5, "--share", 1, "-k", "bf16")
     assert result.exit_code == 1
     assert said(result).endswith("1 run, 90 elements compared, 0 failures, interrupted: 5 runs did not happen")
 
 
 def test_a_kernel_that_is_sometimes_wrong_is_found(folder):
-    arguments = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    arguments = ["soak", "--seeds", 12, "--seed", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
     result = narrowgauge(*arguments)
     assert result.exit_code == 1, result.output
     lines = result.stdout.splitlines()
@@ -183,7 +183,7 @@ def ledger(**keys):
 
 
 def test_a_known_failure_is_counted_and_may_pass_on_some_seeds(folder):
-    arguments = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    arguments = ["soak", "--seeds", 12, "--seed", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
     (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*arguments)))
     (folder / "cases" / "known.toml").write_text(ledger())
     result = narrowgauge(*arguments)
@@ -202,7 +202,7 @@ def test_what_is_known_to_crash_is_not_run(folder, monkeypatch, verdict):
         "narrowgauge.harness.tools.soak.run_tasks", lambda tasks, *_: seen.extend(task.case.id for task in tasks)
     )
     (folder / "cases" / "known.toml").write_text(ledger(verdict=verdict))
-    arguments = ["soak", "--seeds", 1, "--from", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
+    arguments = ["soak", "--seeds", 1, "--seed", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
     result = narrowgauge(*arguments, "--backend", "soak_kernels:Now")
     assert seen == ["quantize/nvfp4/16x32/bf16/normal"]
     assert result.stderr == "1 of 2 cases are known to crash or hang, and are not run\n"
@@ -212,7 +212,7 @@ def test_what_is_known_to_crash_is_not_run(folder, monkeypatch, verdict):
 
 
 def test_nothing_compared_is_no_success(folder):
-    result = narrowgauge("soak", "--seeds", 2, "--from", 0, "-k", "fp16", "--backend", "reference")
+    result = narrowgauge("soak", "--seeds", 2, "--seed", 0, "-k", "fp16", "--backend", "reference")
     assert result.exit_code == 1
     assert said(result) == "2 seeds from 0, 1 case, 2 runs, nothing was compared, 0 failures"
 
@@ -222,7 +222,7 @@ def test_nothing_compared_is_no_success(folder):
     [
         (["--seeds", 0], "'--seeds'"),
         (["--share", 2], "'--share'"),
-        (["--from", -1], "'--from'"),
+        (["--seed", -1], "'--seed'"),
         (["-k", "nothing"], "no case of 5 is selected by --tier quick -k 'nothing'"),
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--backend", "natve"], "no backend is called 'natve' (did you mean 'native'?)"),

@@ -390,13 +390,13 @@ def test_arguments_are_checked(shape: tuple[int, int, int], dtype: torch.dtype, 
 @pytest.mark.long
 def test_the_command_says_the_order_of_a_backend() -> None:
     invoke = CliRunner().invoke
-    found = invoke(app, ["order", "native", "--gemm", "8x64x8", "--picture"])
+    found = invoke(app, ["order", "native", "--shape", "8x64x8", "--picture"])
     assert found.exit_code == 0, found.output
     assert 'declares = {"gemm": "sequential"}' in found.output
-    blocks = invoke(app, ["order", "native", "--gemm", "8x64x8", "--recipe", "mxfp8-e4m3", "--json"])
+    blocks = invoke(app, ["order", "native", "--shape", "8x64x8", "--recipe", "mxfp8-e4m3", "--format", "json"])
     assert json.loads(blocks.output)[0]["declares"] == "blocks"
-    assert invoke(app, ["order", "reference", "--gemm", "8x64x8"]).exit_code == 1
-    for options, message in ((["--gemm", "8x8"], "--gemm is '8x8'"), (["--recipe", "nvfp4"], "elements E2M1")):
+    assert invoke(app, ["order", "reference", "--shape", "8x64x8"]).exit_code == 1
+    for options, message in ((["--shape", "8x8"], "--shape is '8x8'"), (["--recipe", "nvfp4"], "elements E2M1")):
         wrong = invoke(app, ["order", "native", *options])
         assert wrong.exit_code == 2
         assert message in wrong.output
