@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.reference.contracts.evaluate import judged
 from tests.paths import ROOT
 from tests.reference.contracts.contracts import add_rmsnorm, rmsnorm_quantize, serving_silu_static, silu_mul_quantize
 
@@ -160,3 +162,17 @@ def test_a_contract_that_determines_nothing_is_refused() -> None:
     x = torch.linspace(2.0**-9, 2.0**-8, 512).view(2, 256).half()
     with pytest.raises(ValueError, match="almost anything"):
         narrowgauge.assert_result(difference, x, x)
+
+
+def test_a_scale_between_two_candidates_is_wrong() -> None:
+    """The amax of a row is one of a few numbers of bfloat16; a scale between their scales is the scale of none."""
+    x, w = inputs(256, 1024)
+    q = rmsnorm(x, w)
+    program = rmsnorm_quantize.trace(dict.fromkeys(("x", "weight"), "bfloat16"), {"recipe": RECIPE}, {})
+    part = dict(judged(program, {"x": x, "weight": w}, {"quantized": q}))["scales"]
+    row = int((part.lower < part.upper).nonzero()[0, 0])
+    for scale, right in ((part.lower, True), (part.upper, True), ((part.lower + part.upper) / 2, False)):
+        scales = q.scales.clone()
+        scales[row] = scale[row]
+        found = dict(judged(program, {"x": x, "weight": w}, {"quantized": replace(q, scales=scales)}))["scales"]
+        assert bool(found.wrong.any()) is not right
