@@ -9,6 +9,8 @@ from narrowgauge.reference.numbers.exact import lowest_bit
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _FLOAT64_UNIT = 2.0**-52
+_FIRST = 32
+"""Terms of a row whose lowest bits are looked at first."""
 
 
 def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> Interval:
@@ -20,10 +22,10 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     be subnormal and become 0. A sum is exact if no partial sum can round: all terms are multiples of a power of two q,
     and A ≤ 2^24·q. The sign of a zero sum is free.
     """
-    count, magnitude = x.shape[-1], torch.fmax(x.low.abs(), x.high.abs())
-    finite = torch.where(magnitude.isfinite(), magnitude, 0.0)
+    count, magnitude = x.shape[-1], x.low.abs() if x.point else torch.maximum(x.low.abs(), x.high.abs())
+    finite = magnitude if x.finite else torch.where(magnitude.isfinite(), magnitude, 0.0)
     size = finite.sum(-1, keepdim=True)
-    terms = (magnitude != 0).sum(-1, keepdim=True).double()
+    terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
     relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
     error = relative * size + terms * SMALLEST_SUBNORMAL
     if flushed:
@@ -32,21 +34,30 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     high = low if x.point else x.high.sum(-1, keepdim=True)
     exact = (terms <= 1) if flushed is False else torch.zeros_like(terms, dtype=torch.bool)
     if x.point and not flushed:
-        quantum = lowest_bit(torch.where(magnitude.isfinite(), x.low, 0.0)).unsqueeze(-1)
-        exact |= size <= 2.0**ACCUMULATOR_BITS * quantum
+        exact |= size <= 2.0**ACCUMULATOR_BITS * _quantum(finite, size)
         if bool((exact & (low != 0) | low.isinf()).all()):
             return Interval(low, low)
     error = torch.where(exact, 0.0, error)
     # A partial sum of the positive or of the negative terms may overflow. Later terms do not bring it back.
-    upper = x.high.clamp(min=0).sum(-1, keepdim=True)
-    lower = x.low.clamp(max=0).sum(-1, keepdim=True)
     beyond = FLT_MAX * (1 - (count + 1) * 2 * UNIT)
-    positive, negative = upper > beyond, lower < -beyond
-    nan = x.may_be_nan.any(-1, keepdim=True) | (positive & negative)
     low, high = low - error, high + error
+    if x.finite and bool((size <= beyond).all()):
+        return Interval(torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high))
+    positive = x.high.clamp(min=0).sum(-1, keepdim=True) > beyond
+    negative = x.low.clamp(max=0).sum(-1, keepdim=True) < -beyond
+    nan = x.may_be_nan.any(-1, keepdim=True) | (positive & negative)
     low = torch.where(low == 0, -0.0, low).masked_fill(negative, -torch.inf)
     high = torch.where(high == 0, 0.0, high).masked_fill(positive, torch.inf)
     return Interval(_known(low, -torch.inf, nan, x), _known(high, torch.inf, nan, x), nan)
+
+
+def _quantum(magnitude: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """The power of two that all terms of a row are multiples of, (…, 1); of the first terms, if these rule exact sums
+    out."""
+    some = lowest_bit(magnitude[..., :_FIRST].contiguous()).unsqueeze(-1)
+    if not bool((size <= 2.0**ACCUMULATOR_BITS * some).any()):
+        return some
+    return lowest_bit(magnitude).unsqueeze(-1)
 
 
 def _known(end: torch.Tensor, free: float, nan: torch.Tensor, x: Interval) -> torch.Tensor:
