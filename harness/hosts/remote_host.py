@@ -123,6 +123,9 @@ class RemoteHost:
         self._touched = 0
         """Largest number of bytes of inputs or of results that the case used."""
         self._notes: list[dict[str, str]] = []
+        self.loaded: list[dict[str, Any]] = []
+        """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
+        reader empties the list."""
         self._outbox: list[dict[str, Any]] = []
         self._variations: list[str] | None = None
         """Names of the ways of running, from the first answer of the host."""
@@ -196,6 +199,7 @@ class RemoteHost:
                 self._room = _byte(answer["room"])
                 self.facts = self._facts(answer)
                 self._notes += _sentences(answer["notes"])
+                self.loaded += _news(answer["loaded"])
         except HostLost as lost:
             raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
 
@@ -350,6 +354,7 @@ class RemoteHost:
             end = CaseEnd(
                 gpu_error, answer["usable"] is True, _byte(answer["peak"]), notes + _sentences(answer["notes"])
             )
+            self.loaded += _news(answer["loaded"])
         if left := self._left.new():
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
@@ -860,6 +865,14 @@ def _byte(number: Any) -> int:
 def _sentences(entries: Any) -> list[dict[str, str]]:
     """Causes and sentences of an answer. Raises KeyError or TypeError if it has others."""
     return [{key: str(entry[key])[: codec.TEXT] for key in ("cause", "sentence")} for entry in entries]
+
+
+def _news(loaded: Any) -> list[dict[str, Any]]:
+    """Modules and packages of an answer, if there are any. Raises KeyError or TypeError if it has others."""
+    if not loaded:
+        return []
+    names = {key: [str(name)[: codec.TEXT] for name in loaded[key]] for key in ("files", "packages")}
+    return [{**names, "folder": str(loaded["folder"])[: codec.TEXT]}]
 
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.records.journal import FAILURES, Journal, JournalError, RecordedRun, read
+from narrowgauge.harness.records.loaded_sources import LoadedSources
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.report import write
@@ -58,7 +59,9 @@ def merge(folders: Sequence[Path]) -> RecordedRun:
     return replace(
         run, shard=None, selection="", cases=sorted(case for _, _, part in shards for case in part.cases),
         environment=_environment([(shard, part.environment) for shard, _, part in shards]),
-        elapsed=max(part.elapsed for _, _, part in shards),
+        elapsed=max(part.elapsed for _, _, part in shards), command="",
+        loaded={key: entry for _, _, part in shards for key, entry in part.loaded.items()},
+        unverified={name: reason for _, _, part in shards for name, reason in part.unverified.items()},
         records=sorted((record for _, _, part in shards for record in part.records), key=lambda r: str(r["case"])),
     )  # fmt: skip
 
@@ -116,6 +119,9 @@ def _check_same_run(first: Path, run: RecordedRun, folder: Path, other_run: Reco
     for name in sorted(run.sources | other_run.sources):
         if run.sources.get(name) != other_run.sources.get(name):
             raise MergeError(f"shards of different runs: the source of {name} is not the same in {first} and {folder}")
+    for key in sorted(run.loaded.keys() & other_run.loaded.keys()):
+        if run.loaded[key] != other_run.loaded[key]:
+            raise MergeError(f"shards of different runs: {key} is not the same in {first} and {folder}")
     if run.selection != other_run.selection:
         raise MergeError(
             f"shards of different runs: {first} and {folder} select different cases; run every shard with the same "
@@ -181,6 +187,7 @@ def collect_failures(run: RecordedRun, folders: Iterable[Path], directory: Path)
     saved = {path.name: path for folder in reports for path in sorted((folder / FAILURES).glob("*"))}
     journal = Journal(directory, lambda: run, clock=lambda: run.elapsed)  # lists earlier saved failures, to remove them
     run = replace(run, records=[_copy_saved(record, saved, directory / FAILURES) for record in run.records])
+    journal.sources = LoadedSources(run.loaded, run.unverified)
     try:
         with closing(journal):
             for record in run.records:
