@@ -219,7 +219,6 @@ class Loaded:
         self._sent |= {*found, *packages}
         return {**fresh, "folder": self._roots[0]} if first or any(fresh.values()) else {}
 
-
     def _new_libraries(self) -> list[str]:
         """Shared libraries of the user, if a library was loaded since the last call."""
         names: list[str] = []
@@ -271,4 +270,3 @@ def _is_scratch(path: str, roots: list[str]) -> bool:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     inside = [folder for folder in (tempfile.gettempdir(), cache) if _is_below(path, [os.path.abspath(folder)])]
     return any(not _is_below(path, [root for root in roots if _is_below(root + os.sep, [f])]) for f in inside)
-

@@ -44,9 +44,7 @@ def run_cases(
     return records
 
 
-def run_tasks(
-    tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore
-) -> None:
+def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore) -> None:
     """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here. `on_loaded` gets what
     the backend has loaded (`harness.records.loaded_sources`), before the record of the case that loaded it.
 

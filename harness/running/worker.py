@@ -231,6 +231,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         return [entry | {"declared": backend.named} for entry in news]
 
     connection.send({"room": host.room(), "loaded": loaded()})
+
     @contextmanager
     def other_host() -> Iterator[Backend]:
         with closing(kernel_host(settings, other_hosts)) as other:
