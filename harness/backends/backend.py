@@ -189,7 +189,8 @@ NAMED = ("sources", "environment")
 
 
 def _named(name: str, declared: Any) -> tuple[Any, dict[str, list[str]]]:
-    """The declarations without those in `NAMED`, and these. Raises BackendError for a value that is no list of names."""
+    """The declarations without those in `NAMED`, and those. Raises BackendError for a value that is no list of
+    names."""
     if not isinstance(declared, Mapping):
         return declared, {}
     named = {key: declared[key] for key in NAMED if key in declared}

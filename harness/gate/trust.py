@@ -43,7 +43,7 @@ def read_trusted(path: Path) -> RecordedRun:
     run = read(path)
     problems = [*_line_problems(path, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
     if problems:
-        raise _error(path, problems)
+        raise _error(path, problems, run.command)
     return run
 
 
@@ -108,7 +108,8 @@ def _line_problems(path: Path, records: int) -> Iterator[str]:
     times = [entry["elapsed"] for entry in short if set(entry) == {"elapsed"}]
     if wrong := [elapsed for elapsed in times if not 0 <= elapsed < math.inf]:
         yield f"elapsed is {wrong[0]}, not a finite number ≥ 0"
-    if len(lines) - len(times) > records:
+    loaded = sum(line.startswith(b'{"loaded"') for line in lines)
+    if len(lines) - len(times) - loaded > records:
         cases = Counter(entry["case"] for entry in map(json.loads, lines) if "case" in entry)
         for case, count in cases.items():
             if count > 1:

@@ -21,7 +21,7 @@ from typing import Any
 
 from narrowgauge.harness.backends.loading import owner_of, repository_of
 
-FILE, PACKAGE, VARIABLE = "file", "package", "variable"
+KINDS = FILE, PACKAGE, VARIABLE = "file", "package", "variable"
 """First words of keys."""
 CHANGED = "changed"
 """Entry of a file, package or variable that changed while the cases ran."""
@@ -113,12 +113,14 @@ def differences(entries: Mapping[str, str]) -> tuple[list[str], list[str]]:
         elif kind == FILE:
             changed += _file_change(name, entry)
         elif kind == VARIABLE and (now := os.environ.get(name, ABSENT)) != entry:
-            changed.append(f"{key} {_value(entry, 'was')} in the run, and {_value(now, 'is')} now")
+            changed.append(f"environment {key} {_value(entry, 'was')} in the run, and {_value(now, 'is')} now")
         elif kind == PACKAGE:
             try:
                 changed += _package_change(name, entry, _package(name))
             except PackageNotFoundError:
                 notes.append(f"{name} {entry.partition(' ')[0]}: the package is not installed here")
+        elif kind not in KINDS:
+            changed.append(f"{key!a} is no {', '.join(KINDS)}")
     return changed, notes
 
 

@@ -62,7 +62,8 @@ def run_session(
     `matrix`: the cases of which the last lines state the coverage (`harness.records.coverage`); none if empty.
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
     address at the end of the report's summary. `details`: print more tables (`harness.report.terminal`).
-    `command`: the command of the run, for its journal. `history`: append a complete run that is no shard to the history (`harness.records.history`).
+    `command`: the command of the run, for its journal. `history`: append a complete run that is no shard to the
+    history (`harness.records.history`).
 
     Raises BackendError if the backend cannot be loaded, JournalError if the journal cannot be written or belongs to
     another run, ReportError if the report cannot be written; its records are then in the journal.

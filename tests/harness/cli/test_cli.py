@@ -112,7 +112,7 @@ def folder(tmp_path, monkeypatch):
 def one_process(monkeypatch):
     """Cases run in this process, one after the other."""
 
-    def run_cases(cases, settings, on_record):
+    def run_cases(cases, settings, on_record, on_loaded):
         backend = load_backend(settings.backend)
         captures = Captured.load(settings.input_path) if settings.input_path else None
         records = []
