@@ -363,7 +363,7 @@ def test_the_gate_ends_with_the_next_command(name: str, tmp_path: Path, monkeypa
     assert lines == [f"{'or' if number else 'next'}: {line}" for number, line in enumerate(expected)]
 
 
-def test_a_missing_file_is_followed_by_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_missing_file_is_followed_by_a_command(tmp_path: Path) -> None:
     saved(tmp_path / "run", run(record()))
     result = narrowgauge("gate", "--run", tmp_path / "run", "--baseline", tmp_path / "none.json")
     accept = f"narrowgauge baseline accept --baseline {tmp_path}/none.json --run {tmp_path}/run"

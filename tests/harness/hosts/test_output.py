@@ -18,7 +18,7 @@ def frame(name: str, line: int = 1, folder: str = "/home/me/kernels") -> str:
     return f'  File "{folder}/{name}.py", line {line} in {name}\n'
 
 
-def test_the_place_is_the_innermost_line_of_the_user_in_the_thread_that_died() -> None:
+def test_the_place_is_the_innermost_line_of_the_user() -> None:
     """Not the first thread in the text, no frame of a library or of the host."""
     text = (
         "Fatal Python error: Segmentation fault\n\n"
@@ -49,7 +49,7 @@ def test_a_stack_without_a_line_of_the_user_names_a_package() -> None:
     assert Stack.parse(text).place == "/x/site-packages/flash.py:3 in flash"
 
 
-def test_a_long_stack_is_cut_and_paths_are_relative_to_the_current_folder(
+def test_a_long_stack_is_cut_and_its_paths_are_relative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

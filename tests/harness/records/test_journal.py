@@ -221,7 +221,7 @@ def test_a_lost_journal_is_written_again(
     assert b"\0" not in path.read_bytes()
 
 
-def test_the_loaded_sources_are_in_the_journal_and_go_on_with_it(tmp_path: Path) -> None:
+def test_the_loaded_sources_go_on_with_the_journal(tmp_path: Path) -> None:
     """Written when they change, the last line counts; a resumed run has them, and so has a journal written again."""
     journal = Journal(tmp_path, run)
     journal.sources.unverified["k.cu"] = "why"

@@ -157,7 +157,7 @@ STALE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_stale_run_is_refused_by_the_gate_and_by_resume(name: str, folder: Path) -> None:
+def test_a_stale_run_is_refused_by_gate_and_resume(name: str, folder: Path) -> None:
     """With the name of the source and the command of the run."""
     change, words = STALE[name]
     assert gate().exit_code == 0
@@ -185,7 +185,7 @@ HARMLESS: dict[str, tuple[Callable[[], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_cannot_be_compared_is_named_and_the_rest_is_compared(name: str, folder: Path) -> None:
+def test_what_cannot_be_compared_is_named(name: str, folder: Path) -> None:
     change, notes = HARMLESS[name]
     change()
     result = gate()
@@ -195,7 +195,7 @@ def test_what_cannot_be_compared_is_named_and_the_rest_is_compared(name: str, fo
         assert note in result.stdout
 
 
-def test_compiled_sources_that_no_declaration_names_are_not_verified(folder: Path) -> None:
+def test_undeclared_compiled_sources_are_not_verified(folder: Path) -> None:
     sources = LoadedSources()
     news = {"files": [str(folder / "backend.py"), str(folder / "kernels" / "nv.py")], "packages": []}
     sources.add({**news, "folder": str(folder), "declared": {}})
@@ -206,7 +206,7 @@ def test_compiled_sources_that_no_declaration_names_are_not_verified(folder: Pat
     assert sources.unverified == {}
 
 
-def test_a_source_that_changes_while_the_cases_run_makes_the_run_stale(folder: Path) -> None:
+def test_a_source_that_changes_during_a_run_makes_it_stale(folder: Path) -> None:
     sources = LoadedSources()
     news = {"files": [str(folder / "backend.py")], "packages": [], "folder": str(folder), "declared": {}}
     sources.add(news)
