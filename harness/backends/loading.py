@@ -197,8 +197,11 @@ class Loaded:
         self._modules = set(sys.modules)
         self._sent: set[str] = set()
         self._roots: list[str] = []
+        self._here = os.getcwd()
+        """The current folder before the backend can leave it."""
         self._libraries = self._pending = -1
         """Number of shared libraries that the loader has loaded: at the last look, and in the present one."""
+        self._sent.update(self._new_libraries())
 
     def news(self) -> dict[str, Any]:
         """What is new since the last call: `files`, absolute paths of the user's modules and libraries; `packages`,
@@ -208,9 +211,9 @@ class Loaded:
         first = not self._roots
         new = {name: sys.modules.get(name) for name in sys.modules.keys() - self._modules}
         self._modules.update(new)
-        files = {name: file for name, module in new.items() if (file := _file_of(module))}
+        files = {name: self._path(file) for name, module in new.items() if (file := _file_of(module))}
         if first:
-            self._roots = _roots(_file_of(sys.modules.get(self._module)))
+            self._roots = _roots(self._path(_file_of(sys.modules.get(self._module)) or "x"), self._here)
         paths = [file for file in files.values() if owner_of(file) == "user"]
         paths += [file for file in self._new_libraries() if _is_below(file, self._roots)]
         found = [path for path in paths if not _is_scratch(path, self._roots)]
@@ -218,6 +221,9 @@ class Loaded:
         fresh = {"files": sorted({*found} - self._sent), "packages": sorted(packages - self._sent)}
         self._sent |= {*found, *packages}
         return {**fresh, "folder": self._roots[0]} if first or any(fresh.values()) else {}
+
+    def _path(self, file: str) -> str:
+        return os.path.normpath(os.path.join(self._here, file))
 
     def _new_libraries(self) -> list[str]:
         """Shared libraries of the user, if a library was loaded since the last call."""
@@ -233,7 +239,7 @@ class Loaded:
         if sys.platform == "linux":
             ctypes.CDLL(None).dl_iterate_phdr(_VISIT(note), None)
             self._libraries = self._pending
-        paths = [os.path.abspath(name) for name in names if os.sep in name]
+        paths = [self._path(name) for name in names if os.sep in name]
         return [path for path in paths if owner_of(path) == "user"]
 
 
@@ -241,16 +247,16 @@ def _file_of(module: Any) -> str | None:
     """File of a module. Without `getattr`: some modules import others when they are asked for an attribute."""
     try:
         file = vars(module).get("__file__")
-    except TypeError:  # an object without attributes in place of a module
+    except Exception:  # any object can be in place of a module
         return None
-    return os.path.abspath(file) if isinstance(file, str) else None
+    return file if isinstance(file, str) else None
 
 
-def _roots(module_file: str | None) -> list[str]:
+def _roots(module_file: str, here: str) -> list[str]:
     """Folders of the user's code: that of the module of the backend, the current folder, the user's folders of
     `sys.path`, and the repositories of the first two."""
-    folder = os.path.dirname(os.path.abspath(module_file)) if module_file else os.getcwd()
-    roots = [folder, os.getcwd(), *map(os.path.abspath, sys.path)]
+    folder = os.path.dirname(module_file)
+    roots = [folder, here, *(os.path.join(here, entry) for entry in sys.path if isinstance(entry, str))]
     roots += [top for start in roots[:2] if (top := repository_of(start))]
     return [roots[0], *(root for root in dict.fromkeys(roots) if owner_of(root + os.sep) == "user")]
 

@@ -59,7 +59,8 @@ class LoadedSources:
                 self._note(f"{PACKAGE} {name}", _package(name))
         for name in self._declared.get("environment", ()):
             self._note(f"{VARIABLE} {name}", os.environ.get(name, ABSENT))
-        self._add_declared()
+        if news["files"]:
+            self._add_declared()
 
     def _add_declared(self) -> None:
         """Add the declared sources, and name those that no declaration names."""
@@ -83,7 +84,7 @@ class LoadedSources:
         folders = {Path(_path(key)).parent for key in self.entries if key.startswith(f"{FILE} ")}
         found = [file for folder in folders for part in ("*", "*/*") for file in folder.glob(part)]
         files = {file for file in found if file.suffix in _COMPILED and owner_of(os.path.abspath(file)) == "user"}
-        return sorted(os.path.relpath(file, self._folder) for file in files)
+        return sorted(os.path.relpath(file, self._folder) for file in files if not file.parent.name.startswith("."))
 
     def _add_file(self, file: str) -> None:
         name = _shown(file)
@@ -166,7 +167,14 @@ def _digest(file: str) -> str:
         found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
             raise OSError(0, f"it is no regular file of at most {_LARGEST >> 30} GiB")
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:_DIGITS]
+        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if state not in _known:
+            _known[state] = hashlib.file_digest(opened, "sha256").hexdigest()[:_DIGITS]
+        return _known[state]
+
+
+_known: dict[tuple[int, ...], str] = {}
+"""Digests of files by device, number, size and time: with --fresh-host every case names the same files."""
 
 
 @cache
