@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -20,6 +22,8 @@ from narrowgauge.harness.report.report import write
 from narrowgauge.harness.report.text import duration, plural
 from narrowgauge.harness.running.shard import Shard, ShardError, digest
 
+_OF_A_SHARD = re.compile("--(ng-)?(shard|durations|report-dir)")
+"""Options of a command that differ between the shards of a run."""
 NAMED = 5
 """Largest number of shards or cases named in a message, which counts all of them."""
 SETTINGS: dict[str, Callable[[RecordedRun], Any]] = {
@@ -59,7 +63,7 @@ def merge(folders: Sequence[Path]) -> RecordedRun:
     return replace(
         run, shard=None, selection="", cases=sorted(case for _, _, part in shards for case in part.cases),
         environment=_environment([(shard, part.environment) for shard, _, part in shards]),
-        elapsed=max(part.elapsed for _, _, part in shards), command="",
+        elapsed=max(part.elapsed for _, _, part in shards), command=_undivided(run.command),
         loaded={key: entry for _, _, part in shards for key, entry in part.loaded.items()},
         unverified={name: reason for _, _, part in shards for name, reason in part.unverified.items()},
         records=sorted((record for _, _, part in shards for record in part.records), key=lambda r: str(r["case"])),
@@ -97,6 +101,17 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "", h
     console.print(summary, markup=False, soft_wrap=True)
     github.publish(run.records, environment, run.elapsed, link=link, print_line=print)
     return succeeded(run.records)
+
+
+def _undivided(command: str) -> str:
+    """The command of a whole run, from that of a shard."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if _OF_A_SHARD.fullmatch(words[-1] if words else ""):
+            words.pop()  # the option of this value
+        elif not _OF_A_SHARD.fullmatch(word.partition("=")[0]) or "=" not in word:
+            words.append(word)
+    return shlex.join(words)
 
 
 def _number(entry: tuple[Shard, Path, RecordedRun]) -> int:

@@ -49,9 +49,7 @@ def test_a_stack_without_a_line_of_the_user_names_a_package() -> None:
     assert Stack.parse(text).place == "/x/site-packages/flash.py:3 in flash"
 
 
-def test_a_long_stack_is_cut_and_its_paths_are_relative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_stack_is_cut_and_its_paths_are_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     frames = frame("f", folder=str(tmp_path)) * (_FRAMES + 5)
     lines = Stack.parse(f"Current thread 0x1 (most recent call first):\n{frames}{HOST}").frames.splitlines()

@@ -170,13 +170,16 @@ def test_shards_of_different_runs_are_refused(folder, name):
     assert [word for word in words if word not in str(error.value)] == []
 
 
+SHARD = "narrowgauge run --backend k:B --shard 1/2 -k 'a b' --report-dir=a --durations old -n 2"
+
+
 def test_a_merged_run_has_the_loaded_sources_of_all_shards(folder):
-    first = shard("a", 1, loaded={"file k.py": "0011"}, unverified={"k.cu": "why"}, command="narrowgauge run")
+    first = shard("a", 1, loaded={"file k.py": "0011"}, unverified={"k.cu": "why"}, command=SHARD)
     second = shard("b", 2, loaded={"file k.py": "0011", "file lazy.py": "0022"})
     merged = read(collect_failures(merge([first, second]), [first, second], Path("out")) and Path("out"))
     assert merged.loaded == {"file k.py": "0011", "file lazy.py": "0022"}
     assert merged.unverified == {"k.cu": "why"}
-    assert merged.command == ""
+    assert merged.command == "narrowgauge run --backend k:B -k 'a b' -n 2"
 
 
 def test_a_refusal_writes_nothing_and_has_status_2(folder):
