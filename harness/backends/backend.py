@@ -62,6 +62,10 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
                                    multiplied; the sums are judged in any order
 
+    {"sources": ["csrc/*.cu"]}     files of the kernel that Python does not import, relative to the module of the
+                                   backend: a run is stale if one has changed (docs/gate.md)
+    {"environment": ["NV_TILE"]}   environment variables on which the results depend: the same
+
 A declared order narrows the accepted results (tier 1; for a tensor core to exact bits). Without it any order is
 accepted (tier 2). "accumulator" and "subnormals" widen the accepted results.
 
@@ -124,7 +128,9 @@ class Backend:
             raise BackendError(
                 f"backend {self.name} has none of the methods {', '.join(methods)}; see docs/backends.md"
             )
-        self.declares = _declarations(self.name, facts.declares)
+        rules, self.named = _named(self.name, facts.declares)
+        """The declarations `sources` and `environment`: what the results depend on beside the modules."""
+        self.declares = _declarations(self.name, rules)
         self.offer = Offer.checked(self.name, facts.offers, facts.methods)
 
     @classmethod
@@ -176,6 +182,23 @@ class Backend:
 def non_default(**options: Any) -> dict[str, Any]:
     """Options whose value is not the default, None or False."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+NAMED = ("sources", "environment")
+"""Declarations that name files and environment variables."""
+
+
+def _named(name: str, declared: Any) -> tuple[Any, dict[str, list[str]]]:
+    """The declarations without those in `NAMED`, and those. Raises BackendError for a value that is no list of
+    names."""
+    if not isinstance(declared, Mapping):
+        return declared, {}
+    named = {key: declared[key] for key in NAMED if key in declared}
+    for key, value in named.items():
+        if not isinstance(value, list | tuple) or not all(isinstance(part, str) and part for part in value):
+            example = {"sources": ["csrc/*.cu", "build/*.so"], "environment": ["NV_TILE"]}[key]
+            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}; it is a list of names: {example}")
+    return {key: value for key, value in declared.items() if key not in NAMED}, {k: list(v) for k, v in named.items()}
 
 
 def _declarations(name: str, declared: Any) -> dict[str, str]:

@@ -18,12 +18,13 @@ Tensors = dict[str, "torch.Tensor"]
 class HostLost(Exception):
     """The host of a case has ended, or was ended. The message says why.
 
-    `verdict`: that of the case. `cause`: name of the explanation, if the reason is known.
+    `verdict`: that of the case. `cause`: name of the explanation, if the reason is known. `stack`: the frames of the
+    user's code at the end, innermost first, each on a line.
     """
 
-    def __init__(self, verdict: str, message: str, *, cause: str = "") -> None:
+    def __init__(self, verdict: str, message: str, *, cause: str = "", stack: str = "") -> None:
         super().__init__(message)
-        self.verdict, self.cause = verdict, cause
+        self.verdict, self.cause, self.stack = verdict, cause, stack
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
@@ -10,7 +11,9 @@ import os
 import site
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,11 +155,124 @@ def error_location(error: BaseException) -> str:
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
-        if path.is_file() and not {"site-packages", "dist-packages"} & set(path.parts):
+        if path.is_file():
             place = f" (at {path.name}:{trace.tb_lineno})"
-            if path.is_relative_to(_OWN):
-                own = place
-            elif not path.is_relative_to(_LIBRARY):
-                location = place
+            owner = owner_of(str(path))
+            own, location = place if owner == "narrowgauge" else own, place if owner == "user" else location
         trace = trace.tb_next
     return location or own
+
+
+@lru_cache(maxsize=4096)
+def owner_of(file: str) -> str:
+    """Owner of a Python file or a shared library: `installed` for installed packages, `library` for the standard
+    library, `narrowgauge`, and `user` for all others."""
+    if {"site-packages", "dist-packages"} & set(file.split(os.sep)):
+        return "installed"
+    if file.startswith(_OWN + os.sep):
+        return "narrowgauge"
+    return "library" if file.startswith((_LIBRARY + os.sep, "<")) else "user"
+
+
+class _SharedObject(ctypes.Structure):
+    """The begin of struct dl_phdr_info of glibc."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p), ("name", ctypes.c_char_p), ("headers", ctypes.c_void_p),
+        ("count", ctypes.c_uint16), ("loaded", ctypes.c_ulonglong),
+    )  # fmt: skip
+
+
+_VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_SharedObject), ctypes.c_size_t, ctypes.c_void_p)
+
+
+class Loaded:
+    """What a backend brings into its process: modules, shared libraries and installed packages, also those that a
+    method imports."""
+
+    def __init__(self, backend: str) -> None:
+        """Call it before the backend is imported. A built-in backend brings nothing of a user."""
+        self._counts = backend not in BUILT_IN
+        self._module = _place(backend).partition(":")[0]
+        self._modules = set(sys.modules)
+        self._sent: set[str] = set()
+        self._roots: list[str] = []
+        self._here = os.getcwd()
+        """The current folder before the backend can leave it."""
+        self._libraries = self._pending = -1
+        """Number of shared libraries that the loader has loaded: at the last look, and in the present one."""
+        self._sent.update(self._new_libraries())
+
+    def news(self) -> dict[str, Any]:
+        """What is new since the last call: `files`, absolute paths of the user's modules and libraries; `packages`,
+        names of installed top-level modules; `folder`, that of the module of the backend. Empty without news."""
+        if not self._counts:
+            return {}
+        first = not self._roots
+        new = {name: sys.modules.get(name) for name in sys.modules.keys() - self._modules}
+        self._modules.update(new)
+        files = {name: self._path(file) for name, module in new.items() if (file := _file_of(module))}
+        if first:
+            self._roots = _roots(self._path(_file_of(sys.modules.get(self._module)) or "x"), self._here)
+        paths = [file for file in files.values() if owner_of(file) == "user"]
+        paths += [file for file in self._new_libraries() if _is_below(file, self._roots)]
+        found = [path for path in paths if not _is_scratch(path, self._roots)]
+        packages = {name.partition(".")[0] for name, file in files.items() if owner_of(file) == "installed"}
+        fresh = {"files": sorted({*found} - self._sent), "packages": sorted(packages - self._sent)}
+        self._sent |= {*found, *packages}
+        return {**fresh, "folder": self._roots[0]} if first or any(fresh.values()) else {}
+
+    def _path(self, file: str) -> str:
+        return os.path.normpath(os.path.join(self._here, file))
+
+    def _new_libraries(self) -> list[str]:
+        """Shared libraries of the user, if a library was loaded since the last call."""
+        names: list[str] = []
+
+        def note(info: Any, size: int, data: object) -> int:
+            if info.contents.loaded == self._libraries:
+                return 1  # the loader has loaded nothing since
+            self._pending = info.contents.loaded
+            names.append(os.fsdecode(info.contents.name or b""))
+            return 0
+
+        if sys.platform == "linux":
+            ctypes.CDLL(None).dl_iterate_phdr(_VISIT(note), None)
+            self._libraries = self._pending
+        paths = [self._path(name) for name in names if os.sep in name]
+        return [path for path in paths if owner_of(path) == "user"]
+
+
+def _file_of(module: Any) -> str | None:
+    """File of a module. Without `getattr`: some modules import others when they are asked for an attribute."""
+    try:
+        file = vars(module).get("__file__")
+    except Exception:  # any object can be in place of a module
+        return None
+    return file if isinstance(file, str) else None
+
+
+def _roots(module_file: str, here: str) -> list[str]:
+    """Folders of the user's code: that of the module of the backend, the current folder, the user's folders of
+    `sys.path`, and the repositories of the first two."""
+    folder = os.path.dirname(module_file)
+    roots = [folder, here, *(os.path.join(here, entry) for entry in sys.path if isinstance(entry, str))]
+    roots += [top for start in roots[:2] if (top := repository_of(start))]
+    return [roots[0], *(root for root in dict.fromkeys(roots) if owner_of(root + os.sep) == "user")]
+
+
+def repository_of(folder: str) -> str:
+    """The git repository of a folder. Empty without one."""
+    path = Path(folder)
+    return next((str(parent) for parent in (path, *path.parents) if (parent / ".git").exists()), "")
+
+
+def _is_below(path: str, folders: list[str]) -> bool:
+    return any(path.startswith(folder.rstrip(os.sep) + os.sep) for folder in folders)
+
+
+def _is_scratch(path: str, roots: list[str]) -> bool:
+    """Whether a file is in a folder of generated files, and no root in this folder has the file."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    inside = [folder for folder in (tempfile.gettempdir(), cache) if _is_below(path, [os.path.abspath(folder)])]
+    return any(not _is_below(path, [root for root in roots if _is_below(root + os.sep, [f])]) for f in inside)

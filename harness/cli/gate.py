@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -16,7 +17,7 @@ def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest"), oper
 
     from narrowgauge.harness.gate.baseline import BaselineError, read
     from narrowgauge.harness.gate.difference import page_of
-    from narrowgauge.harness.gate.gate import judge, show
+    from narrowgauge.harness.gate.gate import judge, next_commands, show
     from narrowgauge.harness.gate.trust import read_trusted, verify_sources
     from narrowgauge.harness.records.journal import JournalError
 
@@ -24,9 +25,18 @@ def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest"), oper
         finished = read_trusted(run)
         not_compared = verify_sources(finished, run)
         judgement = judge(finished, read(baseline))
-    except (BaselineError, JournalError) as error:
-        stop(str(error))
+    except JournalError as error:
+        stop(str(error) if "\nnext: " in str(error) else f"{error}\nnext: {_again(run)}")
+    except BaselineError as error:
+        accept = shlex.join(["narrowgauge", "baseline", "accept", "--baseline", str(baseline), "--run", str(run)])
+        stop(f"{error}\nnext: {accept}")
     for sentence in not_compared:
         judgement.note("not verified", sentence)
-    show(judgement, str(baseline), Console(), page_of(run))
+    following = next_commands(judgement, finished, baseline, run)
+    show(judgement, str(baseline), Console(), page_of(run), following)
     raise typer.Exit(0 if judgement.passed else 1)
+
+
+def _again(run: Path) -> str:
+    """The command that writes a run into the report folder or journal `run`."""
+    return shlex.join(["narrowgauge", "run", "--report-dir", str(run.parent if run.suffix == ".jsonl" else run)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -113,6 +115,12 @@ def stop(message: str) -> NoReturn:
     """End the command with a message on stderr."""
     typer.echo(f"narrowgauge: {escape(message)}", err=True)
     raise typer.Exit(USAGE_ERROR)
+
+
+def command_line(command: str, *, without: str) -> str:
+    """The command line of this process, without an option. Empty if it is not of this command."""
+    words = sys.argv[1:]
+    return shlex.join(["narrowgauge", *(word for word in words if word != without)]) if words[:1] == [command] else ""
 
 
 def default_cases() -> Path:

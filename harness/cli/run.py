@@ -26,6 +26,7 @@ from narrowgauge.harness.cli.options import (
     Tensors,
     Tier,
     Workers,
+    command_line,
     default_cases,
     stop,
 )
@@ -139,6 +140,7 @@ def run(
             strict=strict,
             details=details,
             history=not no_history,
+            command=command_line("run", without="--resume"),
         )
     except expected as error:
         stop(str(error))

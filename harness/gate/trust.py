@@ -16,6 +16,7 @@ from pathlib import Path
 
 from narrowgauge.harness.records.environment import kernel_hash, source_hashes
 from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
+from narrowgauge.harness.records.loaded_sources import differences
 from narrowgauge.harness.records.record_check import DEVICES, record_problems, shown
 from narrowgauge.harness.report.text import number
 
@@ -42,7 +43,7 @@ def read_trusted(path: Path) -> RecordedRun:
     run = read(path)
     problems = [*_line_problems(path, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
     if problems:
-        raise _error(path, problems)
+        raise _error(path, problems, run.command)
     return run
 
 
@@ -53,13 +54,18 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     Returns a sentence for each source that cannot be compared, because its file is not found. Raises UntrustedRunError
     for a changed source.
     """
-    notes = []
+    problems, notes = differences(run.loaded)
+    notes += [f"{name}: {reason}" for name, reason in run.unverified.items()]
     file = _input_path(run)
     try:
         current = source_hashes(run.backend, file or "")
     except OSError as error:
         raise _error(path, [f"sources: {error.filename} cannot be read: {error.strerror}"]) from error
-    if _is_own(run.backend) and not current["backend"]:
+    if run.loaded:  # with the module of the backend
+        current["backend"] = run.sources.get("backend", "")
+    elif _is_own(run.backend):
+        notes.append("modules that the backend imports: the run has no list of them, so they were not compared")
+    if _is_own(run.backend) and not run.loaded and not current["backend"]:
         current["backend"] = run.sources.get("backend", "")
         notes.append(
             f"backend {run.backend}: its module is no Python file in this folder or on sys.path, so its source was not "
@@ -76,22 +82,23 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     if "kernel sources" in run.environment:
         recorded["environment: kernel sources"] = run.environment["kernel sources"]
         now["environment: kernel sources"] = kernel_hash()
-    problems = [
+    problems += [
         f"{part} has changed since the run: {shown(value)} in its header, {shown(now.get(part))} now"
         for part, value in recorded.items()
         if value != now.get(part)
     ]
     if problems:
-        raise _error(path, problems)
+        raise _error(path, problems, run.command)
     return notes
 
 
-def _error(path: Path, problems: list[str]) -> UntrustedRunError:
+def _error(path: Path, problems: list[str], command: str = "") -> UntrustedRunError:
     lines = [f"  {problem}" for problem in problems[:LISTED]]
     if len(problems) > LISTED:
         lines.append(f"  … and {number(len(problems) - LISTED)} more")
     listed = "\n".join(lines)
-    return UntrustedRunError(f"{path}: the run cannot be trusted; run its cases again:\n{listed}")
+    following = f"\nnext: {command}" if command else ""
+    return UntrustedRunError(f"{path}: the run cannot be trusted; run its cases again:\n{listed}{following}")
 
 
 def _line_problems(path: Path, records: int) -> Iterator[str]:
@@ -101,7 +108,8 @@ def _line_problems(path: Path, records: int) -> Iterator[str]:
     times = [entry["elapsed"] for entry in short if set(entry) == {"elapsed"}]
     if wrong := [elapsed for elapsed in times if not 0 <= elapsed < math.inf]:
         yield f"elapsed is {wrong[0]}, not a finite number ≥ 0"
-    if len(lines) - len(times) > records:
+    loaded = sum(line.startswith(b'{"loaded"') for line in lines)
+    if len(lines) - len(times) - loaded > records:
         cases = Counter(entry["case"] for entry in map(json.loads, lines) if "case" in entry)
         for case, count in cases.items():
             if count > 1:

@@ -37,7 +37,7 @@ from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
 from narrowgauge.harness.hosts.left_processes import LeftProcesses
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile, copy_in, equal_bytes, fill
-from narrowgauge.harness.hosts.output import forward
+from narrowgauge.harness.hosts.output import Stack, StackFile, forward
 from narrowgauge.harness.hosts.starter import Channel, StarterError, starter
 from narrowgauge.harness.machine.gpu_lock import needs_lock
 from narrowgauge.harness.machine.process import ending
@@ -123,6 +123,9 @@ class RemoteHost:
         self._touched = 0
         """Largest number of bytes of inputs or of results that the case used."""
         self._notes: list[dict[str, str]] = []
+        self.loaded: list[dict[str, Any]] = []
+        """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
+        reader empties the list."""
         self._outbox: list[dict[str, Any]] = []
         self._variations: list[str] | None = None
         """Names of the ways of running, from the first answer of the host."""
@@ -160,12 +163,15 @@ class RemoteHost:
         ours, theirs = pair()
         self._output, written = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
+        self._stacks = StackFile()
         self._connection = Connection(ours)
         try:
             variables = self._interpreter.variables if self._interpreter else None
-            self.process = self._channel.start([theirs.fileno(), written], environment=variables)
+            descriptors = [theirs.fileno(), written, self._stacks.descriptor]
+            self.process = self._channel.start(descriptors, environment=variables)
         except StarterError as error:
             self._connection.close()
+            self._stacks.close()
             os.close(self._output)
             self.orphaned = True
             raise BackendError(str(error)) from error
@@ -186,7 +192,8 @@ class RemoteHost:
         except HostLost as lost:
             message = f": {lost}"
             if lost.verdict == "timeout":
-                message = f" did not load within {self._load:g} s; a longer --timeout gives it more"
+                place = str(lost).removeprefix(self._too_late)
+                message = f" did not load within {self._load:g} s{place}; a longer --timeout gives it more"
             raise BackendError(f"backend {self.settings.backend}{message}") from lost
         if "failed" in answer:
             self.close()
@@ -196,6 +203,7 @@ class RemoteHost:
                 self._room = _byte(answer["room"])
                 self.facts = self._facts(answer)
                 self._notes += _sentences(answer["notes"])
+                self.loaded += _news(answer["loaded"])
         except HostLost as lost:
             raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
 
@@ -209,13 +217,16 @@ class RemoteHost:
         offers = codec.decode_result(answer["offers"], codec.no_tensor)
         return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
 
-    def close(self, *, wait: float = 0.0) -> int | None:
-        """End the process, after `wait` seconds, and its descendants. Gives its exit status."""
+    def close(self, *, wait: float = 0.0, keeps_stacks: bool = False) -> int | None:
+        """End the process, after `wait` seconds, and its descendants. Gives its exit status. `keeps_stacks`: do not
+        close the file of its stacks."""
         if self.process is None:
             return None
         self._forward()
         self._connection.close()
         os.close(self._output)
+        if not keeps_stacks:
+            self._stacks.close()
         if self._exit is not None:
             os.close(self._exit)
         pid, self.process = self.process, None
@@ -228,14 +239,21 @@ class RemoteHost:
             return None
 
     def _lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
-        """The exception for a host that is ended now. Without a message: how the process ended."""
+        """The exception for a host that is ended now. Without a message: how the process ended. A host that crashed or
+        gave no result says in which line of the user it was."""
         pid = self.process
-        status = self.close(wait=0.0 if message else _END)
+        if verdict == "timeout" and pid is not None:
+            self._stacks.ask(pid)
+        status = self.close(wait=0.0 if message else _END, keeps_stacks=True)
+        stack = self._stacks.read() if verdict in ("crash", "timeout") else Stack()
+        self._stacks.close()
         if self._interpreter is not None and pid is not None and (found := self._interpreter.finding(pid)):
             return HostLost("crash", f"sanitizer: {found}")
         if self.orphaned and not message:
             return HostLost(verdict, "the process died, and so did the process that starts kernel hosts")
-        return HostLost(verdict, message or f"the process died ({ending(status)})", cause=cause)
+        message = message or f"the process died ({ending(status)})"
+        place = f" at {stack.place}" if stack.place else ""
+        return HostLost(verdict, f"{message}{place}", cause=cause, stack=stack.frames)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -350,6 +368,7 @@ class RemoteHost:
             end = CaseEnd(
                 gpu_error, answer["usable"] is True, _byte(answer["peak"]), notes + _sentences(answer["notes"])
             )
+            self.loaded += _news(answer["loaded"])
         if left := self._left.new():
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
@@ -860,6 +879,14 @@ def _byte(number: Any) -> int:
 def _sentences(entries: Any) -> list[dict[str, str]]:
     """Causes and sentences of an answer. Raises KeyError or TypeError if it has others."""
     return [{key: str(entry[key])[: codec.TEXT] for key in ("cause", "sentence")} for entry in entries]
+
+
+def _news(loaded: Any) -> list[dict[str, Any]]:
+    """Modules and packages of an answer, if there are any. Raises KeyError or TypeError if it has others."""
+    if not loaded:
+        return []
+    names = {key: [str(name)[: codec.TEXT] for name in loaded[key]] for key in ("files", "packages")}
+    return [{**names, "folder": str(loaded["folder"])[: codec.TEXT]}]
 
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from narrowgauge.harness.backends.concurrency import Run, execute
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
-from narrowgauge.harness.backends.loading import error_location, load_implementation
+from narrowgauge.harness.backends.loading import Loaded, error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
@@ -101,6 +101,7 @@ class _Server:
 
                 stack.enter_context(changed_source(*settings["change"]))
             methods = {name: Method(**entry) for name, entry in settings["methods"].items()}
+            self.loaded = Loaded(settings["backend"])
             implementation = load_implementation(settings["backend"], settings["device"], methods)
             self.host = LocalHost(
                 settings["backend"], implementation, self.device, settings["schedules"], restores=False,
@@ -115,7 +116,7 @@ class _Server:
             "name": facts.name, "methods": sorted(facts.methods), "takes_shuffles": facts.takes_shuffles,
             "declares": codec.encode_result(declares, _no_tensor),
             "offers": codec.encode_result(facts.offers, _no_tensor), "notes": changes(before, self.environment),
-            "room": room(settings["device"]),
+            "room": room(settings["device"]), "loaded": self.loaded.news(),
         }  # fmt: skip
 
     def on_inputs(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -156,7 +157,7 @@ class _Server:
         before, self.environment = self.environment, read_environment()
         return {
             "gpu_error": end.gpu_error, "usable": end.usable, "peak": peak,
-            "notes": changes(before, self.environment),
+            "notes": changes(before, self.environment), "loaded": self.loaded.news(),
         }  # fmt: skip
 
     def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Channel:
     def start(
         self, descriptors: list[int], *, environment: Mapping[str, str] | None = None, deadline: float = float("inf")
     ) -> int:
-        """Start a host, and give its process id. `descriptors`: its connection, its output, and further open files.
+        """Start a host, and give its process id. `descriptors`: its connection, its output, and the file of its stacks.
 
         `environment`: variables of a fresh interpreter, for libraries that load at its start; None: a fork.
         """
@@ -272,28 +272,34 @@ def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
     """Serve as a host."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     detach_process()
-    connection, output = descriptors[:2]
+    connection, output, stacks = descriptors
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    close_others([connection, *descriptors[2:]])
+    close_others([connection, stacks])
     take_state(message["state"])
     if message["fresh"] is not None:
         os.environ.update(message["fresh"])
-        os.set_inheritable(connection, True)
+        for kept in (connection, stacks):
+            os.set_inheritable(kept, True)
         code = "import json, sys; sys.path[:] = json.loads(sys.argv[2])"
-        code += "; from narrowgauge.harness.hosts.starter import serve_on; serve_on(int(sys.argv[1]))"
-        os.execve(sys.executable, [sys.executable, "-c", code, str(connection), json.dumps(sys.path)], os.environ)
-    serve_on(connection)
+        code += "; from narrowgauge.harness.hosts.starter import serve_on; serve_on(int(sys.argv[1]), int(sys.argv[3]))"
+        words = [str(connection), json.dumps(sys.path), str(stacks)]
+        os.execve(sys.executable, [sys.executable, "-c", code, *words], os.environ)
+    serve_on(connection, stacks)
 
 
-def serve_on(descriptor: int) -> None:
-    """Serve the judge at the other end of a connection. The first message has the settings."""
+def serve_on(descriptor: int, stacks: int) -> None:
+    """Serve the judge at the other end of a connection. The first message has the settings. `stacks`: file for the
+    stacks of this process at its end."""
+    from narrowgauge.harness.hosts.output import write_stacks
     from narrowgauge.harness.hosts.serve import serve
 
     connection = Connection(socket.socket(fileno=descriptor))
     with suppress(FrameError):
         settings, _ = connection.receive()
+        # A sanitizer has its own handlers of fatal signals.
+        write_stacks(stacks, fatal=not settings["sanitized"])
         serve(connection, settings)
 
 

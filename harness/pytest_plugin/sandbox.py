@@ -25,6 +25,9 @@ Note = Callable[[dict[str, Any]], None]
 class Runner(Protocol):
     """Runs cases in sequence."""
 
+    loaded: list[dict[str, Any]]
+    """What the backend has loaded (`harness.records.loaded_sources`). The reader empties the list."""
+
     def load(self) -> None:
         """Load the backend. Raises BackendError on failure."""
 
@@ -43,6 +46,7 @@ class Sandbox:
         self.settings = settings
         self._gpu = worker_gpu(number, settings.device)
         self._worker: Worker | None = None
+        self.loaded: list[dict[str, Any]] = []
         self._problem = ""
         """Why no worker can start: a new worker could not load the backend either."""
 
@@ -105,7 +109,10 @@ class Sandbox:
 
     def _answer(self, worker: Worker) -> dict[str, Any] | None:
         ready = readable([worker.connection], time.monotonic() + min(worker.left(), WAIT))
-        return worker.receive() if ready else None
+        record = worker.receive() if ready else None
+        self.loaded += worker.loaded
+        worker.loaded.clear()
+        return record
 
     def _drop(self) -> None:
         if self._worker is not None:
@@ -122,6 +129,7 @@ class InProcess:
         from narrowgauge.harness.running.save_failures import Keeper
 
         self.settings = settings
+        self.loaded: list[dict[str, Any]] = []  # the modules of the backend are not told from those of the tests
         self._threads = torch.get_num_threads()
         self._keeper = Keeper(Path(settings.failures))
 

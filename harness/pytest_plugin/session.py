@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "narrowgauge"
 """Attribute of a test report with the record: plain values, which cross from an xdist worker to the controller."""
+_LOADED = "narrowgauge-loaded"
+"""Attribute of a test report with the sources that the backend has loaded since the report before."""
 _DONE = "narrowgauge-done"
 """Key of an xdist worker's input: ids of the cases with a record of an earlier run."""
 _FOREIGN = "narrowgauge-foreign"
@@ -231,6 +234,9 @@ class Session:
         if item.record is not None and outcome(item.record) == "known":  # as pytest reports an xfail
             report.outcome, report.wasxfail = "skipped", f"{item.record['verdict']}: {item.record['known']}"
         setattr(report, _ATTRIBUTE, item.record)
+        if "runner" in vars(self):
+            setattr(report, _LOADED, list(self.runner.loaded))
+            self.runner.loaded.clear()
         return report
 
     def tier_of(self, file: Path) -> str:
@@ -293,8 +299,13 @@ class Session:
         selection = sharding.selection or (self._earlier.selection if self._earlier else "") if sharding else ""
         return new_run(
             self.cases, **options.place, shard=str(sharding.shard) if sharding else None,
-            selection=selection, **options.guards,
+            selection=selection, **options.guards, command=self._command(),
         )  # fmt: skip
+
+    def _command(self) -> str:
+        """The command of this session, without --ng-resume."""
+        words = map(str, self.config.invocation_params.args)
+        return shlex.join(["pytest", *(word for word in words if word != "--ng-resume")])
 
     @pytest.hookimpl
     def pytest_sessionstart(self) -> None:
@@ -369,6 +380,8 @@ class Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.is_worker:
             return
+        for news in getattr(report, _LOADED, ()):
+            self.journal.sources.add(news)
         if record := getattr(report, _ATTRIBUTE, None):
             self._keep(record)
         elif str(report.when) == "???" and ".toml::" in report.nodeid:  # xdist's report of a worker that died
@@ -454,6 +467,8 @@ class Session:
             terminalreporter.line("nothing was compared", red=True, bold=True)
         for line in filter(None, (not_compared(self.records), note_counts(self.records))):
             terminalreporter.line(line)
+        for name, reason in self.journal.sources.unverified.items():
+            terminalreporter.line(f"not verified: {name}: {reason}", yellow=True)
         if self.warning:
             terminalreporter.line(plugin_options(self.warning), yellow=True)
         if self.missing:

@@ -2,7 +2,8 @@
 
 The file is `records.jsonl` in the report folder. Its first line is a header: a JSON object with all fields of
 `RecordedRun` except `NOT_IN_HEADER`. Each further line is a record (`Record.to_dict`), or `{"elapsed": …}`, the seconds
-of the run so far. The last record of a case counts, and the last elapsed time. Numbers are written by Python: inf is
+of the run so far, or `{"loaded": …, "unverified": …}`, the sources that the backend has loaded so far. The last record
+of a case counts, and the last line of another kind. Numbers are written by Python: inf is
 `Infinity`. While a process writes the journal, it holds the lock of the folder (`harness.records.folder_lock`).
 """
 
@@ -21,19 +22,22 @@ from typing import Any
 
 from narrowgauge.harness.machine.plain_text import plain_text, plain_value
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
+from narrowgauge.harness.records.loaded_sources import LoadedSources, differences
 from narrowgauge.harness.records.record import SCHEMA, Record
 
-JOURNAL_VERSION = 2
-"""Version of the header and of the elapsed lines. Raised with every change of them."""
+JOURNAL_VERSION = 3
+"""Version of the header and of the lines that are no records. Raised with every change of them."""
 JOURNAL_NAME = "records.jsonl"
 FOREIGN_NAME = "records.foreign.jsonl"
 """Name for a file that another program put in place of the journal of a running run."""
 FAILURES = "failures"
 """Folder of a report with the saved failures of its run (`harness.running.save_failures`)."""
-NOT_IN_HEADER = ("records", "elapsed")
+NOT_IN_HEADER = ("records", "elapsed", "loaded", "unverified")
 """Fields of a run that the header does not contain."""
 _ELAPSED_INTERVAL = 1.0
 """Seconds between two writes of the elapsed time: a killed run loses at most this much of it."""
+_LOADED = {"loaded", "unverified"}
+"""Keys of a line with sources."""
 _LINE = 1 << 26
 """Largest length of a line in bytes. The longest lines are headers, about 100 bytes for each case."""
 
@@ -63,12 +67,18 @@ class RecordedRun:
     """Number of seeded thread shuffles of each case."""
     sanitize: bool = False
     """Whether native kernels were built with sanitizers."""
+    command: str = ""
+    """The command that runs the cases again, for messages. Empty: unknown."""
     journal: int = JOURNAL_VERSION
     schema: int = SCHEMA
     """Version of the records: `harness.records.record.SCHEMA`."""
     records: list[dict[str, Any]] = field(default_factory=list)
     elapsed: float = field(default=0.0, compare=False)
     """Wall-clock seconds, summed over all parts of a resumed run."""
+    loaded: dict[str, str] = field(default_factory=dict, compare=False)
+    """Files, packages and variables of a user's backend (`harness.records.loaded_sources`)."""
+    unverified: dict[str, str] = field(default_factory=dict, compare=False)
+    """Reason by the name of a source that cannot be compared later."""
 
     @property
     def missing(self) -> list[str]:
@@ -88,6 +98,7 @@ def new_run(
     selection: str = "",
     schedules: int = 0,
     sanitize: bool = False,
+    command: str = "",
 ) -> RecordedRun:
     """A run of these cases on this machine, without records."""
     from narrowgauge.harness.records.environment import describe_run, source_hashes
@@ -96,7 +107,7 @@ def new_run(
     sources = source_hashes(backend, input_path)
     return RecordedRun(
         backend, device, seed, list(dict.fromkeys(cases)), environment, sources, shard, selection, schedules or 1,
-        sanitize,
+        sanitize, command,
     )  # fmt: skip
 
 
@@ -129,16 +140,20 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
     if wrong := [name for name, kind in types.items() if not _is_of(header[name], kind)]:
         raise JournalError(f"{file}: line 1 is no header of a run: {wrong[0]} is not {types[wrong[0]]}")
     latest: dict[str, dict[str, Any]] = {}
-    elapsed = 0.0
+    elapsed, sources = 0.0, LoadedSources()
     for number, (entry, end) in enumerate(lines, 2):
         size = end
         if set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
             elapsed = entry["elapsed"]
+        elif set(entry) == _LOADED and all(_is_of(value, "dict[str, str]") for value in entry.values()):
+            sources = LoadedSources(entry["loaded"], entry["unverified"])
         elif problem := _record_problem(entry):
             raise JournalError(f"{file}: line {number} is no record: {problem}")
         else:
             latest[entry["case"]] = entry
-    return RecordedRun(**header, records=list(latest.values()), elapsed=elapsed), size
+    return RecordedRun(
+        **header, records=list(latest.values()), elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
+    ), size
 
 
 def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -232,6 +247,9 @@ class Journal:
         self._header_line: dict[str, Any] | None = None
         self._records: list[dict[str, Any]] = []
         """Records in the file."""
+        self.sources = LoadedSources()
+        """Sources that the backend has loaded."""
+        self._written_sources: dict[str, Any] = {}
         self._file: int | None = None
         self._size = 0
         self._notice = ""
@@ -268,6 +286,8 @@ class Journal:
             raise
         journal.earlier_records = run.records
         journal._records = list(run.records)
+        journal.sources = LoadedSources(dict(run.loaded), dict(run.unverified))
+        journal._written_sources = journal._sources_entry()
         journal._before = journal._written_elapsed = run.elapsed
         return journal
 
@@ -282,6 +302,7 @@ class Journal:
             raise JournalError(self._taken)
         if self._file is None:
             self._open()
+        self._write_sources()
         self._write(record)
         self._records.append(record)
         if self.elapsed >= self._written_elapsed + _ELAPSED_INTERVAL:
@@ -291,6 +312,8 @@ class Journal:
     def close(self) -> None:
         """Write the elapsed time, close the file, and end the lock of the folder."""
         if self._file is not None and self._size and not self._taken:
+            with suppress(JournalError):  # as in `_write_elapsed`
+                self._write_sources()
             self._write_elapsed()
         self._close_file()
         if self._locked:
@@ -321,6 +344,16 @@ class Journal:
             )
             raise JournalError(f"{folder}: {reason}; give another --report-dir") from error
         self._locked = True
+
+    def _sources_entry(self) -> dict[str, Any]:
+        return {"loaded": dict(self.sources.entries), "unverified": dict(self.sources.unverified)}
+
+    def _write_sources(self) -> None:
+        """Write the sources that the backend has loaded, if they have changed."""
+        entry = self._sources_entry()
+        if entry != (self._written_sources or {"loaded": {}, "unverified": {}}):
+            self._write(entry)
+            self._written_sources = entry
 
     def _write_elapsed(self) -> None:
         self._written_elapsed = self.elapsed
@@ -372,7 +405,8 @@ class Journal:
         assert self._file is not None
         lock_folder(self.path.parent)  # the lock was deleted with the folder
         unlock_folder(self.path.parent)
-        lines = [self._header_entry(), *self._records, {"elapsed": self._written_elapsed}]
+        sources = [self._written_sources] if self._written_sources else []
+        lines = [self._header_entry(), *sources, *self._records, {"elapsed": self._written_elapsed}]
         content = memoryview(b"".join(map(_line, lines)))
         new = self.path.with_name(f".{JOURNAL_NAME}.new")
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -455,6 +489,7 @@ def _differences(run: RecordedRun, current: RecordedRun) -> Iterable[str]:
     for name in sorted(run.sources | current.sources):
         if run.sources.get(name) != current.sources.get(name):
             yield f"the source of {name} has changed"
+    yield from differences(run.loaded)[0]
     old, new = set(run.cases), set(current.cases)
     for verb, ids in (("selects no longer", old - new), ("selects besides", new - old)):
         if ids:

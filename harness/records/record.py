@@ -153,6 +153,8 @@ STATE_BETWEEN_CALLS = "state-between-calls"
 """Cause of a failure that a kernel host of its own does not show, and shows after earlier cases."""
 PASSES_ALONE = "passes-alone"
 """Cause of a failure that a kernel host of its own does not show, after earlier cases neither."""
+STACK = "stack"
+"""Cause of the note with the stack of a host that crashed or gave no result in time."""
 PROTECTING = ("guard", "repeat")
 """Rules that compare a kernel with itself. Their counts say nothing about correctness."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from narrowgauge.harness.cases.case_file import is_default
 from narrowgauge.harness.machine.plain_text import escape
+from narrowgauge.harness.records.record import STACK
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural
 
 BINS = 8
@@ -87,7 +88,11 @@ def finding_lines(findings: Iterable[dict[str, Any]]) -> list[str]:
 
 def note_lines(record: dict[str, Any]) -> list[str]:
     """Observations that change no verdict."""
-    return [f"note, {note['cause']}: {note['sentence']}" for note in record["notes"]]
+    return [_note_line(note["cause"], note["sentence"].replace("\n", "\n  ")) for note in record["notes"]]
+
+
+def _note_line(cause: str, words: str) -> str:
+    return f"stack, {words}" if cause == STACK else f"note, {cause}: {words}"
 
 
 def saved_lines(record: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import (
     OUTCOMES,
     PASSES_ALONE,
+    STACK,
     STATE_BETWEEN_CALLS,
     elements_compared,
     outcome,
@@ -164,8 +165,9 @@ def not_compared(records: list[dict[str, Any]]) -> str:
 
 
 def note_counts(records: Iterable[dict[str, Any]]) -> str:
-    """Number of notes by cause, most frequent first: `3 notes: changes-rounding-mode 2, …`. Empty without notes."""
-    counts = Counter(note["cause"] for record in records for note in record["notes"])
+    """Number of notes by cause, most frequent first: `3 notes: changes-rounding-mode 2, …`. Empty without notes. The
+    stacks of failures are not counted."""
+    counts = Counter(note["cause"] for record in records for note in record["notes"] if note["cause"] != STACK)
     causes = ", ".join(f"{cause} {number(count)}" for cause, count in sorted(counts.items(), key=lambda c: (-c[1], c)))
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
 

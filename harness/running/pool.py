@@ -26,7 +26,13 @@ than with one, on 2 cores under load. On a GPU the value is an upper bound: 1040
 took 485 s, and 12 s each if the cases took nothing."""
 
 
-def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) -> list[dict[str, Any]]:
+def _ignore(news: dict[str, Any]) -> None:
+    """Without a reader of loaded sources."""
+
+
+def run_cases(
+    cases: Sequence[Case], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore
+) -> list[dict[str, Any]]:
     """Run every case on the inputs of the settings' seed, as `run_tasks` does; the records, in the order they came."""
     records: list[dict[str, Any]] = []
 
@@ -34,12 +40,13 @@ def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) ->
         records.append(record)
         on_record(record)
 
-    run_tasks([Task(case, settings.seed) for case in cases], settings, keep)
+    run_tasks([Task(case, settings.seed) for case in cases], settings, keep, on_loaded)
     return records
 
 
-def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) -> None:
-    """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here.
+def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore) -> None:
+    """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here. `on_loaded` gets what
+    the backend has loaded (`harness.records.loaded_sources`), before the record of the case that loaded it.
 
     A run begins with as many workers as the tasks are worth (`worthwhile_workers`). Another worker starts whenever the
     workers were busy for as long as a start takes: the time of a task is an estimate, and kernels may be compiled.
@@ -118,6 +125,9 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
                 except Lost as lost:
                     lose(worker, lost)
                     continue
+                for news in worker.loaded:
+                    on_loaded(news)
+                worker.loaded.clear()
                 if record is not None:
                     finish(record)
                 if worker.room is not None:

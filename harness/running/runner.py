@@ -18,7 +18,7 @@ from narrowgauge.harness.machine.float_environment import read_environment, requ
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.process import wait_for_gpus_asleep
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
-from narrowgauge.harness.records.record import Record, new_record
+from narrowgauge.harness.records.record import STACK, Record, new_record
 from narrowgauge.harness.running.judging import FurtherCases, explained, judge, two_runs
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ def _lose(record: Record, lost: HostLost) -> None:
     """Write the end of a host into the record of its case."""
     record.verdict, record.message, record.stage = lost.verdict, str(lost), ""
     record.explanations = []
+    if lost.stack:
+        record.notes.append({"cause": STACK, "sentence": f"innermost call first\n{lost.stack}"})
     if lost.cause:
         sentence = f"the kernel {lost}"
         record.explanations = [{"cause": lost.cause, "sentence": sentence, "stage": "memory", "exact": True}]

@@ -117,6 +117,8 @@ class Worker:
         self.settings, self.gpu = settings, gpu
         self.task: Task | None = None
         self.ready = self.last = False
+        self.loaded: list[dict[str, Any]] = []
+        """What the backend has loaded (`harness.records.loaded_sources`). The reader empties the list."""
         self.since, self.limit = time.monotonic(), max(LOAD, settings.timeout) + JUDGING
 
     def give(self, task: Task, timeout: float = 0.0, sharing: int = 0) -> None:
@@ -146,6 +148,7 @@ class Worker:
             raise Lost("crash", message, loaded=self.ready) from None
         if "failed" in answer:
             raise Lost("error", answer["failed"], loaded=False)
+        self.loaded += answer["loaded"]
         if "room" in answer:
             self.ready, self.room = True, answer["room"]
             return None
@@ -220,8 +223,14 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
     except Exception as error:
         connection.send({"failed": str(error)})
         return
-    connection.send({"room": host.room()})
     keeper = Keeper(Path(settings.failures)) if settings.failures else None
+
+    def loaded() -> list[dict[str, Any]]:
+        """What the backend has loaded since the last call, with its declarations about sources."""
+        news, host.loaded = host.loaded, []
+        return [entry | {"declared": backend.named} for entry in news]
+
+    connection.send({"room": host.room(), "loaded": loaded()})
 
     @contextmanager
     def other_host() -> Iterator[Backend]:
@@ -247,7 +256,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         earlier.ran.append((case, record.seconds_total or 0.0))
         if settings.fresh_host:
             host.close()
-        connection.send({"record": record.to_dict(), "last": host.orphaned})
+        connection.send({"record": record.to_dict(), "last": host.orphaned, "loaded": loaded()})
         if host.orphaned:
             return
     host.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -13,12 +15,15 @@ from typing import Any
 
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.records.journal import FAILURES, Journal, JournalError, RecordedRun, read
+from narrowgauge.harness.records.loaded_sources import LoadedSources
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.report import write
 from narrowgauge.harness.report.text import duration, plural
 from narrowgauge.harness.running.shard import Shard, ShardError, digest
 
+_OF_A_SHARD = re.compile("--(ng-)?(shard|durations|report-dir)")
+"""Options of a command that differ between the shards of a run."""
 NAMED = 5
 """Largest number of shards or cases named in a message, which counts all of them."""
 SETTINGS: dict[str, Callable[[RecordedRun], Any]] = {
@@ -58,7 +63,9 @@ def merge(folders: Sequence[Path]) -> RecordedRun:
     return replace(
         run, shard=None, selection="", cases=sorted(case for _, _, part in shards for case in part.cases),
         environment=_environment([(shard, part.environment) for shard, _, part in shards]),
-        elapsed=max(part.elapsed for _, _, part in shards),
+        elapsed=max(part.elapsed for _, _, part in shards), command=_undivided(run.command),
+        loaded={key: entry for _, _, part in shards for key, entry in part.loaded.items()},
+        unverified={name: reason for _, _, part in shards for name, reason in part.unverified.items()},
         records=sorted((record for _, _, part in shards for record in part.records), key=lambda r: str(r["case"])),
     )  # fmt: skip
 
@@ -96,6 +103,17 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "", h
     return succeeded(run.records)
 
 
+def _undivided(command: str) -> str:
+    """The command of a whole run, from that of a shard."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if _OF_A_SHARD.fullmatch(words[-1] if words else ""):
+            words.pop()  # the option of this value
+        elif not _OF_A_SHARD.fullmatch(word.partition("=")[0]) or "=" not in word:
+            words.append(word)
+    return shlex.join(words)
+
+
 def _number(entry: tuple[Shard, Path, RecordedRun]) -> int:
     return entry[0].number
 
@@ -116,6 +134,9 @@ def _check_same_run(first: Path, run: RecordedRun, folder: Path, other_run: Reco
     for name in sorted(run.sources | other_run.sources):
         if run.sources.get(name) != other_run.sources.get(name):
             raise MergeError(f"shards of different runs: the source of {name} is not the same in {first} and {folder}")
+    for key in sorted(run.loaded.keys() & other_run.loaded.keys()):
+        if run.loaded[key] != other_run.loaded[key]:
+            raise MergeError(f"shards of different runs: {key} is not the same in {first} and {folder}")
     if run.selection != other_run.selection:
         raise MergeError(
             f"shards of different runs: {first} and {folder} select different cases; run every shard with the same "
@@ -181,6 +202,7 @@ def collect_failures(run: RecordedRun, folders: Iterable[Path], directory: Path)
     saved = {path.name: path for folder in reports for path in sorted((folder / FAILURES).glob("*"))}
     journal = Journal(directory, lambda: run, clock=lambda: run.elapsed)  # lists earlier saved failures, to remove them
     run = replace(run, records=[_copy_saved(record, saved, directory / FAILURES) for record in run.records])
+    journal.sources = LoadedSources(run.loaded, run.unverified)
     try:
         with closing(journal):
             for record in run.records:

@@ -54,6 +54,7 @@ def run_session(
     strict: bool = False,
     details: bool = False,
     history: bool = True,
+    command: str = "",
 ) -> bool:
     """Run the cases, write the report into `directory`, print the summary. True if it succeeded
     (`harness.records.record.succeeded`), by `strict` if given, and no case is missing.
@@ -61,7 +62,8 @@ def run_session(
     `matrix`: the cases of which the last lines state the coverage (`harness.records.coverage`); none if empty.
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
     address at the end of the report's summary. `details`: print more tables (`harness.report.terminal`).
-    `history`: append a complete run that is no shard to the history (`harness.records.history`).
+    `command`: the command of the run, for its journal. `history`: append a complete run that is no shard to the
+    history (`harness.records.history`).
 
     Raises BackendError if the backend cannot be loaded, JournalError if the journal cannot be written or belongs to
     another run, ReportError if the report cannot be written; its records are then in the journal.
@@ -73,6 +75,7 @@ def run_session(
             [case.id for case in cases], backend=settings.backend, device=settings.device, seed=settings.seed,
             input_path=settings.input_path, shard=str(part.shard) if part else None,
             selection=part.selection if part else "", schedules=settings.schedules, sanitize=settings.sanitize,
+            command=command,
         )
     )  # fmt: skip
 
@@ -108,6 +111,8 @@ def run_session(
     console.print(
         f"{plural(len(records), 'case')} in {duration(elapsed)}; report: {page}", markup=False, soft_wrap=True
     )
+    for name, reason in journal.sources.unverified.items():
+        print_text(f"not verified: {name}: {reason}", console, "yellow")
     for line in coverage.lines(matrix, records):
         console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
@@ -170,7 +175,8 @@ def _run(
             on_record(stand_in)
         # Finished cases also share the false alarms of the run.
         launched = [case for case in remaining if stand_ins[case.id] is None]
-        run_cases(launched, replace(settings, sharing=settings.sharing or count_chance_cases(cases)), on_record)
+        settings = replace(settings, sharing=settings.sharing or count_chance_cases(cases))
+        run_cases(launched, settings, on_record, journal.sources.add)
     finally:
         if progress.live.is_started:
             progress.stop()

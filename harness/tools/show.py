@@ -17,7 +17,8 @@ from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.registry import operation_of
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.table import Place, Table
-from narrowgauge.harness.report.failure_view import explanation_lines
+from narrowgauge.harness.records.record import STACK
+from narrowgauge.harness.report.failure_view import explanation_lines, note_lines
 from narrowgauge.harness.report.terminal import print_table, print_text
 from narrowgauge.harness.report.text import number as grouped
 from narrowgauge.harness.running.runner import run_case
@@ -65,6 +66,8 @@ def show_case(
         raise Unsupported(record.message)
     if record.verdict != "pass":
         _print_text(escape(f"{record.verdict}: {record.message}"), console)
+        for line in note_lines({"notes": [note for note in record.notes if note["cause"] == STACK]}):
+            console.print(Text(escape(line)), soft_wrap=True)
     for inputs, outcome in judged:
         _print_stages(outcome, console)
         for line in explanation_lines(record.explanations, every=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 from narrowgauge.harness.records.environment import source_hashes
 from narrowgauge.harness.records.journal import Journal, RecordedRun
+from narrowgauge.harness.records.loaded_sources import LoadedSources
 from narrowgauge.harness.records.record import Record
 
 GPU = {"GPU": "NVIDIA H200, compute capability 9.0"}
@@ -68,6 +69,7 @@ def _sources() -> dict[str, str]:
 def saved(folder: Path, finished: RecordedRun) -> Path:
     """The folder of a run's report, with its journal."""
     journal = Journal(folder, lambda: finished)
+    journal.sources = LoadedSources(dict(finished.loaded), dict(finished.unverified))
     for one in finished.records:
         journal.add(one)
     journal.close()

@@ -112,7 +112,7 @@ def folder(tmp_path, monkeypatch):
 def one_process(monkeypatch):
     """Cases run in this process, one after the other."""
 
-    def run_cases(cases, settings, on_record):
+    def run_cases(cases, settings, on_record, on_loaded):
         backend = load_backend(settings.backend)
         captures = Captured.load(settings.input_path) if settings.input_path else None
         records = []
@@ -291,7 +291,7 @@ def test_an_unsupported_case_fails_only_if_strict(one_process, options, status):
 
 
 def test_an_interrupted_run_is_no_success_and_has_its_report(monkeypatch):
-    def interrupted(cases, settings, on_record):
+    def interrupted(cases, settings, on_record, on_loaded):
         record = run_case(cases[0], load_backend("reference")).to_dict()
         on_record(record)
         return [record]
@@ -337,16 +337,18 @@ def test_show_begins_at_the_first_wrong_element():
     ("name", "message"),
     [
         ("Raising", "error: quantize raised RuntimeError: illegal memory access (at cli_kernels.py:24)"),
-        ("Ending", "crash: the process died (signal SIGABRT)"),
+        ("Ending", "crash: the process died (signal SIGABRT) at cli_kernels.py:29 in quantize"),
         ("Writing", "error: writes to its input: x, at byte 0 of 2048"),
     ],
 )
 def test_show_of_a_case_that_ends_its_host_prints_the_verdict(name, message):
     result = narrowgauge("show", QUICK[0], "--backend", f"cli_kernels:{name}")
     assert result.exit_code == 1, result.output
-    header, verdict = result.stdout.splitlines()
+    header, verdict, *stack = result.stdout.splitlines()
     assert header.startswith(QUICK[0])
     assert verdict == message
+    place = message.rpartition(" at ")[2]
+    assert stack == (["stack, innermost call first", f"  {place}"] if name == "Ending" else [])
 
 
 OPERATIONS = """

@@ -22,7 +22,7 @@ from narrowgauge.harness.gate.figures import (
     figures,
     parse,
 )
-from narrowgauge.harness.gate.gate import Judgement, judge, show
+from narrowgauge.harness.gate.gate import Judgement, judge, next_commands, show
 from narrowgauge.harness.report.failure_view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage, wrong
 
@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert narrowgauge("baseline", "accept", "--run", good, "--baseline", accepted).exit_code == 0
     judgement = narrowgauge("gate", "--run", good, "--baseline", accepted)
     assert (judgement.exit_code, judgement.stdout.replace("\n", "")) == (
-        0, f"gate holds against {accepted}: 2 cases as accepted",
+        0, f"gate holds against {accepted}: 2 cases as acceptednext: nothing to do: every case is as accepted",
     )  # fmt: skip
     judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
     assert judgement.exit_code == 1
@@ -278,6 +278,100 @@ def test_the_command(tmp_path: Path) -> None:
     (bad / "index.html").touch()
     judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
     assert f"report: {bad}/index.html#case=quantize%2Fnvfp4%2F64x128%2Fbf16%2Fnormal\n" in judgement.stdout
+
+
+def test_a_known_failure_satisfies_the_gate() -> None:
+    """One that is not in the baseline, one that is worse, one that is infinite; another failure of the run does not. A
+    pass of a case that is known to fail is named."""
+    expected = {"verdict": "fail", "known": "ties (https://x)", "message": "codes: off"}
+    infinite = {"budget_max": math.inf, "budget_histogram": [560, *[0] * 9, 1]}
+    records = [
+        record("zeros", **expected), wrong("ties", 3, known="ties (https://x)"), product(**expected, **infinite),
+        record("inf", known="inf (https://y)", message="passes, though it is known to fail: delete k.toml"), record(),
+    ]  # fmt: skip
+    accepted = baseline_of(run(record(), record("ties"), product(), record("inf")))
+    judgement = judge(run(*records), accepted)
+    assert judgement.passed
+    names = [f"quantize/nvfp4/64x128/bf16/{family}" for family in ("zeros", "ties", "inf")]
+    assert text(judgement.notes) == [
+        f"known to fail: {names[0]}: ties (https://x)", f"known to fail: {names[1]}: ties (https://x)",
+        f"known to fail: {product()['case']}: ties (https://x)",
+        f"known to fail, and pass: {names[2]}: passes, though it is known to fail: delete k.toml",
+    ]  # fmt: skip
+    records[-1] = wrong()
+    assert text(judge(run(*records), accepted).problems) == [
+        "worse: quantize/nvfp4/64x128/bf16/normal: fail, was pass; 1 wrong elements, was 0 (codes: 1 of 90 codes wrong)"
+    ]
+
+
+BAD = {"verdict": "fail", "stage": "codes", "message": "codes: off", "mismatches": 1}
+ACCEPT = "narrowgauge baseline accept --baseline b/host.json --run r"
+SHOW = "narrowgauge show quantize/nvfp4/64x128/bf16/{} --backend native --device cpu"
+AGAIN = "narrowgauge run -k nvfp4"
+NEXT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
+    "as accepted": ([record(), record("ties")], {}, ["nothing to do: every case is as accepted"]),
+    "known": (
+        [record(**BAD, known="why"), record("ties")], {},
+        ["nothing to do: every case is as accepted, or known to fail"],
+    ),
+    "new": ([record(), record("ties"), record("nan")], {}, [f"{ACCEPT}  # to keep what is new"]),
+    "worse": ([record(), record("ties", **BAD)], {}, [SHOW.format("ties"), f"{ACCEPT}  # if the change is intended"]),
+    "new, not pass": (
+        [record(), record("ties"), record("nan", **BAD)], {},
+        [SHOW.format("nan"), f"{ACCEPT}  # if the change is intended"],
+    ),
+    "skipped": (
+        [record(), record("ties", verdict="unsupported", message="no", compared=0, stages=[])], {},
+        [SHOW.format("ties"), f"{ACCEPT}  # if the change is intended"],
+    ),
+    "gone": (
+        [record()], {}, [f"{AGAIN}  # with the cases that did not run", f"{ACCEPT}  # if they are gone on purpose"],
+    ),
+    "interrupted": ([record()], {"cases": [record()["case"], record("ties")["case"]]}, [f"{AGAIN} --resume"]),
+    "nothing": ([], {}, [AGAIN]),
+    "nothing, unknown command": ([], {"command": ""}, ["narrowgauge run --backend native --device cpu"]),
+    "shard": ([record(), record("ties")], {"shard": "1/2"}, ["narrowgauge merge r OTHER_SHARD…"]),
+    "another seed with a baseline": (
+        [record(seed=7)], {"seed": 7}, ["narrowgauge gate --baseline b/seven.json --run r"],
+    ),
+    "another backend": (
+        [record(backend="a.b:C")], {"backend": "a.b:C"},
+        [f"{ACCEPT.replace('host.json', 'host-a-b-C.json')}  # for a baseline of this kind of run"],
+    ),
+    "another architecture": (
+        [record(device="cuda")], {"device": "cuda", "environment": GPU},
+        [f"{ACCEPT.replace('host.json', 'sm_90.json')}  # for a baseline of this kind of run"],
+    ),
+}  # fmt: skip
+"""Records of a run and its other fields, and the commands after its comparison with a baseline of two cases."""
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_the_gate_ends_with_the_next_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(baseline_of(run(record(), record("ties"))), Path("b/host.json"))
+    write(baseline_of(run(record(seed=7), seed=7)), Path("b/seven.json"))
+    records, changes, expected = NEXT[name]
+    finished = run(*records, **{"command": AGAIN, **changes})
+    judgement = judge(finished, read(Path("b/host.json")))
+    following = next_commands(judgement, finished, Path("b/host.json"), Path("r"))
+    assert following == expected
+    console = Console(file=io.StringIO(), width=80)
+    show(judgement, "b/host.json", console, following=following)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()[-len(expected) :]
+    assert lines == [f"{'or' if number else 'next'}: {line}" for number, line in enumerate(expected)]
+
+
+def test_a_missing_file_is_followed_by_a_command(tmp_path: Path) -> None:
+    saved(tmp_path / "run", run(record()))
+    result = narrowgauge("gate", "--run", tmp_path / "run", "--baseline", tmp_path / "none.json")
+    accept = f"narrowgauge baseline accept --baseline {tmp_path}/none.json --run {tmp_path}/run"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"next: {accept}")
+    result = narrowgauge("gate", "--run", tmp_path / "none", "--baseline", tmp_path / "none.json")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        2, f"next: narrowgauge run --report-dir {tmp_path}/none",
+    )  # fmt: skip
 
 
 def test_cases_are_grouped_by_cause_and_dimensions() -> None:

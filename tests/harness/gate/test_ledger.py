@@ -266,7 +266,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launched = []
 
-    def run_cases(cases, settings, on_record):
+    def run_cases(cases, settings, on_record, on_loaded):
         for case in cases:
             launched.append(case.id)
             on_record(record("fail" if "48" in case.id else "pass", case.id))

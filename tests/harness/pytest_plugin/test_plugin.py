@@ -2,12 +2,14 @@
 
 import csv
 import os
+import shlex
 
 import pytest
 
 from narrowgauge.harness.cases.case_file import shipped_cases
 from narrowgauge.harness.pytest_plugin.options import asked_for
 from narrowgauge.harness.records import history
+from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
@@ -243,6 +245,9 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert "plugin.py" not in printed
     (row,) = records(project)
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
+    run = read(project.path / "reports" / "latest")
+    assert list(run.loaded) == ["file plugin_kernels.py"]
+    assert shlex.split(run.command)[-4:] == ["--ng-backend", "plugin_kernels:Wrong", "-k", "16x48 and bf16"]
 
 
 @pytest.mark.long

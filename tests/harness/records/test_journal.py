@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.records.folder_lock import LOCK_NAME, FolderInUseError, locked_folder
-from narrowgauge.harness.records.journal import FOREIGN_NAME, JOURNAL_NAME, Journal, JournalError, read
+from narrowgauge.harness.records.journal import (
+    FOREIGN_NAME,
+    JOURNAL_NAME,
+    NOT_IN_HEADER,
+    Journal,
+    JournalError,
+    read,
+)
 from narrowgauge.harness.report.replace_files import replace_files
 from narrowgauge.harness.report.report import ReportError, write_journaled
 from tests.harness.runs import record, run, saved
@@ -214,6 +221,25 @@ def test_a_lost_journal_is_written_again(
     assert b"\0" not in path.read_bytes()
 
 
+def test_the_loaded_sources_go_on_with_the_journal(tmp_path: Path) -> None:
+    """Written when they change, the last line counts; a resumed run has them, and so has a journal written again."""
+    journal = Journal(tmp_path, run)
+    journal.sources.unverified["k.cu"] = "why"
+    journal.add(record("a"))
+    journal.add(record("b"))
+    journal.sources.entries["variable NV_TILE"] = ""
+    journal.close()
+    lines = (tmp_path / JOURNAL_NAME).read_text().splitlines()
+    assert [json.loads(line)["loaded"] for line in lines if '"loaded"' in line] == [{}, {"variable NV_TILE": ""}]
+    resumed = Journal.resumed(tmp_path, run())
+    (tmp_path / JOURNAL_NAME).unlink()
+    with pytest.warns(RuntimeWarning, match="written again"):
+        resumed.add(record("c"))
+    resumed.close()
+    found = read(tmp_path)
+    assert (found.loaded, found.unverified) == ({"variable NV_TILE": ""}, {"k.cu": "why"})
+
+
 def test_a_folder_that_another_run_took_is_left_to_it(tmp_path: Path) -> None:
     """The folder was deleted with the lock, and a second run began in a new folder of this name."""
     folder = tmp_path / "run"
@@ -236,7 +262,7 @@ def test_a_folder_that_another_run_took_is_left_to_it(tmp_path: Path) -> None:
 
 # A hostile file.
 
-HEADER = json.dumps({key: value for key, value in asdict(run()).items() if key not in ("records", "elapsed")})
+HEADER = json.dumps({key: value for key, value in asdict(run()).items() if key not in NOT_IN_HEADER})
 LINE = json.dumps(record("a"))
 
 
@@ -299,6 +325,8 @@ HOSTILE: dict[str, tuple[bytes | str, str]] = {
     "stages-texts": (f"{HEADER}\n{line(stages=['x'])}\n", "its column stages is not list"),
     "notes-text": (f"{HEADER}\n{line(notes='x')}\n", "its column notes is not list"),
     "histogram-text": (f"{HEADER}\n{line(budget_histogram=['1'])}\n", "its column budget_histogram is not list"),
+    "loaded-number": (f'{HEADER}\n{{"loaded": {{"file a": 1}}, "unverified": {{}}}}\n', "line 2 is no record"),
+    "loaded-alone": (f'{HEADER}\n{{"loaded": {{"file a": "1"}}}}\n', "line 2 is no record"),
     "elapsed-text": (f'{HEADER}\n{{"elapsed": "1"}}\n', "line 2 is no record"),
     "header-lists": (header(backend=["x"]) + "\n", "line 1 is no header of a run: backend is not str"),
     "header-seed": (header(seed="0") + "\n", "line 1 is no header of a run: seed is not int"),

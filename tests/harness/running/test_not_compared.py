@@ -167,7 +167,7 @@ def test_a_run_of_empty_cases_ends_with_status_1(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "narrowgauge.harness.tools.run_cases.run_cases",
-        lambda cases, settings, on_record: [
+        lambda cases, settings, on_record, on_loaded: [
             on_record(run_case(case, load_backend(settings.backend)).to_dict()) for case in cases
         ],
     )

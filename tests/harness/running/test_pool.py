@@ -89,7 +89,10 @@ def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, mo
     """The judge ends the host, or the run ends a judge without an answer."""
     (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")
     channel = Channel(starter().connect())
-    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s; a longer --timeout"):
+    with pytest.raises(
+        BackendError,
+        match=r"backend hanging_kernels:B did not load within 1 s at hanging_kernels\.py:3 in <module>; a longer ",
+    ):
         RemoteHost(HostSettings("hanging_kernels:B"), channel, load=1.0)
     channel.close()
     monkeypatch.setattr(worker, "LOAD", 0.0)
@@ -110,6 +113,7 @@ class Scripted(Worker):
 
     def __init__(self, settings, gpu=""):
         self.connection, self.judge = map(Connection, pair())
+        self.loaded = []
         self.killed = False
         self.joined = []
         self.process = SimpleNamespace(kill=self._kill, join=self.joined.append, exitcode=-9)
@@ -117,7 +121,7 @@ class Scripted(Worker):
         self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout) + worker.JUDGING
         self.made.append(self)
         if "never loads" not in self.script:
-            self.judge.send({"room": 1 << 40})
+            self.judge.send({"room": 1 << 40, "loaded": []})
 
     def _kill(self):
         self.killed = True
@@ -132,7 +136,7 @@ class Scripted(Worker):
             raise KeyboardInterrupt
         record = new_record(task.case, backend="b", device="cpu", seed=task.seed).to_dict()
         for _ in range(word.count("record")):
-            self.judge.send({"record": record, "last": word == "last record"})
+            self.judge.send({"record": record, "last": word == "last record", "loaded": []})
         if "die" in word:
             self.judge.close()
 

@@ -92,8 +92,8 @@ EXPECTED = {
     14: ("fail", r"codes: 1 of 448 codes differ, each by 1 step, at row 0, column 0"),
     15: ("error", r"writes to its input: x, at byte 0 of 960"),
     16: ("pass", ""),
-    17: ("crash", r"the process died \(signal SIGSEGV\)"),
-    18: ("timeout", rf"no result after {LIMIT} s"),
+    17: ("crash", r"the process died \(signal SIGSEGV\) at faulty\.py:14 in quantize"),
+    18: ("timeout", rf"no result after {LIMIT} s at faulty\.py:16 in quantize"),
     21: ("crash", r"the process died \(exit status 6\)"),
     22: ("crash", rf"the process died \({SIGKILL}\)"),
     23: ("error", r"quantize raised MemoryError: Unable to allocate 1\.00 TiB .* \(at faulty\.py:\d+\)"),
@@ -194,6 +194,52 @@ def test_faults_cost_their_own_cases_under_pytest(folder, workers):
     assert load(folder / wrong["saved"]).case.shape == (1, 16)  # written by a worker, named by the controller
 
 
+STUCK = """
+import ctypes, os, threading
+
+
+def deep(x):
+    return ctypes.PyDLL(None).sleep(600)  # with the lock of the interpreter
+
+
+class Stuck:
+    def quantize(self, x, recipe):
+        match x.shape[0]:
+            case 16:
+                deep(x)
+            case 17:
+                os.abort()
+            case 18:
+                thread = threading.Thread(target=deep, args=(x,))
+                thread.start()
+                thread.join()
+"""
+
+
+def test_a_crash_and_a_timeout_name_the_line_of_the_user(folder, monkeypatch):
+    """In the record with the stack, without the frames of the host; on the terminal and on the page; at the import."""
+    (folder / "stuck.py").write_text(STUCK)
+    select(folder, (16, 17))
+    result = narrowgauge("--backend", "stuck:Stuck", "-n", 1, "--timeout", 2)
+    deep, crash = sorted(read(Path("reports/latest")).records, key=rows_of)
+    assert deep["message"] == "no result after 2 s at stuck.py:6 in deep"
+    assert crash["message"] == "the process died (signal SIGABRT) at stuck.py:15 in quantize"
+    (note,) = deep["notes"]
+    assert note == {
+        "cause": "stack", "sentence": "innermost call first\nstuck.py:6 in deep\nstuck.py:13 in quantize"
+    }  # fmt: skip
+    assert [note["sentence"].splitlines()[1:] for note in crash["notes"]] == [["stuck.py:15 in quantize"]]
+    assert "(signal SIGABRT) at stuck.py:15 in quantize\n" in result.output
+    assert "stack, innermost call first\n  stuck.py:" in result.output
+    assert " note" not in result.output  # it is no observation beside the verdict
+    assert "stuck.py:6 in deep\\n  stuck.py:13 in quantize" in Path("reports/latest/index.html").read_text()
+    (folder / "dying.py").write_text("import os\n\nos.abort()\n")
+    assert (
+        "backend dying:X: the process died (signal SIGABRT) at dying.py:3 in <module>"
+        in narrowgauge("--backend", "dying:X").stderr
+    )
+
+
 # What ends a run.
 
 
@@ -215,10 +261,10 @@ def start(*words):
 
 
 def written():
-    """Lines of the journal, without those of the time."""
+    """Lines of the journal, without those of the time and of the loaded sources."""
     path = Path("reports/latest") / JOURNAL_NAME
     lines = path.read_text().splitlines() if path.exists() else []
-    return [line for line in lines if not line.startswith('{"elapsed"')]
+    return [line for line in lines if not line.startswith(('{"elapsed"', '{"loaded"'))]
 
 
 def seen():
@@ -350,7 +396,7 @@ def test_a_run_ends_if_its_journal_does_not_fit(folder, monkeypatch):
     select(folder, (16, 28))
     records = [record_of(n, backend="reference") for n in (16, 28)]
 
-    def full(cases, settings, on_record):
+    def full(cases, settings, on_record, on_loaded):
         on_record(records[0])
         monkeypatch.setattr(os, "write", _no_space)
         on_record(records[1])

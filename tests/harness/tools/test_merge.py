@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.records.journal import Journal, RecordedRun, read
+from narrowgauge.harness.records.loaded_sources import LoadedSources
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shard import Shard, digest
@@ -51,7 +52,7 @@ def folder(tmp_path, monkeypatch, shared):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run_cases(cases, settings, on_record):
+    def run_cases(cases, settings, on_record, on_loaded):
         shared.append(settings.sharing)
         backend = load_backend(settings.backend)
         for case in cases:
@@ -109,6 +110,7 @@ def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
     )  # fmt: skip
     run = replace(header, **changes)
     journal = Journal(Path(directory), lambda: run, clock=lambda: run.elapsed)
+    journal.sources = LoadedSources(run.loaded, run.unverified)
     for case in [*cases[: len(cases) - missing]]:
         journal.add({"case": case, "verdict": "pass", "saved": ""})
     journal.close()
@@ -149,6 +151,10 @@ REFUSED = {
     "kernels": (two(environment=environment(**{"kernel sources": "0012"})), ["kernel sources is 0011 in a, 0012"]),
     "GPU": (two(environment=environment(GPU="B200")), ["GPU is None in a, B200 in b"]),
     "sources": (two(sources={"kernels": "0012"}), ["source of kernels", "a and b"]),
+    "loaded": (
+        lambda: [shard("a", 1, loaded={"file k.py": "0011"}), shard("b", 2, loaded={"file k.py": "0012"})],
+        ["file k.py is not the same in a and b"],
+    ),
     "selection": (two(selection="00"), ["a and b select different cases", "same case files, tier and keywords"]),
     "overlap": (two(cases=[*CASES[1::2], CASES[4]]), ["case 4 is in a and in b", "same --durations"]),
     "gap": (two(cases=CASES[3::2]), ["in none of the 2 shards", "same --durations"]),
@@ -162,6 +168,18 @@ def test_shards_of_different_runs_are_refused(folder, name):
     with pytest.raises(MergeError) as error:
         merge(shards())
     assert [word for word in words if word not in str(error.value)] == []
+
+
+SHARD = "narrowgauge run --backend k:B --shard 1/2 -k 'a b' --report-dir=a --durations old -n 2"
+
+
+def test_a_merged_run_has_the_loaded_sources_of_all_shards(folder):
+    first = shard("a", 1, loaded={"file k.py": "0011"}, unverified={"k.cu": "why"}, command=SHARD)
+    second = shard("b", 2, loaded={"file k.py": "0011", "file lazy.py": "0022"})
+    merged = read(collect_failures(merge([first, second]), [first, second], Path("out")) and Path("out"))
+    assert merged.loaded == {"file k.py": "0011", "file lazy.py": "0022"}
+    assert merged.unverified == {"k.cu": "why"}
+    assert merged.command == "narrowgauge run --backend k:B -k 'a b' -n 2"
 
 
 def test_a_refusal_writes_nothing_and_has_status_2(folder):
