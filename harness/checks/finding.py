@@ -1,7 +1,7 @@
 """Findings: details of a wrong stage for a person, as plain data.
 
 Keys: stage; rule; sentence; elements, a list of views of single elements (`which` is "first" or "worst", then
-coordinates, input, expected and actual in bits and as values, scale, distance in steps); modulo, {"row": {"16":
+coordinates, input, expected and actual in bits and as values, scale, distance in words); modulo, {"row": {"16":
 counts, "128": counts}, "column": …}; heat, {"rows": tile height, "columns": tile width, "counts": rows of mismatch
 counts, a count for each tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected":
 counts of special values, "actual": …} (`census`). The last two are empty if the elements of a stage have no unique
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.spec.formats import Format
+
+if TYPE_CHECKING:
+    from narrowgauge.harness.checks.distance import Distances
 
 Describe = Callable[[int, int], dict[str, Any]]
 """Function from (row, column) to the view of the element."""
@@ -48,17 +51,10 @@ class Comparison:
     """Format of the codes (uint8, a byte for each element). None: the results are floating-point numbers."""
 
 
-def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
+def sentence(wrong: torch.Tensor, distances: Distances, noun: str) -> str:
     """Number, distance and place of wrong elements: "37 of 1 048 576 codes differ, each by 1 step, all in row 3"."""
-    count, total = int(wrong.count_nonzero()), wrong.numel()
-    largest = torch.iinfo(distance.dtype).max
-    chunks = [(distance[rows], ~wrong[rows]) for rows in cached_chunks(wrong)]
-    low = min(int(part.masked_fill(correct, largest).amin()) for part, correct in chunks)
-    high = max(int(part.masked_fill(correct, -1).amax()) for part, correct in chunks)
-    steps = f"{format_count(high)} step{'s' if high != 1 else ''}"
-    # Only +0 and −0 differ by 0 steps.
-    how_far = "each the other zero" if high == 0 else f"each by {steps}" if low == high else f"by up to {steps}"
-    return f"{format_count(count)} of {format_count(total)} {noun} differ, {how_far}{_describe_place(wrong)}"
+    count = f"{format_count(int(wrong.count_nonzero()))} of {format_count(wrong.numel())}"
+    return f"{count} {noun} differ{distances.sentence}{_describe_place(wrong)}".replace(";,", ";").removesuffix(";")
 
 
 def format_count(count: int) -> str:
@@ -89,21 +85,24 @@ def make_finding(
     rule: str,
     text: str,
     wrong: torch.Tensor,
-    distance: torch.Tensor,
+    distances: Distances | None,
     *,
     describe: Describe,
     comparison: Comparison | None = None,
 ) -> dict[str, Any]:
-    """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances in steps."""
+    """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances.
+
+    `distances`: None if bytes have no distance, only a place. `comparison`: of results with a histogram of distances
+    and a census of special values.
+    """
     grid = dense(wrong.unsqueeze(0) if wrong.dim() == 1 else wrong)
-    steps = dense(distance).view(grid.shape)
-    width = grid.shape[1]
-    first, worst = int(grid.view(-1).view(torch.uint8).argmax()), int(steps.view(-1).argmax())
+    first = int(grid.view(-1).view(torch.uint8).argmax())
+    worst = first if distances is None else distances.worst
     row_counts, column_counts, heat = _count_places(grid)
     elements = []
     for which, flat in (("first", first), ("worst", worst)) if worst != first else (("first", first),):
-        row, column = divmod(flat, width)
-        elements.append({"which": which, **describe(row, column), "distance": int(steps[row, column])})
+        element = {"which": which, **describe(*divmod(flat, grid.shape[1]))}
+        elements.append(element if distances is None else element | {"distance": distances.words(flat)})
     return {
         "stage": stage, "rule": rule, "sentence": text, "elements": elements,
         "modulo": {"row": _count_modulo(row_counts), "column": _count_modulo(column_counts)}, "heat": heat,

@@ -8,6 +8,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.checks.bit_equality import with_nans_of
+from narrowgauge.harness.checks.distance import measure
 from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
@@ -106,6 +107,7 @@ def _refuse(
     result.mismatches, result.max_ulp, result.wrong_elements = int(wrong.sum()), int(distance.amax()), wrong
     why = "these values never move" if still else "no random bits give them"
     when = f" (call {call})" if call else ""
-    result.sentence = f"{sentence(wrong, distance, 'codes')}; {why}{when}"
+    distances = measure(wrong, distance, None)
+    result.sentence = f"{sentence(wrong, distances, 'codes')}; {why}{when}"
     # Its elements show the codes of the first call.
-    result.finding = make_finding(result.stage, result.rule, result.sentence, wrong, distance, describe=describe)
+    result.finding = make_finding(result.stage, result.rule, result.sentence, wrong, distances, describe=describe)

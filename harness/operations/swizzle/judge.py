@@ -74,5 +74,5 @@ def _bytes(stage: str, actual: torch.Tensor, expected: torch.Tensor) -> StageRes
     count = f"{format_count(result.mismatches)} of {format_count(result.compared)} bytes"
     result.sentence = f"{count} are not in their place, {where}"
     result.wrong_elements = wrong
-    result.finding = make_finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
+    result.finding = make_finding(stage, "exact", result.sentence, wrong, None, describe=describe)
     return result
