@@ -17,10 +17,8 @@ import torch
 
 from narrowgauge.harness.checks.finding import Comparison, format_count
 from narrowgauge.harness.checks.row_chunks import cached_chunks
+from narrowgauge.harness.machine.plain_text import RELATIVE_FROM
 from narrowgauge.spec.formats import Format
-
-RELATIVE_FROM = 100
-"""Steps from which on a distance is a relative difference. A table of figures counts no further either."""
 
 ORDINARY = "ordinary"
 NOT_ZERO = "not 0 where 0 is expected"

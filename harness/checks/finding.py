@@ -4,8 +4,9 @@ Keys: stage; rule; sentence; elements, a list of views of single elements (`whic
 coordinates, input, expected and actual in bits and as values, scale, distance in words); modulo, {"row": {"16":
 counts, "128": counts}, "column": …}; heat, {"rows": tile height, "columns": tile width, "counts": rows of mismatch
 counts, a count for each tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected":
-counts of special values, "actual": …} (`census`). The last two are empty if the elements of a stage have no unique
-expected number.
+counts of special values, "actual": …} (`census`); table, {"title", "rows": headings, then cells; "different": places
+in rows}, elements around the first wrong one, added to the first finding of a case. steps and census are empty if the
+elements of a stage have no unique expected number.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def make_finding(
         "modulo": {"row": _count_modulo(row_counts), "column": _count_modulo(column_counts)}, "heat": heat,
         "steps": [] if comparison is None else histogram(comparison),
         "census": {} if comparison is None else census(comparison),
+        "table": {},
     }  # fmt: skip
 
 
@@ -227,7 +229,8 @@ def _special_index(code: int, fmt: Format) -> int:
 
 def _count_places(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Numbers of wrong elements of each row (M,), of each column (N,), int64, and the heat map of tiles."""
-    height, width = (max(16, -(-extent // _HEAT_TILES)) for extent in wrong.shape)
+    # Powers of two: tiles of another size would beat with mistakes that repeat in each block, and show bands.
+    height, width = (1 << max(0, (-(-extent // _HEAT_TILES) - 1).bit_length()) for extent in wrong.shape)
     of_columns = torch.zeros(wrong.shape[1], dtype=torch.float64, device=wrong.device)
     of_tile_rows = []
     for rows in cached_chunks(wrong):

@@ -45,8 +45,8 @@ class Group:
 
     @property
     def failure(self) -> str:
-        """The first wrong stage and the cause: `codes wrong, explained exactly by ties-away`. For records without a
-        result the verdict and the message."""
+        """The first wrong stage and the cause: `codes wrong, explained exactly by elements: ties round away from zero`.
+        For records without a result the verdict and the message."""
         if self.verdict == "unexpected":
             return "passed though known to fail"
         stages = _values(self.records, "stage", "stages")
@@ -60,12 +60,12 @@ class Group:
     def _cause(self) -> str:
         if self.explanation is None or self.explanation["cause"] == "no-diagnosis":
             return "no cause known"
-        cause = str(self.explanation["cause"])
-        if cause in OF_EARLIER_CASES:
-            return cause
+        cause, words = str(self.explanation["cause"]), str(self.explanation["sentence"])
         if is_pattern(cause):
-            return f"pattern: {cause.partition(':')[2].replace('-', ' ')}"
-        return f"explained exactly by {cause}" if self.explanation["exact"] else f"possibly {cause}"
+            words = words.partition(" (")[0]  # its counts are of one record
+        elif cause not in OF_EARLIER_CASES:
+            words = f"{'explained exactly by' if self.explanation['exact'] else 'possible cause:'} {words}"
+        return textwrap.shorten(words, _LONGEST, placeholder=" ...")
 
     @property
     def title(self) -> str:

@@ -386,7 +386,7 @@ def _codes(
         scaled = scaled_elements(subject.x[i : i + 1, k : k + 1], scale, of_row(encode, i), recipe, amax)
         scale_value, scale_bits = scale_view(scale, recipe.scale)
         return {
-            "row": row, "column": column, "block": block, "lane": k if recipe.whole else k % recipe.block[1],
+            "row": row, "column": column, "block": block, "column_in_block": k if recipe.whole else k % recipe.block[1],
             **(_swizzled(place, scales) if swizzled else {}),
             "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
             "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),

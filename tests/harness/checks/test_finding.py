@@ -240,7 +240,7 @@ def test_a_finding_with_a_comparison_has_steps_and_census():
         "exact",
         "a sentence",
         wrong,
-        wrong.long(),
+        measure(wrong, wrong.long(), None),
         describe=lambda _, __: {},
         comparison=Comparison(expected, actual),
     )

@@ -242,23 +242,22 @@ function stepHistogram(rows) {
   for (const row of rows) {
     const findings = data.failures[row]?.findings ?? [];
     failures += findings.some(({ steps }) => steps.length);
-    for (const [low, high, count] of findings.flatMap((found) => found.steps)) {
-      if (!count || low === 0) continue;
-      const bin = bins.get(low) ?? { low, high, count: 0 };
-      bins.set(low, { ...bin, count: bin.count + count });
+    for (const [order, label, count] of findings.flatMap((found) => found.steps)) {
+      if (order === 0) continue;
+      const bin = bins.get(order) ?? { order, label, count: 0 };
+      bins.set(order, { ...bin, count: bin.count + count });
     }
   }
   if (!bins.size) return null;
-  const signed = (n) => (n > 0 ? `+${figure(n)}` : figure(n));
-  const label = ({ low, high }) => (low === high ? signed(low) : `${signed(low)} to ${signed(high)}`);
-  const sorted = [...bins.values()].sort((a, b) => a.low - b.low);
+  const label = (bin) => bin.label.replaceAll("-", "−");
+  const sorted = [...bins.values()].sort((a, b) => a.order - b.order);
   const names = sorted.map(label);
   const svg = plotStyle({
     marginLeft: labelMargin(names), y: { domain: names, label: null },
     x: { label: "wrong elements →", labelAnchor: "center", labelOffset: 36, grid: true, ticks: 4, tickFormat: (count) => (count ? d3.format("~s")(count) : "0") },
-    marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} ulp: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
+    marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} steps: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
   }, 80 + 18 * names.length);
-  return plotted("Histogram of wrong elements by ulp", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
+  return plotted("Wrong elements by actual minus expected", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
 }
 
 /** SQNR of modules under a training recipe, with the theory for outputs of FP8 products. */
