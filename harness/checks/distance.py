@@ -80,8 +80,8 @@ class Distances:
 
     @property
     def sentence(self) -> str:
-        """Distance of all wrong elements, the end of a sentence on their number: `, each by 1 step`, `, by up to 12 % of
-        the expected value`, or a list of the kinds of elements, with their numbers."""
+        """Distance of all wrong elements, as the end of a sentence on their number: `, each by 1 step`, `, by up to
+        12 % of the expected value`, or a list of the kinds of elements, with their numbers."""
         others = [(kind, count) for kind in KINDS[1:] if (count := self.kinds[kind])]
         if not others:
             return f", {self._ordinary}"
@@ -155,7 +155,7 @@ def _judged_chunks(
 def _judge(
     expected: torch.Tensor, actual: torch.Tensor, steps: torch.Tensor, fmt: Format | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place of each element in `KINDS`, int64, and |actual − expected| / |expected|, float64, infinite for 0 expected."""
+    """Place of each element in `KINDS`, int64, and |actual − expected| / |expected|, float64, which may be infinite."""
     no_code = torch.zeros_like(actual, dtype=torch.bool)
     if fmt is None:
         e, a = expected.double(), actual.double()
@@ -194,4 +194,3 @@ def relative_words(difference: float) -> str:
         return f"{difference:.3g} times the expected value"
     percent = f"{100 * difference:.3g}"
     return f"{percent} % of the expected value" if "e" not in percent else f"{difference:.3g} of the expected value"
-

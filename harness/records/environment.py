@@ -128,7 +128,10 @@ def user_commit() -> dict[str, str]:
         commit = _git(Path.cwd(), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     except OSError:
         return {}
-    return {USER_COMMIT: f"{commit.removesuffix('-dirty')}{' with uncommitted changes' * commit.endswith('-dirty')} of {Path(top).name}"} if commit else {}
+    if not commit:
+        return {}
+    dirty = " with uncommitted changes" if commit.endswith("-dirty") else ""
+    return {USER_COMMIT: f"{commit.removesuffix('-dirty')}{dirty} of {Path(top).name}"}
 
 
 @cache

@@ -64,7 +64,10 @@ class Group:
         if is_pattern(cause):
             words = words.partition(" (")[0]  # its counts are of one record
         elif cause not in OF_EARLIER_CASES:
-            words = f"{'explained exactly by' if self.explanation['exact'] else 'possible cause:'} {words}"
+            exactly = bool(self.explanation["exact"])
+            words = (
+                f"explained exactly by {words}" if exactly else f"possible cause: {words.partition('; explains ')[0]}"
+            )
         return textwrap.shorten(words, _LONGEST, placeholder=" ...")
 
     @property

@@ -105,7 +105,7 @@ def _refuse(
     still = bool((choices.least == choices.greatest)[wrong].all())
     wrong, distance = ((t.T.contiguous() if transposed else t) for t in (wrong, outside.masked_fill(outside == 0, -1)))
     result.mismatches, result.max_ulp, result.wrong_elements = int(wrong.sum()), int(distance.amax()), wrong
-    why = "each of these values has a single right code" if still else "no random bits give them"
+    why = "each has a single right code" if still else "no random bits give them"
     when = f" (call {call})" if call else ""
     distances = measure(wrong, distance, None)
     result.sentence = f"{sentence(wrong, distances, 'codes')}; {why}{when}"

@@ -1,5 +1,7 @@
 """Rule 1: byte for byte. Differing elements, equal elements, and distances."""
 
+import math
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def test_nan_and_a_number_differ_both_ways(dtype, actual, expected):
     assert not result.passed
     assert (result.compared, result.mismatches) == (6, 1)
     assert result.max_ulp > 0
-    words = "a number where NaN is expected" if expected != expected else "NaN where a number is expected"
+    words = "a number where NaN is expected" if math.isnan(expected) else "NaN where a number is expected"
     assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": words}]
 
 

@@ -68,7 +68,8 @@ def judged_wrong(result, place, distance=1, words=""):
     return (
         not result.passed
         and (result.mismatches, result.max_ulp) == (1, distance)
-        and elements == [{"which": "first", "row": place[0], "column": place[1], "distance": words or steps_words(distance)}]
+        and elements
+        == [{"which": "first", "row": place[0], "column": place[1], "distance": words or steps_words(distance)}]
     )
 
 

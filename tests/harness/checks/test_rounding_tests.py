@@ -251,8 +251,12 @@ def test_the_draws_of_a_case_see_a_bias_of_1_in_512(change, test):
 @pytest.mark.parametrize(
     ("change", "inputs", "why"),
     [
-        (inclusive, "lattice", "the first at row 2, column 43; these values never move"),
-        (one_moves, "lattice", "1 of 12 288 codes differ, each by 1 step, at row 0, column 1; these values never move"),
+        (inclusive, "lattice", "the first at row 2, column 43; each has a single right code"),
+        (
+            one_moves,
+            "lattice",
+            "1 of 12 288 codes differ, each by 1 step, at row 0, column 1; each has a single right code",
+        ),
         (two_steps, "normal", "1 of 12 288 codes differ, each by 1 step, at row 1, column 2; no random bits give them"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.distance import steps_words
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference

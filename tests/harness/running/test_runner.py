@@ -153,7 +153,15 @@ def test_a_wrong_tensor_has_its_first_and_worst_element():
     assert (first["which"], first["row"], first["column"]) == ("first", 0, 0)
     assert worst["which"] == "worst"
     assert worst["distance"] == f"{record.max_ulp} steps" == "7 steps"
-    assert {"input", "input_bits", "scale_bits", "expected_bits", "actual_bits", "block", "lane"} <= first.keys()
+    assert {
+        "input",
+        "input_bits",
+        "scale_bits",
+        "expected_bits",
+        "actual_bits",
+        "block",
+        "column_in_block",
+    } <= first.keys()
 
 
 @pytest.mark.parametrize("place", [(0, 0), (15, 23)])
@@ -169,7 +177,7 @@ def test_one_wrong_output_is_found_wherever_it_is(place):
         "1 of them where no order of summation can round"
     )
     element = record.findings[0]["elements"][0]
-    assert (element["rule"], element["tile"], element["distance"]) == ("exact", "(0, 0)", "1 step")
+    assert (element["rule"], element["tile"], element["distance"]) == ("no order rounds", "(0, 0)", "1 step")
 
 
 def test_a_wrong_tile_is_one_finding_with_a_place():
