@@ -83,8 +83,8 @@ function findingView(found, first, pattern) {
   const where = total > 1 ? [heatMap(found.heat, found.bands), ...(pattern ? Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by)) : [])] : [];
   const figures = [
     found.elements.length ? elements(found) : null,
-    found.table.rows ? elementTable(found.table) : null,
     where.length ? make("div", { className: "where" }, ...where) : null,
+    found.table.rows ? elementTable(found.table) : null,
     found.steps.length ? make("div", {}, steps(found.steps), census(found.census)) : null,
   ];
   return make("section", {}, ...heading, make("div", { className: "finding" }, ...figures));
