@@ -15,7 +15,6 @@ from functools import cache
 
 import torch
 
-from narrowgauge.harness.checks.finding import Comparison, format_count
 from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.harness.machine.plain_text import RELATIVE_FROM
 from narrowgauge.spec.formats import Format
@@ -31,6 +30,16 @@ KINDS = (
 )  # fmt: skip
 """Kinds of wrong elements, as sentences name them. Both numbers of the first three kinds are finite: the worst element
 that a report shows is of the first kind that occurs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Expected and actual result of a stage, both (M, N), in the coordinates of its finding."""
+
+    expected: torch.Tensor
+    actual: torch.Tensor
+    fmt: Format | None = None
+    """Format of the codes (uint8, a byte for each element). None: the results are floating-point numbers."""
 
 
 @dataclass
@@ -194,3 +203,8 @@ def relative_words(difference: float) -> str:
         return f"{difference:.3g} times the expected value"
     percent = f"{100 * difference:.3g}"
     return f"{percent} % of the expected value" if "e" not in percent else f"{difference:.3g} of the expected value"
+
+
+def format_count(count: int) -> str:
+    """The count with a space between thousands."""
+    return f"{count:,}".replace(",", " ")

@@ -6,8 +6,8 @@ import torch
 
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.bit_equality import different_bits
-from narrowgauge.harness.checks.distance import measure
-from narrowgauge.harness.checks.finding import Comparison, Describe, make_finding, sentence
+from narrowgauge.harness.checks.distance import Comparison, measure
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.spec.formats import Format

@@ -14,19 +14,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.distance import Comparison, Distances, format_count
 from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.spec.formats import Format
-
-if TYPE_CHECKING:
-    from narrowgauge.harness.checks.distance import Distances
 
 Describe = Callable[[int, int], dict[str, Any]]
 """Function from (row, column) to the view of the element."""
@@ -42,25 +39,10 @@ SPECIAL_VALUES = ("nan", "inf", "negative_zero", "saturated", "subnormal", "no_c
 """Names of a census. saturated: the largest finite magnitude. no_code: bytes above the codes of a 6-bit format."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Expected and actual result of a stage, both (M, N), in the coordinates of its finding."""
-
-    expected: torch.Tensor
-    actual: torch.Tensor
-    fmt: Format | None = None
-    """Format of the codes (uint8, a byte for each element). None: the results are floating-point numbers."""
-
-
 def sentence(wrong: torch.Tensor, distances: Distances, noun: str) -> str:
     """Number, distance and place of wrong elements: "37 of 1 048 576 codes differ, each by 1 step, all in row 3"."""
     count = f"{format_count(int(wrong.count_nonzero()))} of {format_count(wrong.numel())}"
     return f"{count} {noun} differ{distances.sentence}{_describe_place(wrong)}".replace(";,", ";").removesuffix(";")
-
-
-def format_count(count: int) -> str:
-    """The count with a space between thousands."""
-    return f"{count:,}".replace(",", " ")
 
 
 def _describe_place(wrong: torch.Tensor) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.distance import measure
-from narrowgauge.harness.checks.finding import Comparison, Describe, format_count, make_finding, sentence
+from narrowgauge.harness.checks.distance import Comparison, format_count, measure
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference.bounds.bounds import Bounds

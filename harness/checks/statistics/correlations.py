@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest
 from narrowgauge.harness.checks.statistics.tail_bounds import bennett
 

@@ -12,8 +12,9 @@ import torch
 
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks.bit_equality import same_bytes, with_nans_of
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
-from narrowgauge.harness.checks.finding import bits, float_view, format_count
+from narrowgauge.harness.checks.finding import bits, float_view
 from narrowgauge.harness.checks.rotation_interval import Interval, rotated_interval
 from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.stage import StageResult

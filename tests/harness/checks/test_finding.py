@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.checks.distance import measure
+from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
-from narrowgauge.harness.checks.finding import (
-    Comparison,
-    census,
-    float_view,
-    histogram,
-    make_finding,
-    sentence,
-)
+from narrowgauge.harness.checks.finding import census, float_view, histogram, make_finding, sentence
 from narrowgauge.spec.formats import E2M1, E2M3, E4M3, E5M2, E8M0
 
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.harness.checks import finding
+from narrowgauge.harness.checks.distance import Comparison
 from narrowgauge.harness.report.failure_view import (
     SPECIAL,
     distribution_lines,
@@ -99,8 +100,8 @@ def test_what_a_finding_counts_has_a_name() -> None:
     """Of a finding of the harness."""
     expected = torch.tensor([[0.0, 1.0, float("nan")]])
     actual = torch.tensor([[-0.0, 1.0, 2.0]])
-    made = {"steps": finding.histogram(finding.Comparison(expected, actual))}
-    made["census"] = finding.census(finding.Comparison(expected, actual))
+    made = {"steps": finding.histogram(Comparison(expected, actual))}
+    made["census"] = finding.census(Comparison(expected, actual))
     assert distribution_lines(made) == [
         "actual minus expected, in steps: 2 at 0",
         "special values, expected → actual: NaN 1 → 0, −0 0 → 1",

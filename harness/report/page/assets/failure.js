@@ -127,7 +127,7 @@ function heatMap({ rows, columns, counts }, bands) {
   const box = [-margin, -margin, side * across + margin, side * down + margin];
   const map = shape("svg", { class: "heat", viewBox: box.join(" "), width: box[2], height: box[3], role: "img" }, ...marks);
   map.append(shape("rect", { class: "level0", width: side * across, height: side * down }));
-  const levelOf = (count) => Math.ceil((5 * Math.log1p(count)) / Math.log1p(most));
+  const levelOf = (count) => Math.ceil((5 * count) / most);
   let worst = "";
   counts.forEach((line, row) =>
     line.forEach((count, column) => {
