@@ -30,7 +30,7 @@ from narrowgauge.harness.gate.ledger import Ledger
 from narrowgauge.harness.machine.processors import load, other_work
 from narrowgauge.harness.records import coverage
 from narrowgauge.harness.records.history import path_beside, update
-from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
+from narrowgauge.harness.records.journal import FAILURES, Journal, RecordedRun, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
@@ -70,13 +70,17 @@ def run_session(
     """
     console = Console()
     started, load_before = time.monotonic(), load()
-    header = cache(
-        lambda: new_run(
+
+    @cache
+    def header() -> RecordedRun:
+        run = new_run(
             [case.id for case in cases], backend=settings.backend, device=settings.device, seed=settings.seed,
             input_path=settings.input_path, shard=str(part.shard) if part else None,
             selection=part.selection if part else "", schedules=settings.schedules, sanitize=settings.sanitize,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+        # The journal keeps what is known at the start, for a merge of shards.
+        busy = other_work(load_before, 0, settings.workers)
+        return replace(run, environment=run.environment | {BUSY: busy}) if busy else run
 
     def clock() -> float:
         return time.monotonic() - started
