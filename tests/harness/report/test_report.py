@@ -400,7 +400,7 @@ def test_a_distance_in_a_table_ends_at_99_steps(value: int | None, shown: str) -
     assert shown in row
 
 
-def test_the_elements_around_the_first_wrong_one_are_data_of_the_page() -> None:
+def test_elements_around_the_first_wrong_one_are_on_the_page() -> None:
     table = {"title": "row 3, block 0", "rows": [["column", "x"], ["16", "0.5"]], "different": [1]}
     wrong = failing(findings=[FINDING | {"table": table}])
     (shown,) = failure(wrong, [])["findings"]
