@@ -153,6 +153,10 @@ def test_a_wrong_tensor_has_its_first_and_worst_element():
     assert (first["which"], first["row"], first["column"]) == ("first", 0, 0)
     assert worst["which"] == "worst"
     assert worst["distance"] == f"{record.max_ulp} steps" == "7 steps"
+    table = record.findings[0]["table"]
+    assert table["title"].startswith("row 0, block 0")
+    assert (table["rows"][0][0], [row[0] for row in table["rows"][1:]]) == ("column", [str(n) for n in range(16)])
+    assert 1 in table["different"]
     assert {
         "input",
         "input_bits",
