@@ -36,10 +36,10 @@ COUNTS = {OWN: [1], PACKAGE: [2, 4], RECIPE: [1], DIALECT: [1], FAMILY: [2], CAU
 EXPECTED = {
     "Task": ["32 cases passed"],
     OWN: [
-        "scale-columns/64x256/fp32/zeros/plus_one", "y wrong, explained exactly by gamma-plus-one: 24 cases",
+        "scale-columns/64x256/fp32/zeros/plus_one", "y wrong, explained exactly by the factor is 1 + gamma",
         "0x3CD4       0.02587890625  0x3CD4", "0 failures", "caught by narrowgauge 2 of 2", "32 passed",
     ],
-    PACKAGE: ["8 cases passed", "8 cases passed", "amax wrong, explained exactly by amax-without-fabs: 6 cases"],
+    PACKAGE: ["8 cases passed", "8 cases passed", "amax wrong, explained exactly by the largest number, not"],
     RECIPE: ["2 cases passed"],
     DIALECT: [],
     FAMILY: ["2 cases passed"],

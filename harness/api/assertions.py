@@ -21,7 +21,7 @@ from narrowgauge.harness.api.drawn_codes import Draws
 from narrowgauge.harness.api.judge_call import Judgement, assertion, judge_of, verdict_of
 from narrowgauge.harness.api.judge_output import OutputArguments, judge_output
 from narrowgauge.harness.api.verdict import Verdict
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, no_codes, quantize_stages, values_stage

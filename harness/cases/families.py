@@ -80,7 +80,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("nan", "normal with NaN of both signs: single elements, the first one, a whole block", _MOST),
         Family("inf", "normal with +Inf and -Inf elements", _ALL),
         Family(
-            "position", "codes and scale tell where a block and an element lie: order of nibbles, lanes, rows", _ALL
+            "position", "codes and scale tell where a block and an element lie: order of nibbles, columns, rows", _ALL
         ),
         Family("spread", "exponents 2^-30 to 2^30 inside every group: the order of a rotation's sum shows", _ROTATED),
         Family("lattice", "small integers under equal scales: the sum is exact in any order at any K", _SUMMED),

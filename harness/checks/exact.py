@@ -6,7 +6,8 @@ import torch
 
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.bit_equality import different_bits
-from narrowgauge.harness.checks.finding import Comparison, Describe, make_finding, sentence
+from narrowgauge.harness.checks.distance import Comparison, measure
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.spec.formats import Format
@@ -44,8 +45,9 @@ def exact_integers(
     if not bool(wrong.any()):
         return StageResult(stage, "exact", wrong.numel())
     distance = (actual.long() - expected.long()).abs_().masked_fill_(~wrong, -1)
-    text = sentence(wrong, distance, noun)
-    finding = make_finding(stage, "exact", text, wrong, distance, describe=describe)
+    distances = measure(wrong, distance, None)
+    text = sentence(wrong, distances, noun)
+    finding = make_finding(stage, "exact", text, wrong, distances, describe=describe)
     return StageResult(
         stage, "exact", wrong.numel(), int(wrong.count_nonzero()), int(distance.amax()), text, finding,
         wrong_elements=wrong,
@@ -61,8 +63,9 @@ def _failed(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, comp
         return ((actual - expected).abs_().masked_fill_(~wrong_rows, -1),)
 
     (distance,) = map_row_chunks(distance_of_rows, wrong, comparison.actual, comparison.expected)
-    text = sentence(wrong, distance, noun)
-    finding = make_finding(stage, "exact", text, wrong, distance, describe=describe, comparison=comparison)
+    distances = measure(wrong, distance, comparison)
+    text = sentence(wrong, distances, noun)
+    finding = make_finding(stage, "exact", text, wrong, distances, describe=describe, comparison=comparison)
     return StageResult(
         stage,
         "exact",

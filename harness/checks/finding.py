@@ -1,11 +1,12 @@
 """Findings: details of a wrong stage for a person, as plain data.
 
 Keys: stage; rule; sentence; elements, a list of views of single elements (`which` is "first" or "worst", then
-coordinates, input, expected and actual in bits and as values, scale, distance in steps); modulo, {"row": {"16":
+coordinates, input, expected and actual in bits and as values, scale, distance in words); modulo, {"row": {"16":
 counts, "128": counts}, "column": …}; heat, {"rows": tile height, "columns": tile width, "counts": rows of mismatch
 counts, a count for each tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected":
-counts of special values, "actual": …} (`census`). The last two are empty if the elements of a stage have no unique
-expected number.
+counts of special values, "actual": …} (`census`); table, {"title", "rows": headings, then cells; "different": places
+in rows}, elements around the first wrong one, added to the first finding of a case. steps and census are empty if the
+elements of a stage have no unique expected number.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.distance import Comparison, Distances, format_count
 from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.spec.formats import Format
 
@@ -38,32 +39,10 @@ SPECIAL_VALUES = ("nan", "inf", "negative_zero", "saturated", "subnormal", "no_c
 """Names of a census. saturated: the largest finite magnitude. no_code: bytes above the codes of a 6-bit format."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Expected and actual result of a stage, both (M, N), in the coordinates of its finding."""
-
-    expected: torch.Tensor
-    actual: torch.Tensor
-    fmt: Format | None = None
-    """Format of the codes (uint8, a byte for each element). None: the results are floating-point numbers."""
-
-
-def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
+def sentence(wrong: torch.Tensor, distances: Distances, noun: str) -> str:
     """Number, distance and place of wrong elements: "37 of 1 048 576 codes differ, each by 1 step, all in row 3"."""
-    count, total = int(wrong.count_nonzero()), wrong.numel()
-    largest = torch.iinfo(distance.dtype).max
-    chunks = [(distance[rows], ~wrong[rows]) for rows in cached_chunks(wrong)]
-    low = min(int(part.masked_fill(correct, largest).amin()) for part, correct in chunks)
-    high = max(int(part.masked_fill(correct, -1).amax()) for part, correct in chunks)
-    steps = f"{format_count(high)} step{'s' if high != 1 else ''}"
-    # Only +0 and −0 differ by 0 steps.
-    how_far = "each the other zero" if high == 0 else f"each by {steps}" if low == high else f"by up to {steps}"
-    return f"{format_count(count)} of {format_count(total)} {noun} differ, {how_far}{_describe_place(wrong)}"
-
-
-def format_count(count: int) -> str:
-    """The count with a space between thousands."""
-    return f"{count:,}".replace(",", " ")
+    count = f"{format_count(int(wrong.count_nonzero()))} of {format_count(wrong.numel())}"
+    return f"{count} {noun} differ{distances.sentence}{_describe_place(wrong)}".replace(";,", ";").removesuffix(";")
 
 
 def _describe_place(wrong: torch.Tensor) -> str:
@@ -89,26 +68,30 @@ def make_finding(
     rule: str,
     text: str,
     wrong: torch.Tensor,
-    distance: torch.Tensor,
+    distances: Distances | None,
     *,
     describe: Describe,
     comparison: Comparison | None = None,
 ) -> dict[str, Any]:
-    """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances in steps."""
+    """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances.
+
+    `distances`: None if bytes have no distance, only a place. `comparison`: of results with a histogram of distances
+    and a census of special values.
+    """
     grid = dense(wrong.unsqueeze(0) if wrong.dim() == 1 else wrong)
-    steps = dense(distance).view(grid.shape)
-    width = grid.shape[1]
-    first, worst = int(grid.view(-1).view(torch.uint8).argmax()), int(steps.view(-1).argmax())
+    first = int(grid.view(-1).view(torch.uint8).argmax())
+    worst = first if distances is None else distances.worst
     row_counts, column_counts, heat = _count_places(grid)
     elements = []
     for which, flat in (("first", first), ("worst", worst)) if worst != first else (("first", first),):
-        row, column = divmod(flat, width)
-        elements.append({"which": which, **describe(row, column), "distance": int(steps[row, column])})
+        element = {"which": which, **describe(*divmod(flat, grid.shape[1]))}
+        elements.append(element if distances is None else element | {"distance": distances.words(flat)})
     return {
         "stage": stage, "rule": rule, "sentence": text, "elements": elements,
         "modulo": {"row": _count_modulo(row_counts), "column": _count_modulo(column_counts)}, "heat": heat,
         "steps": [] if comparison is None else histogram(comparison),
         "census": {} if comparison is None else census(comparison),
+        "table": {},
     }  # fmt: skip
 
 
@@ -228,7 +211,8 @@ def _special_index(code: int, fmt: Format) -> int:
 
 def _count_places(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Numbers of wrong elements of each row (M,), of each column (N,), int64, and the heat map of tiles."""
-    height, width = (max(16, -(-extent // _HEAT_TILES)) for extent in wrong.shape)
+    # Powers of two: tiles of another size would beat with mistakes that repeat in each block, and show bands.
+    height, width = (1 << max(0, (-(-extent // _HEAT_TILES) - 1).bit_length()) for extent in wrong.shape)
     of_columns = torch.zeros(wrong.shape[1], dtype=torch.float64, device=wrong.device)
     of_tile_rows = []
     for rows in cached_chunks(wrong):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.finding import Comparison, Describe, format_count, make_finding, sentence
+from narrowgauge.harness.checks.distance import Comparison, format_count, measure
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference.bounds.bounds import Bounds
@@ -32,12 +33,13 @@ def check_bounds(
     if not bool(correct.all()):
         wrong = ~correct
         distance = _distance_to_bounds(actual, limits).masked_fill_(correct, -1)
-        result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_count_by_tier(wrong, limits.tier)}"
+        comparison = Comparison(limits.expected, actual)
+        distances = measure(wrong, distance, comparison)
+        result.sentence = f"{sentence(wrong, distances, 'outputs')}; {_count_by_tier(wrong, limits.tier)}"
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.wrong_elements = wrong
-        comparison = Comparison(limits.expected, actual)
         result.finding = make_finding(
-            stage, "bound", result.sentence, wrong, distance, describe=describe, comparison=comparison
+            stage, "bound", result.sentence, wrong, distances, describe=describe, comparison=comparison
         )
     return result
 

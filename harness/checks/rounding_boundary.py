@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.finding import Comparison, Describe, format_count, make_finding, sentence
+from narrowgauge.harness.checks.distance import Comparison, format_count, measure
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.rotation_interval import power_of_two
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
@@ -112,10 +113,11 @@ def _compare(
     if bool(wrong.any()):
         (distance,) = map_row_chunks(distance_to_ends, wrong, comparison.actual, *ends)
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
-        result.sentence = f"{sentence(wrong, distance, noun)}; no order of summation gives them"
+        distances = measure(wrong, distance, comparison)
+        result.sentence = f"{sentence(wrong, distances, noun)}; no order of summation gives them"
         result.wrong_elements = wrong
         result.finding = make_finding(
-            stage, "boundary", result.sentence, wrong, distance, describe=describe, comparison=comparison
+            stage, "boundary", result.sentence, wrong, distances, describe=describe, comparison=comparison
         )
     elif bool((changed := excused & straddling).any()):
         (distance,) = map_row_chunks(distance_to_expected, excused, comparison.actual, comparison.expected)

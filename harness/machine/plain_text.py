@@ -24,6 +24,9 @@ _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
 """Start of a command of a CI service: `::error` on GitHub, `##[error]` and `##vso[…]` on Azure. A `::` inside a line
 counts if it begins a word, because a terminal wraps lines between words."""
 
+RELATIVE_FROM = 100
+"""Steps of a format from which on a text gives a distance as a relative difference: such a count says nothing."""
+
 
 def escape(text: str) -> str:
     r"""`text` with unsafe characters as `\x1b` or `\u202e`, and with a backslash inside each start of a command.

@@ -13,6 +13,22 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def load() -> float:
+    """Processes that run or wait for a core, a mean of the last minute. 0 where the system does not count them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def other_work(before: float, after: float, own: int) -> str:
+    """Sentence on the work of other programs during a measurement. Empty if the cores had room for all.
+
+    `before`, `after`: `load` at the start and at the end; `own`: processes of the measurement that run at once.
+    """
+    others = round(max(before, after - own))
+    if others < 1 or others + own <= cores():
+        return ""
+    return f"{others} other processes on {cores()} cores during the run: times are longer than without them"
+
+
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 

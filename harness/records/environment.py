@@ -21,6 +21,10 @@ _JUDGING = (
 """Folders of the harness that records depend on. Reports and tools change no record."""
 
 
+USER_COMMIT = "commit of your repository"
+"""Fact of a run in a user's repository. The fact `commit` is of narrowgauge."""
+
+
 @dataclass(frozen=True)
 class Fact:
     """A line of `narrowgauge doctor`."""
@@ -103,12 +107,31 @@ def _gpu() -> list[Fact]:
 
 def _commit() -> Fact:
     try:
-        process = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=_PACKAGE.parent, capture_output=True, text=True, check=False
-        )
+        described = _git(_PACKAGE.parent, "describe", "--always", "--dirty")
     except OSError:
         return Fact("commit", "unknown: git is not installed")
-    return Fact("commit", process.stdout.strip() or "unknown: not a git checkout")
+    return Fact("commit", described or "unknown: not a git checkout")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    process = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return process.stdout.strip()
+
+
+def user_commit() -> dict[str, str]:
+    """The commit of the repository that holds the current folder, for the fact of this name. Empty outside of a
+    repository, and in the repository of narrowgauge, whose commit is a fact already."""
+    try:
+        top, own = (_git(folder, "rev-parse", "--show-toplevel") for folder in (Path.cwd(), _PACKAGE.parent))
+        if not top or top == own:
+            return {}
+        commit = _git(Path.cwd(), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    except OSError:
+        return {}
+    if not commit:
+        return {}
+    dirty = " with uncommitted changes" if commit.endswith("-dirty") else ""
+    return {USER_COMMIT: f"{commit.removesuffix('-dirty')}{dirty} of {Path(top).name}"}
 
 
 @cache
@@ -192,6 +215,7 @@ def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sa
         "seed": str(seed),
         **({"schedules": str(schedules)} if schedules else {}),
         **{fact.name: fact.value for fact in facts(gpu=device == "cuda")},
+        **user_commit(),
         "kernel flags": " ".join(flags),
         "kernel sources": kernel_hash(),
         **nvfp4_switches(),

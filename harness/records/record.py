@@ -16,7 +16,7 @@ from narrowgauge.harness.machine.plain_text import plain_value
 if TYPE_CHECKING:
     pass
 
-SCHEMA = 10
+SCHEMA = 11
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -145,7 +145,7 @@ ENTRIES = {
     "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "unbounded", "sentence"),
     "explanations": ("cause", "sentence", "stage", "exact"),
     "notes": ("cause", "sentence"),
-    "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),
+    "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census", "table"),
 }
 """Keys of the entries in columns with objects."""
 

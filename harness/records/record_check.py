@@ -51,6 +51,7 @@ _ENTRY_TYPES: dict[str, dict[str, Any]] = {
     "findings": {
         "stage": str, "rule": str, "sentence": str, "elements": list[dict[str, Any]], "modulo": dict[str, Any],
         "heat": dict[str, Any], "steps": list[list[int]], "census": dict[str, Any],
+        "table": dict[str, Any],
     },
 }  # fmt: skip
 """Types of the keys of `ENTRIES`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from narrowgauge.harness.cases.case_file import is_default
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.records.record import STACK
-from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural
+from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural, rule
 
 BINS = 8
 """Largest number of histogram bins in a line: the bins with most elements. The line counts the omitted bins."""
@@ -22,6 +23,8 @@ SPECIAL = {
     "no_code": "no code",
 }  # fmt: skip
 """Labels of the special values in a census (`harness.checks.finding.SPECIAL`)."""
+_FAR = 64
+"""Last bound of a bin below `RELATIVE_FROM`."""
 _SHOWN_CAUSES = 2
 """Exact causes with lines of their own. If there are more, the report counts all after the simplest."""
 
@@ -79,7 +82,7 @@ def finding_lines(findings: Iterable[dict[str, Any]]) -> list[str]:
     """Every finding after an empty line: its sentence, first and worst element, counts by place and distributions."""
     lines = []
     for finding in findings:
-        lines += ["", f"{finding['stage']} ({finding['rule']}): {finding['sentence']}"]
+        lines += ["", f"{finding['stage']} ({rule(finding['rule'])}): {finding['sentence']}"]
         lines += _elements(finding["elements"])
         lines += _counts(finding["modulo"])
         lines += [f"  {line}" for line in distribution_lines(finding)]
@@ -136,7 +139,7 @@ def _elements(elements: list[dict[str, Any]]) -> list[str]:
         return []
     names = list(dict.fromkeys(key for element in elements for key in element))
     columns = [[str(element.get(name, "")) for name in names] for element in elements]
-    labels = ["element" if name == "which" else name for name in names]
+    labels = ["element" if name == "which" else label(name) for name in names]
     label_width = max(map(len, labels))
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -145,15 +148,33 @@ def _elements(elements: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def label(key: str) -> str:
+    """The key of a figure of an element as words."""
+    return key.replace("_", " ")
+
+
+def step_counts(steps: Iterable[Sequence[int]]) -> list[tuple[int, str, int]]:
+    """Elements by signed distance from the expected number: order, words and count of each occupied bin.
+
+    `steps`: a histogram of a finding. Bins beyond ±`_FAR` steps are joined: a larger number says no more.
+    """
+    counts: Counter[tuple[int, str]] = Counter()
+    for low, high, count in steps:
+        far = _FAR + 1 if low > _FAR else -_FAR - 1 if high < -_FAR else 0
+        words = f"{'above' if far > 0 else 'below'} {_signed(far - 1 if far > 0 else far + 1)}" if far else ""
+        counts[far or low, words or _span(low, high)] += count
+    return [(order, words, count) for (order, words), count in sorted(counts.items()) if count]
+
+
 def distribution_lines(finding: dict[str, Any]) -> list[str]:
-    """Histogram of signed steps above the expected value, and counts of special values, if the finding has them."""
+    """Elements by actual minus expected number in steps, and counts of special values, if the finding has them."""
     lines = []
-    if steps := [(low, high, count) for low, high, count in finding.get("steps", ()) if count]:
+    if steps := step_counts(finding.get("steps", ())):
         shown = sorted(sorted(steps, key=lambda step: -step[2])[:BINS])
-        parts = [f"{number(count)} at {_span(low, high)}" for low, high, count in shown]
+        parts = [f"{number(count)} {'at ' * (words[0] in '+-0')}{words}" for _, words, count in shown]
         if len(steps) > BINS:
             parts.append(f"{plural(len(steps) - BINS, 'more bin')}")
-        lines.append(f"by steps above what is expected: {', '.join(parts)}")
+        lines.append(f"actual minus expected, in steps: {', '.join(parts)}")
     if sides := finding.get("census"):
         expected, actual = sides["expected"], sides["actual"]
         pairs = ((SPECIAL[name], number(count), number(actual[name])) for name, count in expected.items())

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
-from narrowgauge.harness.diagnosis.explanation import gives_every_byte
+from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS, gives_every_byte
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report.tables import recipe_family
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural, sentence
@@ -45,8 +45,8 @@ class Group:
 
     @property
     def failure(self) -> str:
-        """The first wrong stage and the cause: `codes wrong, explained exactly by ties-away`. For records without a
-        result the verdict and the message."""
+        """The first wrong stage and the cause: `codes wrong, explained exactly by elements: ties round away from zero`.
+        For records without a result the verdict and the message."""
         if self.verdict == "unexpected":
             return "passed though known to fail"
         stages = _values(self.records, "stage", "stages")
@@ -60,12 +60,14 @@ class Group:
     def _cause(self) -> str:
         if self.explanation is None or self.explanation["cause"] == "no-diagnosis":
             return "no cause known"
-        cause = str(self.explanation["cause"])
-        if cause in OF_EARLIER_CASES:
-            return cause
+        cause, words = str(self.explanation["cause"]), str(self.explanation["sentence"])
         if is_pattern(cause):
-            return f"pattern: {cause.partition(':')[2].replace('-', ' ')}"
-        return f"explained exactly by {cause}" if self.explanation["exact"] else f"possibly {cause}"
+            words = words.partition(" (")[0]  # its counts are of one record
+        elif cause not in OF_EARLIER_CASES:
+            exactly = bool(self.explanation["exact"])
+            possible = words.partition("; explains ")[0].removesuffix(UNTRIED_RIVALS)
+            words = f"explained exactly by {words}" if exactly else f"possible cause: {possible}"
+        return textwrap.shorten(words, _LONGEST, placeholder=" ...")
 
     @property
     def title(self) -> str:

@@ -47,7 +47,8 @@ def render(
     page.add("", escape(text.not_compared(records)))
     if notes := text.note_counts(records):
         page.add("", escape(notes))
-    facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
+    own = {"commit": "commit of narrowgauge"}
+    facts = ["", *(f"- {escape(own.get(label, label))}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []
     costs, durations = _accuracy(records), _times(records)
     groups = group(records)

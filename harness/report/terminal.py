@@ -98,7 +98,8 @@ def _print_rows(rows: list[dict[str, Any]], console: Console, marks: dict[str, s
     cells = []
     for row in rows:
         name = " ".join(filter(None, (row[key] for key in ("operation", "recipe", "dtype"))))
-        figures = [text.compact(row[key]) for key in ("compared", "mismatches", "max_ulp", "budget_max")]
+        figures = [text.compact(row["compared"]), text.compact(row["mismatches"])]
+        figures += [text.ulps(row["max_ulp"]), text.compact(row["budget_max"])]
         # A single number if all cases passed.
         passed = [row["pass"]] if row["pass"] == row["cases"] else [row["pass"], row["cases"]]
         counts = "/".join(map(text.number, passed))

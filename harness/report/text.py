@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.machine.plain_text import RELATIVE_FROM
 from narrowgauge.harness.records.record import (
     OUTCOMES,
     PASSES_ALONE,
@@ -75,15 +77,38 @@ def duration(seconds: float | None) -> str:
 
 
 def compact(value: float | None) -> str:
-    """A number in at most six characters: integers up to 99 999 in full, else three or four digits and an SI prefix."""
+    """A number in at most seven characters: integers up to 99 999 in full, larger counts with k, M or G, and other
+    numbers with three or four digits: 0.2048, 2.56e22."""
     if value is None or (isinstance(value, int) and abs(value) < 100_000):
         return number(value)
-    if not 1000 <= abs(value) < math.inf:
-        return f"{value:.4g}"
-    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
-        if abs(value) < 999.5 * size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value / 1e12:.3g}T"
+    if isinstance(value, int):
+        for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+            if abs(value) < 999.5 * size:
+                return f"{value / size:.3g}{unit}"
+    figure = f"{value:.4g}" if 1e-4 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3g}"
+    return re.sub(r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", figure)
+
+
+def ulps(value: int | None) -> str:
+    """A distance in steps of a format for a table. From `RELATIVE_FROM` on, no count of steps says anything."""
+    return number(value) if value is None or value < RELATIVE_FROM else f"> {RELATIVE_FROM - 1}"
+
+
+def interval(value: float | None) -> str:
+    """The width of an accepted interval: `3 ulp`, `1.2e7 ulp`."""
+    return "" if value is None else f"{compact(float(value))} ulp"
+
+
+RULES = {
+    "exact": "equal bytes", "bound": "inside the proved interval", "boundary": "equal, or next to a rounding boundary",
+    "statistics": "statistical tests", "guard": "memory around it unchanged", "repeat": "equal bytes in every run",
+}  # fmt: skip
+"""Rules of stages in words, by the names of the record."""
+
+
+def rule(name: str) -> str:
+    """A rule in words; the name of a rule of another version."""
+    return RULES.get(name, name)
 
 
 def plural(count: int, noun: str) -> str:

@@ -14,6 +14,8 @@ NOTE = (
     "Seconds of a wall clock, of all processes together. Other: digests, the record, turns on a GPU. Core: "
     "seconds of processors in that time, more where a case has several threads, less where it waits for one."
 )
+BUSY = "busy machine"
+"""Fact of a run whose machine had other work: its times are longer than those of the kernels alone."""
 SLOWEST = 10
 LABELS = ("all", *PHASES, "other", "core")
 """Labels of `TimeRow.seconds`, in order."""

@@ -155,6 +155,7 @@ def _measure(
         if on_outcome is not None:
             on_outcome(inputs, outcome)
         if record.verdict == "fail":
+            _show_elements(record, case, inputs, outcome)
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
@@ -272,6 +273,14 @@ def _fill(record: Record, outcome: Outcome) -> None:
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
         for name, value in informative(outcome.actual, outcome.expected).items():
             setattr(record, name, value)
+
+
+def _show_elements(record: Record, case: Case, inputs: Inputs, outcome: Outcome) -> None:
+    """Add the elements around the first wrong one, as `narrowgauge show` prints them, to the first finding."""
+    from narrowgauge.harness.operations.registry import operation_of
+
+    if record.findings and (table := operation_of(case).show(inputs, outcome, None)):
+        record.findings[0]["table"] = table.plain()
 
 
 def _size(record: Record) -> bool:

@@ -27,9 +27,10 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
+from narrowgauge.harness.machine.processors import load, other_work
 from narrowgauge.harness.records import coverage
 from narrowgauge.harness.records.history import path_beside, update
-from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
+from narrowgauge.harness.records.journal import FAILURES, Journal, RecordedRun, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
@@ -37,6 +38,7 @@ from narrowgauge.harness.report.groups import group
 from narrowgauge.harness.report.report import print_summary, write_journaled
 from narrowgauge.harness.report.terminal import print_text
 from narrowgauge.harness.report.text import duration, number, plural
+from narrowgauge.harness.report.times import BUSY
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.shard import Part
 
@@ -69,15 +71,19 @@ def run_session(
     another run, ReportError if the report cannot be written; its records are then in the journal.
     """
     console = Console()
-    started = time.monotonic()
-    header = cache(
-        lambda: new_run(
+    started, load_before = time.monotonic(), load()
+
+    @cache
+    def header() -> RecordedRun:
+        run = new_run(
             [case.id for case in cases], backend=settings.backend, device=settings.device, seed=settings.seed,
             input_path=settings.input_path, shard=str(part.shard) if part else None,
             selection=part.selection if part else "", schedules=settings.schedules, sanitize=settings.sanitize,
             command=command,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+        # The journal keeps what is known at the start, for a merge of shards.
+        busy = other_work(load_before, 0, settings.workers)
+        return replace(run, environment=run.environment | {BUSY: busy}) if busy else run
 
     def clock() -> float:
         return time.monotonic() - started
@@ -104,6 +110,8 @@ def run_session(
             warning, past = update(run, path_beside(directory), complete=complete)
             if warning:
                 print_text(warning, console, "yellow")
+        if busy := other_work(load_before, load(), settings.workers):
+            header().environment[BUSY] = busy
         page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link, past=past)
     if missing:
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
@@ -113,6 +121,8 @@ def run_session(
     )
     for name, reason in journal.sources.unverified.items():
         print_text(f"not verified: {name}: {reason}", console, "yellow")
+    if busy:
+        print_text(f"{BUSY}: {busy}", console, "yellow")
     for line in coverage.lines(matrix, records):
         console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)

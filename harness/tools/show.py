@@ -21,6 +21,7 @@ from narrowgauge.harness.records.record import STACK
 from narrowgauge.harness.report.failure_view import explanation_lines, note_lines
 from narrowgauge.harness.report.terminal import print_table, print_text
 from narrowgauge.harness.report.text import number as grouped
+from narrowgauge.harness.report.text import rule
 from narrowgauge.harness.running.runner import run_case
 
 
@@ -93,9 +94,9 @@ def _print_stages(outcome: Outcome, console: Console) -> None:
     cells, notes = [], []
     for s in outcome.stages:
         mark = "wrong" if s.sentence else "ok" if console.options.ascii_only else "✓"
-        cells.append((s.stage, s.rule, grouped(s.compared), grouped(s.mismatches), mark))
+        cells.append((s.stage, rule(s.rule), grouped(s.compared), grouped(s.mismatches), mark))
         notes.append(s.sentence or (f"assumes {s.assumes}" if s.assumes else ""))
-    print_table(("stage", "rule", "compared", "wrong", ""), cells, console, notes=notes)
+    print_table(("stage", "compared how", "compared", "wrong", ""), cells, console, notes=notes)
 
 
 def _print_elements(table: Table, console: Console) -> None:

@@ -74,9 +74,10 @@ def _fail(record: Any, number: int) -> None:
     record.mismatches, record.max_ulp = 70_301, 1
     record.message = f"{record.stage}: {SENTENCE.format(row=number % 64)}"
     element = {
-        "row": number % 64, "column": 2, "block": 0, "lane": 2, "input": -21474836480.0, "input_bits": "0xD0A0",
+        "row": number % 64, "column": 2, "block": 0, "column_in_block": 2, "input": -21474836480.0,
+        "input_bits": "0xD0A0",
         "scaled": -5.0, "scale": 56.0, "scale_bits": "0b01100110", "expected": -4.0, "expected_bits": "0b1110",
-        "actual": -6.0, "actual_bits": "0b1111", "distance": 1,
+        "actual": -6.0, "actual_bits": "0b1111", "distance": "1 step",
     }  # fmt: skip
     record.findings = [
         {

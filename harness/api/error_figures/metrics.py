@@ -12,7 +12,8 @@ import torch
 from narrowgauge import adapt
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.finding import Comparison, histogram
+from narrowgauge.harness.checks.distance import Comparison
+from narrowgauge.harness.checks.finding import histogram
 from narrowgauge.spec.arguments import dtype_name
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, Format

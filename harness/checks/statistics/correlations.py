@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest
 from narrowgauge.harness.checks.statistics.tail_bounds import bennett
 
@@ -62,14 +62,14 @@ class Correlations:
         """Add the residuals of the first calls, float32 (calls, M, K)."""
         blocks, variances = self._in_blocks(residuals), self._in_blocks(self._variance.unsqueeze(0))
         for dimension, noun, reach in (
-            (LANES, "lane", REACH), (BLOCKS, "block", REACH // self.width), (ROWS, "row", REACH),
+            (LANES, "column", REACH), (BLOCKS, "block", REACH // self.width), (ROWS, "row", REACH),
         ):  # fmt: skip
             few, its_variances = (_at_most(part, dimension) for part in (blocks, variances))
             for distance in _distances(few.shape[dimension], reach):
                 self._add(f"{noun}s {distance} apart", few, its_variances, dimension, distance)
         flat, flat_variances = (_in_memory_order(part) for part in (residuals, self._variance.unsqueeze(0)))
         for distance in _distances(flat.shape[LANES], REACH):
-            if distance >= self.width:  # lanes are nearer
+            if distance >= self.width:  # columns of a block are nearer
                 self._add(f"elements {distance} apart", flat, flat_variances, LANES, distance)
         for distance in _distances(len(flat), len(flat)):
             name = "calls" if distance == 1 else f"calls {distance} apart"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from narrowgauge.harness.checks.distance import measure
 from narrowgauge.harness.checks.finding import make_finding
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM, holm
@@ -56,7 +57,7 @@ def _fail(stage: StageResult, tests: list[StatisticalTest]) -> None:
             stage.rule,
             stage.sentence,
             stage.wrong_elements,
-            distance,
+            measure(stage.wrong_elements, distance, comparison),
             describe=describe,
             comparison=comparison,
         )

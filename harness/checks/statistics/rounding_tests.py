@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.statistics.correlations import Correlations
 from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices
 from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest

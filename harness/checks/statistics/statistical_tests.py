@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.harness.checks.finding import Comparison, Describe
+from narrowgauge.harness.checks.distance import Comparison
+from narrowgauge.harness.checks.finding import Describe
 
 
 @dataclass

@@ -97,7 +97,9 @@ def _axis_places(axis: _Axis) -> _AxisPlaces:
             continue
         if len({number % tile for number in numbers}) == 1:
             lane = first % tile
-            phrase = f"at lane {lane} of each block of {tile}" if name == "column" else f"in rows {lane} modulo {tile}"
+            phrase = (
+                f"at column {lane} of each block of {tile}" if name == "column" else f"in rows {lane} modulo {tile}"
+            )
             yield f"place:{axis.lane}-{lane}", phrase, range(lane, extent, tile), tile, False
         start = extent // tile * tile
         if extent % tile and first >= start:

@@ -6,7 +6,7 @@ from math import exp, lgamma, log
 
 import torch
 
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.patterns.element_classes import element_classes

@@ -12,8 +12,8 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.backends.guarded_memory import dense, element_bytes
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm, padded_rows
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.exact import exact_floats
-from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.gemm.end_to_end import add_end_to_end

@@ -15,7 +15,7 @@ from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
 from narrowgauge.harness.cases.families import CODES
 from narrowgauge.harness.cases.sections import band_rows
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize.call import dequantize, quantize_both

@@ -8,6 +8,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.checks.bit_equality import with_nans_of
+from narrowgauge.harness.checks.distance import measure
 from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
@@ -104,8 +105,9 @@ def _refuse(
     still = bool((choices.least == choices.greatest)[wrong].all())
     wrong, distance = ((t.T.contiguous() if transposed else t) for t in (wrong, outside.masked_fill(outside == 0, -1)))
     result.mismatches, result.max_ulp, result.wrong_elements = int(wrong.sum()), int(distance.amax()), wrong
-    why = "these values never move" if still else "no random bits give them"
+    why = "each has a single right code" if still else "no random bits give them"
     when = f" (call {call})" if call else ""
-    result.sentence = f"{sentence(wrong, distance, 'codes')}; {why}{when}"
+    distances = measure(wrong, distance, None)
+    result.sentence = f"{sentence(wrong, distances, 'codes')}; {why}{when}"
     # Its elements show the codes of the first call.
-    result.finding = make_finding(result.stage, result.rule, result.sentence, wrong, distance, describe=describe)
+    result.finding = make_finding(result.stage, result.rule, result.sentence, wrong, distances, describe=describe)

@@ -13,10 +13,11 @@ from narrowgauge.reference.bounds.bounds import Bounds
 
 
 def rule_at(limits: Bounds, here: tuple[int, int]) -> str:
-    """How an output is judged: `exact`, by the `order` that is declared, or by the `bound` of any order."""
+    """Why an output is right or wrong: no order of summation rounds, the declared order gives it, or a proved interval
+    of all orders holds it."""
     if int(limits.tier[here]) == 1:
-        return "order"
-    return "exact" if bool(limits.exact[here]) else "bound"
+        return "declared order"
+    return "no order rounds" if bool(limits.exact[here]) else "proved interval"
 
 
 def output_stage(name: str, output: torch.Tensor, limits: Bounds, *, figures: bool = True) -> StageResult:

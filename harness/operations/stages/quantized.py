@@ -12,8 +12,9 @@ import torch
 
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks.bit_equality import same_bytes, with_nans_of
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
-from narrowgauge.harness.checks.finding import bits, float_view, format_count
+from narrowgauge.harness.checks.finding import bits, float_view
 from narrowgauge.harness.checks.rotation_interval import Interval, rotated_interval
 from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.stage import StageResult
@@ -386,7 +387,7 @@ def _codes(
         scaled = scaled_elements(subject.x[i : i + 1, k : k + 1], scale, of_row(encode, i), recipe, amax)
         scale_value, scale_bits = scale_view(scale, recipe.scale)
         return {
-            "row": row, "column": column, "block": block, "lane": k if recipe.whole else k % recipe.block[1],
+            "row": row, "column": column, "block": block, "column_in_block": k if recipe.whole else k % recipe.block[1],
             **(_swizzled(place, scales) if swizzled else {}),
             "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
             "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),

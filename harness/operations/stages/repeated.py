@@ -12,7 +12,7 @@ from narrowgauge.harness.backends.concurrency import GRAPH, SEQUENTIAL, STREAMS,
 from narrowgauge.harness.backends.guard import POISON, unwritten
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.host import PreparedRun
-from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
 
 RACE = "order-of-threads"

@@ -31,6 +31,11 @@ class Table:
         """Add a row. `style`: of rich."""
         self.rows.append((list(cells), style))
 
+    def plain(self) -> dict[str, Any]:
+        """The table as data: title, rows, headings first, and the places of the rows whose numbers are different."""
+        different = [place for place, (_, style) in enumerate(self.rows) if "bold" in style]
+        return {"title": self.title, "rows": [cells for cells, _ in self.rows], "different": different}
+
     def add_element(
         self,
         place: Place,

@@ -11,7 +11,8 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.backends.results import TensorForm
-from narrowgauge.harness.checks.finding import format_count, make_finding
+from narrowgauge.harness.checks.distance import format_count
+from narrowgauge.harness.checks.finding import make_finding
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -74,5 +75,5 @@ def _bytes(stage: str, actual: torch.Tensor, expected: torch.Tensor) -> StageRes
     count = f"{format_count(result.mismatches)} of {format_count(result.compared)} bytes"
     result.sentence = f"{count} are not in their place, {where}"
     result.wrong_elements = wrong
-    result.finding = make_finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
+    result.finding = make_finding(stage, "exact", result.sentence, wrong, None, describe=describe)
     return result

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
-from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference import ops as reference

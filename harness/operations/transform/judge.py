@@ -51,8 +51,8 @@ def add_rotated(outcome: Outcome, subject: Subject, output: torch.Tensor) -> Non
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
         value, raw = float_view(x[here])
-        group, lane = divmod(column, subject.group)
-        element = {"row": row, "column": column, "group": group, "lane": lane, "input": value}
+        group, place = divmod(column, subject.group)
+        element = {"row": row, "column": column, "group": group, "column_in_group": place, "input": value}
         element |= {"input_bits": raw, **float_views(expected[here], output[here])}
         if outcome.ends is not None:
             for name, end in zip(("lower", "upper"), outcome.ends, strict=True):

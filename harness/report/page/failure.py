@@ -8,7 +8,7 @@ from typing import Any
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report import text
-from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines, uneven
+from narrowgauge.harness.report.failure_view import explanation_lines, label, saved_lines, step_counts, uneven
 
 _BAND = re.compile(r"place:(row|column)s-(\d{1,9})-to-(\d{1,9})-of-(\d{1,9})")
 LONGEST = 4000
@@ -53,17 +53,17 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     figures = [
         ("compared", number(elements_compared(record))),
         ("wrong", number(record["mismatches"])),
-        ("max ulp", number(record["max_ulp"])),
-        ("tier 0, exact", share(record["exact_share"])),
-        ("tier 1, declared order", share(record["ordered_share"])),
-        ("excused", share(record["excused_share"])),
-        ("outside, end to end", share(record["outside_share"])),
-        ("budget, max", number(record["budget_max"])),
-        ("budget, p99", number(record["budget_p99"])),
-        ("interval, max ulps", number(record["interval_ulps_max"])),
-        ("interval, mean ulps", number(record["interval_ulps_mean"])),
+        ("largest distance, steps", text.ulps(record["max_ulp"])),
+        ("outputs that no order rounds", share(record["exact_share"])),
+        ("outputs judged by the declared order", share(record["ordered_share"])),
+        ("other roundings accepted", share(record["excused_share"])),
+        ("outside of the bounds, end to end", share(record["outside_share"])),
+        ("largest error / proved bound", text.compact(record["budget_max"])),
+        ("99th percentile of error / bound", text.compact(record["budget_p99"])),
+        ("accepted interval, widest", text.interval(record["interval_ulps_max"])),
+        ("accepted interval, mean", text.interval(record["interval_ulps_mean"])),
         ("p-value", number(record["p_value"])),
-        ("draws", number(record["draws"])),
+        ("random roundings counted", number(record["draws"])),
         ("SQNR, dB", number(record["sqnr_db"])),
         ("allclose would pass", number(record["allclose"])),
     ]
@@ -76,18 +76,19 @@ def _finding(finding: dict[str, Any]) -> dict[str, Any]:
     heat = finding.get("heat") or {}
     return {
         "stage": finding.get("stage", ""),
-        "rule": finding.get("rule", ""),
+        "rule": text.rule(finding.get("rule", "")),
         "sentence": cut(finding.get("sentence", "")),
         "which": [element.get("which", "") for element in elements],
-        "keys": keys,
+        "keys": [label(key) for key in keys],
         "elements": [[cut(_value(element.get(key))) for key in keys] for element in elements],
         "heat": {"rows": 1, "columns": 1, **heat} if any(heat.get("counts") or []) else None,
         "modulo": {
             axis: {divisor: counts for divisor, counts in by.items() if uneven(counts)}
             for axis, by in (finding.get("modulo") or {}).items()
         },
-        "steps": finding.get("steps") or [],
+        "steps": step_counts(finding.get("steps") or []),
         "census": finding.get("census") or {},
+        "table": finding.get("table") or {},
     }
 
 

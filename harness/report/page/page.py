@@ -70,7 +70,7 @@ def _read(name: str) -> str:
 def _group(failure_group: Group) -> dict[str, Any]:
     worst = failure_group.records[0]
     title = failure_group.title.removeprefix(f"{failure_group.verdict}: ")
-    gist = cut(text.explanation(failure_group.explanation) or text.sentence(worst))
+    gist = cut(text.sentence(worst))  # the title has the cause
     return {
         "verdict": failure_group.verdict,
         "title": title,

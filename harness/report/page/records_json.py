@@ -132,7 +132,7 @@ def _accuracy(record: dict[str, Any]) -> str:
 
 def _stages(record: dict[str, Any]) -> str:
     """A line for each stage: name and rule with a tab between them. Most records share the text."""
-    return "\n".join(f"{stage.get('stage', '')}\t{stage.get('rule', '')}" for stage in record["stages"])
+    return "\n".join(f"{stage.get('stage', '')}\t{text.rule(stage.get('rule', ''))}" for stage in record["stages"])
 
 
 def _counts(record: dict[str, Any]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowgauge.harness.machine.processors import load, other_work
 from narrowgauge.harness.operations.timing.operation_bench import BenchTask
 from narrowgauge.harness.records.environment import describe_run
+from narrowgauge.harness.report.times import BUSY
 from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.cost_growth import FIRST, LAST, STEP, CostCurve, measure_growth
 from narrowgauge.harness.tools.bench.report import report, table
@@ -29,7 +32,7 @@ def run_rates(
 ) -> bool:
     """Time the tasks, print and write the report. Returns whether every output is correct. Raises OSError if the report
     cannot be written."""
-    console, started = _console(console), time.monotonic()
+    console, started = _console(console), Start()
     with _Bar(console, len(tasks) + launches) as bar:
         bench = measure(tasks, device, quick=quick, compiling=compiling, launches=launches, on_task=bar.next)
     table.print_bench(bench, console)
@@ -38,7 +41,7 @@ def run_rates(
 
 def run_growth(device: str, directory: Path, *, last: int | None = None, console: Console | None = None) -> bool:
     """Measure cost growth up to 2^`last` elements. Returns and raises as `run_rates`."""
-    console, started = _console(console), time.monotonic()
+    console, started = _console(console), Start()
     sizes = range(FIRST, (LAST[device] if last is None else last) + 1, STEP)
     with _Bar(console, len(sizes)) as bar:
         curves = measure_growth(device, last=last, on_size=bar.next)
@@ -46,13 +49,24 @@ def run_growth(device: str, directory: Path, *, last: int | None = None, console
     return _end(Bench(), curves, device, directory, console, started)
 
 
+@dataclass(frozen=True)
+class Start:
+    """Time and load of the machine when a bench began."""
+
+    clock: float = field(default_factory=time.monotonic)
+    others: float = field(default_factory=load)
+
+
 def _end(
-    bench: Bench, growths: list[CostCurve], device: str, directory: Path, console: Console, started: float
+    bench: Bench, growths: list[CostCurve], device: str, directory: Path, console: Console, started: Start
 ) -> bool:
     environment = describe_run(backend="native", device=device, seed=0)
+    if busy := other_work(started.others, load(), 1):
+        environment[BUSY] = busy
+        console.print(f"{BUSY}: {busy}", style="yellow")
     page = report.write(bench, growths, environment, directory)
     passed = report.verdict_of(bench, growths) == "pass"
-    summary = f"{report.sentence(bench, growths)}; {time.monotonic() - started:.1f} s; report: {page}"
+    summary = f"{report.sentence(bench, growths)}; {time.monotonic() - started.clock:.1f} s; report: {page}"
     console.print(summary, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
     return passed
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.checks.finding import float_view, format_count
+from narrowgauge.harness.checks.distance import format_count
+from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
 from narrowgauge.harness.tools.dialect.rules import Rules, canonical, raw, spread, with_fields
 from narrowgauge.reference.quantize.exponents import exponent_codes

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 HIGH_PRECISION = "high precision"
+SHORT = "unsupported"
+"""Outcome whose mark and colour a training has that is right and too short to learn: no verdict on its kernels."""
 SHOWN = 5
 """Wrong stages of a training that are printed."""
 COLUMNS = ("recipe", "layers", "final loss", "apart", "steps", "agree", "stages", "elements", "time")
@@ -102,13 +104,24 @@ def not_compared(training: Training) -> str:
     return f"{name(training)}: not compared: {stages}" if stages else ""
 
 
+def outcome(training: Training, trainings: Sequence[Training], entropy: float) -> str:
+    """Outcome whose mark and colour a training of a session has: `pass`, `fail`, or `SHORT`."""
+    if training.passed(entropy):
+        return "pass"
+    return SHORT if training.too_short(trainings, entropy) else "fail"
+
+
 def sentence(trainings: Sequence[Training], entropy: float) -> str:
     """The session as a sentence."""
     failed = [training for training in trainings if not training.passed(entropy)]
     if failed or not trainings:
         unfinished = sum(not training.complete for training in failed)
         rest = f", {unfinished} of which did not take every step" if unfinished else ""
-        if short := sum(training.too_short(trainings, entropy) for training in failed):
+        short = sum(training.too_short(trainings, entropy) for training in failed)
+        if failed and short == len(failed):
+            length = text.plural(failed[0].task.steps, "step")
+            return f"{text.plural(short, 'training')} of {length}: right, and too short to learn; give more --steps"
+        if short:
             rest += f"; {short} of them are right and too short to learn"
         return f"{len(failed)} of {text.plural(len(trainings), 'training')} did not pass{rest}"
     steps = [step for training in trainings for step in training.steps]
@@ -125,17 +138,19 @@ def print_result(trainings: Sequence[Training], entropy: float, console: Console
     from narrowgauge.harness.report.terminal import print_table
 
     marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
-    verdicts = ["pass" if training.passed(entropy) else "fail" for training in trainings]
+    verdicts = [outcome(training, trainings, entropy) for training in trainings]
     rows = []
     for verdict, training in zip(verdicts, trainings, strict=True):
         recipe, layers, *figures = cells(training, text.compact)
         rows.append([f"{marks[verdict]} {recipe}, {layers}", *figures])
-    short = [training.too_short(trainings, entropy) for training in trainings]
-    styles = ["" if v == "pass" else "yellow" if s else "bold red" for v, s in zip(verdicts, short, strict=True)]
+    colours = {"pass": "", SHORT: "yellow", "fail": "bold red"}
+    styles = [colours[verdict] for verdict in verdicts]
     print_table((", ".join(COLUMNS[:2]), *COLUMNS[2:]), rows, console, styles=styles)
     console.print(Text(EXPLAINED, style="dim"))
-    for line_ in (line_ for training in trainings for line_ in failure_reasons(training, entropy, trainings)):
-        console.print(line_, markup=False, highlight=False, soft_wrap=True, style="red")
+    for training, verdict in zip(trainings, verdicts, strict=True):
+        for line_ in failure_reasons(training, entropy, trainings):
+            style = "yellow" if verdict == SHORT else "red"
+            console.print(line_, markup=False, highlight=False, soft_wrap=True, style=style)
     for line_ in filter(None, map(not_compared, trainings)):
         console.print(line_, markup=False, highlight=False, soft_wrap=True)
 
@@ -165,13 +180,14 @@ def _write_steps(trainings: Sequence[Training], writer: csv._writer) -> None:  #
 
 def render(trainings: Sequence[Training], environment: dict[str, str], entropy: float) -> str:
     """The page. Text from trainings and the environment is escaped."""
-    passed = [training.passed(entropy) for training in trainings]
+    outcomes = [outcome(training, trainings, entropy) for training in trainings]
     steps = max((training.task.steps for training in trainings), default=0)
     drawn = loss_figure(trainings, entropy, steps)
     return template.render(
         Path(__file__).with_name("train.html"),
         name="narrowgauge train",
-        verdict="pass" if trainings and all(passed) else "fail",
+        verdict=next((name for name in ("fail", SHORT) if name in outcomes), "pass") if trainings else "fail",
+        short=SHORT,
         sentence=sentence(trainings, entropy),
         environment=environment,
         figure=drawn,
@@ -181,7 +197,7 @@ def render(trainings: Sequence[Training], environment: dict[str, str], entropy: 
         entropy=entropy,
         columns=COLUMNS,
         explained=EXPLAINED,
-        rows=list(zip(passed, map(cells, trainings), strict=True)),
+        rows=list(zip(outcomes, map(cells, trainings), strict=True)),
         sentences=[reason for training in trainings for reason in failure_reasons(training, entropy, trainings)],
         left_out=list(filter(None, map(not_compared, trainings))),
     )

@@ -130,7 +130,7 @@ def test_failures_are_grouped_by_cause() -> None:
     text = report(ties_away, families=["normal", "e2m1-ties", "zeros"], shapes=[(32, 64), (8, 48)])
     head, first, second, *_ = re.split(r"^(?=.*: \d cases, quantize nvfp4)", text, flags=re.MULTILINE)
     assert re.fullmatch(r"ties_away, quantize nvfp4: \d of 8 cases did not pass\n\n", head)
-    assert first.startswith("codes wrong, explained exactly by ties-toward-zero: 2 cases, ")
+    assert first.startswith("codes wrong, explained exactly by elements: ties round toward zero: 2 cases, ")
     assert "explained exactly by: elements: ties round toward zero" in first
     assert first.count("reproduce: ") == second.count("reproduce: ") == 1
     assert "error: quantize raised ValueError: 48 columns (at test_check.py:" in second

@@ -85,9 +85,9 @@ def rolled_half(by):
 
 
 WRONG = {
-    "a word for 2": ((16, 256), placed(lambda flat: flat[::2].repeat_interleave(2)), "lanes 1 apart"),
-    "a word for 4": ((16, 256), placed(lambda flat: flat[::4].repeat_interleave(4)), "lanes 1 apart"),
-    "a word for 8": ((16, 256), placed(lambda flat: flat[::8].repeat_interleave(8)), "lanes 1 apart"),
+    "a word for 2": ((16, 256), placed(lambda flat: flat[::2].repeat_interleave(2)), "columns 1 apart"),
+    "a word for 4": ((16, 256), placed(lambda flat: flat[::4].repeat_interleave(4)), "columns 1 apart"),
+    "a word for 8": ((16, 256), placed(lambda flat: flat[::8].repeat_interleave(8)), "columns 1 apart"),
     "lanes repeat": ((16, 256), placed(lambda flat: flat[:32].repeat(len(flat) // 32)), "blocks 2 apart"),
     "1024": ((2, 2048), placed(lambda flat: flat[:1024].repeat(4)), "blocks 64 apart"),
     "4096 columns": ((2, 8192), placed(lambda flat: flat[:4096].repeat(4)), "blocks 256 apart"),

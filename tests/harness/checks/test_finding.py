@@ -5,14 +5,9 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.checks.finding import (
-    Comparison,
-    census,
-    float_view,
-    histogram,
-    make_finding,
-    sentence,
-)
+from narrowgauge.harness.checks.distance import Comparison, measure
+from narrowgauge.harness.checks.exact import exact_codes, exact_floats
+from narrowgauge.harness.checks.finding import census, float_view, histogram, make_finding, sentence
 from narrowgauge.spec.formats import E2M1, E2M3, E4M3, E5M2, E8M0
 
 
@@ -25,15 +20,17 @@ def wrong_at(shape, *places):
 
 def said(wrong, distance=None):
     distance = torch.ones(wrong.shape, dtype=torch.int64) if distance is None else distance
-    return sentence(wrong, distance, "codes")
+    return sentence(wrong, measure(wrong, distance, None), "codes")
 
 
 def found(wrong, distance=None):
     distance = torch.ones(wrong.shape, dtype=torch.int64) if distance is None else distance
-    distance = distance.masked_fill(~wrong, -1)
-    return make_finding(
-        "codes", "exact", "a sentence", wrong, distance, describe=lambda row, column: {"row": row, "column": column}
-    )
+    distances = measure(wrong, distance.masked_fill(~wrong, -1), None)
+    return make_finding("codes", "exact", "a sentence", wrong, distances, describe=place)
+
+
+def place(row, column):
+    return {"row": row, "column": column}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +80,72 @@ def test_first_and_worst():
     distance = torch.zeros(4, 64, dtype=torch.int64)
     distance[1, 40], distance[2, 3], distance[3, 3] = 2, 9, 9
     assert found(wrong, distance)["elements"] == [
-        {"which": "first", "row": 1, "column": 40, "distance": 2},
-        {"which": "worst", "row": 2, "column": 3, "distance": 9},
+        {"which": "first", "row": 1, "column": 40, "distance": "2 steps"},
+        {"which": "worst", "row": 2, "column": 3, "distance": "9 steps"},
     ]
+
+
+FLOATS = {
+    "step": (1.0, 1.0078125), "half": (1.0, 0.5), "above": (4.0, 4.0 * 2**20), "from 0": (0.0, 3.5),
+    "sign": (2.0, -2.0), "nan": (1.0, math.nan), "no nan": (math.nan, 1.0), "inf": (-1.0, math.inf),
+    "no inf": (math.inf, 3.0), "zero": (0.0, -0.0),
+}  # fmt: skip
+"""Expected and actual number of an element, bfloat16."""
+
+
+def floats(*names):
+    expected, actual = torch.tensor([FLOATS[name] for name in names], dtype=torch.bfloat16).T.unsqueeze(1)
+    return exact_floats("output", actual, expected, noun="outputs", describe=place)
+
+
+@pytest.mark.parametrize(
+    ("names", "how_far"),
+    [
+        (["step", "step"], ", each by 1 step, "),
+        (["half", "half"], ", each by 50 % of the expected value, "),
+        (["step", "half"], ", by up to 50 % of the expected value, "),
+        (["half", "above"], ", by up to 1.05e+06 times the expected value, "),
+        (["zero", "zero"], ", each the other zero, "),
+        (["from 0", "from 0"], ", each not 0 where 0 is expected, "),
+        (["sign", "sign"], ", each with the other sign, "),
+        (["nan", "nan"], ", each NaN where a number is expected, "),
+        (["no nan", "no nan"], ", each a number where NaN is expected, "),
+        (["inf", "inf"], ", each infinite where a finite number is expected, "),
+        (["no inf", "no inf"], ", each finite where infinity is expected, "),
+        (["nan", "sign", "nan"], ": 1 with the other sign, 2 NaN where a number is expected; "),
+        (["nan", "step", "step"], ": 1 NaN where a number is expected, 2 by 1 step; "),
+        (["inf", "half", "step"], ": 1 infinite where a finite number is expected, 2 by up to 50 % of the expected "),
+    ],
+)
+def test_far_elements_have_no_count_of_steps(names, how_far):
+    result = floats(*names)
+    assert result.sentence.startswith(f"{len(names)} of {len(names)} outputs differ{how_far}")
+
+
+@pytest.mark.parametrize(
+    ("names", "worst"),
+    [
+        (["step", "nan", "half", "inf", "sign"], (2, "50 % of the expected value")),
+        (["nan", "step"], (1, "1 step")),
+        (["inf", "sign", "nan"], (1, "other sign")),
+        (["nan", "from 0", "sign"], (1, "not 0 where 0 is expected")),
+    ],
+)
+def test_the_worst_element_is_an_ordinary_one(names, worst):
+    first, last = floats(*names).finding["elements"]
+    assert first["column"] == 0
+    assert (last["column"], last["distance"]) == worst
+
+
+def test_of_special_values_the_first_is_shown_alone():
+    (only,) = floats("nan", "inf", "no nan").finding["elements"]
+    assert only == {"which": "first", "row": 0, "column": 0, "distance": "NaN where a number is expected"}
+
+
+def test_a_byte_above_the_codes_is_no_number():
+    actual, expected = torch.tensor([[0x41, 3]], dtype=torch.uint8), torch.tensor([[1, 1]], dtype=torch.uint8)
+    result = exact_codes("codes", actual, expected, E2M3, noun="codes", describe=place)
+    assert result.sentence == "2 of 2 codes differ: 1 no code of the format, 1 by 2 steps; the first at row 0, column 0"
 
 
 def test_counts_by_row_and_column():
@@ -105,11 +165,11 @@ def test_counts_by_row_and_column():
 @pytest.mark.parametrize(
     ("shape", "tile", "tiles"),
     [
-        ((1, 1), (16, 16), (1, 1)),
-        ((40, 20), (16, 16), (3, 2)),
+        ((1, 1), (1, 1), (1, 1)),
+        ((40, 20), (2, 1), (20, 20)),
         ((512, 512), (16, 16), (32, 32)),
-        ((513, 2048), (17, 64), (31, 32)),
-        ((16, 100_000), (16, 3125), (1, 32)),
+        ((513, 2048), (32, 64), (17, 32)),  # powers of two, so that mistakes in each block do not make bands
+        ((16, 100_000), (1, 4096), (16, 25)),  # one row of tiles only for one row
     ],
 )
 def test_a_heat_map_has_at_most_32_tiles_a_side(shape, tile, tiles):
@@ -173,7 +233,7 @@ def test_a_finding_with_a_comparison_has_steps_and_census():
         "exact",
         "a sentence",
         wrong,
-        wrong.long(),
+        measure(wrong, wrong.long(), None),
         describe=lambda _, __: {},
         comparison=Comparison(expected, actual),
     )

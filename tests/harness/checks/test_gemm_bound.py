@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.distance import steps_words
 from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate
@@ -62,12 +63,13 @@ def one(limits, where, value):
     return actual, (row, column)
 
 
-def judged_wrong(result, place, distance=1):
+def judged_wrong(result, place, distance=1, words=""):
     elements = result.finding["elements"]
     return (
         not result.passed
         and (result.mismatches, result.max_ulp) == (1, distance)
-        and elements == [{"which": "first", "row": place[0], "column": place[1], "distance": distance}]
+        and elements
+        == [{"which": "first", "row": place[0], "column": place[1], "distance": words or steps_words(distance)}]
     )
 
 

@@ -119,7 +119,8 @@ def test_a_wrong_rotation_is_caught(wrong, family):
     assert (record.verdict, record.stage) == ("fail", "output")
     assert record.message.endswith("; no order of summation gives them")
     assert record.findings[0]["rule"] == "boundary"
-    assert {"lower", "upper", "expected", "actual", "input_bits", "lane"} <= record.findings[0]["elements"][0].keys()
+    element = record.findings[0]["elements"][0]
+    assert {"lower", "upper", "expected", "actual", "input_bits", "column_in_group"} <= element.keys()
 
 
 @pytest.mark.parametrize("family", ["normal", "spread", "outliers", "subnormal"])

@@ -201,8 +201,8 @@ WRONG = {
         spoiling(lambda codes, q, x, _: torch.where(x < 0, odds_of_case(x, q).below | 8, codes)),
         "bias of negative values",
     ),
-    "lanes share": (drawing(repeat_lanes), "lanes 1 apart"),
-    "threads share": (drawing(repeat_words), "lanes 4 apart"),
+    "lanes share": (drawing(repeat_lanes), "columns 1 apart"),
+    "threads share": (drawing(repeat_words), "columns 4 apart"),
     "blocks share": (drawing(repeat_blocks), "blocks 1 apart"),
     "rows share": (drawing(repeat_rows), "rows 1 apart"),
     "offset not advanced": (drawing(lambda own, seed, _: philox_of(own, seed, 0)), "calls"),
@@ -251,8 +251,12 @@ def test_the_draws_of_a_case_see_a_bias_of_1_in_512(change, test):
 @pytest.mark.parametrize(
     ("change", "inputs", "why"),
     [
-        (inclusive, "lattice", "the first at row 2, column 43; these values never move"),
-        (one_moves, "lattice", "1 of 12 288 codes differ, each by 1 step, at row 0, column 1; these values never move"),
+        (inclusive, "lattice", "the first at row 2, column 43; each has a single right code"),
+        (
+            one_moves,
+            "lattice",
+            "1 of 12 288 codes differ, each by 1 step, at row 0, column 1; each has a single right code",
+        ),
         (two_steps, "normal", "1 of 12 288 codes differ, each by 1 step, at row 1, column 2; no random bits give them"),
     ],
 )

@@ -113,8 +113,8 @@ def test_p_values_of_a_right_sampler_are_never_too_small():
         decide([result])
         assert result.passed
         smallest.append(result.figures["p_value"])
-    names = {"class 144/256", "bias", "dispersion", "one element", "lanes 1 apart", "lanes 8 apart", "blocks 1 apart",
-             "rows 2 apart", "calls", "seeds", "bias of negative values from 2 to 4"}  # fmt: skip
+    names = {"class 144/256", "bias", "dispersion", "one element", "columns 1 apart", "columns 8 apart",
+             "blocks 1 apart", "rows 2 apart", "calls", "seeds", "bias of negative values from 2 to 4"}  # fmt: skip
     assert names <= found.keys()
     for test, p_values in [*found.items(), ("smallest", smallest)]:
         if "searched" not in test:  # the distance of these tests depends on the draws

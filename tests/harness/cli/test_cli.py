@@ -290,6 +290,15 @@ def test_an_unsupported_case_fails_only_if_strict(one_process, options, status):
     assert "reproduce:" not in result.stdout
 
 
+def test_a_busy_machine_is_said_beside_the_times(one_process, monkeypatch):
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.load", lambda: 1e6)
+    result = narrowgauge("run", "--backend", "cli_kernels:Wrong", "-k", "quantize")
+    assert "busy machine: 1000000 other processes on " in result.stdout
+    page = Path("reports/latest/index.html").read_text(encoding="utf-8")
+    assert page.count("1000000 other processes on ") == 2
+    assert "1000000 other processes" in Path("reports/latest/records.jsonl").read_text(encoding="utf-8").splitlines()[0]
+
+
 def test_an_interrupted_run_is_no_success_and_has_its_report(monkeypatch):
     def interrupted(cases, settings, on_record, on_loaded):
         record = run_case(cases[0], load_backend("reference")).to_dict()

@@ -38,10 +38,10 @@ PLACES = {
     "place:row-17": (at(17, EVERY), "in row 17", "1.04 %"),
     "place:last-column": (at(EVERY, 159), "in the last column", "0.625 %"),
     "place:column-5": (at(EVERY, 5), "in column 5", "0.625 %"),
-    "place:lane-15": (at(EVERY, slice(15, None, 16)), "at lane 15 of each block of 16", "6.25 %"),
+    "place:lane-15": (at(EVERY, slice(15, None, 16)), "at column 15 of each block of 16", "6.25 %"),
     "place:lane-40": (
         at(slice(2, 90, 3), slice(40, None, 64), (96, 320)) | at(slice(2, 90, 7), slice(40, None, 64), (96, 320)),
-        "at lane 40 of each block of 64", "1.56 %",
+        "at column 40 of each block of 64", "1.56 %",
     ),
     "place:row-lane-3": (at(slice(3, None, 32), EVERY, (256, 160)), "in rows 3 modulo 32", "3.12 %"),
     "place:rows-96-to-127-of-128": (at(IN_BAND, slice(3, 50), (2048, 64)), "in rows 96 to 127 of every 128", "25 %"),

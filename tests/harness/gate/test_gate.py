@@ -381,7 +381,7 @@ def test_cases_are_grouped_by_cause_and_dimensions() -> None:
     accepted = [record(f"i{n}") for n in range(12)] + [product(f"b{n}", budget_max=1.0) for n in range(1, 3)]
     groups = judge(run(*bad, *better), baseline_of(run(*accepted))).groups
     (found,) = groups["worse"]
-    assert found.title.startswith("codes wrong, explained exactly by ties-away: ")
+    assert found.title.startswith("codes wrong, explained exactly by ties round away: ")
     for part in ("fail, was pass", "largest error 3 ulp, was 0", "78 wrong elements, was 0", "12 cases, all quantize"):
         assert part in found.title
     assert found.notes[0][0].endswith("/i11")  # the worst case first

@@ -103,7 +103,7 @@ def test_a_function_of_it_is_checked() -> None:
     from my_scale import PlusOne
 
     assert narrowgauge.check(Right().scale_columns, CASE).passed == 1
-    with pytest.raises(AssertionError, match="explained exactly by gamma-plus-one"):
+    with pytest.raises(AssertionError, match="explained exactly by the factor is"):
         narrowgauge.check(PlusOne().scale_columns, [CASE, "scale-columns/5x9/fp32/outliers/plus_one"])
     with pytest.raises(ValueError, match="which does not run scale-columns"):
         narrowgauge.check(Right().scale_columns, CASE, operation="gemm")

@@ -231,7 +231,7 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
             f"*{QUICK[3]}*",
             "fail: codes: 2 of 768 codes differ, by up to 7 steps, the first at row 2, column 7",
             f"reproduce: narrowgauge show {QUICK[3]} --backend plugin_kernels:Wrong --device cpu",
-            "codes (exact): 2 of 768 codes differ, *",
+            "codes (equal bytes): 2 of 768 codes differ*",
             "  element * first * worst",
             "  row * 2 * 4",
             "  column * 7 * 11",

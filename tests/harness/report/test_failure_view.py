@@ -10,7 +10,14 @@ import torch
 from rich.console import Console
 
 from narrowgauge.harness.checks import finding
-from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, explanation_lines, first_failure
+from narrowgauge.harness.checks.distance import Comparison
+from narrowgauge.harness.report.failure_view import (
+    SPECIAL,
+    distribution_lines,
+    explanation_lines,
+    first_failure,
+    step_counts,
+)
 from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.text import explanation
 from narrowgauge.harness.tools.run_cases import print_result
@@ -19,7 +26,7 @@ from tests.harness.runs import record
 STEPS = [[-2, -2, 1], [-1, -1, 3512], [0, 0, 90], [1, 1, 0], [2, 2, 0], [3, 4, 7]]
 CENSUS = {"expected": {"nan": 3, "negative_zero": 12}, "actual": {"nan": 0, "negative_zero": 12}}
 LINES = [
-    "by steps above what is expected: 1 at -2, 3 512 at -1, 90 at 0, 7 at +3 to +4",
+    "actual minus expected, in steps: 1 at -2, 3 512 at -1, 90 at 0, 7 at +3 to +4",
     "special values, expected → actual: NaN 3 → 0, −0 12",
 ]
 
@@ -36,7 +43,12 @@ def failing(*findings: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_terminal_shows_steps_and_census_behind_the_elements() -> None:
     lines = first_failure(failing(found(), found("values", census={}))).splitlines()
-    assert lines[3:7] == ["codes (exact): 37 codes differ", "  element  first", "  row          3", f"  {LINES[0]}"]
+    assert lines[3:7] == [
+        "codes (equal bytes): 37 codes differ",
+        "  element  first",
+        "  row          3",
+        f"  {LINES[0]}",
+    ]
     assert lines[7] == f"  {LINES[1]}"
     assert lines[-3] == f"  {LINES[0]}"
     assert sum(line.startswith("  special values") for line in lines) == 1
@@ -74,14 +86,24 @@ def test_a_terminal_of_80_columns_breaks_sentences_between_words() -> None:
     assert "saturated 10 000 → 20 000, subnormal 10 000 → 20 000" in " ".join(map(str.strip, lines))
 
 
+def test_more_than_64_steps_are_one_count() -> None:
+    steps = [[-(1 << 31), -(1 << 30) - 1, 5], [-128, -65, 2], [-64, -33, 1], [0, 0, 9], [65, 128, 4]]
+    assert step_counts(steps) == [
+        (-65, "below -64", 7), (-64, "-64 to -33", 1), (0, "0", 9), (65, "above +64", 4),
+    ]  # fmt: skip
+    wrong = failing(found(steps=steps))
+    assert "actual minus expected, in steps: 7 below -64, 1 at -64 to -33, 9 at 0, 4 above +64" in first_failure(wrong)
+    assert failure(wrong, [])["findings"][0]["steps"] == step_counts(steps)
+
+
 def test_what_a_finding_counts_has_a_name() -> None:
     """Of a finding of the harness."""
     expected = torch.tensor([[0.0, 1.0, float("nan")]])
     actual = torch.tensor([[-0.0, 1.0, 2.0]])
-    made = {"steps": finding.histogram(finding.Comparison(expected, actual))}
-    made["census"] = finding.census(finding.Comparison(expected, actual))
+    made = {"steps": finding.histogram(Comparison(expected, actual))}
+    made["census"] = finding.census(Comparison(expected, actual))
     assert distribution_lines(made) == [
-        "by steps above what is expected: 2 at 0",
+        "actual minus expected, in steps: 2 at 0",
         "special values, expected → actual: NaN 1 → 0, −0 0 → 1",
     ]
     assert tuple(SPECIAL) == finding.SPECIAL_VALUES

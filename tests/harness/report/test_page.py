@@ -27,6 +27,11 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH to op
 SEEN = {
     **FINDING,
     "steps": [[-2, -2, 5], [-1, -1, 0], [0, 0, 987], [1, 1, 32]],
+    "table": {
+        "title": "row 3, block 32",
+        "rows": [["column", "x"], ["516", "0.5"], ["517", "0.625"]],
+        "different": [2],
+    },
     "census": {"expected": {"nan": 0, "saturated": 7}, "actual": {"nan": 3, "saturated": 7}},
 }
 
@@ -146,8 +151,10 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     shown = html[html.index('<tr class="opened">') :]
     parts = [
         "explained exactly by: ties round away", "37 of 1024 codes differ", f"narrowgauge show {case} --backend native",
-        '<th scope="row">lane</th>',
-        "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "elements by steps above what is expected",
+        '<th scope="row">column in block</th>',
+        "row 3, block 32", '<tr class="differs"><td>517</td>', "heat map of wrong elements",
+        "rows 0–15, columns 16–31: 30 wrong", "wrong in a square:", " 7</span>",
+        "elements by actual minus expected, in steps",
         '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
         "fails at 1x16 too",
         "equal bytes", "above 1", "<td>50 %</td>", "0123456789abcdef", "digest of results",
@@ -162,7 +169,7 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     assert "row modulo 16" in shown
     assert "1 of 313 cases" in html
     assert 'aria-label="quantize nvfp4 bf16: ' in html
-    assert "Histogram of wrong elements by ulp" in html
+    assert "Wrong elements by actual minus expected" in html
     assert all(f"{title} by run</h3>" in html for title in ("Failed cases", "distance of a wrong element", "Time"))
 
 

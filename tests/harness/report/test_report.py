@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.harness.cases.operations import OPERATIONS, is_composed, stage_names
+from narrowgauge.harness.machine import processors
+from narrowgauge.harness.records.environment import USER_COMMIT, user_commit
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
 from narrowgauge.harness.report import (
     accuracy,
@@ -30,8 +33,9 @@ from narrowgauge.harness.report import (
 )
 from narrowgauge.harness.report.failure_view import first_failure, reproduction, saved_lines
 from narrowgauge.harness.report.page import page
+from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.text import expected_stages
-from tests.paths import CASES
+from tests.paths import CASES, ROOT
 
 QUANTIZE = ("amax", "tensor scale", "scales", "codes", "values")
 """Stages of a quantize."""
@@ -42,7 +46,7 @@ FINDING: dict[str, Any] = {
     "stage": "codes",
     "rule": "exact",
     "sentence": "37 of 1024 codes differ",
-    "elements": [{"which": "first", **ELEMENT}, {"which": "worst", **ELEMENT, "lane": 7}],
+    "elements": [{"which": "first", **ELEMENT}, {"which": "worst", **ELEMENT, "column_in_block": 7}],
     "modulo": {"row": {"16": [0] * 15 + [37], "128": [1] * 128}, "column": {"16": [3, 0] * 8, "128": [0] * 128}},
     "heat": {"rows": 16, "columns": 16, "counts": [[0, 30], [7, 0]]},
 }
@@ -231,10 +235,10 @@ def test_every_failing_group_has_a_title_and_a_command() -> None:
     ]
     found = groups.group(records)
     assert len({one.title for one in found}) == len(found) == 9
-    assert found[0].title.startswith("codes wrong, explained exactly by ties-away: 2 cases")
+    assert found[0].title.startswith("codes wrong, explained exactly by sentence of ties-away: 2 cases")
     out = printed(records, width=200)
     assert out.count("  narrowgauge show ") == len(found) - 1  # an unsupported case is no failure
-    for word in ("ties-away", "pattern: lane 3", "signal 11", "signal 6", "no kernel", "300 s"):
+    for word in ("ties-away", "sentence of place:lane-3", "signal 11", "signal 6", "no kernel", "300 s"):
         assert word in out
 
 
@@ -331,11 +335,75 @@ def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
     assert names[0] == ("ties-away", 3)
     assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
     assert "codes and x.codes wrong" in result[0].title
-    assert "possibly ties-away" in result[0].title  # some cases of these kinds have different bytes
-    assert sum("codes wrong, pattern: lane 3: 1 case" in one.title for one in result) == 2
+    assert "possible cause: sentence of ties-away" in result[0].title  # some cases of these kinds have different bytes
+    assert sum("codes wrong, sentence of place:lane-3: 1 case" in one.title for one in result) == 2
     html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
     for text_of in (html, summary):
         assert "sentence of ties-away; explains 3 of 6 cases that fail at this stage" in text_of
         assert "wrong elements: sentence of place:lane-3" in text_of
     lines = first_failure(records[0]).splitlines()
     assert lines[1:3] == ["explained by one of: sentence of truncated", "                 or: sentence of ties-away"]
+
+
+def test_one_commit_is_named_with_its_repository() -> None:
+    own = {"backend": "native", "commit": "1ba1b3b"}
+    for environment, first, folded in (
+        (own, "<dt>commit of narrowgauge</dt><dd>1ba1b3b</dd>", ""),
+        (
+            own | {USER_COMMIT: "abc of kernels"},
+            f"<dt>{USER_COMMIT}</dt><dd>abc of kernels</dd>",
+            "commit of narrowgauge",
+        ),
+    ):
+        shown, _, hidden = page.render([record()], environment, 1.0).partition("<details>")
+        assert first in shown
+        assert shown.count("<dt>commit") == 1
+        assert folded in hidden
+    assert "- commit of narrowgauge: 1ba1b3b" in markdown.render([record()], own, 1.0)
+
+
+def test_the_commit_of_a_users_repository_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert user_commit() == {}
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    assert re.fullmatch(rf"[0-9a-f]{{12}} of {tmp_path.name}", user_commit()[USER_COMMIT])
+    monkeypatch.chdir(ROOT)
+    assert user_commit() == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "own", "others"), [(0.3, 2.2, 2, 0), (3.1, 2.0, 1, 3), (0.0, 6.9, 2, 5), (1.4, 1.0, 1, 0)]
+)
+def test_other_work_is_said_if_the_cores_are_too_few(
+    before: float, after: float, own: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "cores", lambda: 2)
+    said = processors.other_work(before, after, own)
+    assert said.startswith(f"{others} other processes on 2 cores") if others else not said
+    shown = page.render([record(seconds_total=1.0)], {times.BUSY: said} if said else {}, 1.0)
+    assert shown.count(said or times.BUSY) == (2 if said else 0)  # above the verdicts, and beside the times
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(99_999, "99 999"), (1_234_567, "1.23M"), (0.25, "0.25"), (2.56e34, "2.56e34"), (1234.5, "1234"), (3e-7, "3e-7"),
+     (math.inf, "inf")],
+)  # fmt: skip
+def test_compact_figures(value: float, shown: str) -> None:
+    assert text.compact(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, ""), (0, "0"), (99, "99"), (100, "> 99"), (1 << 31, "> 99")])
+def test_a_distance_in_a_table_ends_at_99_steps(value: int | None, shown: str) -> None:
+    assert text.ulps(value) == shown
+    row = next(line for line in printed([failing(max_ulp=value)]).splitlines() if "quantize nvfp4 bf16" in line)
+    assert shown in row
+
+
+def test_elements_around_the_first_wrong_one_are_on_the_page() -> None:
+    table = {"title": "row 3, block 0", "rows": [["column", "x"], ["16", "0.5"]], "different": [1]}
+    wrong = failing(findings=[FINDING | {"table": table}])
+    (shown,) = failure(wrong, [])["findings"]
+    assert shown["table"] == table

@@ -103,7 +103,7 @@ def flip(mask, *place):
 
 
 BLAME = {
-    "amax": ({"amax": lambda amax: amax * 1.5}, "amax: 1 of 1 amaxes differ, each by 4"),
+    "amax": ({"amax": lambda amax: amax * 1.5}, "amax: 1 of 1 amaxes differ, each by 50 % of the expected value"),
     "amax by one ulp": (
         {"amax": lambda amax: torch.nextafter(amax, 2 * amax)}, "amax: 1 of 1 amaxes differ, each by 1 step",
     ),
@@ -152,8 +152,20 @@ def test_a_wrong_tensor_has_its_first_and_worst_element():
     first, worst = record.findings[0]["elements"]
     assert (first["which"], first["row"], first["column"]) == ("first", 0, 0)
     assert worst["which"] == "worst"
-    assert worst["distance"] == record.max_ulp == 7
-    assert {"input", "input_bits", "scale_bits", "expected_bits", "actual_bits", "block", "lane"} <= first.keys()
+    assert worst["distance"] == f"{record.max_ulp} steps" == "7 steps"
+    table = record.findings[0]["table"]
+    assert table["title"].startswith("row 0, block 0")
+    assert (table["rows"][0][0], [row[0] for row in table["rows"][1:]]) == ("column", [str(n) for n in range(16)])
+    assert 1 in table["different"]
+    assert {
+        "input",
+        "input_bits",
+        "scale_bits",
+        "expected_bits",
+        "actual_bits",
+        "block",
+        "column_in_block",
+    } <= first.keys()
 
 
 @pytest.mark.parametrize("place", [(0, 0), (15, 23)])
@@ -169,7 +181,7 @@ def test_one_wrong_output_is_found_wherever_it_is(place):
         "1 of them where no order of summation can round"
     )
     element = record.findings[0]["elements"][0]
-    assert (element["rule"], element["tile"], element["distance"]) == ("exact", "(0, 0)", 1)
+    assert (element["rule"], element["tile"], element["distance"]) == ("no order rounds", "(0, 0)", "1 step")
 
 
 def test_a_wrong_tile_is_one_finding_with_a_place():

@@ -80,7 +80,16 @@ def test_a_training_that_ran_too_short_is_not_accused() -> None:
         "not below 1.5, nor is the reference's in high precision after 2 steps; give more --steps"
     )
     summary = report.sentence([short, reference], ENTROPY)
-    assert summary == "2 of 2 trainings did not pass; 2 of them are right and too short to learn"
+    assert summary == "2 trainings of 2 steps: right, and too short to learn; give more --steps"
+    html = report.render([short, reference], {}, ENTROPY)
+    assert '<h1 class="banner unsupported">' in html
+    assert html.count('<span class="badge unsupported">– too short</span>') == 2
+    assert "✗" not in html
+    some = [short, reference, wrong()]
+    assert report.sentence(some, ENTROPY).endswith(
+        "3 trainings did not pass; 2 of them are right and too short to learn"
+    )
+    assert '<h1 class="banner fail">' in report.render(some, {}, ENTROPY)
     assert report.failure_reasons(reference, ENTROPY, [reference])[0].startswith("high precision, reference: too short")
     assert not short.passed(ENTROPY)
     wrong_step, learned = wrong(), training(1.0, 1.0, recipe=None, backend="reference")

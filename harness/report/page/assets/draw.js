@@ -32,6 +32,17 @@ function figure(value) {
   return value.toString().replace("-", "−").replace(/\B(?=(\d{3})+$)/g, "\u00a0");
 }
 
+/** A distance in steps: from 100 on, no count of steps says anything. */
+function ulps(value) {
+  return typeof value === "number" && value >= 100 ? "> 99" : figure(value);
+}
+
+/** A figure of any size in few characters: 0.2048, 2.56e22. */
+function compact(value) {
+  if (typeof value !== "number" || (Math.abs(value) >= 1e-4 && Math.abs(value) < 1e5)) return figure(value);
+  return value ? value.toExponential(2).replace("+", "") : "0";
+}
+
 function plural(count, noun) {
   return `${figure(count)} ${noun}${count === 1 ? "" : "s"}`;
 }

@@ -34,20 +34,15 @@ function definitions(className, entries) {
   return items.length ? make("dl", { className }, ...items) : null;
 }
 
-const RULES = {
-  exact: "equal bytes", bound: "inside the proved interval", boundary: "equal, or next to a rounding boundary",
-  statistics: "statistical test", guard: "memory around the result is unchanged", repeat: "equal bytes in a further call",
-};
-
 /** The judged stages: what was compared, by which rule, and the result. */
 function stagesView(row) {
   const counted = (cell("counts", row) ?? "").split(" ").map((counts) => Object.assign(Array(5).fill("0"), counts.split(",").map((count) => count || "0")));
   const lines = (cell("stages", row) ?? "").split("\n").filter(Boolean).map((line, n) => [...line.split("\t"), ...counted[n]]);
   if (!lines.length) return null;
-  const head = ["stage", "compared how", "compared", "wrong", "excused", "max ulp", "unbounded"];
+  const head = ["stage", "compared how", "compared", "wrong", "other roundings accepted", "largest distance, steps", "without a bound"];
   const body = lines.map(([stage, rule, ...counts]) =>
     make("tr", {}, make("th", { scope: "row" }, `${Number(counts[1]) ? data.glyphs.fail : data.glyphs.pass} ${stage}`),
-      make("td", {}, RULES[rule] ?? rule), ...counts.map((count) => make("td", { className: "number" }, count && figure(Number(count))))),
+      make("td", {}, rule), ...counts.map((count, n) => make("td", { className: "number" }, n === 3 ? ulps(Number(count)) : figure(Number(count))))),
   );
   const table = make("table", { className: "stages" },
     make("thead", {}, make("tr", {}, ...head.map((name, n) => make("th", { scope: "col", className: n > 1 ? "number" : "" }, name)))),
@@ -58,7 +53,7 @@ function stagesView(row) {
 function passFigures(row) {
   const db = cell("sqnr_db", row);
   return [
-    ["largest error / proved bound", figure(cell("budget_max", row))],
+    ["largest error / proved bound", compact(cell("budget_max", row))],
     ["accepted interval, widest", unit(cell("interval_ulps_max", row), "ulp")],
     ["accepted interval, mean", unit(cell("interval_ulps_mean", row), "ulp")],
     ["SQNR against the reference", unit(db, "dB")],
@@ -66,7 +61,7 @@ function passFigures(row) {
 }
 
 function unit(value, name) {
-  return value === null ? "" : `${figure(value)} ${name}`;
+  return value === null ? "" : `${compact(value)} ${name}`;
 }
 
 function caseTimes(row) {
@@ -89,6 +84,7 @@ function findingView(found, first, pattern) {
   const figures = [
     found.elements.length ? elements(found) : null,
     where.length ? make("div", { className: "where" }, ...where) : null,
+    found.table.rows ? elementTable(found.table) : null,
     found.steps.length ? make("div", {}, steps(found.steps), census(found.census)) : null,
   ];
   return make("section", {}, ...heading, make("div", { className: "finding" }, ...figures));
@@ -102,10 +98,18 @@ function elements({ keys, elements: shown, which }) {
   return make("div", { className: "scroll" }, make("table", { className: "elements" }, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
 
+/** The elements around the first wrong one, as `narrowgauge show` prints them. */
+function elementTable({ title, rows: [headings, ...rows], different }) {
+  const row = (tag, cells, properties) => make("tr", properties, ...cells.map((words) => make(tag, tag === "th" ? { scope: "col" } : {}, words)));
+  const body = rows.map((cells, n) => row("td", cells, { className: different.includes(n + 1) ? "differs" : "" }));
+  const table = make("table", { className: "elements around" }, make("thead", {}, row("th", headings, {})), make("tbody", {}, ...body));
+  return captioned(`${title}\nbold: the numbers are different`, make("div", { className: "scroll" }, table));
+}
+
 function heatMap({ rows, columns, counts }, bands) {
   const down = counts.length;
   const across = Math.max(...counts.map((line) => line.length));
-  const side = Math.max(6, Math.min(20, Math.floor(384 / Math.max(down, across))));
+  const side = Math.max(6, Math.min(20, Math.floor(360 / Math.max(down, across))));
   const most = Math.max(...counts.flat());
   const span = (index, size) => (size === 1 ? `${index}` : `${index * size}–${(index + 1) * size - 1}`);
   // Bars before the first row or column mark the rows or columns of a period.
@@ -122,19 +126,32 @@ function heatMap({ rows, columns, counts }, bands) {
   const margin = marks.length ? 9 : 0;
   const box = [-margin, -margin, side * across + margin, side * down + margin];
   const map = shape("svg", { class: "heat", viewBox: box.join(" "), width: box[2], height: box[3], role: "img" }, ...marks);
+  map.append(shape("rect", { class: "level0", width: side * across, height: side * down }));
+  const levelOf = (count) => Math.ceil((5 * count) / most);
   let worst = "";
   counts.forEach((line, row) =>
     line.forEach((count, column) => {
       if (!count) return;
-      const level = Math.ceil((5 * Math.log1p(count)) / Math.log1p(most));
       const words = `rows ${span(row, rows)}, columns ${span(column, columns)}: ${figure(count)} wrong`;
       if (count === most && !worst) worst = words;
-      map.append(titled("rect", { class: `level${level}`, x: side * column, y: side * row, width: side, height: side }, words));
+      map.append(titled("rect", { class: `level${levelOf(count)}`, x: side * column, y: side * row, width: side, height: side }, words));
     }),
   );
   map.setAttribute("aria-label", `heat map of wrong elements; the most in ${worst}`);
   const periods = marks.length ? ` Bars at the edge: ${bands.map(([axis, low, high, period]) => `${axis}s ${low} to ${high} of every ${period}`).join("; ")}.` : "";
-  return captioned(`wrong elements, rows down, columns across; a square is ${rows} × ${columns}. Most: ${worst}.${periods}`, map);
+  const square = rows * columns === 1 ? "one element" : `${plural(rows, "row")} × ${plural(columns, "column")}`;
+  const words = `wrong elements, rows down, columns across; a square is ${square}. Most: ${worst}.${periods}`;
+  return captioned(words, map, heatLegend(counts.flat(), levelOf));
+}
+
+/** A swatch for each level that occurs, with its counts of wrong elements in a square. */
+function heatLegend(counts, levelOf) {
+  const levels = d3.rollup(counts, (some) => d3.extent(some), (count) => (count ? levelOf(count) : 0));
+  const items = [...levels].sort(([a], [b]) => a - b).map(([level, [low, high]]) => {
+    const swatch = shape("svg", { width: 12, height: 12, "aria-hidden": "true" }, shape("rect", { width: 12, height: 12, class: `level${level}` }));
+    return make("span", {}, swatch, ` ${low === high ? figure(low) : `${figure(low)} to ${figure(high)}`}`);
+  });
+  return make("p", { className: "legend" }, make("span", {}, "wrong in a square:"), ...items);
 }
 
 /** Uneven counts modulo 16, 32 and 128 of rows or columns, with the residues in words. */
@@ -162,11 +179,7 @@ function residues(axis, divisor, counts) {
 }
 
 function steps(histogram) {
-  const sign = (n) => (n > 0 ? `+${figure(n)}` : figure(n));
-  const rows = histogram
-    .filter(([, , count]) => count)
-    .map(([low, high, count]) => [low === high ? sign(low) : `${sign(low)} to ${sign(high)}`, count, "bar", low === 0]);
-  return bars("elements by steps above what is expected", rows);
+  return bars("elements by actual minus expected, in steps", histogram.map(([order, words, count]) => [words.replaceAll("-", "−"), count, "bar", order === 0]));
 }
 
 function census(found) {

@@ -92,6 +92,11 @@ function plotted(title, note, ...children) {
 
 const cases = (entry) => plural(entry.cases, "case");
 
+/** Radius of a dot: smaller on a narrow page, so that neighbours do not hide one another. */
+function dotRadius() {
+  return document.getElementById("plots").clientWidth < 600 ? 2.25 : 3.5;
+}
+
 /** The axis of K. Labels: the lengths of the points, from the largest down, as far apart as a label is wide. */
 function depthScale(points) {
   const lengths = [...new Set(points.map(({ k }) => k))].sort((a, b) => b - a);
@@ -99,7 +104,7 @@ function depthScale(points) {
   const apart = Math.log2(lengths[0] / lengths.at(-1)) / labels;
   const ticks = [];
   for (const k of lengths) if (!ticks.length || Math.log2(ticks.at(-1) / k) >= apart) ticks.push(k);
-  return { type: "log", base: 2, label: "K, length of the sum →", ticks, tickFormat: String };
+  return { type: "log", base: 2, inset: 8, label: "K, length of the sum →", ticks, tickFormat: String };
 }
 
 /** Largest error of a GEMM against K, as a share of the proved bound. */
@@ -117,7 +122,7 @@ function errorByDepth(rows) {
       Plot.rect([0], { y1: 0, y2: 1, fill: "var(--c1)", fillOpacity: 0.1 }),
       Plot.ruleY([1], { stroke: "var(--text)", strokeDasharray: "5 4" }),
       Plot.ruleX(points, { x: "k", y1: (p) => clip(p.low), y2: (p) => clip(p.high), fy: "dtype", stroke: "var(--c1)", strokeOpacity: 0.6 }),
-      Plot.dot(points, { x: "k", y: (p) => clip(p.high), fy: "dtype", r: 3.5, fill: (p) => (p.high > 1 ? "var(--fail)" : "var(--c1)"), symbol: (p) => (p.high > 1 ? "triangle" : "circle"), title: words, tip: true }),
+      Plot.dot(points, { x: "k", y: (p) => clip(p.high), fy: "dtype", r: dotRadius(), fill: (p) => (p.high > 1 ? "var(--fail)" : "var(--c1)"), symbol: (p) => (p.high > 1 ? "triangle" : "circle"), title: words, tip: true }),
     ],
     symbol: { type: "identity" },
   }, 40 + 130 * dtypes.length);
@@ -140,8 +145,8 @@ function toleranceByDepth(rows) {
     y: { type: "symlog", label: "↑ width, ulp of the output", grid: true, ticks: ulpTicks(d3.max(points, (p) => p.high)), tickFormat: short },
     marks: [
       Plot.ruleX(points, { x: "k", y1: "mean", y2: "high", fy: "dtype", stroke: "var(--c2)", strokeOpacity: 0.6 }),
-      Plot.dot(points, { x: "k", y: "mean", fy: "dtype", r: 3, stroke: "var(--c2)", fill: "var(--page)" }),
-      Plot.dot(points, { x: "k", y: "high", fy: "dtype", r: 3.5, fill: "var(--c2)", title: words, tip: true }),
+      Plot.dot(points, { x: "k", y: "mean", fy: "dtype", r: dotRadius() - 0.5, stroke: "var(--c2)", fill: "var(--page)" }),
+      Plot.dot(points, { x: "k", y: "high", fy: "dtype", r: dotRadius(), fill: "var(--c2)", title: words, tip: true }),
     ],
   }, 40 + 130 * dtypes.length);
   return plotted("Tolerance of GEMM outputs against K", "Width of the proved interval that any correct kernel meets, in ulp of the output dtype. Full dot: widest interval of all cases; circle: median of the cases' mean widths. A wide interval is a weak test.", svg);
@@ -178,7 +183,7 @@ function dotPlot(rows, value, { title, note, x, color, clip = (v) => v, extra = 
   const fill = (p) => scale.range[scale.domain.indexOf(p.series)];
   const marks = [...d3.group(points, dodge)].flatMap(([dy, some]) => [
     Plot.ruleY(some, { y: "name", x1: (p) => clip(p.low), x2: (p) => clip(p.high), stroke: fill, strokeWidth: 1.5, strokeOpacity: 0.7, dy }),
-    Plot.dot(some, { y: "name", x: (p) => clip(p[show]), r: 3.5, fill, dy }),
+    Plot.dot(some, { y: "name", x: (p) => clip(p[show]), r: dotRadius(), fill, dy }),
   ]);
   const svg = plotStyle({
     marginLeft: margin, x: { grid: true, labelAnchor: "center", labelOffset: 36, ...x }, y: { domain: names, label: null, tickFormat: shorten(margin) },
@@ -242,23 +247,22 @@ function stepHistogram(rows) {
   for (const row of rows) {
     const findings = data.failures[row]?.findings ?? [];
     failures += findings.some(({ steps }) => steps.length);
-    for (const [low, high, count] of findings.flatMap((found) => found.steps)) {
-      if (!count || low === 0) continue;
-      const bin = bins.get(low) ?? { low, high, count: 0 };
-      bins.set(low, { ...bin, count: bin.count + count });
+    for (const [order, label, count] of findings.flatMap((found) => found.steps)) {
+      if (order === 0) continue;
+      const bin = bins.get(order) ?? { order, label, count: 0 };
+      bins.set(order, { ...bin, count: bin.count + count });
     }
   }
   if (!bins.size) return null;
-  const signed = (n) => (n > 0 ? `+${figure(n)}` : figure(n));
-  const label = ({ low, high }) => (low === high ? signed(low) : `${signed(low)} to ${signed(high)}`);
-  const sorted = [...bins.values()].sort((a, b) => a.low - b.low);
+  const label = (bin) => bin.label.replaceAll("-", "−");
+  const sorted = [...bins.values()].sort((a, b) => a.order - b.order);
   const names = sorted.map(label);
   const svg = plotStyle({
     marginLeft: labelMargin(names), y: { domain: names, label: null },
     x: { label: "wrong elements →", labelAnchor: "center", labelOffset: 36, grid: true, ticks: 4, tickFormat: (count) => (count ? d3.format("~s")(count) : "0") },
-    marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} ulp: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
+    marks: [Plot.barX(sorted, { y: label, x: "count", fill: "var(--c2)", title: (b) => `${label(b)} steps: ${figure(b.count)} elements`, tip: true }), Plot.ruleX([0], { stroke: "var(--soft)" })],
   }, 80 + 18 * names.length);
-  return plotted("Histogram of wrong elements by ulp", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
+  return plotted("Wrong elements by actual minus expected", `Bars: signed distance from the expected value in steps (ulp) of the element's format, all wrong stages of ${plural(failures, "failure")}. Elements without a difference are left out.`, svg);
 }
 
 /** SQNR of modules under a training recipe, with the theory for outputs of FP8 products. */

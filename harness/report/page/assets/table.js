@@ -1,6 +1,7 @@
 // The table of all cases: rows are made as one scrolls, so that 20 000 cases open at once.
 
 const CHUNK = 100;
+const FIGURES = { seconds, max_ulp: ulps, budget_max: compact };
 const words = document.getElementById("words");
 const boxes = [...document.querySelectorAll("input[name=verdict]")];
 const frame = document.getElementById("frame");
@@ -63,7 +64,7 @@ function line(row) {
     const value = cell(name, row);
     if (name === "verdict") return make("td", {}, make("span", { className: `badge ${value}` }, `${data.glyphs[value]} ${value}`));
     if (name === "case") return make("td", { className: "case" }, make("button", { type: "button", tabIndex: -1, ariaExpanded: "false" }, ...breakable(value)));
-    if (numeric) return make("td", { className: "number" }, name === "seconds" ? seconds(value) : figure(value));
+    if (numeric) return make("td", { className: "number" }, (FIGURES[name] ?? figure)(value));
     // The whole message is shown where the case is opened.
     return make("td", { className: name }, make("div", { className: "clamp" }, value));
   });
