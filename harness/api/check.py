@@ -18,11 +18,12 @@ import torch
 from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
-from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
+from narrowgauge.harness.api.inputs import make_case, name_of, named, operands_of
+from narrowgauge.harness.api.save_arguments import with_variables
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import keys_of, one_of, sizes_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
-from narrowgauge.harness.cases.operations import VARIABLE, case_from_id
+from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.machine.plain_text import escape
@@ -31,7 +32,7 @@ from narrowgauge.harness.report.failure_view import explanation_lines, finding_l
 from narrowgauge.harness.report.groups import Group, group
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
 
 GROUPS = 10
 """Groups of failures that a message shows."""
@@ -122,7 +123,8 @@ def check(
     torch and the floating-point environment are afterwards as before.
     """
     __tracebackhide__ = True
-    by_cases = not (isinstance(recipe, Recipe) or (isinstance(recipe, str) and "/" not in recipe))
+    of_recipe = isinstance(recipe, str) and ("/" not in recipe or RULE_FILE.fullmatch(recipe))
+    by_cases = not (isinstance(recipe, Recipe) or of_recipe)
     cases = _given(recipe) if by_cases else []
     if cases and operation == "quantize" and cases[0].operation not in OPERATIONS:
         operation = cases[0].operation
@@ -208,7 +210,7 @@ def _cases(
 
     `known`: names of parameters of the function.
     """
-    chosen = find_recipe(recipe)
+    chosen = named(recipe)
     kind = "quantize" if operation == "dequantize" else operation
     own = operation == "quantize" and chosen.rounding == "stochastic" and "random" not in known
     every = list((_OWN_RANDOM if own else CASE_CLASSES[kind].families()) if families is None else families)
@@ -391,9 +393,7 @@ def reproduction(function: Callable[..., Any], case: str, options: Mapping[str, 
     if not module:
         return call
     call = call.replace(name, f"{module}.{name}", 1)
-    command = shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"])
-    paths = os.environ.get(VARIABLE, "")
-    return f"{VARIABLE}={shlex.quote(paths)} {command}" if paths else command
+    return with_variables(shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"]))
 
 
 def _module_to_import(function: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -100,11 +101,21 @@ def name_of(dtype: torch.dtype) -> str:
     raise TypeError(f"dtype is {', '.join(map(dtype_name, TORCH_DTYPES.values()))}, not {found}")
 
 
+def named(recipe: str | Recipe) -> Recipe:
+    """The recipe with this name, or a Recipe that has a name. Raises ValueError."""
+    chosen = find_recipe(recipe)
+    with suppress(ValueError):
+        if find_recipe(str(chosen)) == chosen:
+            return chosen
+    raise ValueError(
+        f"recipe {chosen} is a Recipe that no name stands for; give it a dialect of its own and save it, "
+        "narrowgauge.save_rule(recipe, 'own.toml'): 'own.toml' is then its name"
+    )
+
+
 def make_case(operation: str, recipe: str | Recipe, values: Mapping[str, Any]) -> Case:
     """The case with these keys of case files. Raises ValueError for a wrong value, with the name of the argument."""
-    chosen = find_recipe(recipe)
-    if find_recipe(str(chosen)) != chosen:
-        raise ValueError(f"recipe {chosen} has changed fields, which no name stands for; give a recipe by its name")
+    chosen = named(recipe)
     values = {**values, "recipe": str(chosen), "shape": list(values["shape"])}
     for key in keys_of(OPERATIONS[operation]):
         if key.required and key.name not in values:

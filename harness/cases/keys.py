@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from narrowgauge.harness.cases.sections import number_of, parse
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import RULE_FILE, find_recipe
 from narrowgauge.spec.training import training_recipe
 
 Check = Callable[[Any], str | None]
@@ -122,6 +122,8 @@ _CHECKS: dict[type, Check] = {bool: _boolean, int: _whole, float: _number}
 
 
 def _recipe(value: Any) -> str | None:
+    if isinstance(value, str) and RULE_FILE.fullmatch(value):
+        return f"is {shown(value)}, a file; name the file in `rules`, above the tables, and its rule here"
     try:
         find_recipe(value)
     except (ValueError, AttributeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ DEEPEST = 6
 def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
     """The value of the key `name` of a file, or None. `what`: the kind of file, for messages.
 
-    Raises `error` if the file cannot be read, is larger than the limits of this module, is not TOML, or has another
-    key.
+    Raises `error` as `read_all` does, and if the file has another key.
+    """
+    return read_all(path, [name], what=what, error=error).get(name)
+
+
+def read_all(path: Path, names: Sequence[str], *, what: str, error: type[Exception]) -> dict[str, Any]:
+    """The values of the keys of a file. The first of `names` is the name of its tables.
+
+    Raises `error` if the file cannot be read, is larger than the limits of this module, is not TOML, or has a key that
+    is not in `names`.
     """
     if path.exists() and not path.is_file():
         raise error(f"{path}: cannot be read: it is no regular file; {what} is a TOML file")
@@ -44,9 +53,9 @@ def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
     if wrong := _beyond_limits(content):
         raise error(f"{path}: {wrong}")
     for key in content:
-        if key != name:
-            raise error(f"{path}: unknown key {key!r}{nearest(key, [name])}; {what} holds [[{name}]] tables")
-    return content.get(name)
+        if key not in names:
+            raise error(f"{path}: unknown key {key!r}{nearest(key, names)}; {what} holds [[{names[0]}]] tables")
+    return content
 
 
 def _beyond_limits(content: dict[str, Any]) -> str:

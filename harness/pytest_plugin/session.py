@@ -18,9 +18,10 @@ from narrowgauge.harness.cases.operations import OperationError, use_operations
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
 from narrowgauge.harness.pytest_plugin.items import CaseFile, CaseItem, LedgerFile, node_of
-from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, operations_of, plugin_options
+from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, paths_of, plugin_options
 from narrowgauge.harness.pytest_plugin.sharding import Sharding
 from narrowgauge.harness.records.record import new_record, outcome
+from narrowgauge.spec.recipes import RuleError, use_rules
 
 if TYPE_CHECKING:
     from narrowgauge.harness.pytest_plugin.sandbox import Runner
@@ -89,9 +90,13 @@ def start(config: pytest.Config, asked: Asked) -> None:
 
     options = Options.of(config)
     try:
-        use_operations(operations_of(config))
+        use_operations(paths_of(config, "operations"))
     except OperationError as error:
         raise pytest.UsageError(f"--ng-operations or narrowgauge_operations: {error}") from error
+    try:
+        use_rules(paths_of(config, "rules"))
+    except RuleError as error:
+        raise pytest.UsageError(f"--ng-rules or narrowgauge_rules: {error}") from error
     for name, value, known in (("device", options.device, ("cpu", "cuda")), ("tier", options.tier, TIERS)):
         if value not in known:
             words = f"--ng-{name} or narrowgauge_{name} is {value!r}{nearest(value, known)}"

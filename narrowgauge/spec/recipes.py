@@ -370,12 +370,16 @@ def use_rules(files: Sequence[str | os.PathLike[str]]) -> None:
 
     Raises RuleError for a wrong file, and if two files give different rules the same name.
     """
-    known = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-    value = os.pathsep.join(dict.fromkeys([*known, *map(os.path.abspath, files)]))
+    value = os.pathsep.join(dict.fromkeys([*rule_files(), *map(os.path.abspath, files)]))
     _own_rules.cache_clear()  # a file may have changed
     _own_rules(value)
     if files:
         os.environ[VARIABLE] = value
+
+
+def rule_files() -> list[str]:
+    """Files of a user's rules."""
+    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 
 def own_rules() -> Mapping[str, OwnRule]:
@@ -519,9 +523,7 @@ def _rule(name: str, table: Any, where: str) -> Recipe:
     except ValueError as error:
         raise RuleError(f"{where}: {error}") from error
     if dialect in family.dialects and made != _find(base, dialect):
-        raise RuleError(
-            f"{where}: {dialect} is a dialect of narrowgauge with other choices; give the rule another name"
-        )
+        raise RuleError(f"{where}: {dialect} is a dialect of narrowgauge with other choices; rename the rule")
     return made
 
 

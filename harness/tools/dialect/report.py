@@ -73,7 +73,7 @@ def _counts(fit: Fit) -> str:
 
 
 def own_rule(fit: Fit, dialect: str = "own") -> Recipe:
-    """The rule of the quantizer as a recipe in a dialect of its own. Nibbles are stored as the quantizer stores them."""
+    """The rule of the quantizer as a recipe in a dialect of its own, with the quantizer's order of nibbles."""
     base = fit.nearest.recipe
     own = {name: value for name, (_, value) in fit.changes.items()}
     own |= {"dialect": dialect, "packing": fit.observed.packing}
@@ -92,8 +92,9 @@ def pasted(fit: Fit, dialect: str = "own") -> str:
 
 
 def save(fit: Fit, path: Path, backend: str) -> str:
-    """Write the rule of the quantizer called `backend` into a file of rules, and return the name of the rule: the recipe,
-    @ and the name of the file without its suffix.
+    """Write the rule of the quantizer called `backend` into a file of rules, and return the name of the rule.
+
+    The name is the recipe, @ and the name of the file without its suffix.
 
     Raises RuleError if no rule explains every byte, and as `save_rule` does.
     """
@@ -101,9 +102,7 @@ def save(fit: Fit, path: Path, backend: str) -> str:
         raise RuleError(f"{path}: not written; no rule explains every byte of {backend}, as the differences say")
     rule, near = own_rule(fit, path.stem), fit.nearest.recipe
     base = near.dialect if str(near) not in own_rules() else DEFAULT_DIALECT
-    comments = textwrap.wrap(
-        f"The rule of {backend}, by `narrowgauge dialect`, version {VERSION}: {sentence(fit)}", 116
-    )
+    comments = textwrap.wrap(f"The rule of {backend}, by narrowgauge {VERSION}: {sentence(fit)}", 116)
     save_rule(rule, path, base=base, comments=comments)
     return f"{rule.name}@{rule.dialect}"
 
