@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BACKEND_HELP, Device, Rules, Seed, stop
+from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
 Rows = Annotated[bool, typer.Option("--rows", help="Also a row for each input.")]
@@ -18,7 +18,7 @@ Issue = Annotated[
 
 
 def which_dialect(
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help=BACKEND_HELP)],
+    backend: BackendArgument,
     name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
     device: Device = "cpu",
     seed: Seed = 0,

@@ -14,7 +14,19 @@ Paths = Annotated[
     typer.Argument(help="Case files or folders (default: cases, or those of the package).", show_default=False),
 ]
 BACKEND_HELP = "native, reference, package.module:Name or folder/file.py:Name."
-BackendOption = Annotated[str, typer.Option("--backend", help=BACKEND_HELP)]
+
+
+def _backend_name(name: str) -> str:
+    """The name of --backend or BACKEND, that of a file from the current folder."""
+    if ".py" not in name:
+        return name
+    from narrowgauge.harness.backends.loading import normal_name
+
+    return normal_name(name)
+
+
+BackendOption = Annotated[str, typer.Option("--backend", callback=_backend_name, help=BACKEND_HELP)]
+BackendArgument = Annotated[str, typer.Argument(metavar="BACKEND", callback=_backend_name, help=BACKEND_HELP)]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
 Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case. quick has more on a GPU.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, stop
+from narrowgauge.harness.cli.options import BackendArgument, Device, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
 _SHAPE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})")
@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="A list of JSON objects, in p
 
 
 def find_order(
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
+    backend: BackendArgument,
     shapes: Shapes = None,
     name: Annotated[str, typer.Option("--recipe", help="Recipe of the operands, with 8-bit elements.")] = (
         "fp8-current-e4m3"

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help = f"{noun}; may be given again (default: narrowgauge_{name} in the ini file)"
         add(name, help, action="append", metavar="PATH")
         parser.addini(f"narrowgauge_{name}", help=f"{noun}, relative to the ini file", type="args", default=[])
-    setting("backend", "native, reference, or package.module:Name", metavar="NAME")
+    setting("backend", "native, reference, package.module:Name or folder/file.py:Name", metavar="NAME")
     setting("device", "cpu or cuda: where the cases run")
     setting("tier", "quick or full: cases to collect; full contains the quick cases")
     setting("keyword", "keyword expression for the ids of the cases to collect", metavar="EXPRESSION")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from narrowgauge.harness.backends.loading import normal_name
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import LEDGER, load
 from narrowgauge.harness.cases.operations import OperationError, use_operations
@@ -68,6 +69,8 @@ class Options:
                 except ValueError:
                     word = f"--ng-{name} or narrowgauge_{name}"
                     raise pytest.UsageError(f"{word} is {values[name]!r}; it is a whole number") from None
+        base = config.inipath.parent if option.ng_backend is None and config.inipath else config.invocation_params.dir
+        values["backend"] = normal_name(str(values["backend"]), base)
         flags = ("sanitize", "link", "resume", "shard", "durations", "no_history")
         return cls(**values, **{name: getattr(option, f"ng_{name}") for name in flags})
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from narrowgauge.harness.backends.loading import backend_file
 from narrowgauge.harness.cases.operations import outside_files
 from narrowgauge.harness.machine.processors import cores
 from narrowgauge.spec.recipes import own_rules
@@ -163,6 +164,8 @@ def _hash(paths: Iterable[Path]) -> str:
 
 def _module_file(backend: str) -> Path | None:
     """Module file of a backend. The module is not imported, because a kernel may end the process."""
+    if (file := backend_file(backend)) is not None:
+        return file if file.is_file() else None
     if ":" not in backend and "." not in backend:
         return None
     *folders, name = backend.partition(":")[0].split(".")
