@@ -122,16 +122,14 @@ _CHECKS: dict[type, Check] = {bool: _boolean, int: _whole, float: _number}
 
 
 def _recipe(value: Any) -> str | None:
-    if isinstance(value, str) and RULE_FILE.fullmatch(value):
+    if not isinstance(value, str):
+        return f"is {shown(value)}, not a recipe's name"
+    if RULE_FILE.fullmatch(value):
         return f"is {shown(value)}, a file; name the file in `rules`, above the tables, and its rule here"
     try:
         find_recipe(value)
-    except (ValueError, AttributeError) as error:
-        return (
-            f"is {shown(value)}: {error}"
-            if isinstance(error, ValueError)
-            else f"is {shown(value)}, not a recipe's name"
-        )
+    except ValueError as error:
+        return f"is {shown(value)}: {error}"
     return None
 
 

@@ -293,7 +293,7 @@ def _find(base: str, dialect: str) -> Recipe:
     if dialect not in family.dialects:
         raise ValueError(
             f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects, 1)}; "
-            f"it has {', '.join(family.dialects)}; a rule of your own needs its file: --rules FILE, or {VARIABLE}"
+            f"it has {', '.join(family.dialects)}; --rules FILE adds yours"
         )
     recipe, chosen = family.make(parts)
     of_dialect = family.dialects[dialect]
