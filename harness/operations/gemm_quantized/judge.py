@@ -26,7 +26,7 @@ from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.harness.operations.quantize.judge import parts_of, rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.oracle import bounds
-from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.quantized import Subject, made_of, quantize_stages
 from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
 from narrowgauge.spec.dtypes import TORCH_DTYPES
@@ -62,7 +62,7 @@ def judge_gemm_quantized(case: QuantizedGemmCase, inputs: Inputs, backend: Backe
     fused = as_quantized(outputs, a.codes, recipe, shape=(a.shape[0], b.shape[0]), method="gemm_quantized")
     outcome.outputs |= {f"fused.{name}": tensor for name, tensor in outputs.items()}
     if not backend.has("gemm"):
-        subject = _of_any_sums(linear(a), linear(b), fused, inputs, backend, out_dtype)
+        subject = _of_any_sums(outcome, (linear(a), linear(b)), fused, inputs, backend, out_dtype)
         _add_fused(outcome, subject, fused, reference.quantize(subject.matrix, recipe, scale=scale))
         outcome.seconds = seconds
         return outcome
@@ -89,15 +89,22 @@ def _add_fused(outcome: Outcome, subject: Subject, fused: Quantized, apart: Quan
 
 
 def _of_any_sums(
-    a: Quantized, b: Quantized, fused: Quantized, inputs: Inputs, backend: Backend, out_dtype: torch.dtype
+    outcome: Outcome,
+    operands: tuple[Quantized, Quantized],
+    fused: Quantized,
+    inputs: Inputs,
+    backend: Backend,
+    out_dtype: torch.dtype,
 ) -> Subject:
     """The output (M, N) of a product in the bounds of the declared order, or of any order, as what `fused` quantizes.
+    The outcome keeps the product for the diagnosis.
 
     Raises Unsupported if a sum is not known and the scales of the recipe, or the codes, follow from more than its
     bounds.
     """
-    order, recipe = order_of(backend, a, b), fused.recipe
-    limits = bounds(a, b, out_dtype=out_dtype, c=inputs.get("c"), bias=inputs.get("bias"), order=order)
+    order, recipe, c, bias = order_of(backend, *operands), fused.recipe, inputs.get("c"), inputs.get("bias")
+    limits = bounds(*operands, out_dtype=out_dtype, c=c, bias=bias, order=order)
+    outcome.products.append(Product(*operands, c, bias, limits.expected, limits, order))
     # The sign of a sum of zero depends on the order.
     lower = torch.where((limits.lower == 0) & limits.zero_sum, -0.0, limits.lower)
     upper = torch.where((limits.upper == 0) & limits.zero_sum, 0.0, limits.upper)
@@ -106,6 +113,6 @@ def _of_any_sums(
     shown = recipe.tensor_scale in ("none", "given") or fused.amax is not None
     fixed = recipe.candidates == "6" and recipe.granularity == "tensor" and (recipe.scale is not FP32 or recipe.whole)
     if bool(limits.undetermined.any()) or not shown or not fixed:
-        needs = "the amax of the output" if fixed and not shown else "a gemm, whose output is then quantized"
-        raise Unsupported(f"the sums of this case depend on their order; to judge codes of {recipe}, return {needs}")
+        remedy = "return the amax too" if fixed and not shown else "check gemm, and quantize of its output, apart"
+        raise Unsupported(f"these sums depend on their order, and so do scales of {recipe}; {remedy}")
     return Subject(limits.expected, recipe, ends=Interval(lower, upper, limits.undetermined))
