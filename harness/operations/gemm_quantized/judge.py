@@ -108,11 +108,13 @@ def _of_any_sums(
     # The sign of a sum of zero depends on the order.
     lower = torch.where((limits.lower == 0) & limits.zero_sum, -0.0, limits.lower)
     upper = torch.where((limits.upper == 0) & limits.zero_sum, 0.0, limits.upper)
-    if same_bytes(lower, upper):
+    free = bool(limits.undetermined.any())
+    if same_bytes(lower, upper) and not free:
         return Subject(limits.expected, recipe)
+    known = bool(((lower == upper) | (lower.isnan() & upper.isnan())).all())
     shown = recipe.tensor_scale in ("none", "given") or fused.amax is not None
     fixed = recipe.candidates == "6" and recipe.granularity == "tensor" and (recipe.scale is not FP32 or recipe.whole)
-    if bool(limits.undetermined.any()) or not shown or not fixed:
-        remedy = "return the amax too" if fixed and not shown else "check gemm, and quantize of its output, apart"
+    if free or not (known or (shown and fixed)):
+        remedy = "return the amax too" if fixed and not free else "check gemm, and quantize of its output, apart"
         raise Unsupported(f"these sums depend on their order, and so do scales of {recipe}; {remedy}")
     return Subject(limits.expected, recipe, ends=Interval(lower, upper, limits.undetermined))

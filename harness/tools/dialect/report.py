@@ -102,7 +102,9 @@ def save(fit: Fit, path: Path, backend: str) -> str:
         raise RuleError(f"{path}: not written; no rule explains every byte of {backend}, as the differences say")
     rule, near = own_rule(fit, path.stem), fit.nearest.recipe
     base = near.dialect if str(near) not in own_rules() else DEFAULT_DIALECT
-    comments = textwrap.wrap(f"The rule of {backend}, by narrowgauge {VERSION}: {sentence(fit)}", 116)
+    comments = textwrap.wrap(
+        f"The rule of {backend}, by narrowgauge {VERSION}: {sentence(fit)}", 116, break_on_hyphens=False
+    )
     save_rule(rule, path, base=base, comments=comments)
     return f"{rule.name}@{rule.dialect}"
 
