@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         update_scale,
     )
     from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-    from narrowgauge.spec.recipes import Recipe, recipes
+    from narrowgauge.spec.recipes import Recipe, recipes, save_rule, use_rules
     from narrowgauge.spec.recipes import find_recipe as recipe
 
     cases: Path
@@ -60,12 +60,14 @@ __all__ = [
     "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_result",
     "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm",
     "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped",
-    "recipe", "recipes", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "watch",
+    "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "use_rules",
+    "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "GroupedQuantized": "spec.quantized", "Quantized": "spec.quantized",
     "Recipe": "spec.recipes", "recipe": "spec.recipes", "recipes": "spec.recipes",
+    "save_rule": "spec.recipes", "use_rules": "spec.recipes",
     "assert_dequantized": "harness.api.assertions", "assert_gemm": "harness.api.assertions",
     "Order": "harness.checks.order.order", "accumulation_order": "harness.checks.order.probe",
     "assert_checkpoint": "harness.tools.checkpoint.assertion",

@@ -27,11 +27,14 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.operations import VARIABLE
 from narrowgauge.harness.cli import app
+from narrowgauge.spec.recipes import VARIABLE as RULES_VARIABLE
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FEW = "(/normal or outliers or lattice) and not (columnwise or both)"
+FILE = re.compile(r"# ([\w.]+\.(?:py|toml))\n")
+"""First line of a block that is a file of the current folder."""
 FAILS = "TiesAway"
 """Backend of the commands with exit status 1."""
 MINUTES = {"bench": "measures for minutes", "mutants": "runs for an hour", "train": "trains for minutes",
@@ -97,8 +100,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(RULES_VARIABLE, "")
     yield tmp_path
-    for name in ("my_kernels", "my_extension"):
+    for name in ("my_kernels", "my_extension", "own_rule"):
         sys.modules.pop(name, None)
 
 
@@ -110,6 +114,8 @@ def test_the_blocks_of_a_page_run(page: Path, pytestconfig: pytest.Config) -> No
     printed = []
     first = first_pages()
     for language, text in blocks(page):
+        if (named := FILE.match(text)) is not None:
+            Path(named[1]).write_text(text, encoding="utf-8")
         if language == "sh":
             for command in commands(text):
                 parse(command, pytestconfig)
@@ -123,6 +129,8 @@ def test_the_blocks_of_a_page_run(page: Path, pytestconfig: pytest.Config) -> No
                 parse(command, pytestconfig)
         elif language == "python":
             printed.append(run_python(text))
+        elif language == "toml":
+            assert named is not None, f"{page.name}: a block of TOML begins with the name of its file"
         elif language == "json":
             json.loads("{" + text.strip().rstrip(",") + "}")
         else:

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge import adapt
 from narrowgauge.contract import Contract, Program
-from narrowgauge.harness.api.judge_call import Judgement, assertion
+from narrowgauge.harness.api.judging.judge_call import Judgement, assertion
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, stored_results
 from narrowgauge.reference.contracts.evaluate import check_tensors

@@ -17,9 +17,9 @@ import torch
 
 from narrowgauge import adapt
 from narrowgauge.adapt.scale_layouts import TILE_ROWS
-from narrowgauge.harness.api.drawn_codes import Draws
-from narrowgauge.harness.api.judge_call import Judgement, assertion, judge_of, verdict_of
-from narrowgauge.harness.api.judge_output import OutputArguments, judge_output
+from narrowgauge.harness.api.judging.drawn_codes import Draws
+from narrowgauge.harness.api.judging.judge_call import Judgement, assertion, judge_of, verdict_of
+from narrowgauge.harness.api.judging.judge_output import OutputArguments, judge_output
 from narrowgauge.harness.api.verdict import Verdict
 from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import site
 import sys
@@ -18,11 +19,12 @@ import torch
 from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
-from narrowgauge.harness.api.inputs import make_case, name_of, operands_of
+from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
+from narrowgauge.harness.api.judging.save_arguments import with_variables
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.keys import keys_of, one_of, sizes_of
+from narrowgauge.harness.cases.keys import nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
-from narrowgauge.harness.cases.operations import VARIABLE, case_from_id
+from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.machine.plain_text import escape
@@ -31,7 +33,8 @@ from narrowgauge.harness.report.failure_view import explanation_lines, finding_l
 from narrowgauge.harness.report.groups import Group, group
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
 
 GROUPS = 10
 """Groups of failures that a message shows."""
@@ -39,13 +42,12 @@ NAMED = 5
 """Further cases of a group that a message names, and reasons of unsupported cases."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
 """Families for a kernel with random bits of its own: statistical tests take seconds for each family that rounds."""
-_VIEWS = ("strided", "transposed")
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
 _DEFAULTS: dict[str, Any] = {
-    "operation": "quantize", "device": "cpu", "seed": 0, "declares": {}, "tensor_scale_is": "amax",
+    "device": "cpu", "seed": 0, "declares": {}, "tensor_scale_is": "amax",
     "layout": "linear", "nibbles": "low-first", "transposed": False,
 }  # fmt: skip
-"""Arguments of `check` that a line to reproduce a failure needs, if they differ from these."""
+"""Arguments of `check`, beside the operation, that a line to reproduce a failure needs, if they differ from these."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,13 @@ class Checked:
 
 def check(
     function: Callable[..., Any],
-    recipe: str | Recipe | Case | Iterable[Case],
+    recipe: str | Recipe | Case | Iterable[Case | str],
     *,
-    operation: str = "quantize",
+    operation: str | None = None,
     families: Sequence[str] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    keys: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     declares: Mapping[str, str] | None = None,
@@ -92,20 +95,25 @@ def check(
     - dequantize: function(q), further dtype, recipe. Gives the values (M, K) of that dtype;
     - transform: function(x), further recipe. Gives the rotated x;
     - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype;
-    - any other operation with one method, also one of your own (docs/add.md): the tensors of its inputs, further recipe
-      and the keys of its cases. Gives the results in order.
+    - any other operation that calls one method, also one of your own (docs/add.md): the arguments of the method
+      (docs/backends.md#methods), its keyword arguments and recipe by name. Gives the results in order. Of cases with
+      usage "both" it is quantize_both, which gives a rowwise and a columnwise result of quantize.
 
     A mapping has keys among codes, scales, amax and tensor_scale.
     x is a tensor (M, K), in some cases (…, K), a view with other strides, or empty. q, a and b are Quantized of the
     reference; recipe is a Recipe; scale, float32 (1,), is the encode scale of a recipe with delayed scaling; random is
     (seed, offset) of Philox for a recipe with stochastic rounding. A function without random draws random bits of its
     own from torch's generators, and is judged on fewer families, by statistical tests.
-    recipe: a recipe or its name; or cases, which replace families, shapes and dtypes: a case of `narrowgauge.matrix`,
-    the id of a case, or a list of these.
+    recipe: a recipe, its name, or a file of rules (docs/dialects.md#a-rule-of-your-own); or the beginning of ids,
+    `gemm/nvfp4`, for the cases with such ids; or cases, which replace families, shapes and dtypes: a case of
+    `narrowgauge.matrix`, the id of a case, or a list of these.
+    operation: an operation of the case files, or dequantize. Default: that of the cases, else quantize.
     families: names of input families (cases/README.md). Default: all families of the operation.
     shapes: (M, K) or (…, K), of a gemm (M, K, N). Default: a matrix of some tiles for all families, and small shapes
     with tails.
     dtypes: dtypes of x, or of the output of gemm: float32, bfloat16, float16.
+    keys: further keys of the cases (cases/README.md): {"usage": "both"}, {"sections": "ragged:4"}, {"out_recipe":
+    "mxfp8-e4m3"}.
     device: device of the tensors. Results are judged on it.
     seed: seed of the inputs.
     declares: declarations of a backend (docs/backends.md#declarations), such as {"gemm": "sequential"}.
@@ -122,34 +130,22 @@ def check(
     torch and the floating-point environment are afterwards as before.
     """
     __tracebackhide__ = True
-    by_cases = not (isinstance(recipe, Recipe) or (isinstance(recipe, str) and "/" not in recipe))
-    cases = _given(recipe) if by_cases else []
-    if cases and operation == "quantize" and cases[0].operation not in OPERATIONS:
-        operation = cases[0].operation
-    others = [name for name, cls in CASE_CLASSES.items() if not cls.composed and name not in OPERATIONS]
-    if wrong := one_of([*OPERATIONS, *others])(operation):
-        raise ValueError(f"operation {wrong}")
+    chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
+    operation, selected = _selected(recipe, operation, chosen, layout == "128x4", parameters_of(function))
     options: dict[str, Any] = {
         "operation": operation, "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
         "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": transposed,
     }  # fmt: skip
     for name in _CONVENTIONS[:3]:
         check_choice(name, options[name])
-    changed = [name for name in _CONVENTIONS if options[name] != _DEFAULTS[name]]
-    if operation != "quantize" and changed:
-        raise ValueError(f"{changed[0]} is a convention of results of quantize; operation is {operation!r}")
-    if not by_cases:
-        assert isinstance(recipe, str | Recipe)
-        selected = _cases(
-            recipe, operation, families, shapes, dtypes, swizzled=layout == "128x4", known=parameters_of(function)
-        )
-    elif families is None and shapes is None:
-        _require_operation(cases, operation)
-        selected = [(case, False) for case in cases]
-    else:
-        raise ValueError("families and shapes choose cases of a recipe; give a recipe with them, or cases alone")
     if not selected:
         raise ValueError("families, shapes or dtypes is empty; leave it out for the default")
+    method, *others = dict.fromkeys(case.called for case, _ in selected)
+    if others:
+        raise ValueError(f"the cases call {method} and {others[0]}, which a function cannot both be; check them apart")
+    changed = [name for name in _CONVENTIONS if options[name] != _DEFAULTS[name]]
+    if changed and (operation != "quantize" or method != operation):
+        raise ValueError(f"{changed[0]} is a convention of results of quantize; the cases call {method}")
     recipes = "+".join(dict.fromkeys(case.recipe_label for case, _ in selected))
     subject = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
     with default_settings(), _generators_kept(options["device"]):
@@ -166,6 +162,58 @@ def check(
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def _selected(
+    recipe: Any, operation: str | None, chosen: dict[str, Any], swizzled: bool, known: Collection[str]
+) -> tuple[str, list[tuple[Case, bool]]]:
+    """The operation, and the cases with whether an exception means that the function does not support the case.
+
+    `chosen`: families, shapes, dtypes and keys of the caller. `known`: names of parameters of the function.
+    """
+    beginning = ""
+    if isinstance(recipe, str) and "/" in recipe and not RULE_FILE.fullmatch(recipe) and case_from_id(recipe) is None:
+        beginning = recipe
+        of_text, recipe, chosen = _beginning(recipe, chosen)
+        operation = operation or of_text
+        if of_text != ("quantize" if operation == "dequantize" else operation):
+            raise ValueError(f"operation is {operation!r}, and {beginning!r} begins ids of {of_text}; leave it out")
+    elif not isinstance(recipe, Recipe) and (not isinstance(recipe, str) or case_from_id(recipe) is not None):
+        cases = _given(recipe)
+        if chosen["families"] is not None or chosen["shapes"] is not None or chosen["keys"]:
+            raise ValueError("families, shapes and keys choose cases of a recipe; give a recipe, or cases alone")
+        operation = operation or cases[0].operation
+        _check_operation(operation)
+        _require_operation(cases, operation)
+        return operation, [(case, False) for case in cases]
+    operation = operation or "quantize"
+    _check_operation(operation)
+    found = _cases(recipe, operation, **chosen, swizzled=swizzled, known=known)
+    if beginning and found and not (begun := [pair for pair in found if pair[0].id.startswith(beginning)]):
+        raise ValueError(
+            f"{beginning!r} is no id of a case, and no case of this check begins with it"
+            f"{nearest(beginning, [case.id for case, _ in found])}; the first one is {found[0][0].id!r}"
+        )
+    return operation, begun if beginning and found else found
+
+
+def _check_operation(operation: str) -> None:
+    """Raise ValueError for an operation that no function is checked by."""
+    others = [name for name, cls in CASE_CLASSES.items() if not cls.composed and name not in OPERATIONS]
+    if wrong := one_of([*OPERATIONS, *others])(operation):
+        raise ValueError(f"operation {wrong}")
+
+
+def _beginning(text: str, chosen: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Operation and recipe of the beginning of an id, and the choices of the caller with its shape and all dtypes."""
+    operation, *parts = text.split("/")
+    if operation not in CASE_CLASSES:
+        raise ValueError(f"{text!r} is no id of a case: operation {one_of(CASE_CLASSES)(operation)}")
+    place = next((n for n, part in enumerate(parts) if re.fullmatch(r"\d{1,18}(x\d{1,18})+", part, re.ASCII)), None)
+    if place is not None and chosen["shapes"] is None:
+        chosen = chosen | {"shapes": [tuple(map(int, parts[place].split("x")))]}
+        chosen |= {"dtypes": tuple(TORCH_DTYPES.values())} if len(parts) > place + 1 else {}
+    return operation, (parts[0] if place != 0 else "nvfp4"), chosen
 
 
 def _require_operation(cases: Iterable[Case], operation: str) -> None:
@@ -200,6 +248,7 @@ def _cases(
     families: Sequence[str] | None,
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[torch.dtype],
+    keys: Mapping[str, Any],
     *,
     swizzled: bool,
     known: Collection[str],
@@ -208,73 +257,36 @@ def _cases(
 
     `known`: names of parameters of the function.
     """
-    chosen = find_recipe(recipe)
+    chosen = named(recipe)
     kind = "quantize" if operation == "dequantize" else operation
+    require_keys(kind, keys, ("recipe", "shape", "inputs"))
+    cls = CASE_CLASSES[kind]
     own = operation == "quantize" and chosen.rounding == "stochastic" and "random" not in known
-    every = list((_OWN_RANDOM if own else CASE_CLASSES[kind].families()) if families is None else families)
+    every = list((_OWN_RANDOM if own else cls.families()) if families is None else families)
     few = [family for family in ("normal", "position") if family in every][own:] or every[:1]
-    shapes_and_main = list(_default_shapes(kind, chosen) if shapes is None else shapes)
+    shapes_and_main = list(cls.usual_shapes(chosen) if shapes is None else shapes)
     if not shapes_and_main or not every:
         return []
     main, *tails = shapes_and_main
-    wanted: list[tuple[Sequence[int], str, dict[str, Any], bool]] = [(main, family, {}, False) for family in every]
+    wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]] = [(main, family, {}, False) for family in every]
     for shape in tails:
-        optional = shapes is None and _is_optional(shape, chosen, kind)
+        optional = shapes is None and cls.may_refuse(shape, chosen)
         wanted += [(shape, family, {}, optional) for family in (every if shapes else few)]
-    if kind == "gemm":
-        switches = [{"c": "accumulate", "bias": "bias"}[addend] for addend in ("c", "bias") if addend in known]
-        wanted += [(main, few[-1], {switch: True}, False) for switch in switches]
-        wanted += [(main, few[-1], dict.fromkeys(switches, True), False)] if len(switches) == 2 else []
-    elif "view" in fields_of(kind):
-        wanted += [(main, few[-1], {"view": view}, True) for view in _VIEWS]
+    wanted += [(main, few[-1], more, optional) for more, optional in cls.usual_options(known)]
     cases: dict[Case, bool] = {}
-    for shape, family, values, optional in wanted:
+    for shape, family, more, optional in wanted:
         for dtype in dtypes:
-            keys: dict[str, Any] = {"shape": shape, "inputs": family, **values}
-            if kind == "gemm":
-                keys |= operands_of(chosen, torch.bfloat16) | {"out": name_of(dtype)}
-            elif "dtype" in fields_of(kind):
-                keys["dtype"] = name_of(dtype)
+            values = {**cls.usual_keys(chosen, name_of(dtype)), **more, **keys, "shape": shape, "inputs": family}
             if kind == "quantize" and swizzled:
-                keys["scales"] = "swizzled"
+                values["scales"] = "swizzled"
             try:
-                case = make_case(kind, chosen, keys)
+                case = make_case(kind, chosen, values)
             except ValueError:
                 if (shapes is None and shape != main) or (families is None and family != "normal"):
                     continue  # a recipe that rotates whole groups has no such tail, and float16 not every family
                 raise
             cases.setdefault(case, optional)
     return list(cases.items())
-
-
-def fields_of(kind: str) -> list[str]:
-    """Fields of the cases of an operation that are keys."""
-    return [key.field for key in keys_of(CASE_CLASSES[kind])]
-
-
-def _default_shapes(kind: str, recipe: Recipe) -> list[tuple[int, ...]]:
-    """A matrix of some tiles, then shapes with tails."""
-    height, width = (1, 32) if recipe.spans_k else recipe.block
-    width = max(width, recipe.transform.group if recipe.transform else 1)
-    if kind == "gemm":
-        return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17)]
-    main = (max(128, 2 * height), max(256, 2 * width))
-    full = [(1, width), (129, 3 * width)]
-    if len(names := sizes_of(CASE_CLASSES[kind])) != 2:
-        raise ValueError(
-            f"a {kind} has a shape [{', '.join(names)}]; give shapes, such as shapes=[{[128] * len(names)}]"
-        )
-    if kind != "quantize":
-        return [main, *full]
-    return [main, *full, (5, 2 * width + width // 2), (3, width + 1), (2, 3, 2 * width), (0, 2 * width)]
-
-
-def _is_optional(shape: Sequence[int], recipe: Recipe, kind: str) -> bool:
-    """Whether kernels may refuse a shape."""
-    height, width = (1, 1) if recipe.spans_k else recipe.block
-    if kind == "gemm":
-        return any(size % 16 for size in shape) or bool(shape[1] % width)
-    return len(shape) != 2 or 0 in shape or bool(shape[0] % height or shape[1] % width)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -290,8 +302,9 @@ def _records(
         declares["random"] = "own"
     conventions = {name: options[name] for name in _CONVENTIONS}
     backend = FunctionBackend(
-        name_of_function(function), function, options["operation"], declares=declares, conventions=conventions
-    )
+        name_of_function(function), function, selected[0][0], options["operation"], declares=declares,
+        conventions=conventions,
+    )  # fmt: skip
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
     # The diagnosis of a small failing case tries all deviations within its time.
@@ -301,7 +314,11 @@ def _records(
         raised = backend.raised
         if raised is not None and record.verdict == "error" and optional:
             record.verdict, record.message = "unsupported", f"{type(raised).__name__}: {raised}"
-        elif isinstance(raised, NotImplementedError) and record.verdict == "pass":  # quantize is judged without it
+        elif (
+            isinstance(raised, NotImplementedError)
+            and record.verdict == "pass"
+            and options["operation"] == "dequantize"
+        ):  # quantize is judged without it
             record.verdict, record.message = "unsupported", str(raised) or "NotImplementedError"
         records.append(record.to_dict())
     return records
@@ -385,15 +402,14 @@ def reproduction(function: Callable[..., Any], case: str, options: Mapping[str, 
     """The call that checks a single case: a shell command if a fresh process finds the function by its name, else a
     line of Python for a place where the function has its name."""
     name = name_of_function(function)
-    changed = "".join(f", {key}={value!r}" for key, value in options.items() if value != _DEFAULTS[key])
+    given = _DEFAULTS | {"operation": case.partition("/")[0]}  # which the id says
+    changed = "".join(f", {key}={value!r}" for key, value in options.items() if value != given[key])
     call = f"narrowgauge.check({name}, {case!r}{changed})"
     module = _module_to_import(function)
     if not module:
         return call
     call = call.replace(name, f"{module}.{name}", 1)
-    command = shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"])
-    paths = os.environ.get(VARIABLE, "")
-    return f"{VARIABLE}={shlex.quote(paths)} {command}" if paths else command
+    return with_variables(shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"]))
 
 
 def _module_to_import(function: Callable[..., Any]) -> str:

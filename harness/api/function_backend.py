@@ -13,11 +13,11 @@ from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, read_conventions
-from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
@@ -55,24 +55,23 @@ class FunctionBackend(Backend):
         self,
         name: str,
         function: Callable[..., Any],
+        case: Case,
         operation: str,
         *,
         declares: Mapping[str, str],
         conventions: Mapping[str, Any],
     ) -> None:
-        """`conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize."""
+        """The function is the method that `case` and others like it call; `dequantize` is an operation of its own.
+        `conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize."""
         self.raised: Exception | None = None
         """The last exception of the function."""
         self._function, self._conventions = function, conventions
         self._parameters = parameters_of(function)
-        methods: dict[str, dict[str, Any]] = {
-            "quantize": {"quantize": self._quantize},
-            # A quantize case judges dequantize on the result of the backend's quantize.
-            "dequantize": {"quantize": ops.quantize, "dequantize": self._dequantize},
-            "transform": {"transform": self._transform},
-            "gemm": {"gemm": self._gemm},
-        }
-        own = methods.get(operation) or {next(iter(CASE_CLASSES[operation].all_methods())): self._method}
+        self._optional = case.all_methods()[case.called].optional
+        # A quantize case judges dequantize on the result of the backend's quantize.
+        own: dict[str, Any] = {"quantize": ops.quantize, "dequantize": self._dequantize}
+        if operation != "dequantize":
+            own = {case.called: self._quantize if case.called == "quantize" else self._method}
         super().__init__(LocalHost(name, SimpleNamespace(**own, declares=dict(declares))))
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -118,30 +117,14 @@ class FunctionBackend(Backend):
     def _dequantize(self, q: Quantized, dtype: torch.dtype) -> Any:
         return self._run((q,), dtype=dtype, recipe=q.recipe)
 
-    def _transform(self, x: torch.Tensor, recipe: Recipe) -> Any:
-        return self._run((x,), recipe=recipe)
-
-    def _gemm(
-        self,
-        a: Quantized,
-        b: Quantized,
-        *,
-        out_dtype: torch.dtype,
-        c: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> Any:
-        addends = {name: addend for name, addend in (("c", c), ("bias", bias)) if addend is not None}
-        for name in addends:
-            if name not in self._parameters:
-                raise NotImplementedError(f"the function has no parameter {name!r}")
-        return self._run((a, b), out_dtype=out_dtype, recipe=a.recipe, **addends)
-
     def _method(self, *arguments: Any, **options: Any) -> Any:
-        """The method of any other operation: recipes are passed by keyword, if the function has the parameter."""
+        """Any other method: its recipe, or that of its first operand, is passed by keyword, and so are all options. The
+        function has a parameter for each option that is not optional."""
         for name in options:
-            if name not in self._parameters:
+            if name not in self._parameters and name not in self._optional:
                 raise NotImplementedError(f"the function has no parameter {name!r}")
         recipes = [argument for argument in arguments if isinstance(argument, Recipe)]
+        recipes += [argument.recipe for argument in arguments if isinstance(argument, Quantized | GroupedQuantized)]
         given = tuple(argument for argument in arguments if not isinstance(argument, Recipe))
         return self._run(given, **options, **({"recipe": recipes[0]} if recipes else {}))
 

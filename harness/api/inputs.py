@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -13,7 +14,7 @@ import torch
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import load_all
-from narrowgauge.harness.cases.keys import TIERS, keys_of, nearest, one_of
+from narrowgauge.harness.cases.keys import TIERS, Key, keys_of, nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_of
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.spec.arguments import dtype_name
@@ -78,17 +79,13 @@ def inputs(
     if wrong := one_of(_MADE)(operation):
         raise ValueError(f"operation {wrong}")
     values: dict[str, Any] = {"shape": shape, "inputs": family}
-    values |= operands_of(recipe, dtype) if operation == "gemm" else {"dtype": name_of(dtype)}
+    name = name_of(dtype)
+    usual = OPERATIONS[operation].usual_keys(find_recipe(recipe), name)
+    values |= usual | {key: name for key in ("x", "w") if key in usual}
     case = make_case(operation, recipe, values)
     with default_settings():
         made = make_inputs(case, seed=seed)
     return (made.x, made["w"]) if "w" in made.tensors else made.x
-
-
-def operands_of(recipe: str | Recipe, dtype: torch.dtype) -> dict[str, Any]:
-    """Keys of a gemm case whose operands and output have the same dtype."""
-    name = name_of(dtype)
-    return {"x": name, "w": name, "out": name, "layout": "nt" if find_recipe(recipe).transform else "tn"}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -100,11 +97,30 @@ def name_of(dtype: torch.dtype) -> str:
     raise TypeError(f"dtype is {', '.join(map(dtype_name, TORCH_DTYPES.values()))}, not {found}")
 
 
+def named(recipe: str | Recipe) -> Recipe:
+    """The recipe with this name, or a Recipe that has a name. Raises ValueError."""
+    chosen = find_recipe(recipe)
+    with suppress(ValueError):
+        if find_recipe(str(chosen)) == chosen:
+            return chosen
+    raise ValueError(
+        f"recipe {chosen} has changed fields, which no name stands for; give it a dialect of its own and save it, "
+        "narrowgauge.save_rule(recipe, 'own.toml'): 'own.toml' is then its name"
+    )
+
+
+def require_keys(operation: str, names: Iterable[str], without: Collection[str]) -> dict[str, Key]:
+    """The keys of an operation by name, `without` some. Raises ValueError for a name that is none."""
+    keys = {key.name: key for key in keys_of(OPERATIONS[operation]) if key.name not in without}
+    for name in names:
+        if name not in keys:
+            raise ValueError(f"no key of {operation} is called {name!r}{nearest(name, keys)}; it has {', '.join(keys)}")
+    return keys
+
+
 def make_case(operation: str, recipe: str | Recipe, values: Mapping[str, Any]) -> Case:
     """The case with these keys of case files. Raises ValueError for a wrong value, with the name of the argument."""
-    chosen = find_recipe(recipe)
-    if find_recipe(str(chosen)) != chosen:
-        raise ValueError(f"recipe {chosen} has changed fields, which no name stands for; give a recipe by its name")
+    chosen = named(recipe)
     values = {**values, "recipe": str(chosen), "shape": list(values["shape"])}
     for key in keys_of(OPERATIONS[operation]):
         if key.required and key.name not in values:
@@ -137,12 +153,8 @@ def matrix(
     ):  # fmt: skip
         if wrong := one_of(known)(value):
             raise ValueError(f"{argument} {wrong}")
-    keys = {key.name: key for key in keys_of(OPERATIONS[operation]) if key.name != "recipe"}
+    keys = require_keys(operation, fields, ("recipe",))
     for field, value in fields.items():
-        if field not in keys:
-            raise ValueError(
-                f"no key of {operation} is called {field!r}{nearest(field, keys)}; it has {', '.join(keys)}"
-            )
         if wrong := keys[field].check(list(value) if field == "shape" else value):
             raise ValueError(f"{field} {wrong}")
     expected = {keys[field].field: tuple(value) if field == "shape" else value for field, value in fields.items()}

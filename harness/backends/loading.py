@@ -1,13 +1,16 @@
-"""Loading the object that implements a backend: `native`, `reference`, a library, or `package.module[:Name]`."""
+"""Loading the object that implements a backend: `native`, `reference`, a library, `package.module[:Name]` or
+`folder/file.py[:Name]`."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -33,15 +36,42 @@ LIBRARIES = tuple(
 )
 """Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 
+_FILE = re.compile(r"(.+\.py)((?::\w+)?)")
+"""A backend by its file, and the name in it."""
 _OWN = str(Path(__file__).parents[2])
 """Folder of this package."""
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
+def backend_file(name: str) -> Path | None:
+    """The file of a backend `folder/file.py[:Name]`, an absolute path; None for any other name."""
+    match = _FILE.fullmatch(name)
+    return None if match is None else Path(os.path.abspath(match[1]))
+
+
+def normal_name(name: str, base: str | os.PathLike[str] = "") -> str:
+    """The name of a backend, that of a file relative to the current folder if the file lies below it, else absolute.
+
+    Runs and baselines of a backend thus have a single name. `base`: folder of a relative path (default: the current).
+    """
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return name
+    path = Path(os.path.abspath(Path(base, match[1])))
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}{match[2]}"
+
+
 def check_name(name: str) -> None:
-    """Raise BackendError if no backend can have this name: a built-in name, or `package.module[:Name]` whose package is
-    found in the current folder or on `sys.path`. Nothing is imported."""
+    """Raise BackendError if no backend can have this name: a built-in name, a file that is not there, or
+    `package.module[:Name]` whose package is not found in the current folder or on `sys.path`. Nothing is imported."""
     _check_form(name)
+    if (file := backend_file(name)) is not None:
+        if not file.is_file():
+            siblings = [path.name for path in file.parent.glob("*.py")]
+            close = nearest(file.name, siblings)
+            raise BackendError(f"backend {name}: there is no file {file}{close}; give its path from the current folder")
+        return
     _search_here()
     package = _place(name).partition(":")[0].partition(".")[0]
     try:
@@ -60,7 +90,7 @@ def _check_form(name: str) -> None:
         known = (*BUILT_IN, *LIBRARIES)
         raise BackendError(
             f"no backend is called {name!r}{nearest(name, known)}; "
-            f"there are {', '.join(known)}, and your own as package.module:Name"
+            f"there are {', '.join(known)}, and your own as package.module:Name or folder/file.py:Name"
         )
 
 
@@ -81,6 +111,8 @@ def _search_here() -> None:
 def extra_folder(name: str) -> str:
     """Folder of `sys.path` with the module of a backend, if a new interpreter in the current folder does not search it:
     pytest adds the folders of tests. Else empty. Nothing is imported."""
+    if backend_file(name) is not None:
+        return ""
     package = _place(name).partition(":")[0].partition(".")[0]
     folders = [Path(entry or ".").resolve() for entry in sys.path]
     found = importlib.machinery.PathFinder.find_spec(package, list(map(str, folders)))
@@ -92,6 +124,34 @@ def extra_folder(name: str) -> str:
     searched = [Path.cwd(), *(Path(entry).resolve() for entry in given if entry), *map(Path, site.getsitepackages())]
     known = folder in searched or folder.is_relative_to(_LIBRARY) or folder not in folders
     return "" if known else str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """A module by its file. It can import modules beside it, and relatively if its folder is a package."""
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        folder, parts = folder.parent, [folder.name, *parts]
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    name, found = ".".join(parts), None
+    if "." not in path.stem:
+        importlib.invalidate_caches()
+        found = importlib.util.find_spec(name)
+    if found is not None and found.origin == str(path):
+        return importlib.import_module(name)
+    # Another module has the name.
+    name = f"narrowgauge_backend_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 class _BuiltIn:
@@ -108,8 +168,8 @@ class _BuiltIn:
 
 
 def load_implementation(name: str, device: str = "", methods: Mapping[str, Method] | None = None) -> Any:
-    """The module or object called `native`, `reference`, `package.module[:Name]`, or `library[:variant]` of
-    `LIBRARIES`. A class is instantiated, that of a library with the variant, if there is one.
+    """The module or object called `native`, `reference`, `package.module[:Name]`, `folder/file.py[:Name]`, or
+    `library[:variant]` of `LIBRARIES`. A class is instantiated, that of a library with the variant, if there is one.
 
     `methods`: those of operations, for a process that does not know these. Modules are found as by `python -m`, also in
     the current folder. Raises BackendError if the backend cannot be loaded, or if its `check` rejects `device` (if
@@ -117,9 +177,12 @@ def load_implementation(name: str, device: str = "", methods: Mapping[str, Metho
     """
     _check_form(name)
     _search_here()
+    file = backend_file(name)
+    if file is not None:
+        check_name(name)
     module_name, _, attribute = _place(name).partition(":")
     try:
-        implementation: Any = importlib.import_module(module_name)
+        implementation: Any = importlib.import_module(module_name) if file is None else _module_of_file(file)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise BackendError(f"backend {name}: module {module_name} cannot be imported: {reason}") from error
@@ -130,7 +193,11 @@ def load_implementation(name: str, device: str = "", methods: Mapping[str, Metho
     if attribute:
         if not hasattr(implementation, attribute):
             names = [n for n in vars(implementation) if not n.startswith("_")]
-            raise BackendError(f"backend {name}: module {module_name} has no {attribute!r}{nearest(attribute, names)}")
+            own = [n for n in names if inspect.isclass(found := vars(implementation)[n])
+                   and found.__module__ == implementation.__name__]  # fmt: skip
+            listed = f"its classes are {', '.join(own)}" if own else "it has no class"
+            close = nearest(attribute, names)
+            raise BackendError(f"backend {name}: module {module_name} has no {attribute!r}{close}; {listed}")
         implementation = getattr(implementation, attribute)
     if inspect.isclass(implementation):
         try:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
 from narrowgauge.harness.cases.families import Family, Kind, families_for
-from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, sizes_of
+from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, keys_of, sizes_of
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -241,6 +241,45 @@ class Case:
         """Sources of the kernels that the native backend launches for the case; possibly one source too many."""
         return frozenset()
 
+    # ---- a function under `narrowgauge.check` ------------------------------------------------------------------------
+
+    @property
+    def called(self) -> str:
+        """The method of a backend that the function stands for."""
+        return next(iter(self.all_methods()))
+
+    @classmethod
+    def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
+        """Shapes of the cases of a recipe: a matrix of some tiles, then shapes with tails. Raises ValueError if the
+        operation has none."""
+        if len(names := sizes_of(cls)) != 2:
+            sizes = ", ".join(names)
+            raise ValueError(
+                f"a {cls.operation} has a shape [{sizes}]; give shapes, such as shapes={[[128] * len(names)]}"
+            )
+        height, width = usual_block(recipe)
+        return [(max(128, 2 * height), max(256, 2 * width)), (1, width), (129, 3 * width)]
+
+    @classmethod
+    def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
+        """Keys of the cases beside recipe, shape and inputs. `dtype`: of x, of a product that of the output."""
+        return {"dtype": dtype} if any(key.name == "dtype" for key in keys_of(cls)) else {}
+
+    @classmethod
+    def usual_options(cls, parameters: Collection[str]) -> list[tuple[dict[str, Any], bool]]:
+        """Further keys for cases of the first shape, and whether a right kernel may refuse the case.
+
+        `parameters`: names of the parameters of the function.
+        """
+        views = ("strided", "transposed") if any(key.name == "view" for key in keys_of(cls)) else ()
+        return [({"view": view}, True) for view in views]
+
+    @classmethod
+    def may_refuse(cls, shape: Sequence[int], recipe: Recipe) -> bool:
+        """Whether a right kernel may refuse a shape."""
+        height, width = (1, 1) if recipe.spans_k else recipe.block
+        return len(shape) != 2 or 0 in shape or bool(shape[0] % height or shape[1] % width)
+
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def stages(self) -> tuple[str, ...]:
@@ -251,6 +290,12 @@ class Case:
     def stage_names(cls) -> tuple[str, ...]:
         """Every stage in records of the operation. Empty if the stages depend on the results of a case."""
         return ()
+
+
+def usual_block(recipe: Recipe) -> tuple[int, int]:
+    """Rows and columns of which `usual_shapes` are multiples: of a block, or of a rotated group."""
+    height, width = (1, 32) if recipe.spans_k else recipe.block
+    return height, max(width, recipe.transform.group if recipe.transform else 1)
 
 
 def rotation_problem(recipe: Recipe, dtypes: Iterable[str], extent: int, axis: str) -> str | None:

@@ -1,7 +1,8 @@
 """Case files: reading TOML, and expanding its tables to cases.
 
 A file holds `[[matrix]]` tables. Each table names an operation and a tier, and gives a value or a list of values for
-each key of the operation; the product of the lists is its cases. cases/README.md describes the files for people.
+each key of the operation; the product of the lists is its cases. The key `rules` above the tables names files of rules.
+cases/README.md describes the files for people.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, outside_operations
+from narrowgauge.spec.recipes import RuleError, use_rules
 
 LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
@@ -186,7 +188,7 @@ def _content(path: Path) -> dict[str, Any]:
             f"{path}: is no case file: it has {keys}, and no [[matrix]] table with an operation and a tier; name a "
             f"case file, a folder of case files or {SHIPPED} (cases/README.md)"
         )
-    toml_file.check_keys(content, path, ["matrix"], what="a case file", error=CaseFileError)
+    toml_file.check_keys(content, path, ["matrix", "rules"], what="a case file", error=CaseFileError)
     return content
 
 
@@ -221,7 +223,10 @@ def _is_case_file(path: Path) -> bool:
 
 def _tables(path: Path) -> list[_Table]:
     """The tables of a file. Their cases are counted before a case is made."""
-    contents = _content(path).get("matrix")
+    content = _content(path)
+    if "rules" in content:
+        _use_rules(path, content["rules"])
+    contents = content.get("matrix")
     if not isinstance(contents, list) or not contents:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
     tables = [_table(content, f"{path}: [[matrix]] {number}") for number, content in enumerate(contents, 1)]
@@ -234,6 +239,17 @@ def _tables(path: Path) -> list[_Table]:
                 f"{MOST_CASES}: shorten the lists, or divide the file"
             )
     return tables
+
+
+def _use_rules(path: Path, given: Any) -> None:
+    """Make the rules known that a case file names, relative to its folder. Raises CaseFileError."""
+    names = given if isinstance(given, list) else [given]
+    if not all(isinstance(name, str) for name in names):
+        raise CaseFileError(f'{path}: rules is {shown(given)}; it is a file of rules or a list of files: "own.toml"')
+    try:
+        use_rules([path.parent / name for name in names])
+    except RuleError as error:
+        raise CaseFileError(f"{path}: rules: {error}") from error
 
 
 def _cases(files: Iterable[tuple[Path, list[_Table]]]) -> list[Case]:

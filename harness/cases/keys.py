@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from narrowgauge.harness.cases.sections import number_of, parse
 from narrowgauge.spec.modules.training import training_recipe
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import RULE_FILE, find_recipe
 
 Check = Callable[[Any], str | None]
 """Function from a value to the reason why it is wrong, or None."""
@@ -122,14 +122,14 @@ _CHECKS: dict[type, Check] = {bool: _boolean, int: _whole, float: _number}
 
 
 def _recipe(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"is {shown(value)}, not a recipe's name"
+    if RULE_FILE.fullmatch(value):
+        return f"is {shown(value)}, a file; name the file in `rules`, above the tables, and its rule here"
     try:
         find_recipe(value)
-    except (ValueError, AttributeError) as error:
-        return (
-            f"is {shown(value)}: {error}"
-            if isinstance(error, ValueError)
-            else f"is {shown(value)}, not a recipe's name"
-        )
+    except ValueError as error:
+        return f"is {shown(value)}: {error}"
     return None
 
 

@@ -17,3 +17,5 @@ class Method:
     exports, if it does."""
     converted: bool = False
     """Whether the attribute `conventions` of a backend says how the results are stored."""
+    optional: tuple[str, ...] = ()
+    """Keyword arguments that a function under `narrowgauge.check` may leave out: they say what its operands say."""

@@ -40,7 +40,7 @@ def boundary_codes(
     expected: torch.Tensor,
     ends: tuple[torch.Tensor, torch.Tensor],
     fmt: Format,
-    sources: Sources,
+    sources: Sources | None,
     *,
     noun: str,
     describe: Describe,
@@ -55,7 +55,7 @@ def boundary_floats(
     actual: torch.Tensor,
     expected: torch.Tensor,
     ends: tuple[torch.Tensor, torch.Tensor],
-    sources: Sources,
+    sources: Sources | None,
     *,
     free: torch.Tensor | None = None,
     noun: str,
@@ -75,11 +75,14 @@ def _compare(
     comparison: Comparison,
     ends: tuple[torch.Tensor, torch.Tensor],
     free: torch.Tensor,
-    sources: Sources,
+    sources: Sources | None,
     noun: str,
     describe: Describe,
 ) -> StageResult:
-    """Compare the actual result with the smallest and the largest correct value, except for `free` elements."""
+    """Compare the actual result with the smallest and the largest correct value, except for `free` elements.
+
+    Without `sources` any number of elements may be excused.
+    """
     fmt = comparison.fmt
 
     def ordinals(x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ def _compare(
         result.finding = make_finding(
             stage, "boundary", result.sentence, wrong, distances, describe=describe, comparison=comparison
         )
-    elif bool((changed := excused & straddling).any()):
+    elif sources is not None and bool((changed := excused & straddling).any()):
         (distance,) = map_row_chunks(distance_to_expected, excused, comparison.actual, comparison.expected)
         result.tests = [_excuse_test(changed, straddling, sources, noun, (excused, distance, describe, comparison))]
     return result

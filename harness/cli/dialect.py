@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, stop
+from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
 Details = Annotated[bool, typer.Option("--details", help="Also a row for each input.")]
@@ -27,12 +28,17 @@ Format = Annotated[
 
 
 def which_dialect(
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
+    backend: BackendArgument,
     name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
     device: Device = "cpu",
     seed: Seed = 0,
     details: Details = False,
     form: Format = Form.TABLE,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", help="Add the rule to this file of rules (TOML). The rule is named after the file."),
+    ] = None,
+    rules: Rules = None,
 ) -> None:
     """Say which dialect a quantizer follows, and where it differs.
 
@@ -75,6 +81,12 @@ def which_dialect(
         if details:
             report.print_rows(result, console)
         console.print(report.sentence(result), markup=False, soft_wrap=True)
-        if rule := report.pasted(result):
+        if rule := report.pasted(result, save.stem if save else "own"):
             console.print(rule, markup=False, soft_wrap=True)
+    if save is not None:
+        try:
+            name = report.save(result, save, backend)
+        except ValueError as error:
+            stop(str(error))
+        typer.echo(f'{save}: has the rule {name}; narrowgauge.check(function, "{save}") judges by it', err=True)
     raise typer.Exit(0 if result.explained else 1)

@@ -17,6 +17,7 @@ from narrowgauge.harness.cli.options import (
     Operations,
     Paths,
     Recipes,
+    Rules,
     ShardOption,
     Tensors,
     Tier,
@@ -33,6 +34,7 @@ NO_FLAG = "no flag"
 def list_cases(
     paths: Paths = None,
     operations: Operations = None,
+    rules: Rules = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     device: Device = "cpu",

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Operations, Paths, default_cases, stop
+from narrowgauge.harness.cli.options import Operations, Paths, Rules, default_cases, stop
 from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases
 
 
 def mutants(
     paths: Paths = None,
     operations: Operations = None,
+    rules: Rules = None,
     keyword: Annotated[str, typer.Option("-k", help="pytest keyword expression on the names of mutants.")] = "",
     workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
     search: Annotated[

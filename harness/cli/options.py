@@ -30,7 +30,20 @@ Paths = Annotated[
         show_default=False,
     ),
 ]
-BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
+BACKEND_HELP = "native, reference, package.module:Name or folder/file.py:Name."
+
+
+def _backend_name(name: str) -> str:
+    """The name of --backend or BACKEND, that of a file from the current folder."""
+    if ".py" not in name:
+        return name
+    from narrowgauge.harness.backends.loading import normal_name
+
+    return normal_name(name)
+
+
+BackendOption = Annotated[str, typer.Option("--backend", callback=_backend_name, help=BACKEND_HELP)]
+BackendArgument = Annotated[str, typer.Argument(metavar="BACKEND", callback=_backend_name, help=BACKEND_HELP)]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
 Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case. quick has more on a GPU.")]
@@ -106,6 +119,24 @@ Operations = Annotated[
     typer.Option(
         "--operations", callback=_use_operations, help="File or folder of your own operations; may be given again."
     ),
+]
+
+
+def _use_rules(paths: list[Path] | None) -> list[Path] | None:
+    """Make the rules of --rules known to this process and to those that it starts."""
+    if paths:
+        from narrowgauge.spec.recipes import RuleError, use_rules
+
+        try:
+            use_rules(paths)
+        except RuleError as error:
+            stop(f"--rules {error}")
+    return paths
+
+
+Rules = Annotated[
+    list[Path] | None,
+    typer.Option("--rules", callback=_use_rules, help="File of your own rules (TOML); may be given again."),
 ]
 USAGE_ERROR = 2
 """Exit status of a command with invalid options."""

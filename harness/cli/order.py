@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, Shapes, stop
+from narrowgauge.harness.cli.options import BackendArgument, Device, Seed, Shapes, stop
 from narrowgauge.harness.cli.selection import require_device
 
 _SHAPE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})")
@@ -27,7 +27,7 @@ Format = Annotated[Form, typer.Option("--format", help="Form of the result; json
 
 
 def find_order(
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
+    backend: BackendArgument,
     shapes: Shapes = None,
     name: Annotated[str, typer.Option("--recipe", help="Recipe of the operands, with 8-bit elements.")] = (
         "fp8-current-e4m3"

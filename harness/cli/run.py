@@ -19,6 +19,7 @@ from narrowgauge.harness.cli.options import (
     Operations,
     Paths,
     Recipes,
+    Rules,
     Sanitize,
     Schedules,
     Seed,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 def run(
     paths: Paths = None,
     operations: Operations = None,
+    rules: Rules = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     backend: BackendOption = "native",

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Keyword, Operations, Paths, Seed, Tier, stop
+from narrowgauge.harness.cli.options import BackendOption, Keyword, Operations, Paths, Rules, Seed, Tier, stop
 from narrowgauge.harness.cli.selection import require_device, select_cases
 
 
 def sanitize_cases(
     paths: Paths = None,
     operations: Operations = None,
+    rules: Rules = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     tool: Annotated[

@@ -12,6 +12,7 @@ from narrowgauge.harness.cli.options import (
     Keyword,
     Operations,
     Paths,
+    Rules,
     Tier,
     Workers,
     default_cases,
@@ -31,6 +32,7 @@ from narrowgauge.harness.cli.selection import (
 def soak_cases(
     paths: Paths = None,
     operations: Operations = None,
+    rules: Rules = None,
     tier: Tier = "quick",
     keyword: Keyword = "",
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds.")] = 200,

@@ -33,6 +33,10 @@ def accept(run: RecordedRun, path: Path, console: Console) -> None:
         "gone": differs.removed,
         "new": [f"{case}: {accepted[case]}" for case in differs.new] if old else [],
     }
+    known = old.rules if old else {}
+    changed["another rule"] = [
+        f"{name}: {known[name]} → {digest}" for name, digest in fresh.rules.items() if known.get(name, digest) != digest
+    ]
     print_kinds(changed, console, "bold")
     not_passed = sum(figures.verdict != "pass" for figures in accepted.values())
     counts = [plural(len(accepted), "case"), *([f"{not_passed} not pass"] if not_passed else [])]

@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.gate.architecture import NAME, architecture, product_name
 from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
+from narrowgauge.harness.records.environment import RULE
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
 
@@ -48,6 +49,8 @@ class Baseline:
     seed: int
     groups: dict[str, dict[str, list[str]]]
     """Beginning of the ids → figures as text → ends of the ids with these figures: `pass 561` → `zeros`, `inf/both`."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Digests of the rules of a user by name (`rules_of`). The gate compares them."""
 
     def cases(self) -> dict[str, Figures]:
         """Figures by case id."""
@@ -82,7 +85,15 @@ def baseline_of(run: RecordedRun) -> Baseline:
         start, end = _parts(record)
         groups[start][str(figures(record))].append(end)
     names = architecture(run.device, run.environment), product_name(run.device, run.environment)
-    return Baseline(*names, run.backend, run.seed, groups)
+    return Baseline(*names, run.backend, run.seed, groups, rules_of(run))
+
+
+def rules_of(run: RecordedRun) -> dict[str, str]:
+    """Digests of the rules of a user, by name, that the cases of a run have."""
+    used = {name for record in run.records for name in record["recipe"].split("+")}
+    digests = {part.removeprefix(RULE): value.partition(" ")[0] for part, value in run.sources.items()
+               if part.startswith(RULE)}  # fmt: skip
+    return {name: digest for name, digest in sorted(digests.items()) if name in used}
 
 
 def _parts(record: dict[str, Any]) -> tuple[str, str]:
@@ -104,7 +115,7 @@ def write(baseline: Baseline, path: Path) -> None:
     """Replace the file `path` with a baseline, sorted. Raises BaselineError if the file cannot be written."""
     head = {
         "format": FORMAT, "architecture": baseline.architecture, "device": baseline.device,
-        "backend": baseline.backend, "seed": baseline.seed,
+        "backend": baseline.backend, "seed": baseline.seed, **({"rules": baseline.rules} if baseline.rules else {}),
     }  # fmt: skip
     lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     groups = {
@@ -159,7 +170,7 @@ def _checked(content: Any) -> Baseline:
         remedy = _TO_2 if version == 1 else "accept a run anew"
         raise ValueError(f"its format is {version}; this narrowgauge reads {FORMAT}: {remedy}")
     for name in content:
-        if name not in _TYPES:
+        if name not in (*_TYPES, "rules"):
             raise ValueError(f"unknown key {name!r}{nearest(name, _TYPES)}; it can be {', '.join(_TYPES)}")
     for name, kind in _TYPES.items():
         if type(content.get(name)) is not kind:
@@ -167,9 +178,11 @@ def _checked(content: Any) -> Baseline:
     if not NAME.fullmatch(content["architecture"]):
         raise ValueError(f"architecture is {content['architecture']!r}; it is host, or sm_90 and the like")
     _check_groups(content["cases"])
-    return Baseline(
-        **{name: content[name] for name in _TYPES if name not in ("format", "cases")}, groups=content["cases"]
-    )
+    rules = content.get("rules", {})
+    if type(rules) is not dict or not all(type(digest) is str for digest in rules.values()):
+        raise ValueError(f"rules is {rules!r}, not an object of digests by the names of rules")
+    head = {name: content[name] for name in _TYPES if name not in ("format", "cases")}
+    return Baseline(**head, groups=content["cases"], rules=rules)
 
 
 def _check_groups(groups: dict[str, Any]) -> None:

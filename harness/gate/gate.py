@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.harness.gate.architecture import architecture
-from narrowgauge.harness.gate.baseline import Baseline, BaselineError, read
+from narrowgauge.harness.gate.baseline import Baseline, BaselineError, read, rules_of
 from narrowgauge.harness.gate.difference import (
     ChangeGroup,
     changes_text,
@@ -30,7 +30,7 @@ from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.github import annotate
 from narrowgauge.harness.report.text import number, plural
 
-_OTHER_KINDS = ("another architecture", "another backend", "another seed")
+_OTHER_KINDS = ("another architecture", "another backend", "another seed", "another rule")
 _OF_RUN = ("nothing ran", "nothing was compared", "interrupted", "a part", *_OTHER_KINDS)
 """Kinds of a problem of the whole run, which have one line."""
 KNOWN = "known to fail"
@@ -105,6 +105,14 @@ def _check_same_kind(run: RecordedRun, baseline: Baseline, judgement: Judgement)
         "another backend": (baseline.backend, run.backend),
         "another seed": (baseline.seed, run.seed),
     }
+    rules = rules_of(run)
+    for name, digest in baseline.rules.items():
+        if rules.get(name, digest) != digest:
+            judgement.fail(
+                "another rule",
+                f"{name} is {digest} in the baseline, {rules[name]} in the run: its file has changed; restore it, or "
+                "accept the run anew",
+            )
     differ = {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
     for kind, (accepted, actual) in differ.items():
         judgement.fail(kind, f"the baseline is of {accepted}, the run of {actual}: no case was compared")

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from narrowgauge.harness.records.environment import kernel_hash, source_hashes
+from narrowgauge.harness.records.environment import RULE, kernel_hash, source_hashes
 from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
 from narrowgauge.harness.records.loaded_sources import differences
 from narrowgauge.harness.records.record_check import DEVICES, record_problems, shown
 from narrowgauge.harness.report.text import number
+from narrowgauge.spec.recipes import OwnRule, RuleError, read_rules
 
 LISTED = 20
 """Largest number of problems in a message, which counts all of them."""
@@ -74,6 +75,9 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     if "input" in run.sources and file is None:
         current["input"] = run.sources["input"]
         notes.append("input: the file of the captured tensors is not there, so it was not compared")
+    rules, found = _rules_now(run)
+    current = {part: value for part, value in current.items() if not part.startswith(RULE)} | rules
+    notes += found
     if "operations" in run.sources and "operations" not in current:
         current["operations"] = run.sources["operations"]
         notes.append("operations: none are given by --operations, so their sources were not compared")
@@ -90,6 +94,28 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     if problems:
         raise _error(path, problems, run.command)
     return notes
+
+
+def _rules_now(run: RecordedRun) -> tuple[dict[str, str], list[str]]:
+    """The sources of a run that are rules of a user, as their files have them now; a sentence for each rule whose file
+    is not there."""
+    now: dict[str, str] = {}
+    notes = []
+    for part, value in run.sources.items():
+        file = value.partition(" in ")[2]
+        if not part.startswith(RULE):
+            continue
+        if not Path(file).is_file():
+            now[part] = value
+            notes.append(f"{part}: the file {file} is not there, so the rule was not compared with that of the run")
+            continue
+        try:
+            rule = read_rules(file).get(part.removeprefix(RULE))
+        except RuleError as error:
+            now[part] = str(error)
+            continue
+        now[part] = f"no rule in {file}" if rule is None else f"{OwnRule(rule, Path(file)).digest} in {file}"
+    return now, notes
 
 
 def _error(path: Path, problems: list[str], command: str = "") -> UntrustedRunError:

@@ -20,7 +20,7 @@ from narrowgauge.spec.formats import FORMATS, FP32
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import find_recipe, own_rules
 
 TEXT = 1 << 16
 """Largest length of a text of a backend in characters."""
@@ -121,9 +121,9 @@ def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEP
 
 @cache
 def _recipe(recipe: Recipe) -> Any:
-    """A recipe as JSON: its name, or its fields if no name gives it."""
+    """A recipe as JSON: its name, or its fields if no name gives it, or a file of rules, which may change."""
     try:
-        if find_recipe(str(recipe)) == recipe:
+        if str(recipe) not in own_rules() and find_recipe(str(recipe)) == recipe:
             return str(recipe)
     except ValueError:
         pass

@@ -45,11 +45,11 @@ def asked_for(config: pytest.Config) -> Asked | None:
     return Asked(paths, frozenset(file for file, case in named.items() if case)) if paths or named else None
 
 
-def operations_of(config: pytest.Config) -> list[Path]:
-    """Files and folders of operations of the session, absolute paths."""
-    words, base = config.option.ng_operations, config.invocation_params.dir
+def paths_of(config: pytest.Config, setting: str) -> list[Path]:
+    """Absolute paths of the values of --ng-SETTING or narrowgauge_SETTING: `operations`, `rules`."""
+    words, base = getattr(config.option, f"ng_{setting}"), config.invocation_params.dir
     if words is None:
-        words = config.getini("narrowgauge_operations")
+        words = config.getini(f"narrowgauge_{setting}")
         base = config.inipath.parent if config.inipath else config.rootpath
     return [_absolute(base, word) for word in words]
 

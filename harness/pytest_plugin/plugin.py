@@ -30,15 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "(default: narrowgauge_cases in the ini file)", action="append", metavar="PATH",
     )  # fmt: skip
     parser.addini("narrowgauge_cases", help="case files and folders, relative to the ini file", type="args", default=[])
-    add(
-        "operations", "file or folder of your own operations; may be given again (default: narrowgauge_operations in "
-        "the ini file)", action="append", metavar="PATH",
-    )  # fmt: skip
-    parser.addini(
-        "narrowgauge_operations", help="files and folders of your own operations, relative to the ini file",
-        type="args", default=[],
-    )  # fmt: skip
-    setting("backend", "native, reference, or package.module:Name", metavar="NAME")
+    for name, noun in (("operations", "file or folder of your own operations"), ("rules", "file of your own rules")):
+        help = f"{noun}; may be given again (default: narrowgauge_{name} in the ini file)"
+        add(name, help, action="append", metavar="PATH")
+        parser.addini(f"narrowgauge_{name}", help=f"{noun}, relative to the ini file", type="args", default=[])
+    setting("backend", "native, reference, package.module:Name or folder/file.py:Name", metavar="NAME")
     setting("device", "cpu or cuda: where the cases run")
     setting("tier", "quick or full: cases to collect; full contains the quick cases")
     setting("keyword", "keyword expression for the ids of the cases to collect", metavar="EXPRESSION")

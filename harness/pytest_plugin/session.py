@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from narrowgauge.harness.backends.loading import normal_name
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import LEDGER, load, passed_over_note
 from narrowgauge.harness.cases.operations import OperationError, use_operations
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
 from narrowgauge.harness.pytest_plugin.items import CaseFile, CaseItem, LedgerFile, node_of
-from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, operations_of, plugin_options
+from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, paths_of, plugin_options
 from narrowgauge.harness.pytest_plugin.sharding import Sharding
 from narrowgauge.harness.records.record import new_record, outcome
+from narrowgauge.spec.recipes import RuleError, use_rules
 
 if TYPE_CHECKING:
     from narrowgauge.harness.pytest_plugin.sandbox import Runner
@@ -72,6 +74,8 @@ class Options:
                 except ValueError:
                     word = f"--ng-{name} or narrowgauge_{name}"
                     raise pytest.UsageError(f"{word} is {values[name]!r}; it is a whole number") from None
+        base = config.inipath.parent if option.ng_backend is None and config.inipath else config.invocation_params.dir
+        values["backend"] = normal_name(str(values["backend"]), base)
         flags = ("sanitize", "link", "resume", "shard", "durations", "no_history")
         return cls(**values, **{name: getattr(option, f"ng_{name}") for name in flags})
 
@@ -94,9 +98,13 @@ def start(config: pytest.Config, asked: Asked) -> None:
 
     options = Options.of(config)
     try:
-        use_operations(operations_of(config))
+        use_operations(paths_of(config, "operations"))
     except OperationError as error:
         raise pytest.UsageError(f"--ng-operations or narrowgauge_operations: {error}") from error
+    try:
+        use_rules(paths_of(config, "rules"))
+    except RuleError as error:
+        raise pytest.UsageError(f"--ng-rules or narrowgauge_rules: {error}") from error
     for name, value, known in (("device", options.device, ("cpu", "cuda")), ("tier", options.tier, TIERS)):
         if value not in known:
             words = f"--ng-{name} or narrowgauge_{name} is {value!r}{nearest(value, known)}"

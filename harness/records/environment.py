@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from narrowgauge.harness.backends.loading import backend_file
 from narrowgauge.harness.cases.operations import outside_files
 from narrowgauge.harness.machine.processors import cores
+from narrowgauge.spec.recipes import own_rules
 
+RULE = "rule "
+"""Beginning of the keys of sources that are rules of a user."""
 _PACKAGE = Path(__file__).parents[2]
 _JUDGING = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
@@ -148,7 +152,8 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
     """Eight hexadecimal digits for each part of the code and the data that a record depends on.
 
     The key `backend` is the hash of the module file of a user's backend, without its imports. It is empty for a
-    built-in backend. The key `operations` is that of the files of a user's operations, if there are any.
+    built-in backend. The key `operations` is that of the files of a user's operations, if there are any; `rule
+    nvfp4@own` that of a rule of a user, with the file: `1a2b3c4d in own.toml`.
     """
     patterns = {
         "kernels": ["native/**/*"],
@@ -162,7 +167,7 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
         hashes["input"] = _hash([Path(input_path)])
     if files := outside_files():
         hashes["operations"] = _hash(files)
-    return hashes
+    return hashes | {f"{RULE}{name}": f"{rule.digest} in {rule.shown_file}" for name, rule in own_rules().items()}
 
 
 def _sources(patterns: Iterable[str]) -> list[Path]:
@@ -182,6 +187,8 @@ def _hash(paths: Iterable[Path]) -> str:
 
 def _module_file(backend: str) -> Path | None:
     """Module file of a backend. The module is not imported, because a kernel may end the process."""
+    if (file := backend_file(backend)) is not None:
+        return file if file.is_file() else None
     if ":" not in backend and "." not in backend:
         return None
     *folders, name = backend.partition(":")[0].split(".")
@@ -201,6 +208,7 @@ def nvfp4_switches() -> dict[str, str]:
 def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
     """Facts above the tables of a report: settings of the run, facts of the machine, flags and hash of the kernels. A
     run on a CPU names no GPU."""
+    rules = own_rules()
     if device == "cpu":
         from narrowgauge.native.runtime import host
 
@@ -219,4 +227,5 @@ def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sa
         "kernel flags": " ".join(flags),
         "kernel sources": kernel_hash(),
         **nvfp4_switches(),
+        **({"rules": ", ".join(f"{name} ({rule.shown_file})" for name, rule in rules.items())} if rules else {}),
     }

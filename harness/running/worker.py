@@ -24,6 +24,7 @@ from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.spec.recipes import rule_files
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.backend import Backend
@@ -63,8 +64,9 @@ class Settings:
         """The options of `narrowgauge show` with these settings of kernel hosts, beside backend and device."""
         schedules = f"--schedules {self.schedules}" if self.schedules else ""
         chosen = ("--sanitize" if self.sanitize else "", "--untrusted" if self.untrusted else "")
-        operations = [f"--operations {shlex.quote(os.path.relpath(path))}" for path in outside_paths()]
-        return " ".join(filter(None, (schedules, *chosen, *operations)))
+        files = [("--operations", path) for path in outside_paths()] + [("--rules", path) for path in rule_files()]
+        own = [f"{option} {shlex.quote(os.path.relpath(path))}" for option, path in files]
+        return " ".join(filter(None, (schedules, *chosen, *own)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from narrowgauge.adapt.conventions import LINEAR
 from narrowgauge.harness.api.assertions import assert_quantized
 from narrowgauge.harness.api.function_backend import name_of_function
-from narrowgauge.harness.api.judge_call import judge_of
+from narrowgauge.harness.api.judging.judge_call import judge_of
 from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.watch.copies import HostCopy, copied, map_tensors, reason_not_to_judge

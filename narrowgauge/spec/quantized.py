@@ -94,7 +94,12 @@ class GroupedQuantized:
         return f"GroupedQuantized({', '.join([str(self.recipe), shape, str(self.codes.device), *orientation])})"
 
     def sections(self) -> list[Quantized]:
-        """A `Quantized` per section, as views of the same memory. Waits for the device of `sizes`."""
+        """A `Quantized` for each section, in order, as views of the same memory: nothing is copied.
+
+        A section of m rows, which may be 0, has the shape (m, K), codes (m, ⌈K/2⌉) or (m, K), scales (m, ⌈K/block⌉) and
+        an amax (1,), as `quantize` of these rows alone gives; a columnwise one has those of its transpose (K, m).
+        Waits for the device of `sizes`.
+        """
         parts = []
         start = code = scale = 0
         transposed = self.columnwise and self.recipe.columnwise == "in-place"

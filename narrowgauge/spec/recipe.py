@@ -182,7 +182,7 @@ class Recipe:
     """Computation of the scale argument of `quantize` by `update_scale`."""
 
     def __post_init__(self) -> None:
-        for name, choices in _choices().items():
+        for name, choices in field_choices().items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"recipe {self.name}: {name} is {value!r}; it can be {', '.join(map(str, choices))}")
         for feature, excluded, reason in _EXCLUDED:
@@ -282,7 +282,7 @@ class Recipe:
 
 
 @cache
-def _choices() -> dict[str, tuple[Any, ...]]:
+def field_choices() -> dict[str, tuple[Any, ...]]:
     """Allowed values of the fields with a choice. Cached, because every operation makes a recipe."""
     hints = get_type_hints(Recipe)
     return {field.name: get_args(hint) for field in fields(Recipe) if get_origin(hint := hints[field.name]) is Literal}

@@ -1,4 +1,5 @@
-"""The named recipes: `nvfp4`, `mxfp8-e4m3@ocp`, `fp8-block-128x128-e4m3-pow2` and all compositions of their parts.
+"""The named recipes: `nvfp4`, `mxfp8-e4m3@ocp`, `fp8-block-128x128-e4m3-pow2` and all compositions of their parts; and
+rules of a user, which are dialects in a TOML file (docs/dialects.md#a-rule-of-your-own).
 
 This module does not import torch.
 """
@@ -6,15 +7,30 @@ This module does not import torch.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
+import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
-from narrowgauge.spec.recipe import DEFAULT_DIALECT, RHT_GROUPS, RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe
+from narrowgauge.spec.recipe import (
+    DEFAULT_DIALECT,
+    RHT_GROUPS,
+    RHT_SIGNS,
+    WHOLE,
+    Delayed,
+    Hadamard,
+    Recipe,
+    field_choices,
+)
 
 __all__ = [
     "DEFAULT_DIALECT",
@@ -241,7 +257,10 @@ def recipes() -> list[Recipe]:
 
 
 def find_recipe(name: str | Recipe) -> Recipe:
-    """The recipe with the name `name` or `name@dialect`; a Recipe is returned unchanged.
+    """The recipe with the name `name` or `name@dialect`, or the rule in a file of rules: `own.toml`, of several rules
+    `own.toml:nvfp4@own`. A Recipe is returned unchanged.
+
+    The rules of such a file are known from then on by their names, as by `use_rules`.
 
     Names, with optional parts in this order:
 
@@ -256,25 +275,25 @@ def find_recipe(name: str | Recipe) -> Recipe:
 
     Defaults in names of FP8 recipes are e4m3 and, for block scales, pow2; `Recipe.name` contains all parts. Raises
     ValueError with the three nearest names for an unknown name, and with the reason if two parts, or a part and the
-    dialect, exclude each other.
+    dialect, exclude each other; RuleError, a ValueError, for a wrong file of rules.
     """
     if isinstance(name, Recipe):
         return name
+    if parts := RULE_FILE.fullmatch(name):
+        return _rule_in_file(*parts.groups())
     base, _, dialect = name.partition("@")
+    if dialect and os.environ.get(VARIABLE) and (own := own_rules().get(_full_name(base, dialect))):
+        return own.recipe
     return _find(base, dialect or DEFAULT_DIALECT)
 
 
 @lru_cache(maxsize=1024)
 def _find(base: str, dialect: str) -> Recipe:
-    match = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
-    if match is None:
-        name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
-        raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES, 3)}; narrowgauge.recipes() lists all")
-    family, parts = match
+    family, parts = _family(base, dialect)
     if dialect not in family.dialects:
         raise ValueError(
             f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects, 1)}; "
-            f"it has {', '.join(family.dialects)}"
+            f"it has {', '.join(family.dialects)}; --rules FILE adds yours"
         )
     recipe, chosen = family.make(parts)
     of_dialect = family.dialects[dialect]
@@ -291,8 +310,242 @@ def _find(base: str, dialect: str) -> Recipe:
     return replace(recipe, dialect=dialect, **of_dialect)
 
 
+def _family(base: str, dialect: str) -> tuple[_Family, re.Match[str]]:
+    """The family of a name, and the parts of the name. Raises ValueError for an unknown name."""
+    match = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
+    if match is None:
+        name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
+        raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES, 3)}; narrowgauge.recipes() lists all")
+    return match
+
+
 def _nearest(name: str, known: Iterable[str], most: int) -> str:
     """` (did you mean 'a', 'b' or 'c'?)` with the known names nearest to `name`, or the empty string."""
     close = [repr(word) for word in difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)]
     words = " or ".join(filter(None, [", ".join(close[:-1]), *close[-1:]]))
     return f" (did you mean {words}?)" if words else ""
+
+
+# ---- rules of a user -------------------------------------------------------------------------------------------------
+
+VARIABLE = "NARROWGAUGE_RULES"
+"""Environment variable with the files of rules, which processes of a run inherit."""
+RULE_FILE = re.compile(r"(.*\.toml)(?::(.+))?", re.DOTALL)
+"""A text that names a file of rules, and a rule in it."""
+RULE_FIELDS = {
+    name: choices
+    for name, choices in field_choices().items()
+    if name not in ("granularity", "candidates", "columnwise")
+} | {"smallest_amax": ()}
+"""Choices of each key of a rule, none of a number. All further fields of a recipe are parts of its name."""
+_DIALECT = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.toml)", re.ASCII)
+_LARGEST = 1 << 18
+"""Bytes of a file of rules."""
+
+
+class RuleError(ValueError):
+    """A wrong file of rules. The message names the file, the rule, the key, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class OwnRule:
+    """A rule of a user."""
+
+    recipe: Recipe
+    file: Path
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that change with any choice of the rule."""
+        return hashlib.sha256(repr(self.recipe).encode()).hexdigest()[:8]
+
+    @property
+    def shown_file(self) -> str:
+        """The file, relative to the current folder if it lies below it."""
+        return _shown(self.file)
+
+
+def use_rules(files: Sequence[str | os.PathLike[str]]) -> None:
+    """Make the rules of files known by their names, in this process and in all that it starts.
+
+    Raises RuleError for a wrong file, and if two files give different rules the same name.
+    """
+    value = os.pathsep.join(dict.fromkeys([*rule_files(), *map(os.path.abspath, files)]))
+    _own_rules.cache_clear()  # a file may have changed
+    _own_rules(value)
+    if files:
+        os.environ[VARIABLE] = value
+
+
+def rule_files() -> list[str]:
+    """Files of a user's rules."""
+    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def own_rules() -> Mapping[str, OwnRule]:
+    """The rules of a user by their names. Raises RuleError."""
+    return _own_rules(os.environ.get(VARIABLE, ""))
+
+
+def read_rules(path: str | os.PathLike[str]) -> dict[str, Recipe]:
+    """The rules in a file by their names. Raises RuleError."""
+    shown = _shown(Path(path))
+    try:
+        with open(path, "rb") as file:
+            stored = file.read(_LARGEST + 1)
+    except FileNotFoundError as error:
+        remedy = f"`narrowgauge dialect BACKEND --save {shown}` writes it"
+        raise RuleError(f"{shown}: there is no such file of rules; {remedy}") from error
+    except OSError as error:
+        raise RuleError(f"{shown}: cannot be read: {error.strerror}; a file of rules is a TOML file") from error
+    if len(stored) > _LARGEST:
+        raise RuleError(f"{shown}: has more than {_LARGEST} bytes, the limit of a file of rules; divide it")
+    try:
+        content = tomllib.loads(stored.decode())
+    except (ValueError, RecursionError) as error:
+        form = 'a rule is a table such as ["nvfp4@own"], its name in quotes'
+        raise RuleError(f"{shown}: not TOML: {error}; {form}") from error
+    found: dict[str, Recipe] = {}
+    for name, table in content.items():
+        rule = _rule(name, table, f'{shown}: ["{name}"]')
+        if (full := f"{rule.name}@{rule.dialect}") in found:
+            raise RuleError(f'{shown}: ["{name}"] names the rule {full} a second time; remove one of the two tables')
+        found[full] = rule
+    if not found:
+        raise RuleError(f'{shown}: holds no rule; a rule is a table such as ["nvfp4@own"]')
+    return found
+
+
+def rule_text(recipe: Recipe, base: str = DEFAULT_DIALECT) -> str:
+    """A recipe as the table of a file of rules: its choices that differ from those of the dialect `base`.
+
+    Raises RuleError if the recipe differs from its name in a field that is a part of the name.
+    """
+    start = _find(recipe.name, base)
+    differs = {f.name: value for f in fields(Recipe) if (value := getattr(recipe, f.name)) != getattr(start, f.name)}
+    lines = [
+        f"[{json.dumps(f'{recipe.name}@{recipe.dialect}')}]",
+        *([f'base = "{base}"'] if base != DEFAULT_DIALECT else []),
+    ]
+    for name, value in differs.items():
+        if name in RULE_FIELDS:
+            lines.append(f"{name} = {json.dumps(value)}")
+        elif name != "dialect":
+            raise RuleError(f"recipe {recipe}: {name} is {value}, which no rule of the name {recipe.name} has")
+    return "\n".join([*lines, ""])
+
+
+def save_rule(
+    recipe: Recipe, path: str | os.PathLike[str], *, base: str = DEFAULT_DIALECT, comments: Sequence[str] = ()
+) -> None:
+    """Write a recipe into a file of rules, behind the rules that are in the file.
+
+    Its name is `recipe.name`, @ and `recipe.dialect`: `replace(narrowgauge.recipe("nvfp4@modelopt"), dialect="own",
+    nan_code=0)` is `nvfp4@own`. base: dialect whose choices the file does not repeat. comments: lines before the rule.
+
+    Raises RuleError if the file is no file of rules or cannot be written, if it has another rule of this name, and if
+    the recipe differs from its name in a field that is a part of the name.
+    """
+    name, shown = f"{recipe.name}@{recipe.dialect}", _shown(Path(path))
+    text = rule_text(recipe, base)
+    _rule(name, tomllib.loads(text)[name], f"recipe {name}")
+    before = read_rules(path) if os.path.exists(path) else {}
+    if name in before:
+        if before[name] != recipe:
+            raise RuleError(f"{shown}: has another rule {name}; remove it there, or save under another name")
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n" * bool(before) + "".join(f"# {line}\n" for line in comments) + text)
+    except OSError as error:
+        raise RuleError(f"{shown}: cannot be written: {error.strerror}") from error
+
+
+@lru_cache(maxsize=8)
+def _own_rules(value: str) -> Mapping[str, OwnRule]:
+    """The rules of the files in a value of the variable."""
+    found: dict[str, OwnRule] = {}
+    for path in filter(None, value.split(os.pathsep)):
+        for name, recipe in read_rules(path).items():
+            rule = found.setdefault(name, OwnRule(recipe, Path(path)))
+            if rule.recipe != recipe:
+                raise RuleError(
+                    f'{_shown(Path(path))}: ["{name}"] is another rule in {rule.shown_file}; give one of the two '
+                    "another name behind the @"
+                )
+    return found
+
+
+def _rule_in_file(path: str, name: str | None) -> Recipe:
+    """A rule of a file, whose rules all become known; the only one if there is no name."""
+    use_rules([path])
+    found = read_rules(path)
+    if name is None and len(found) > 1:
+        raise RuleError(f"{path}: has several rules, {', '.join(found)}; name one of them: {path}:{next(iter(found))}")
+    base, _, dialect = (name or next(iter(found))).partition("@")
+    if (full := _full_name(base, dialect)) not in found:
+        raise RuleError(f"{path}: has no rule {name!r}{_nearest(full, found, 1)}; it has {', '.join(found)}")
+    return found[full]
+
+
+def _full_name(base: str, dialect: str) -> str:
+    """The name with all its parts: `fp8-row-e4m3@own` of `fp8-row@own`. Raises ValueError for an unknown name."""
+    return f"{_find(base, DEFAULT_DIALECT).name}@{dialect}"
+
+
+def _rule(name: str, table: Any, where: str) -> Recipe:
+    """The rule of a table. Raises RuleError."""
+    if not isinstance(table, dict):
+        raise RuleError(f'{where}: is {table!r}; a rule is a table such as ["nvfp4@own"]')
+    base, _, dialect = name.partition("@")
+    if not _DIALECT.fullmatch(dialect):
+        raise RuleError(
+            f"{where}: is no name of a rule; that is a recipe, @, and a word of letters, digits, -, _ and .: nvfp4@own"
+        )
+    start_dialect = table.get("base", DEFAULT_DIALECT)
+    chosen = {key: _choice(key, value, where) for key, value in table.items() if key != "base"}
+    try:
+        family, parts = _family(base, dialect)
+        if start_dialect not in list(family.dialects):
+            known = ", ".join(family.dialects)
+            raise RuleError(f"{where}: base is {start_dialect!r}, no dialect of {base}; it can be {known}")
+        start, by_name = _find(base, start_dialect), family.make(parts)[1]
+        if chosen.get("rounding") == "stochastic":
+            by_name = {"rounding": start.rounding} | by_name
+        if wrong := [key for key in chosen.keys() & by_name.keys() if chosen[key] != by_name[key]]:
+            raise RuleError(
+                f"{where}: {wrong[0]} is {chosen[wrong[0]]!r}, and {by_name[wrong[0]]!r} by the name {base}; remove "
+                "the key, or rename the rule"
+            )
+        made = replace(start, dialect=dialect, **chosen)
+    except RuleError:
+        raise
+    except ValueError as error:
+        raise RuleError(f"{where}: {error}") from error
+    if dialect in family.dialects and made != _find(base, dialect):
+        raise RuleError(f"{where}: {dialect} is a dialect of narrowgauge with other choices; rename the rule")
+    return made
+
+
+def _choice(key: str, value: Any, where: str) -> Any:
+    """The value of a key of a rule. Raises RuleError for an unknown key, and for a value that the key cannot have."""
+    if key not in RULE_FIELDS:
+        keys = ("base", *RULE_FIELDS)
+        raise RuleError(f"{where}: unknown key {key!r}{_nearest(key, keys, 1)}; a rule has {', '.join(keys)}")
+    choices = RULE_FIELDS[key]
+    if not choices:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise RuleError(f"{where}: {key} is {value!r}; it is a finite number, at least 0")
+        return float(value)
+    if value not in choices or type(value) is not type(choices[0]):
+        raise RuleError(
+            f"{where}: {key} is {value!r}{_nearest(str(value), map(str, choices), 1)}; it can be "
+            f"{', '.join(map(str, choices))}"
+        )
+    return value
+
+
+def _shown(path: Path) -> str:
+    """A path for messages: relative to the current folder if it lies below it."""
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

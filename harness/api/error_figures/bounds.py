@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge import adapt
 from narrowgauge.harness.api.default_settings import default_settings
-from narrowgauge.harness.api.judge_output import SLAB, OutputArguments
+from narrowgauge.harness.api.judging.judge_output import SLAB, OutputArguments
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.gemm.gemm import check_operands
 from narrowgauge.spec.arguments import check_epilogue

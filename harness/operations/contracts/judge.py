@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.contracts.changes import changed_causes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
-from narrowgauge.reference.contracts.accepted import Part, is_nan_of, order_of
+from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import Program
@@ -56,12 +57,11 @@ def stage_of(name: str, part: Part) -> StageResult:
     fmt = None if part.fmt is FP32 else part.fmt
     actual, lower, upper = (_matrix(x) for x in (part.actual, part.lower, part.upper))
     order, low, high = (order_of(x, fmt).long() for x in (actual, lower, upper))
-    distance = torch.maximum(low - order, order - high).clamp_(min=1)
-    for x in (actual, lower, upper):  # a NaN has no distance
-        distance = torch.where(is_nan_of(x, fmt), 1, distance)
-    distance.masked_fill_(~wrong, -1)
+    nearer = torch.where(order < low, lower, upper)
+    distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~wrong, -1)
+    distances = measure(wrong, distance, Comparison(nearer, actual, fmt))
     noun = name if name in ("codes", "scales") else f"elements of {name}"
-    text = sentence(wrong, distance, noun)
+    text = sentence(wrong, distances, noun)
     if rule == "bound":
         text += "; no order of summation and no rounding of hidden steps gives them"
 
@@ -75,7 +75,7 @@ def stage_of(name: str, part: Part) -> StageResult:
             element |= {label: value, f"{label}_bits": raw}
         return element
 
-    finding = make_finding(name, rule, text, wrong, distance, describe=describe)
+    finding = make_finding(name, rule, text, wrong, distances, describe=describe)
     return StageResult(
         name, rule, count, int(wrong.count_nonzero()), int(distance.amax()), text, finding, figures,
         unbounded=free if rule == "bound" else None, wrong_elements=wrong,

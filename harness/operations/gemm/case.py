@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import Dtype, Layout, OtherRecipeName, RecipeName, Shape, Switch, View, dims
+from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import bands_problem
 from narrowgauge.harness.operations.quantize.case import (
     NATIVE_NAMES,
@@ -29,6 +30,8 @@ TRUNCATING = "truncating"
 """An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
 PROBE, PROBE_13 = PROBES = "probe", "probe-13"
 """Declarations of "gemm": the order is found by a probe (docs/accumulators.md#declare-the-probe)."""
+PRODUCT = Method(optional=("out_dtype",))
+"""A method with two operands."""
 CAPTURED_ROWS = 128
 """M of the cases of a captured weight."""
 CAPTURED_OUTPUTS: tuple[Dtype, ...] = ("bf16", "fp32")
@@ -52,6 +55,27 @@ class ProductCase(Case):
     accumulate: Switch = False
     """Whether the product is added to a matrix c (M, N)."""
     bias: Switch = False
+
+    @classmethod
+    def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
+        width = usual_block(recipe)[1]
+        return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17)]
+
+    @classmethod
+    def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
+        layout = {"layout": "nt" if recipe.transform else "tn"} if "layout" in cls.__dataclass_fields__ else {}
+        return {"x": "bf16", "w": "bf16", "out": dtype, **layout}
+
+    @classmethod
+    def usual_options(cls, parameters: Collection[str]) -> list[tuple[dict[str, Any], bool]]:
+        switches = [{"c": "accumulate", "bias": "bias"}[addend] for addend in ("c", "bias") if addend in parameters]
+        sets = [[switch] for switch in switches] + ([switches] if len(switches) == 2 else [])
+        return [(dict.fromkeys(names, True), False) for names in sets]
+
+    @classmethod
+    def may_refuse(cls, shape: Sequence[int], recipe: Recipe) -> bool:
+        width = 1 if recipe.spans_k else recipe.block[1]
+        return any(size % 16 for size in shape) or bool(shape[1] % width)
 
     @property
     def recipe_names(self) -> tuple[str, ...]:
@@ -131,6 +155,7 @@ class GemmCase(ProductCase):
     """quantize of both operands, and gemm."""
 
     operation: ClassVar[str] = "gemm"
+    methods: ClassVar[Mapping[str, Method]] = {"gemm": PRODUCT}
     own_families: ClassVar[tuple[Family, ...]] = (CODES,)
     descriptions: ClassVar[tuple[str, ...]] = ("gemm_order",)
     declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {

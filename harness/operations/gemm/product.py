@@ -78,7 +78,7 @@ def product_arguments(
     return {**named(a, "a"), **named(b, "b"), "c": c, "bias": bias}
 
 
-def _linear(q: Quantized) -> Quantized:
+def linear(q: Quantized) -> Quantized:
     """`q` with linear scales, as the bounds and the diagnosis read them."""
     return replace(q, scales=linear_scales(q), swizzled=False) if q.swizzled else q
 
@@ -113,7 +113,7 @@ def judge_product(
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
     (order,) = orders
-    operands = _rows_of(_linear(a), bands), _linear(b)
+    operands = _rows_of(linear(a), bands), linear(b)
     outputs = {"output": _in_bands(outputs["output"], bands)}
     limits = bounds(*operands, out_dtype=out_dtype, c=inputs.get("c"), bias=inputs.get("bias"), order=order)
     if probes_order(backend) and order.order is None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from narrowgauge.harness.cases.case import usual_block
 from narrowgauge.harness.cases.keys import SectionsText, Switch
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import section_sizes
-from narrowgauge.harness.operations.gemm.case import ProductCase, product_problem
+from narrowgauge.harness.operations.gemm.case import PRODUCT, ProductCase, product_problem
 from narrowgauge.harness.operations.quantize.case import sections_problem
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +20,25 @@ class GroupedGemmCase(ProductCase):
     """quantize_grouped of x, quantize of w for every section, and gemm_grouped."""
 
     operation: ClassVar[str] = "gemm-grouped"
-    methods: ClassVar[Mapping[str, Method]] = dict.fromkeys(
-        ("gemm_grouped", "pad_sections", "unpad_sections"), Method()
-    )
+    methods: ClassVar[Mapping[str, Method]] = {
+        "gemm_grouped": PRODUCT, "pad_sections": Method(), "unpad_sections": Method(),
+    }  # fmt: skip
     seconds: ClassVar[tuple[float, float]] = (13e-3, 140e-9)
 
     sections: SectionsText
     """Kind and count of the sections of x, such as `even:4` (`harness.cases.sections`)."""
     padded: Switch = False
     """Whether all sections are first padded with rows of zeros to the row alignment of the recipe."""
+
+    @classmethod
+    def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
+        # Four sections of whole tiles, and sections with a tail.
+        width, rows = usual_block(recipe)[1], 4 * max(recipe.row_alignment, recipe.stored_rows)
+        return [(rows, max(256, 2 * width), 48), (4 * recipe.stored_rows, width, 16), (33, 3 * width, 17)]
+
+    @classmethod
+    def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
+        return super().usual_keys(recipe, dtype) | {"sections": "even:4"}
 
     @property
     def section_sizes(self) -> tuple[int, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows
 from narrowgauge.harness.cases.families import Family
 from narrowgauge.harness.cases.keys import OutRecipeName
-from narrowgauge.harness.operations.gemm.case import GemmCase
+from narrowgauge.harness.cases.methods import Method
+from narrowgauge.harness.operations.gemm.case import PRODUCT, GemmCase
 from narrowgauge.harness.operations.quantize.case import NATIVE_NAMES, QUANTIZED, quantized_stages, quantizing_sources
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -27,8 +28,14 @@ class QuantizedGemmCase(GemmCase):
     seconds: ClassVar[tuple[float, float]] = (12e-3, 185e-9)
     bytes_per_output: ClassVar[int] = 430
 
+    methods: ClassVar[Mapping[str, Method]] = {"gemm_quantized": PRODUCT}
+
     out_recipe: OutRecipeName
     """Recipe of the output."""
+
+    @classmethod
+    def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
+        return super().usual_keys(recipe, dtype) | {"out_recipe": str(recipe)}
 
     @property
     def flags(self) -> tuple[str, ...]:

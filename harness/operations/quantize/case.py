@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,
@@ -126,7 +126,7 @@ class QuantizeCase(MatrixCase):
     kinds: ClassVar[tuple[Kind, ...]] = (Kind.QUANTIZED,)
     own_families: ClassVar[tuple[Family, ...]] = (CODES,)
     methods: ClassVar[Mapping[str, Method]] = {
-        "quantize": Method(converted=True), "quantize_both": Method(), "dequantize": Method(),
+        "quantize": Method(converted=True), "quantize_both": Method(optional=("random",)), "dequantize": Method(),
     }  # fmt: skip
     declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {"random": ("own",)}
     seconds: ClassVar[tuple[float, float]] = (7e-3, 210e-9)
@@ -143,6 +143,16 @@ class QuantizeCase(MatrixCase):
     """Whether the amax is given, as that of a tensor of which x is a shard."""
     bands: Switch = False
     """Whether x is NaN but for the rows of `band_rows`, and only these are judged: for more than 2^31 elements."""
+
+    @property
+    def called(self) -> str:
+        return "quantize_both" if self.usage == "both" else super().called
+
+    @classmethod
+    def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
+        width = usual_block(recipe)[1]
+        more = [(5, 2 * width + width // 2), (3, width + 1), (2, 3, 2 * width), (0, 2 * width)]
+        return [*super().usual_shapes(recipe), *more]
 
     def problem(self) -> str | None:
         recipe = find_recipe(self.recipe)

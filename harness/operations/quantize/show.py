@@ -6,6 +6,7 @@ import torch
 
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.quantize.case import HALVES
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import (
     Judged,
@@ -44,7 +45,8 @@ def quantized_table(_: Inputs, outcome: Outcome, chosen_place: Place | None) -> 
         place = (row, column)
     else:
         place = place_in(outcome, f"{prefix}codes", chosen_place, shape)
-    name = f"section {number}, " if len(parts) > 1 else f"{prefix.rstrip('.')} half, " if prefix else ""
+    subject = f"{prefix.rstrip('.')}{' half' if prefix.rstrip('.') in HALVES else ''}, " if prefix else ""
+    name = f"section {number}, " if len(parts) > 1 else subject
     return _block(judged, place, name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from narrowgauge.harness.cases.case import rotation_problem, view_problem
 from narrowgauge.harness.cases.families import Kind
@@ -19,7 +19,7 @@ from narrowgauge.harness.operations.quantize.case import (
     quantizing_sources,
     sections_problem,
 )
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ class GroupedQuantizeCase(MatrixCase):
     view: View = "contiguous"
     amax: Switch = False
     """Whether the amax of every section is given."""
+
+    @classmethod
+    def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
+        return super().usual_keys(recipe, dtype) | {"sections": "even:4"}
 
     @property
     def section_sizes(self) -> tuple[int, ...]:

@@ -55,6 +55,8 @@ class Subject:
     """Codes of its further calls then, where they are to be had."""
     amax_given: bool = False
     """Whether the amax is an argument, and not that of the matrix."""
+    ends: Interval | None = None
+    """Where the elements of the matrix lie if they are not known, such as sums in any order."""
 
     def __post_init__(self) -> None:
         self.matrix = dense(self.matrix)
@@ -67,12 +69,12 @@ class Subject:
     @property
     def rule(self) -> str:
         """`boundary` where `x` is known to within an interval, else `exact`."""
-        return "boundary" if self.free and self.recipe.transform else "exact"
+        return "boundary" if self.ends is not None or (self.free and self.recipe.transform) else "exact"
 
     @cached_property
     def interval(self) -> Interval:
         """Where `x` lies, whatever the order of its sums."""
-        return rotated_interval(self.matrix, self.recipe)
+        return rotated_interval(self.matrix, self.recipe) if self.ends is None else self.ends
 
     @cached_property
     def blocks(self) -> torch.Tensor:
@@ -106,9 +108,10 @@ class Subject:
         """Elements that are rotated together; 1 without a rotation."""
         return self.recipe.transform.group if self.recipe.transform else 1
 
-    def sources(self, *, rows: int = 1, columns: int = 1) -> Sources:
-        """Which elements of a stage come from the same sums: at least a rotated group."""
-        return Sources(self.matrix, rows, max(columns, self.group))
+    def sources(self, *, rows: int = 1, columns: int = 1) -> Sources | None:
+        """Which elements of a stage come from the same sums: at least a rotated group. None: errors of the sums need
+        not be symmetric."""
+        return None if self.ends is not None else Sources(self.matrix, rows, max(columns, self.group))
 
 
 @dataclass
@@ -279,8 +282,8 @@ def _amax(stage: str, subject: Subject, actual: torch.Tensor, expected: torch.Te
         return replace(_numbers(stage, actual, expected, "amaxes"), rule=rule)
     low, high = (tensor_amax(blocks).unsqueeze(1) for blocks in subject.block_ends)  # no recipe rotates and scales rows
     given = actual.unsqueeze(1)
-    # An amax is the magnitude of a rotated number, hence one of bfloat16; for any other there is no right value.
-    low = torch.where(given.bfloat16().float() == given, low, torch.nan)
+    # An amax is the magnitude of an element, hence a number of its dtype; for any other there is no right value.
+    low = torch.where(given.to(subject.matrix.dtype).float() == given, low, torch.nan)
     rows, columns = subject.matrix.shape
     return boundary_floats(
         stage, given, expected.unsqueeze(1), (low, high), subject.sources(rows=rows, columns=columns), noun="amaxes",

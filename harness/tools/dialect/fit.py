@@ -26,7 +26,7 @@ from narrowgauge.harness.tools.dialect.rules import (
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec import dialects as named
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe, own_rules
 
 _ORDER = ("tensor_scale", "block_scale", "scale_rounding", "statistics")
 """Fields that decide the scales of ordinary blocks."""
@@ -138,14 +138,15 @@ class Fit:
 
 
 def dialects_of(recipe: Recipe) -> list[Recipe]:
-    """The recipe in all its dialects.
+    """The recipe in all its dialects, rules of a user among them.
 
     Raises ValueError for a recipe with rotation, whose bytes also depend on the order of summation.
     """
     if recipe.transform:
         raise ValueError(f"recipe {recipe} rotates in an order that is free; ask for the recipe without the rotation")
     tables = [named.DIALECTS, named.MX_DIALECTS, *named.FP8_DIALECTS.values()]
-    names = dict.fromkeys(["te", *(name for table in tables for name in table)])
+    own = [rule.recipe.dialect for rule in own_rules().values() if rule.recipe.name == recipe.name]
+    names = dict.fromkeys(["te", *(name for table in tables for name in table), *own])
     found = []
     for name in names:
         try:

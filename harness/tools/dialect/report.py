@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,8 @@ from narrowgauge.harness.report.text import number, plural, share
 from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
 from narrowgauge.harness.tools.dialect.rules import Score
 from narrowgauge.harness.tools.dialect.versions import versions
+from narrowgauge.spec.recipes import DEFAULT_DIALECT, RULE_FIELDS, Recipe, RuleError, own_rules, save_rule
+from narrowgauge.spec.version import VERSION
 
 _FEW = 3
 """Largest number of changed fields with which a rule still counts as a dialect."""
@@ -68,18 +72,41 @@ def _counts(fit: Fit) -> str:
     return f"every byte of {fit.nearest.explained}"
 
 
-def pasted(fit: Fit) -> str:
-    """Python that makes the rule of the quantizer as a Recipe; empty if the rule is a named dialect."""
-    if not fit.changes:
-        return ""
+def own_rule(fit: Fit, dialect: str = "own") -> Recipe:
+    """The rule of the quantizer as a recipe in a dialect of its own, with the quantizer's order of nibbles."""
+    base = fit.nearest.recipe
     own = {name: value for name, (_, value) in fit.changes.items()}
+    own |= {"dialect": dialect, "packing": fit.observed.packing}
     try:
-        replace(fit.nearest.recipe, **own)
+        return replace(base, **own)
     except ValueError:  # decode and alpha, which the bytes do not show, follow the tensor scale
-        own |= {name: getattr(fit.rule, name) for name in ("decode", "alpha")}
-    base = f"{fit.nearest.recipe.name}@{fit.nearest.dialect}"
-    values = "".join(f", {name}={value!r}" for name, value in own.items())
-    return f'replace(narrowgauge.recipe("{base}"), dialect="own"{values})'
+        return replace(base, **own | {name: getattr(fit.rule, name) for name in ("decode", "alpha")})
+
+
+def pasted(fit: Fit, dialect: str = "own") -> str:
+    """Python that makes `own_rule`; empty if the rule is a named dialect."""
+    base, rule = fit.nearest.recipe, own_rule(fit, dialect)
+    differs = {name: getattr(rule, name) for name in RULE_FIELDS if getattr(rule, name) != getattr(base, name)}
+    values = "".join(f", {name}={value!r}" for name, value in differs.items())
+    return f'replace(narrowgauge.recipe("{base.name}@{base.dialect}"), dialect="{dialect}"{values})' if differs else ""
+
+
+def save(fit: Fit, path: Path, backend: str) -> str:
+    """Write the rule of the quantizer called `backend` into a file of rules, and return the name of the rule.
+
+    The name is the recipe, @ and the name of the file without its suffix.
+
+    Raises RuleError if no rule explains every byte, and as `save_rule` does.
+    """
+    if not fit.explained:
+        raise RuleError(f"{path}: not written; no rule explains every byte of {backend}, as the differences say")
+    rule, near = own_rule(fit, path.stem), fit.nearest.recipe
+    base = near.dialect if str(near) not in own_rules() else DEFAULT_DIALECT
+    comments = textwrap.wrap(
+        f"The rule of {backend}, by narrowgauge {VERSION}: {sentence(fit)}", 116, break_on_hyphens=False
+    )
+    save_rule(rule, path, base=base, comments=comments)
+    return f"{rule.name}@{rule.dialect}"
 
 
 def table(fit: Fit) -> Table:

@@ -7,6 +7,7 @@ from importlib import metadata
 
 import torch
 
+from narrowgauge.harness.backends.loading import backend_file
 from narrowgauge.spec.version import VERSION
 
 _DISTRIBUTIONS = {
@@ -21,7 +22,7 @@ def versions(backend: str) -> dict[str, str]:
     """Versions by name of the package, the library of `backend` first; without it if it is no installed package."""
     library = backend.partition(":")[0].partition(".")[0]
     found: dict[str, str] = {}
-    for name in _DISTRIBUTIONS.get(library, (library,)):
+    for name in _DISTRIBUTIONS.get(library, (library,)) if backend_file(backend) is None else ():
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # a module in a folder, or a backend of this package

@@ -12,8 +12,8 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.harness.api import judge_output
-from narrowgauge.harness.api.judge_output import OutputArguments
-from narrowgauge.harness.api.judge_output import judge_output as judge
+from narrowgauge.harness.api.judging.judge_output import OutputArguments
+from narrowgauge.harness.api.judging.judge_output import judge_output as judge
 from narrowgauge.harness.api.verdict import Verdict, WrongResult
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.reference.bounds.bounds import bounds

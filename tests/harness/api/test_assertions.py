@@ -414,12 +414,12 @@ def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: p
 
     x = matrix()
     q = ng.quantize(x, "nvfp4")
-    monkeypatch.setattr("narrowgauge.harness.api.save_arguments.LARGEST", 100)
+    monkeypatch.setattr("narrowgauge.harness.api.judging.save_arguments.LARGEST", 100)
     assert "MiB, more than" in wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales).reproduction
     monkeypatch.undo()
     monkeypatch.setenv("NARROWGAUGE_FAILURES", str(failures))
     wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales)
-    monkeypatch.setattr("narrowgauge.harness.api.save_arguments.LARGEST_FOLDER", 100)
+    monkeypatch.setattr("narrowgauge.harness.api.judging.save_arguments.LARGEST_FOLDER", 100)
     assert "delete files" in wrong(ng.assert_quantized, x, q.codes ^ 2, q.scales).reproduction
     changed = replace(find_recipe("nvfp4"), nan_code=0)
     assert "changed fields" in wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales, changed).reproduction

@@ -68,6 +68,76 @@ def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def sections_apart(a: Any, b: Any) -> torch.Tensor:
+    """Grouped GEMM by gemm."""
+    return torch.cat([ops.gemm(q, w, out_dtype=torch.bfloat16) for q, w in zip(a.sections(), b, strict=True)])
+
+
+def largest_outputs(a: Any, b: Any, recipe: Any) -> Any:
+    """The quantization of the largest correct output: that of a kernel with another order of summation."""
+    return ops.quantize(narrowgauge.bounds(a, b, out_dtype=torch.bfloat16)[1], recipe)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("function", "beginning", "keys"),
+    [
+        (sections_apart, "gemm-grouped/mxfp8-e4m3/128x64x48", {"sections": "ragged:4"}),
+        (ops.gemm_grouped, "gemm-grouped/nvfp4", {}),
+        (ops.gemm_quantized, "gemm-quantized/nvfp4", {"out_recipe": "fp8-current-e4m3"}),
+        (largest_outputs, "gemm-quantized/mxfp8-e4m3", {"out_recipe": "nvfp4"}),
+        (largest_outputs, "gemm-quantized/nvfp4/33x48x17", {"out_recipe": "mxfp8-e4m3"}),
+        (ops.quantize_both, "quantize/mxfp8-e4m3", {"usage": "both"}),
+        (ops.quantize_grouped, "quantize-grouped/nvfp4", {}),
+    ],
+)
+def test_right_functions_of_any_operation_pass(function: Any, beginning: str, keys: dict[str, Any]) -> None:
+    done = check(
+        function, beginning, keys=keys, families=["normal", "cancelling" if "gemm" in beginning else "position"]
+    )
+    assert done.cases == done.passed >= 2
+    assert not done.unsupported
+    assert beginning.partition("/")[0] in repr(done)
+
+
+def test_wrong_functions_of_any_operation_fail() -> None:
+    def one_section(a: Any, b: Any) -> torch.Tensor:
+        return torch.cat([ops.gemm(q, b[0], out_dtype=torch.bfloat16) for q in a.sections()])
+
+    def changed(a: Any, b: Any, recipe: Any) -> Any:
+        q = largest_outputs(a, b, recipe)
+        q.codes[:1, :1] ^= 8
+        return q
+
+    def not_cast(a: Any, b: Any, recipe: Any) -> Any:
+        return ops.quantize(ops.gemm(a, b, out_dtype=torch.float32), recipe)
+
+    def halves(x: torch.Tensor, recipe: Any) -> Any:
+        row, column = ops.quantize_both(x, recipe)
+        column.codes[:1, :1] ^= 8
+        return row, column
+
+    few = {"families": ["normal"]}
+    assert "output: " in report(one_section, "gemm-grouped/nvfp4", **few)
+    assert "fused.codes" in report(changed, "gemm-quantized/nvfp4", **few)
+    assert "explained exactly by fused-output-not-cast" in report(not_cast, "gemm-quantized/nvfp4", **few)
+    assert "columnwise.codes" in report(halves, "nvfp4", keys={"usage": "both"}, **few)
+
+
+def test_scales_that_follow_from_more_than_bounds() -> None:
+    """float32 scales of an amax that is known to within bounds are judged if no sum can round."""
+    case = "gemm-quantized/nvfp4/33x48x17/bf16xbf16-bf16/{}/tn+fp8-block-1x128-e4m3-fp32"
+    assert check(ops.gemm_quantized, case.format("lattice")).passed == 1
+    text = report(ops.gemm_quantized, case.format("cancelling"))
+    assert "no case passed; 1 unsupported: these sums depend on their order" in text
+
+    def without_amax(a: Any, b: Any, recipe: Any) -> Any:
+        q = largest_outputs(a, b, recipe)
+        return q.codes, q.scales
+
+    assert "return the amax too" in report(without_amax, "gemm-quantized/nvfp4/33x48x17", families=["cancelling"])
+
+
 def test_results_are_read_by_convention() -> None:
     conventions: dict[str, Any] = {"layout": "128x4", "nibbles": "high-first", "tensor_scale_is": "decode"}
     assert check(swizzled, "nvfp4", **SMALL, **conventions).passed == 4
@@ -255,12 +325,19 @@ def test_cases_of_the_matrix_and_ids_are_run_as_they_are() -> None:
         ("nvfp4-rht", {"shapes": [(3, 17)]}, ValueError, "rotates whole groups of 16"),
         ("fp8-block-128x128", {"operation": "gemm"}, ValueError, "cannot be multiplied"),
         ("quantize/nvfp4/3x16/bf16/nromal", {}, ValueError, "no id of a case"),
-        ("quantize/nvfp4/3x16/bf16/normal", {"families": ["normal"]}, ValueError, "families and shapes choose cases"),
-        ("gemm/nvfp4/3x16x3/bf16xbf16-bf16/normal/tn", {}, ValueError, "give operation='gemm'"),
+        ("quantize/nvfp4/3x16/bf16/normal", {"families": ["normal"]}, ValueError, "families, shapes and keys choose"),
+        ("gemm/nvfp4/3x16x3/bf16xbf16-bf16/normal/tn", {"operation": "transform"}, ValueError, "operation='gemm'"),
+        ("gemm/nvfp4", {"operation": "quantize"}, ValueError, "'gemm/nvfp4' begins ids of gemm; leave it out"),
+        ("gem/nvfp4", {}, ValueError, "operation is 'gem' (did you mean 'gemm'?)"),
+        ("gemm/nvfp4/64x256x48/fp8", {}, ValueError, "the first one is 'gemm/nvfp4/64x256x48/bf16xbf16-fp32/"),
+        ("nvfp4", {"keys": {"usge": "both"}}, ValueError, "'usge' (did you mean 'usage'?)"),
+        ("nvfp4", {"keys": {"usage": "all"}}, ValueError, "usage is 'all'"),
+        ("nvfp4", {"keys": {"usage": "both"}, "layout": "128x4"}, ValueError, "the cases call quantize_both"),
+        ([f"quantize/nvfp4/3x16/bf16/normal{end}" for end in ("", "/both")], {}, ValueError, "check them apart"),
         ([], {}, ValueError, "empty list of cases"),
         (3, {}, TypeError, "not int"),
         ("nvfp4", {"declares": {"gemm": "backwards"}}, Exception, "backwards"),
-        (replace(narrowgauge.recipe("nvfp4"), nan="propagate"), {}, ValueError, "changed fields"),
+        (replace(narrowgauge.recipe("nvfp4"), nan="propagate"), {}, ValueError, "save_rule(recipe, 'own.toml')"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_named(recipe: Any, arguments: dict[str, Any], error: Any, text: str) -> None:

@@ -93,11 +93,13 @@ CALLS = {
     "quantize_grouped": "ng.quantize_grouped(x, sizes, 'nvfp4')",
     "recipe": "ng.recipe('nvfp4@modelopt')",
     "recipes": "assert ng.recipes()",
+    "save_rule": "ng.save_rule(ng.recipe('nvfp4@modelopt'), 'own.toml')",
     "swizzle": "ng.swizzle(q.scales)",
     "tolerance": "assert ng.tolerance((8, 64, 8), 'nvfp4').sqnr_db > 0",
     "transform": "ng.transform(x, 'nvfp4-rht')",
     "unswizzle": "ng.unswizzle(ng.swizzle(q.scales), q.scales.shape)",
     "update_scale": "ng.update_scale(torch.ones(4, 1), torch.ones(1), 'fp8-delayed-e4m3')",
+    "use_rules": "ng.use_rules(['own.toml'])",
     "watch": "assert callable(ng.watch)",
 }
 """A call of each public name."""

@@ -242,6 +242,7 @@ def test_wrong_arguments_are_refused(command, arguments, words, folder):
         ("cli_kernel:Backend", "backend cli_kernel:Backend: there is no module 'cli_kernel' in the current folder"),
         (":Backend", "there is no module ''"),
         ("cli_kernels:Back", "module cli_kernels has no"),
+        ("kernels/gone.py:Back", "backend kernels/gone.py:Back: there is no file"),
     ],
 )
 def test_a_backend_that_cannot_be_loaded(one_process, arguments, name, message):

@@ -5,25 +5,27 @@ import json
 import re
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import narrowgauge
 from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.tools.dialect import inputs
 from narrowgauge.harness.tools.dialect.differences import classified
 from narrowgauge.harness.tools.dialect.fit import dialects_of, fit
 from narrowgauge.harness.tools.dialect.issue import _nearest_text, issue
-from narrowgauge.harness.tools.dialect.report import as_json, pasted, sentence
+from narrowgauge.harness.tools.dialect.report import as_json, pasted, save, sentence
 from narrowgauge.harness.tools.dialect.rules import Rules, Score, with_fields
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import swap_nibbles
 from narrowgauge.spec.dialects import DIALECTS
 from narrowgauge.spec.formats import E8M0
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import VARIABLE, RuleError, find_recipe
 from tests.harness.sample_backends import backend, quantize
 
 FEW = ("e4m3-ties", "near-ties", "low-rows", "scale-edges", "nan", "zeros")
@@ -68,6 +70,33 @@ def changed_by(method, byte):
 def of(result, dialect):
     """The agreement with a dialect."""
     return next(agreement for agreement in result.agreements if agreement.dialect == dialect)
+
+
+# Rules in files
+
+
+def test_a_rule_is_saved_and_judges_its_quantizer(few, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
+    rule = replace(find_recipe("nvfp4@modelopt"), dialect="mine", nan_code=0, packing="high-first")
+    result = fit(speaking(rule))
+    assert save(result, Path("mine.toml"), "mine") == "nvfp4@mine"
+    saved = find_recipe("mine.toml")
+    assert eval(pasted(result, "mine"), {"narrowgauge": narrowgauge, "replace": replace}) == saved == rule
+    text = Path("mine.toml").read_text(encoding="utf-8")
+    assert "# The rule of mine, by narrowgauge" in text
+    assert text.endswith('\nbase = "modelopt"\nnan_code = 0\npacking = "high-first"\n')
+    again = fit(speaking(rule))
+    assert names(again) == ["mine"]
+    assert save(again, Path("mine.toml"), "mine") == "nvfp4@mine"
+    assert narrowgauge.check(lambda x: reference.quantize(x, rule), "mine.toml", families=["normal"]).passed
+
+
+def test_a_rule_that_explains_not_all_is_not_saved(few, tmp_path):
+    wrong = backend(quantize=quantize(changed_by("bitwise_xor_", 1)))
+    with pytest.raises(RuleError, match="no rule explains every byte of mine"):
+        save(fit(wrong), tmp_path / "own.toml", "mine")
+    assert not [*tmp_path.iterdir()]
 
 
 # Named dialects

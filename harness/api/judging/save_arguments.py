@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from narrowgauge.adapt import tensor
+from narrowgauge.harness.cases.operations import VARIABLE as OPERATIONS_VARIABLE
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import VARIABLE as RULES_VARIABLE
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 VARIABLE = "NARROWGAUGE_FAILURES"
@@ -45,7 +47,13 @@ def reproduction(assertion: str, arguments: Mapping[str, Any], label: str) -> st
     except Exception as error:  # a failed report must not replace the failure
         return f"not saved: {type(error).__name__}: {error}"
     code = f"import narrowgauge, torch; narrowgauge.{assertion}(**torch.load({json.dumps(str(path))}))"
-    return shlex.join(["python", "-c", code])
+    return with_variables(shlex.join(["python", "-c", code]))
+
+
+def with_variables(command: str) -> str:
+    """A command behind the environment variables with a user's operations and rules, if they are set."""
+    given = {name: os.environ.get(name) for name in (OPERATIONS_VARIABLE, RULES_VARIABLE)}
+    return " ".join([*(f"{name}={shlex.quote(paths)}" for name, paths in given.items() if paths), command])
 
 
 def save_arguments(arguments: Mapping[str, Any], label: str) -> Path:

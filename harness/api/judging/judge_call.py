@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 import torch
 
 from narrowgauge.harness.api.default_settings import default_settings
-from narrowgauge.harness.api.save_arguments import reproduction
+from narrowgauge.harness.api.judging.save_arguments import reproduction
 from narrowgauge.harness.api.verdict import Verdict, WrongResult
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.diagnosis.explain import explain
