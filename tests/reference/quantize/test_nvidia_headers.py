@@ -94,7 +94,15 @@ def headers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("headers")
     source = folder / "cast.cpp"
     source.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", *(f"-I{folder}" for folder in include), str(source), "-o", str(folder / "cast")]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        *(f"-I{folder}" for folder in include),
+        str(source),
+        "-o",
+        str(folder / "cast"),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr}"
     return folder / "cast"
