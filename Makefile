@@ -12,7 +12,8 @@
 # make docs      the documentation as a site, with an API reference: reports/docs/index.html
 #
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
-# it already has everything (a GPU container, say).
+# it already has everything (a GPU container, say). TORCH_INDEX= takes torch from pip's own indexes, without a look at the
+# index of torch's CPU builds.
 
 # Dozens of processes import the same modules; each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,8 +40,17 @@ CUDA ?= cuda13
 INSTALL := -e '.[test,$(CUDA)]'
 DOCS := -e '.[docs]'
 else
+export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 DOCS := -c constraints-cpu.txt -e '.[docs]'
+# torch alone is from torch's index, all else from pip's own: with --extra-index-url pip would take any package from the
+# index with the higher version. Few tries: an index that cannot be reached must not hold up what works without it.
+define CPU_TORCH
+@$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --retries 1 --timeout 15 \
+		--index-url $(TORCH_INDEX) -c constraints-cpu.txt torch \
+		|| echo "No CPU build of torch from $(TORCH_INDEX): pip installs torch from its own indexes." \
+			"PyPI's build for Linux on x86-64 is for CUDA and takes 5 GB with its libraries." >&2
+endef
 endif
 
 .PHONY: report test test-long lint ruff gate bench mutants mutants-harness soak train conformance docs clean
@@ -104,6 +114,7 @@ $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "narrowgauge needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(CPU_TORCH))
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(INSTALL)
 	@# pip compiles on one core; packages hold a few files for other versions of Python, which this cannot
 	@$(VENV)/bin/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true

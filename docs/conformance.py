@@ -31,6 +31,7 @@ PRODUCTS: list[dict[str, Any]] = LIBRARIES.pop("product")
 RUNS: list[dict[str, str]] = LIBRARIES.pop("run")
 NOT_RUN: list[dict[str, str]] = LIBRARIES.pop("not-run")
 PAGE = Path(__file__).with_suffix(".md")
+TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 HEAD = """# Conformance
 
 Task: find out which rule the quantizer of a library follows, and where it leaves the rule:
@@ -132,6 +133,10 @@ def python_of(library: dict[str, Any], folder: Path) -> Path:
         return python
     venv.create(folder, with_pip=True)
     install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints-cpu.txt")]
+    # A CPU build of torch, if its index can be reached: constraints-cpu.txt says why torch alone.
+    cpu_torch = ["--no-deps", "--retries", "1", "--timeout", "15", "--index-url", TORCH_INDEX, "torch"]
+    if TORCH_INDEX:
+        subprocess.run([*install, *cpu_torch], capture_output=True, check=False)
     commands = [[*install, "-e", str(ROOT), *library.get("requirements", [])]]
     if "alone" in library:
         commands.append([*install, "--no-deps", *library["alone"]])

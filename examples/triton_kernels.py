@@ -1,6 +1,7 @@
-"""An NVFP4 quantizer and a block-scaled GEMM in Triton as a backend, for GPUs without FP4 tensor cores.
+"""Quantizers of NVFP4 and FP8 and a block-scaled GEMM in Triton as a backend, for GPUs without FP4 tensor cores.
 
 In this folder: narrowgauge run --backend triton_kernels:Backend --device cuda -k "nvfp4/128x128/bf16"
+Without a GPU: triton_interpreter.py.
 Exact bytes need three things: `div_rn` (`/` is approximate), no FMA (enable_fp_fusion=False), and no fast-math.
 """
 
@@ -11,7 +12,7 @@ try:
     import triton
     import triton.language as tl
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}; install it with: pip install triton") from error
+    raise ModuleNotFoundError(f"{error}; install it with: pip install 'narrowgauge[triton]'") from error
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1/6, rounded to float32
@@ -77,6 +78,22 @@ def quantize_kernel(x, amax, codes, scales, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def quantize_fp8_kernel(x, codes, scales, largest, columns, row_blocks, blocks, BLOCKS: tl.constexpr):
+    """Blocks of 128 elements of a row. `largest`: the largest finite number of the dtype of x."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    column = (block % row_blocks * 128)[:, None] + tl.arange(0, 128)[None, :]
+    at = (block // row_blocks * columns)[:, None] + column
+    inside = (block < blocks)[:, None] & (column < columns)
+    v = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    amax = tl.max(tl.where(v == v, tl.abs(v), 0.0), 1)
+    scale = tl.minimum(tl.math.div_rn(448.0, amax), largest)
+    scale = tl.where((amax == 0.0) | (amax == float("inf")), 1.0, scale)
+    scaled = (v * scale[:, None]).to(tl.float8e4nv)
+    tl.store(codes + at, scaled.to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(scales + block, tl.math.div_rn(1.0, scale), mask=block < blocks)
+
+
+@triton.jit
 def decoded_tile(codes, scales, rows, M, K, k, BK: tl.constexpr, BM: tl.constexpr):
     """Rows of E2M1 times E4M3 from column k: at most six significant bits, exact in float16."""
     byte = k // 2 + tl.arange(0, BK // 2)
@@ -112,6 +129,8 @@ class Backend:
     declares = {"accumulator": "truncating"}  # tensor cores cut off bits of a sum
 
     def quantize(self, x, recipe):
+        if str(recipe) == "fp8-block-1x128-e4m3-fp32" and x.numel():
+            return self._quantize_fp8(x.reshape(-1, x.shape[-1]).contiguous())
         if str(recipe) != "nvfp4" or x.shape[-1] % 16 or not x.numel():
             raise NotImplementedError(f"no kernel for {recipe}, shape {tuple(x.shape)}; K is a multiple of 16")
         x = x.reshape(-1, x.shape[-1]).contiguous()
@@ -124,6 +143,16 @@ class Backend:
         grid = (triton.cdiv(blocks, 64),)
         quantize_kernel[grid](x, amax, codes, scales, blocks, BLOCKS=64, enable_fp_fusion=False)
         return codes, scales, amax
+
+    def _quantize_fp8(self, x):
+        (rows, columns), row_blocks = x.shape, triton.cdiv(x.shape[1], 128)
+        codes = torch.empty_like(x, dtype=torch.uint8)
+        scales = x.new_empty(rows, row_blocks, dtype=torch.float32)
+        grid, largest = (triton.cdiv(scales.numel(), 32),), torch.finfo(x.dtype).max
+        quantize_fp8_kernel[grid](
+            x, codes, scales, largest, columns, row_blocks, scales.numel(), BLOCKS=32, enable_fp_fusion=False
+        )
+        return codes, scales
 
     def gemm(self, a, b, *, out_dtype=torch.bfloat16):
         (rows, depth), columns = a.shape, b.shape[0]

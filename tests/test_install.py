@@ -164,6 +164,30 @@ def test_the_wheel_holds_one_package_with_its_data(archives: dict[str, Path]) ->
     assert not [name for name in names if "/tests/" in name or "__pycache__" in name]
 
 
+@pytest.mark.parametrize(("index", "reached"), [("http://there", True), ("http://away", False), ("", False)])
+def test_make_takes_torch_from_its_index_or_says_what_pip_takes(index: str, reached: bool, tmp_path: Path) -> None:
+    """`make` in a folder where the interpreter notes what it is asked, and where an index cannot be reached."""
+    for name in ("Makefile", "constraints-cpu.txt", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho "$@" >> asked\n'
+        'case "$*" in "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python;; *away*) exit 1;; esac\n'
+    )
+    python.chmod(0o755)
+    command = ["make", ".venv/ready-cpu", "PYTHON=./python", f"TORCH_INDEX={index}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in (tmp_path / "asked").read_text().splitlines() if " pip " in line]
+    assert len(asked) == 1 + bool(index)
+    assert asked[-1].endswith("-c constraints-cpu.txt -e .[test]")
+    if index:
+        assert "--no-deps" in asked[0]
+        assert asked[0].endswith(f"--index-url {index} -c constraints-cpu.txt torch")
+    said = "http://away" in done.stderr and "CUDA and takes 5 GB" in done.stderr
+    assert said == (bool(index) and not reached)
+
+
 @pytest.mark.long
 def test_a_project_with_the_same_names_keeps_them(environments: dict[str, Path], project: Path) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]

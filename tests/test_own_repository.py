@@ -131,18 +131,29 @@ def scripted(step: str, folder: Path, python: str, **values: str) -> tuple[int, 
     return done.returncode, done.stdout.strip()
 
 
+PINNED = f"-m pip install -c {ROOT}/constraints-cpu.txt {ROOT}"
+
+
 @pytest.mark.parametrize(
-    ("device", "torch", "extras", "expected"),
+    ("device", "torch", "index", "extras", "expected"),
     [
-        ("cpu", False, "", f"-m pip install -c {ROOT}/constraints-cpu.txt {ROOT}"),
-        ("cpu", True, "", f"-m pip install {ROOT}"),
-        ("cuda", True, "cuda13", f"-m pip install {ROOT}[cuda13]"),
+        ("cpu", False, "there", "", [f"--index-url there -c {ROOT}/constraints-cpu.txt torch", PINNED]),
+        ("cpu", False, "away", "", ["--index-url away", "::warning::No CPU build of torch from away", PINNED]),
+        ("cpu", False, "", "", [PINNED]),
+        ("cpu", True, "there", "", [f"-m pip install {ROOT}"]),
+        ("cuda", True, "there", "cuda13", [f"-m pip install {ROOT}[cuda13]"]),
     ],
 )
-def test_what_the_action_installs(device: str, torch: bool, extras: str, expected: str, tmp_path: Path) -> None:
-    python = f'case "$1" in -c) exit {0 if torch else 1};; *) echo "$@";; esac'
-    done = scripted("Install narrowgauge", tmp_path, python, DEVICE=device, EXTRAS=extras)
-    assert done == (0, expected)
+def test_what_the_action_installs(
+    device: str, torch: bool, index: str, extras: str, expected: list[str], tmp_path: Path
+) -> None:
+    """torch is installed, or not; its index is there, cannot be reached, or is not given."""
+    python = f'case "$*" in -c*) exit {0 if torch else 1};; *away*) echo "$@"; exit 1;; *) echo "$@";; esac'
+    status, output = scripted("Install narrowgauge", tmp_path, python, DEVICE=device, INDEX=index, EXTRAS=extras)
+    lines = output.splitlines()
+    assert (status, len(lines)) == (0, len(expected)), output
+    assert all(text in line for text, line in zip(expected, lines, strict=True)), output
+    assert all(("--no-deps" in line) == ("--index-url" in line) for line in lines), "torch alone is of its index"
     assert (ROOT / "constraints-cpu.txt").is_file()
 
 

@@ -9,10 +9,10 @@ def doctor() -> None:
     from rich.table import Table
 
     from narrowgauge.harness.records.environment import facts
-    from narrowgauge.harness.tools.doctor import sanitizer_facts
+    from narrowgauge.harness.tools.doctor import tool_facts
 
     table = Table(show_header=False, box=None)
-    for fact in [*facts(), *sanitizer_facts()]:
+    for fact in [*facts(), *tool_facts()]:
         table.add_row(
             "✓" if fact.ok else "–", fact.name, fact.value + (f"\n{fact.remedy}" if fact.remedy and not fact.ok else "")
         )

@@ -25,6 +25,11 @@ FLAGS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--generate-line-info",
 )  # fmt: skip
 
+RUN_ON = {"sm_90": "H100 and H200"}
+"""Architectures whose GPUs have run the tests of the kernels and of the reference, and these GPUs."""
+COMPILED_FOR = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+"""Targets for which the tests compile every kernel with NVRTC."""
+
 
 @cache
 def _cupy() -> Any:

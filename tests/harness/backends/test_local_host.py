@@ -232,7 +232,7 @@ def quantize_of(x: Any, recipe: Any) -> Any:
         ("quantize_both", {"swizzled": True}, BackendError, "unexpected keyword argument 'swizzled'"),
         ("gemm", {"bias": 1, "out_dtype": 2}, Unsupported, "gemm of backend own has no argument 'bias'"),
         ("gemm", {"out_dtype": 2}, BackendError, "unexpected keyword argument 'out_dtype'"),
-        ("swizzle", {"fast": 1}, BackendError, "invalid keyword argument"),
+        ("swizzle", {"fast": 1}, BackendError, "keyword argument"),
     ],
 )
 def test_an_optional_keyword_that_a_method_lacks(method: str, options: Any, error: Any, message: str) -> None:

@@ -147,7 +147,7 @@ USABLE = [name for name, dtype in DTYPES.items() if not name.startswith(("q", "b
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
 @pytest.mark.parametrize("name", USABLE)
 def test_every_dtype_and_shape_survives(name: str, host: RemoteHost) -> None:
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,13 @@ def cut(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE runs (a)")
         database.execute("PRAGMA user_version = 99")
 
 
 def with_other_tables(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE runs (a)")
         database.execute(f"PRAGMA user_version = {history.VERSION}")
 

@@ -19,7 +19,7 @@ from tests.native.quantize import test_stochastic
 MISSING, MISSING_12 = nvrtc.missing(13), nvrtc.missing(12)
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
+ARCHITECTURES = list(cuda.COMPILED_FOR)
 """Without sm_90, whose PTX equals sm_90a except tensor cores, which a test shows."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]

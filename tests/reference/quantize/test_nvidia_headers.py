@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -72,35 +73,36 @@ int main(int, char** argv) {
 """
 
 
-def header_folder() -> Path | None:
-    """Folder of the CUDA headers: of CUDA_HOME or CUDA_PATH, else by cuda-pathfinder, else beside nvcc."""
-    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    folders = [root / "include" for root in roots]
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-    except ImportError:
-        pass
-    else:
-        found = find_nvidia_header_directory("cudart")
-        folders += [Path(found)] if found else []
-    if nvcc := shutil.which("nvcc"):
-        folders.append(Path(nvcc).resolve().parents[1] / "include")
-    return next((folder for folder in folders if (folder / "cuda_fp4.h").is_file()), None)
+PACKAGES = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+CUDA_13 = [PACKAGES / "cu13/include", PACKAGES / "cu13/include/cccl"]
+INCLUDE = {"cuda-12": [PACKAGES / "cuda_runtime/include", *CUDA_13], "cuda-13": CUDA_13}
+"""Include folders of the wheels of the extra `test`. The headers of CUDA 12 and 13 convert with different code. `crt/`
+and `nv/` are of CUDA 13 for both: here they have nothing but macros of the compiler, and the choice of host code."""
 
 
-@pytest.fixture(scope="module")
-def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program, or a skip with the missing tool as reason."""
-    include = header_folder()
-    if include is None:
-        pytest.skip("no cuda_fp4.h: set CUDA_HOME to a CUDA toolkit (12.8 or later), or put its nvcc on PATH")
+@pytest.fixture(scope="module", params=INCLUDE)
+def headers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled program, or a skip with the missing file as reason."""
+    include = INCLUDE[request.param]
+    # torch with CUDA brings cuda_fp4.h without the files that the header includes.
+    for name, folders in (("cuda_fp4.h", include[:1]), ("crt/host_defines.h", include), ("nv/target", include)):
+        if not any((folder / name).is_file() for folder in folders):
+            pytest.skip(f"no {name} for {request.param}: pip install 'narrowgauge[test]'")
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler: set CXX, or put g++, c++ or clang++ on PATH")
     folder = tmp_path_factory.mktemp("headers")
     source = folder / "cast.cpp"
     source.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", f"-I{include}", str(source), "-o", str(folder / "cast")]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        *(f"-I{folder}" for folder in include),
+        str(source),
+        "-o",
+        str(folder / "cast"),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr}"
     return folder / "cast"
