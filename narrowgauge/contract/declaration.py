@@ -114,7 +114,7 @@ class Contract:
         for name, value in named.items():
             if not isinstance(value, Value) or value.trace is not trace:
                 raise ContractError(f"{at} returns {value!r}, which is no step; return a value, or values by name")
-            default = "quantized" if value.step.function == "quantize" else "output"
+            default = "quantized" if value.step.recipe is not None else "output"
             found[name or default] = value.number
         if not found:
             raise ContractError(f"{at} returns nothing; return a value, or values by name")

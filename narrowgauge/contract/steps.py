@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
+from narrowgauge.spec.program import QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -179,7 +180,7 @@ def quantize(x: Value, recipe: str, scale: Value | None = None) -> Value:
         )
     if scale is not None and (scale.step.function, scale.axes) != ("argument", ("1",)):
         x.trace.fail("the scale of c.quantize is an argument of the type Scale")
-    return x.trace.add("quantize", (x,) if scale is None else (x, scale), x.axes, x.dtype, recipe=recipe)
+    return x.trace.add(QUANTIZE, (x,) if scale is None else (x, scale), x.axes, x.dtype, recipe=recipe)
 
 
 def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:

@@ -12,6 +12,10 @@ Axes = tuple[str, ...]
 """Names of the sizes of a tensor; "1" is an axis of one element, which repeats along the axis of another operand."""
 
 
+QUANTIZE = "quantize"
+"""The step that gives codes and scales. It has the option `recipe`, and may have a given scale as a second operand."""
+
+
 class ContractError(ValueError):
     """A function that is no contract. The message begins with file and line."""
 
@@ -42,6 +46,11 @@ class Step:
     """Dtype of the result. A step in float32 rounds to float32 or not at all; a cast rounds in every kernel."""
     line: int
     """Line of the file."""
+
+    @property
+    def recipe(self) -> str | None:
+        """Name of the recipe of a quantization; None of every other step."""
+        return self.options.get("recipe") if self.function == QUANTIZE else None
 
 
 @dataclass(frozen=True)

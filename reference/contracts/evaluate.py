@@ -58,7 +58,7 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
         evaluation = Evaluation(program, _of_rows(program, tensors, rows), {})
         for number, step in enumerate(program.steps):
             dtype = DTYPES.get(step.dtype, torch.float32)
-            if step.function == "quantize":
+            if step.recipe is not None:
                 if number in ends:
                     ends[number].append(Ends.of(evaluation.values[step.operands[0]], dtype))
                 continue
@@ -109,8 +109,8 @@ def reference(program: Program, tensors: Tensors) -> dict[str, torch.Tensor | Qu
     names = {number: name for name, number in program.outputs.items()}
     found: dict[str, torch.Tensor | Quantized] = {}
     for number, step in enumerate(program.steps):
-        if step.function == "quantize":
-            recipe = find_recipe(step.options["recipe"])
+        if step.recipe is not None:
+            recipe = find_recipe(step.recipe)
             y = evaluation.values[step.operands[0]]
             found[names[number]] = quantize(Ends.of(y, DTYPES[step.dtype]).low, recipe)
             continue

@@ -16,7 +16,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Cause, Limit
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.program import QUANTIZE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe, recipes
 
@@ -47,7 +47,7 @@ class Editor:
         steps = list(self.program.steps)
         steps[number] = step
         for later, other in enumerate(steps):
-            if other.function == "quantize" and other.operands[0] == number and other.dtype != step.dtype:
+            if other.recipe is not None and other.operands[0] == number and other.dtype != step.dtype:
                 steps[later] = replace(other, dtype=step.dtype)
         return replace(self.program, steps=tuple(steps))
 
@@ -71,7 +71,7 @@ def changes(program: Program) -> Iterator[Change]:
     for number, step in enumerate(program.steps):
         where = f"line {step.line}"
         for name, sentence, changed in _CHANGES.get(step.function, _no_changes)(editor, number, step):
-            if number in hidden or step.function == "quantize" or changed.outputs != program.outputs:
+            if number in hidden or step.recipe is not None or changed.outputs != program.outputs:
                 yield Change(f"{step.function}-{number}:{name}", f"{sentence} ({where})", changed)
 
 
@@ -186,7 +186,7 @@ def _part(editor: Editor, number: int, step: Step) -> Made:
 
 
 def _quantize(editor: Editor, number: int, step: Step) -> Made:
-    recipe = find_recipe(step.options["recipe"])
+    recipe = find_recipe(step.recipe or "")
     for name in recipes():
         other = find_recipe(name)
         same = (other.element, other.block, other.scale, other.tensor_scale == "given") == (
@@ -199,7 +199,7 @@ def _quantize(editor: Editor, number: int, step: Step) -> Made:
 
 _CHANGES: dict[str, Callable[[Editor, int, Step], Made]] = {
     "cast": _cast, "add": _add, "subtract": _add, "multiply": _multiply, "divide": _divide, "sum": _reduction,
-    "mean": _reduction, "amax": _reduction, "maximum": _limit, "minimum": _limit, "part": _part, "quantize": _quantize,
+    "mean": _reduction, "amax": _reduction, "maximum": _limit, "minimum": _limit, "part": _part, QUANTIZE: _quantize,
     **dict.fromkeys(("exp", "exp2", "rsqrt", "sqrt", "tanh", "erf"), _function),
 }  # fmt: skip
 """Changes of each kind of step."""
@@ -261,7 +261,7 @@ def _as(program: Program, shown: Shown) -> Shown:
     for name, number in program.outputs.items():
         result = found.get(name)
         if isinstance(result, Quantized):
-            found[name] = replace(result, recipe=find_recipe(program.steps[number].options["recipe"]))
+            found[name] = replace(result, recipe=find_recipe(program.steps[number].recipe or ""))
     return found
 
 

@@ -45,7 +45,7 @@ def named_results(
         parts = {name: given.pop(name, None) for name in _parts(program, output) if name != output}
         if whole is None and not any(part is not None for part in parts.values()):
             continue
-        if step.function == "quantize":
+        if step.recipe is not None:
             scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
             found[output] = _quantized(output, whole, parts, step, shape, scale)
         else:
@@ -74,10 +74,10 @@ def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantize
 def _parts(program: Program, output: str) -> Iterator[str]:
     """Names of the tensors of an output."""
     step = program.steps[program.outputs[output]]
-    if step.function != "quantize":
+    if step.recipe is None:
         yield output
         return
-    recipe = find_recipe(step.options["recipe"])
+    recipe = find_recipe(step.recipe)
     prefix = "" if output == "quantized" else f"{output}."
     yield f"{prefix}codes"
     if recipe.tensor_scale != "given":
@@ -110,7 +110,7 @@ def _tensor(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], d
 def _quantized(
     name: str, whole: Any, parts: Mapping[str, Any], step: Step, shape: tuple[int, ...], scale: torch.Tensor | None
 ) -> Quantized:
-    recipe: Recipe = find_recipe(step.options["recipe"])
+    recipe: Recipe = find_recipe(step.recipe or "")
     if isinstance(whole, Quantized):
         if whole.recipe != recipe:
             raise ValueError(f"{name} is quantized by {whole.recipe}; the contract says {recipe}")
