@@ -56,8 +56,9 @@ def shipped_cases() -> Path:
 
 
 def case_path(path: Path) -> Path:
-    """The path of case files that a user names: `shipped` is `shipped_cases`, unless there is a path of this name."""
-    return shipped_cases() if path == Path(SHIPPED) and not path.exists() else path
+    """The path of case files that a user names: `shipped` is `shipped_cases`, and `shipped/nvfp4_gemm.toml` a file
+    there, unless there is a path of this name."""
+    return shipped_cases().joinpath(*path.parts[1:]) if path.parts[:1] == (SHIPPED,) and not path.exists() else path
 
 
 def default_cases() -> Path:

@@ -14,11 +14,11 @@ from narrowgauge.harness.machine.plain_text import escape
 
 def _case_paths(paths: list[Path] | None) -> list[Path] | None:
     """Paths of case files, with the folder of the package for `shipped`. Only a path of this name imports the cases."""
-    if not paths or Path("shipped") not in paths:
+    if not any(path.parts[:1] == ("shipped",) for path in paths or ()):
         return paths
     from narrowgauge.harness.cases.case_file import case_path
 
-    return [case_path(path) for path in paths]
+    return [case_path(path) for path in paths or ()]
 
 
 Paths = Annotated[

@@ -62,10 +62,10 @@ def _case_path(word: str, base: Path) -> Path:
     """Absolute path of a value of --ng-cases or narrowgauge_cases. Raises UsageError if there is none."""
     path = _absolute(base, word)
     if not path.exists():
-        from narrowgauge.harness.cases.case_file import SHIPPED, shipped_cases
+        from narrowgauge.harness.cases.case_file import SHIPPED, case_path
 
-        if word == SHIPPED:
-            return shipped_cases()
+        if (shipped := case_path(Path(word))).exists():
+            return shipped
         raise pytest.UsageError(f"narrowgauge: there is no case file or folder {path}; {SHIPPED} is the package's own")
     return path
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.harness.api import judge_output
+from narrowgauge.harness.api.judging import judge_output
 from narrowgauge.harness.api.judging.judge_output import OutputArguments
 from narrowgauge.harness.api.judging.judge_output import judge_output as judge
 from narrowgauge.harness.api.verdict import Verdict, WrongResult

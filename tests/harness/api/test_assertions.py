@@ -91,7 +91,7 @@ def test_a_wrong_stage_is_named_first_with_its_elements_in_bits(device: str) -> 
         assert verdict.message.startswith(f"{stage}: "), verdict.message
         assert next(entry["stage"] for entry in verdict.stages if entry["sentence"]) == stage
         assert verdict.findings[0]["stage"] == stage
-        assert "expected_bits" in str(verdict)
+        assert "expected bits" in str(verdict)
     assert "row                             3" in str(verdict)
     assert "column                         10" in str(verdict)
     assert f"on {x.device}" in str(verdict)

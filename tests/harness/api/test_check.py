@@ -120,7 +120,7 @@ def test_wrong_functions_of_any_operation_fail() -> None:
     few = {"families": ["normal"]}
     assert "output: " in report(one_section, "gemm-grouped/nvfp4", **few)
     assert "fused.codes" in report(changed, "gemm-quantized/nvfp4", **few)
-    assert "explained exactly by fused-output-not-cast" in report(not_cast, "gemm-quantized/nvfp4", **few)
+    assert "explained exactly by outputs are quantized" in report(not_cast, "gemm-quantized/nvfp4", **few)
     assert "columnwise.codes" in report(halves, "nvfp4", keys={"usage": "both"}, **few)
 
 

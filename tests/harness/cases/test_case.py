@@ -297,6 +297,7 @@ def test_which_cases_a_command_takes_without_a_path(write, tmp_path, monkeypatch
     assert default_cases() == Path("cases")
     assert unused_default() == []
     assert case_path(Path("shipped")) == shipped_cases()
+    assert case_path(Path("shipped/nvfp4_gemm.toml")).is_file()
     Path("shipped").mkdir()
     assert case_path(Path("shipped")) == Path("shipped")
 

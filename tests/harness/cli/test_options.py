@@ -100,7 +100,7 @@ def test_every_option_is_on_a_page_that_names_its_command() -> None:
 def test_the_page_of_stable_names_has_the_names() -> None:
     """Python names, commands, and the old names of options."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    names = page.partition("The Python names:\n\n```text\n")[2].partition("```")[0].split()
+    names = page.partition("lists:\n\n```text\n")[2].partition("```")[0].split()
     assert names == narrowgauge.__all__
     section = page.partition("\n## Command line\n")[2].partition("\n## ")[0]
     groups, renamed = section.split("| name | meaning | old names |")

@@ -37,7 +37,7 @@ def test_a_wrong_element_is_named_with_its_place_and_interval() -> None:
     assert "1 of them outside the proved bound" in stage.sentence
     assert stage.finding is not None
     (element,) = stage.finding["elements"]
-    assert (element["row"], element["column"], element["rule"]) == (5, 7, "bound")
+    assert (element["row"], element["column"], element["rule"]) == (5, 7, "proved interval")
     assert element["lower"] <= element["expected"] <= element["upper"]
     assert not element["lower"] <= element["actual"] <= element["upper"]
 

@@ -128,7 +128,7 @@ def test_another_order_than_the_declared_one_is_found():
     found = judged(halves, BLOCKS)
     assert found.mismatches == 3
     assert found.sentence.endswith(", all in row 0; 3 of them that the declared order cannot give")
-    assert found.finding["elements"][0]["rule"] == "order"
+    assert found.finding["elements"][0]["rule"] == "declared order"
     assert found.figures["ordered_share"] == 0.5
 
 
@@ -223,7 +223,7 @@ def test_a_declaration_does_not_excuse_what_no_order_gives():
 
     record = fails(case, "output", BLOCKS, gemm=gemm)
     assert "1 of 1 536 outputs differ" in record.message
-    assert record.findings[0]["elements"][0]["rule"] in ("order", "exact")
+    assert record.findings[0]["elements"][0]["rule"] in ("declared order", "exact")
 
 
 # Quantized outputs.

@@ -191,8 +191,8 @@ def test_a_wrong_tile_is_one_finding_with_a_place():
     record = run(case, gemm=gemm(lambda out: out * (1 - tile)))
     assert record.stage == "output"
     heat = record.findings[0]["heat"]["counts"]
-    inside = [[row >= 4 and column >= 12 for column in range(16)] for row in range(8)]
-    assert [[count > 200 for count in row] for row in heat] == inside
+    inside = [[row >= 16 and column >= 24 for column in range(32)] for row in range(32)]
+    assert [[count > 25 for count in row] for row in heat] == inside
     assert [[count > 0 for count in row] for row in heat] == inside
 
 

@@ -1,0 +1,1 @@
+"""An operation of a user, with its cases and a backend."""
