@@ -78,7 +78,7 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     monkeypatch.setattr(runner, "run_case", judged)
     serve(theirs, None, None, settings)
     assert given == [(NVFP4, expected)]
-    assert ours.receive()[0] == {"room": 1}
+    assert ours.receive()[0] == {"room": 1, "loaded": []}
     assert ours.receive()[0]["record"]["seed"] == 3
     for end in (ours, theirs):
         end.close()

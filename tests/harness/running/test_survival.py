@@ -220,9 +220,9 @@ def test_a_crash_and_a_timeout_name_the_line_of_the_user(folder, monkeypatch):
     """In the record with the stack, without the frames of the host; on the terminal and on the page; at the import."""
     (folder / "stuck.py").write_text(STUCK)
     select(folder, (16, 17))
-    result = narrowgauge("--backend", "stuck:Stuck", "-n", 1, "--timeout", 2)
+    result = narrowgauge("--backend", "stuck:Stuck", "-n", 1, "--timeout", 6)
     deep, crash = sorted(read(Path("reports/latest")).records, key=rows_of)
-    assert deep["message"] == "no result after 2 s at stuck.py:6 in deep"
+    assert deep["message"] == "no result after 6 s at stuck.py:6 in deep"
     assert crash["message"] == "the process died (signal SIGABRT) at stuck.py:15 in quantize"
     (note,) = deep["notes"]
     assert note == {
