@@ -1,6 +1,6 @@
 """An NVFP4 quantizer in plain torch as a backend, and the same quantizer with a mistake that random inputs do not show.
 
-In this folder: narrowgauge run --backend my_kernels:TiesAway -k quantize/nvfp4/256x1024/bf16/outliers
+narrowgauge run --backend narrowgauge.examples.my_kernels:TiesAway -k quantize/nvfp4/256x1024/bf16/outliers
 """
 
 import torch

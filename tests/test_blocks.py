@@ -1,5 +1,6 @@
-"""Every command and code block of README.md and docs/*.md runs, page by page, in a folder of its own, on a CPU.
+"""Every command and code block of README.md and docs/*.md runs, page by page, on a CPU, in an empty folder.
 
+The files of the package are those of the wheel (tests/test_install.py). A page that needs more says so: `CHECKOUT`.
 `FEW` reduces the cases of each command; the quick tier runs all cases. `only_parsed` names the commands without a run
 here, with the reason: the real command-line parser reads these commands, and their selection of cases is not empty.
 """
@@ -19,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import typer
@@ -39,14 +39,8 @@ FAILS = "TiesAway"
 """Backend of the commands with exit status 1."""
 MINUTES = {"bench": "measures for minutes", "mutants": "runs for an hour", "train": "trains for minutes",
            "soak": "runs many seeds"}  # fmt: skip
-EXTENSION = """
-import narrowgauge
-
-
-def nvfp4_quantize(x):
-    q = narrowgauge.quantize(x, "nvfp4")
-    return q.codes, q.scales, q.amax
-"""
+CHECKOUT = "in a checkout"
+"""Words in the first paragraph of a page whose commands need files of a checkout of narrowgauge."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -88,29 +82,22 @@ def only_parsed(program: str, arguments: list[str]) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder of a page: the example, an extension, captured weights, case files, a saved failure."""
-    (tmp_path / "my_kernels.py").write_bytes((ROOT / "examples" / "my_kernels.py").read_bytes())
-    (tmp_path / "my_extension.py").write_text(EXTENSION, encoding="utf-8")
-    for name in ("cases", "examples", "constraints-cpu.txt"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    from safetensors.numpy import save_file
-
-    weights = np.random.default_rng(0).standard_normal((96, 64), dtype=np.float32)
-    save_file({"encoder.layer.0.output.dense.weight": weights}, tmp_path / "weights.safetensors")
+    """The current folder of a page, empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv(RULES_VARIABLE, "")
     yield tmp_path
-    for name in ("my_kernels", "my_extension", "own_rule"):
-        sys.modules.pop(name, None)
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-@pytest.mark.usefixtures("folder")
-def test_the_blocks_of_a_page_run(page: Path, pytestconfig: pytest.Config) -> None:
+def test_the_blocks_of_a_page_run(page: Path, folder: Path, pytestconfig: pytest.Config) -> None:
+    if CHECKOUT in " ".join(page.read_text(encoding="utf-8").split("\n\n")[1].split()):
+        (folder / "examples").symlink_to(ROOT / "examples")
     printed = []
     first = first_pages()
     for language, text in blocks(page):
@@ -162,9 +149,6 @@ def run_command(line: str) -> str:
         arguments[place] = f"({arguments[place]}) and {FEW}"
     if arguments[0] == "run":
         arguments += ["-n", "1"]
-    if "--saved" in arguments:
-        save_failure(arguments)
-    arguments = ["reports/latest" if word in ("RUN_A", "RUN_B") else word for word in arguments]
     status, output = run_narrowgauge(arguments)
     expected = {1} if FAILS in command else {0, 1} if otherwise else {0}
     assert status in expected, f"{line}: exit status {status}\n{output}"
@@ -175,12 +159,6 @@ def run_narrowgauge(arguments: list[str]) -> tuple[int, str]:
     """In this process, which has imported torch."""
     done = CliRunner().invoke(app, arguments)
     return done.exit_code, done.output + (repr(done.exception) if done.exception else "")
-
-
-def save_failure(arguments: list[str]) -> None:
-    """Run the case of a `show --saved` and save its failure."""
-    run_narrowgauge(["run", "-k", arguments[1], "--backend", f"my_kernels:{FAILS}", "-n", "1"])
-    assert Path(arguments[arguments.index("--saved") + 1]).is_file()
 
 
 def parse(command: str, config: pytest.Config) -> None:
@@ -243,7 +221,8 @@ def test_a_wrong_option_is_found(pytestconfig: pytest.Config) -> None:
 @pytest.mark.long
 def test_the_counts_of_the_readme(folder: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (correct, wrong), arguments = (("my_kernels:Backend", f"my_kernels:{FAILS}"), ["run", "-n", "1", "-k"])
+    module, arguments = "narrowgauge.examples.my_kernels", ["run", "-n", "1", "-k"]
+    correct, wrong = f"{module}:Backend", f"{module}:{FAILS}"
     keyword = shlex.split(next(line for line in readme.splitlines() if line.startswith("narrowgauge run")))[-1]
     assert "34 cases passed" in run_narrowgauge([*arguments, keyword, "--backend", correct])[1]
     assert "8 of 34 cases did not pass" in run_narrowgauge([*arguments, keyword, "--backend", wrong])[1]

@@ -149,12 +149,12 @@ def test_the_wheel_holds_one_package_with_its_data(archives: dict[str, Path]) ->
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"narrowgauge"}
     assert 0o12 not in modes, "a link in the wheel leads nowhere"
-    kinds = (".py", ".cu", ".cuh", ".h", ".html", ".css", ".js", ".toml", ".ini", ".yml", ".json")
+    kinds = (".py", ".cu", ".cuh", ".h", ".html", ".css", ".js", ".toml", ".ini", ".yml", ".json", ".sh")
     expected = [
         *(f"narrowgauge/cases/{path.name}" for path in (ROOT / "cases").glob("*.toml")),
         *(
             f"narrowgauge/{path.relative_to(ROOT)}"
-            for folder in ("native/kernels", "harness", "reference")
+            for folder in ("native/kernels", "harness", "reference", "examples")
             for path in (ROOT / folder).rglob("*")
             if path.suffix in kinds
         ),
