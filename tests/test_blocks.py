@@ -35,6 +35,8 @@ BLOCK = re.compile(r"^```(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FEW = "(/normal or outliers or lattice) and not (columnwise or both)"
 FILE = re.compile(r"# ([\w.]+\.(?:py|toml))\n")
 """First line of a block that is a file of the current folder."""
+SHOWN = ("README.md", "contracts.md")
+"""Pages whose text blocks are all outputs of their own blocks."""
 FAILS = "TiesAway"
 """Backend of the commands with exit status 1."""
 MINUTES = {"bench": "measures for minutes", "mutants": "runs for an hour", "train": "trains for minutes",
@@ -46,6 +48,18 @@ CHECKOUT = "in a checkout"
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Language and text of every block with a language."""
     return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def shown_outputs(page: Path) -> Iterator[str]:
+    """The text blocks of a page that show what its commands and code print: those directly behind a block that runs,
+    and all of the pages in `SHOWN`."""
+    source = page.read_text(encoding="utf-8")
+    end, before = -1, ""
+    for found in BLOCK.finditer(source):
+        behind = before in ("sh", "python") and not source[end : found.start()].strip()
+        if found[1] == "text" and (behind or page.name in SHOWN or found[2].startswith("speaks ")):
+            yield found[2]
+        end, before = found.end(), found[1]
 
 
 def commands(text: str) -> list[str]:
@@ -123,9 +137,8 @@ def test_the_blocks_of_a_page_run(page: Path, folder: Path, pytestconfig: pytest
         else:
             assert language in ("text", "{toctree}", "{eval-rst}"), f"{page.name}: nothing checks a block of {language}"
     output = "\n".join(printed)
-    for language, text in blocks(page):
-        if language == "text" and (page.name == "README.md" or text.startswith("speaks ")):
-            assert text in output, f"{page.name} shows other output than the commands print:\n{output}"
+    for text in shown_outputs(page):
+        assert text in output, f"{page.name} shows other output than the commands print:\n{output}"
 
 
 def run_python(text: str) -> str:

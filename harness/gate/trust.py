@@ -176,8 +176,8 @@ def _run_problems(run: RecordedRun) -> Iterator[str]:
 
 
 def _is_own(backend: str) -> bool:
-    """Whether a backend is a user's: `package.module:Name`."""
-    return ":" in backend or "." in backend
+    """Whether a backend is a user's: `package.module:Name`, and none of the examples of this package."""
+    return (":" in backend or "." in backend) and not backend.startswith("narrowgauge.")
 
 
 def _input_path(run: RecordedRun) -> str | None:
