@@ -190,7 +190,7 @@ def in_entry(column: str, key: str, operation: str, value: Any = MISSING, *, ver
     return edit
 
 
-OBJECTS = ("modulo", "heat", "census")
+OBJECTS = ("modulo", "heat", "census", "table")
 
 
 @pytest.mark.sampled(34)
