@@ -111,7 +111,8 @@ def judge_range(
     determined = torch.where(allowed, empty, low == high)
     if actual.is_floating_point():
         most = torch.fmax(lower.abs(), upper.abs()).nan_to_num(0.0, 0.0)
-        row = most.amax(-1, keepdim=True) if most.numel() else most
+        whole = most.dim() < 2 or most.shape[-1] == 1  # one number for a row: beside the other rows
+        row = most.amax() if whole and most.numel() else most.amax(-1, keepdim=True) if most.numel() else most
         undetermined = ~((upper.double() - lower.double()) * _MANY <= row) & (lower != upper)
     else:
         assert fmt is not None

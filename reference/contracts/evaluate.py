@@ -67,7 +67,8 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
                 ends[number].append(Ends.of(value, dtype))
                 result = shown[names[number]]
                 assert isinstance(result, torch.Tensor)
-                value = i.exactly(result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result)
+                own = result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result
+                value = _handed_on(step, value, own)
             evaluation.values[number] = value
     for number, parts in ends.items():
         step, name, result = program.steps[number], names[number], shown[names[number]]
@@ -78,6 +79,19 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
                 yield part if name == "quantized" else f"{name}.{part}", judgement
         else:
             yield name, judge_range(result, joined.low, joined.high, joined.nan)
+
+
+def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
+    """The numbers that a kernel that shows `shown` may go on with: after a cast this one, else every number of the step
+    that rounds to it, since a kernel may keep a wider one. A number outside of the interval is the kernel's own."""
+    number = i.exactly(shown)
+    if step.function in ("cast", "argument", "float32") or value.point:
+        return number
+    beside = [torch.nextafter(shown, shown.new_tensor(end)).double() for end in (-torch.inf, torch.inf)]
+    low, high = ((number.low + end) / 2 for end in beside)
+    low, high = torch.maximum(low, value.low), torch.minimum(high, value.high)
+    inside = (low <= high) & shown.isfinite()
+    return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
 
 
 _SLAB = 1 << 16

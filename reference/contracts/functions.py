@@ -130,9 +130,13 @@ def _by(function: Function, form: Form, x: Interval) -> Interval:
     if form.ulps_of_argument:
         extra = form.ulps_of_argument * torch.fmax(x.low.abs(), x.high.abs()) * 2 * UNIT
         low, high = low - results[0].abs() * extra, high + results[1].abs() * extra
-    exact = [torch.isin(end, end.new_tensor(function.exact_at)) for end in ends]
-    low = torch.where(exact[0], results[0], low).clamp(*function.range)
-    high = torch.where(exact[1], results[1], high).clamp(*function.range)
+    known = (x.low == x.high) | x.low.isinf() | x.high.isinf()
+    exact = [torch.isin(end, end.new_tensor(function.exact_at)) & (known | end.isinf()) for end in ends]
+    low = torch.where(exact[0], function.evaluate(ends[0]), low).clamp(*function.range)
+    high = torch.where(exact[1], function.evaluate(ends[1]), high).clamp(*function.range)
+    if function.evaluate is torch.rsqrt:  # 1/√−0 is −∞
+        low = torch.where((x.low == 0) & x.low.signbit(), -torch.inf, low)
+        high = torch.where((x.high == 0) & ~x.high.signbit(), torch.inf, high)
     domain = results[0].isnan() | results[1].isnan()
     nan = x.may_be_nan | domain
     # An end outside of the domain, as below 0 for a root: the numbers inside begin at the end of the domain.
@@ -146,4 +150,4 @@ def _by(function: Function, form: Form, x: Interval) -> Interval:
 
 def _moved(end: torch.Tensor, sign: int, relative: float) -> torch.Tensor:
     """An end of the argument moved outward by a relative error."""
-    return end + sign * end.abs() * relative if relative else end
+    return torch.where(end.isinf(), end, end + sign * end.abs() * relative) if relative else end

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from narrowgauge.reference.numbers.exact import two_sum
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 APPROXIMATE_DIVISION = 2.5 * 2.0**-23
@@ -142,7 +143,8 @@ def add(a: Interval, b: Interval) -> Interval:
     if a.finite and b.finite:
         return rounded(low, high, None, exact)
     # ∞ − ∞ at one end alone: the other operand has more numbers, and their sum with this infinity is the infinity.
-    invalid, never = low.isnan() | high.isnan(), low.isnan() & high.isnan()
+    never = low.isnan() & high.isnan()
+    invalid = (_reaches(a, -torch.inf) & _reaches(b, torch.inf)) | (_reaches(a, torch.inf) & _reaches(b, -torch.inf))
     low = torch.where(low.isnan() & ~never, torch.inf, low)
     high = torch.where(high.isnan() & ~never, -torch.inf, high)
     return rounded(low, high, a.may_be_nan | b.may_be_nan | invalid, exact)
@@ -200,13 +202,17 @@ def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
     """
     if form == "reciprocal":
         return multiply(a, _quotient(exactly(1.0, b.low.device), b))
-    quotient = _quotient(a, b)
-    if form == "quotient" or (form is None and b.point and _powers_of_two(b.low)):
+    quotient, size = _quotient(a, b), absolute(b)
+    # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
+    usual = bool(((size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)).all())
+    if form == "quotient" or (form is None and usual and b.point and _powers_of_two(b.low)):
         return quotient
+    if form is None and not usual:
+        return hull([divide(a, b, "approximate"), divide(a, b, "reciprocal"), quotient])
     if form not in (None, "approximate"):
         raise ValueError(f"a division has the form quotient, reciprocal or approximate, not {form!r}")
     low, high = widened(quotient.low, quotient.high, APPROXIMATE_DIVISION)
-    flushed = (absolute(b).high > FLUSHED_DIVISOR) & ~low.isinf()
+    flushed = (size.high > FLUSHED_DIVISOR) & ~low.isinf()
     if bool(flushed.any()):
         low, high = torch.where(flushed, low.clamp(max=0.0), low), torch.where(flushed, high.clamp(min=0.0), high)
     return rounded(low, high, quotient.nan)
@@ -235,7 +241,7 @@ def minimum(a: Interval, b: Interval) -> Interval:
 
 def _selected(a: Interval, b: Interval, function: Function) -> Interval:
     low, high = function(a.low, b.low), function(a.high, b.high)
-    zeros = (a.low == 0) & (b.low == 0) & (a.low.signbit() != b.low.signbit())
+    zeros = _holds_zero(a) & _holds_zero(b) & ~(_known_zero(a) & _known_zero(b) & (a.low.signbit() == b.low.signbit()))
     if bool(zeros.any()):  # a maximum of −0 and 0 may be either
         low, high = torch.where(zeros & (low == 0), -0.0, low), torch.where(zeros & (high == 0), 0.0, high)
     elif a.point and b.point:
@@ -352,6 +358,15 @@ def _powers_of_two(x: torch.Tensor) -> bool:
 
 def _holds_zero(a: Interval) -> torch.Tensor:
     return (a.low <= 0) & (a.high >= 0)
+
+
+def _known_zero(a: Interval) -> torch.Tensor:
+    """Where the number is 0, of a known sign."""
+    return (a.low == 0) & (a.high == 0) & (a.low.signbit() == a.high.signbit())
+
+
+def _reaches(a: Interval, limit: float) -> torch.Tensor:
+    return (a.low == limit) | (a.high == limit)
 
 
 def _infinite(a: Interval) -> torch.Tensor:

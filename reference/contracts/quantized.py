@@ -53,15 +53,15 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
     small, large = _magnitudes(y)
     low = block_amaxes(small, recipe)
     blocks = [low, low if small is large else block_amaxes(large, recipe)]
+    uncertain = None if y.nan is None else y.nan & ~y.never
+    free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
     tensor = scale
     if recipe.tensor_scale not in ("none", "given"):
-        yield from _judge_amax(blocks, kernel)
+        yield from _judge_amax(blocks, kernel, free if recipe.nan == "propagate" else None)
         amax = _amaxes(low, recipe) if kernel.amax is None else kernel.amax
         tensor = tensor_scale(amax, recipe, dtype)
     scales, own = linear_scales(kernel), blocks
-    if recipe.block_scale != "given" and not recipe.whole:
-        uncertain = None if y.nan is None else y.nan & ~y.never
-        free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
+    if recipe.block_scale != "given" and not (recipe.whole and tensor is not None):
         part, own = _judge_scales(blocks, tensor, recipe, dtype, scales, free)
         yield "scales", part
     elif recipe.block_scale != "given":
@@ -88,13 +88,13 @@ def _amaxes(blocks: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
 
 
-def _judge_amax(blocks: list[torch.Tensor], kernel: Quantized) -> Iterator[tuple[str, Part]]:
-    """The amax of the tensor or of each row, if the kernel shows it."""
+def _judge_amax(blocks: list[torch.Tensor], kernel: Quantized, free: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
+    """The amax of the tensor or of each row, if the kernel shows it. `free`: blocks whose amax may be NaN."""
     low, high = (_amaxes(end, kernel.recipe) for end in blocks)
     if kernel.amax is not None:
-        same = _same(low, high)
-        yield "amax", judge_range(kernel.amax, low, low if same else high)
-    elif not _same(low, high):
+        nan = None if free is None else _amaxes(free.float(), kernel.recipe) != 0
+        yield "amax", judge_range(kernel.amax, low, low if _same(low, high) else high, nan)
+    elif free is not None or not _same(low, high):
         raise ValueError(
             f"the amax of the tensor is hidden, from {float(low.min())} to {float(high.max())}: let the kernel return "
             f"the amax that recipe {kernel.recipe} scales with"
@@ -182,9 +182,8 @@ def _judge_scales(
         torch.where(never, nan, rule(grid.amax(end.clamp(0, grid.largest + 1)))) for end in (found.lower, found.upper)
     ]
     count = int((most > least).sum())
-    part = Part(
-        scales, ends[0], ends[1], ~fits, scales.numel() - count, int((most - least >= _FEW).sum()), recipe.scale
-    )
+    range_ = judge_range(scales, ends[0], ends[1], fmt=recipe.scale)
+    part = replace(range_, wrong=~fits, determined=scales.numel() - count)
     return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
 
 

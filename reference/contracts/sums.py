@@ -23,7 +23,7 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     and A ≤ 2^24·q. The sign of a zero sum is free.
     """
     count, magnitude = x.shape[-1], x.low.abs() if x.point else torch.maximum(x.low.abs(), x.high.abs())
-    finite = magnitude if x.finite else torch.where(magnitude.isfinite(), magnitude, 0.0)
+    finite = magnitude if x.finite else _finite_part(x)
     size = finite.sum(-1, keepdim=True)
     terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
     relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
@@ -35,20 +35,29 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     exact = (terms <= 1) if flushed is False else torch.zeros_like(terms, dtype=torch.bool)
     if x.point and not flushed:
         exact |= size <= 2.0**ACCUMULATOR_BITS * _quantum(finite, size)
-        if bool((exact & (low != 0) | low.isinf()).all()):
-            return Interval(low, low)
+    exact &= size <= FLT_MAX
+    if x.point and not flushed and bool((exact & (low != 0) | low.isinf()).all()):
+        return Interval(low, low)
     error = torch.where(exact, 0.0, error)
     # A partial sum of the positive or of the negative terms may overflow. Later terms do not bring it back.
     beyond = FLT_MAX * (1 - (count + 1) * 2 * UNIT)
+    signed = x.low.signbit().any(-1, keepdim=True)
     low, high = low - error, high + error
+    low = torch.where(signed, low, low.clamp(min=0.0))  # a sum of numbers from 0 on is no less than 0, and no −0
     if x.finite and bool((size <= beyond).all()):
-        return Interval(torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high))
+        return Interval(torch.where((low == 0) & signed, -0.0, low), torch.where(high == 0, 0.0, high))
     positive = x.high.clamp(min=0).sum(-1, keepdim=True) > beyond
     negative = x.low.clamp(max=0).sum(-1, keepdim=True) < -beyond
     nan = x.may_be_nan.any(-1, keepdim=True) | (positive & negative)
-    low = torch.where(low == 0, -0.0, low).masked_fill(negative, -torch.inf)
+    low = torch.where((low == 0) & signed, -0.0, low).masked_fill(negative, -torch.inf)
     high = torch.where(high == 0, 0.0, high).masked_fill(positive, torch.inf)
     return Interval(_known(low, -torch.inf, nan, x), _known(high, torch.inf, nan, x), nan)
+
+
+def _finite_part(x: Interval) -> torch.Tensor:
+    """The largest finite magnitude that each term is known to have: that of a finite end, else 0."""
+    sizes = [torch.where(end.isfinite(), end.abs(), 0.0) for end in (x.low, x.high)]
+    return torch.maximum(*sizes)
 
 
 def _quantum(magnitude: torch.Tensor, size: torch.Tensor) -> torch.Tensor:

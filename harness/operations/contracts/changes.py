@@ -189,8 +189,8 @@ def _quantize(editor: Editor, number: int, step: Step) -> Made:
     recipe = find_recipe(step.recipe or "")
     for name in recipes():
         other = find_recipe(name)
-        same = (other.element, other.block, other.scale, other.tensor_scale == "given") == (
-            recipe.element, recipe.block, recipe.scale, recipe.tensor_scale == "given"
+        same = (other.element, other.block, other.scale, other.tensor_scale == "given", other.granularity) == (
+            recipe.element, recipe.block, recipe.scale, recipe.tensor_scale == "given", recipe.granularity
         )  # fmt: skip
         if same and other != recipe:
             changed = replace(step, options={**step.options, "recipe": name})

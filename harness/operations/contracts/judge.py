@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ def stage_of(name: str, part: Part) -> StageResult:
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
 
 
 def _view(x: torch.Tensor, fmt: Format | None) -> tuple[float | str, str]:
