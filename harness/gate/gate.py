@@ -169,11 +169,14 @@ def next_commands(judgement: Judgement, run: RecordedRun, baseline: Path, folder
         return [f"{again} --resume"]
     if "a part" in kinds:
         return [f"{_command('merge', folder)} OTHER_SHARD…"]
-    if kinds.keys() & set(_OTHER_KINDS):
+    if kinds.keys() & set(_OTHER_KINDS[:3]):  # another rule has no baseline of its own
         return [_with_its_baseline(run, kinds, baseline, folder)]
     accept = _accept(baseline, folder)
     if kinds.keys() == {"did not run"}:
-        return [f"{again}  # with the cases that did not run", f"{accept}  # if they are gone on purpose"]
+        return [
+            f"{_without_keyword(again)}  # with the cases that did not run",
+            f"{accept}  # if they are gone on purpose",
+        ]
     if kinds:
         records = {record["case"]: record for record in run.records}
         groups = (group for kind in kinds for group in judgement.groups.get(kind, ()))
@@ -185,6 +188,12 @@ def next_commands(judgement: Judgement, run: RecordedRun, baseline: Path, folder
     if kept := [kind for kind in ("better", "new") if kind in judgement.notes]:
         return [f"{accept}  # to keep what is {' and '.join(kept)}"]
     return [f"nothing to do: every case is as accepted{', or ' + KNOWN if KNOWN in judgement.notes else ''}"]
+
+
+def _without_keyword(command: str) -> str:
+    """A command without its selection by keyword, which may have left out cases."""
+    words = shlex.split(command)
+    return shlex.join(words[: words.index("-k")] + words[words.index("-k") + 2 :]) if "-k" in words else command
 
 
 def _command(*words: object) -> str:

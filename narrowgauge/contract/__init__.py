@@ -5,6 +5,8 @@
 This package does not import torch.
 """
 
+from typing import NoReturn
+
 from narrowgauge.contract.declaration import Contract, Matrix, Recipe, Row, Scalar, Scale, contract
 from narrowgauge.contract.steps import (
     amax,
@@ -38,3 +40,9 @@ __all__ = [
     "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "quantize",
     "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'narrowgauge.contract' has no attribute {name!r}")
+    raise AttributeError(f"narrowgauge.contract has no {name}; it has {', '.join(__all__)}, and abs(x)")

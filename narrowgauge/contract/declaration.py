@@ -148,6 +148,8 @@ def contract(function: Function) -> Contract:
             tensors[name] = annotation, axes
         elif annotation is Recipe:
             recipes.append(name)
+        elif parameter.default is not parameter.empty:
+            raise ContractError(f"{at} has the option {name} before *; write *, {name}={parameter.default!r}")
         else:
             kinds = ", ".join([*(kind.__name__ for kind in TYPES), "Recipe"])
             raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")

@@ -88,7 +88,11 @@ def pasted(fit: Fit, dialect: str = "own") -> str:
     base, rule = fit.nearest.recipe, own_rule(fit, dialect)
     differs = {name: getattr(rule, name) for name in RULE_FIELDS if getattr(rule, name) != getattr(base, name)}
     values = "".join(f", {name}={value!r}" for name, value in differs.items())
-    return f'replace(narrowgauge.recipe("{base.name}@{base.dialect}"), dialect="{dialect}"{values})' if differs else ""
+    return (
+        f'dataclasses.replace(narrowgauge.recipe("{base.name}@{base.dialect}"), dialect="{dialect}"{values})'
+        if differs
+        else ""
+    )
 
 
 def save(fit: Fit, path: Path, backend: str) -> str:

@@ -123,9 +123,16 @@ def test_a_bad_contract_is_one_error_with_file_and_line(
         (lambda x: x, ["parameter x", "Matrix"]),
         (eval("lambda *, eps: eps"), ["eps", "default"]),
         (eval("lambda: 0"), ["no tensor"]),
+        (eval("lambda x=1e-6: x"), ["option x", "*, x=1e-06"]),
     ],
 )
 def test_a_bad_signature_is_refused(function: Callable[..., Any], words: list[str]) -> None:
     with pytest.raises(ContractError) as raised:
         c.contract(function)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_an_unknown_function_is_named_with_those_that_exist() -> None:
+    with pytest.raises(AttributeError) as raised:
+        _ = c.relu  # type: ignore[attr-defined]
+    assert all(word in str(raised.value) for word in ("relu", "maximum", "where"))
