@@ -325,7 +325,8 @@ NEXT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
         [SHOW.format("ties"), f"{ACCEPT}  # if the change is intended"],
     ),
     "gone": (
-        [record()], {}, ["narrowgauge run  # with the cases that did not run", f"{ACCEPT}  # if they are gone on purpose"],
+        [record()], {},
+        ["narrowgauge run  # with the cases that did not run", f"{ACCEPT}  # if they are gone on purpose"],
     ),
     "interrupted": ([record()], {"cases": [record()["case"], record("ties")["case"]]}, [f"{AGAIN} --resume"]),
     "nothing": ([], {}, [AGAIN]),
