@@ -127,7 +127,7 @@ def test_a_cause_is_named() -> None:
     a, b = operands()
     bias = torch.arange(144.0)
     y = ng.gemm(a, b, out_dtype=torch.bfloat16)
-    verdict = wrong(a, b, y, out_dtype=torch.bfloat16, bias=bias)
+    verdict = wrong(a, b, y, out_dtype=torch.bfloat16, bias=bias, diagnose="full")
     assert str(verdict).startswith("explained exactly by: ")
     assert "bias" in verdict.explanations[0]["sentence"]
 
@@ -176,12 +176,12 @@ def test_declared_operands(operands: str) -> None:
     a, b = (ng.quantize(torch.randn(rows, 256, generator=generator), "nvfp4") for rows in (24, 16))
     y = ng.dequantize(a, dtype).float() @ ng.dequantize(b, dtype).float().T
     with pytest.raises(AssertionError, match=f'{{"operands": "{operands}"}}'):
-        ng.assert_gemm(a, b, y, out_dtype=torch.float32)
+        ng.assert_gemm(a, b, y, out_dtype=torch.float32, diagnose="full")
     ng.assert_gemm(a, b, y, out_dtype=torch.float32, operands=operands)
     lower, upper = ng.bounds(a, b, out_dtype=torch.float32, operands=operands)
     assert bool(((lower <= y) & (y <= upper)).all())
     with pytest.raises(AssertionError, match=r"outputs are 1\.01 times"):
-        ng.assert_gemm(a, b, 1.01 * y, out_dtype=torch.float32, operands=operands)
+        ng.assert_gemm(a, b, 1.01 * y, out_dtype=torch.float32, operands=operands, diagnose="full")
 
 
 def test_scaled_mm_of_torch_on_a_cpu() -> None:
