@@ -1,6 +1,7 @@
 """The rule of a quantizer: named dialects, differences by class, and rules that no library has."""
 
 import contextlib
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -82,7 +83,7 @@ def test_a_rule_is_saved_and_judges_its_quantizer(few, tmp_path, monkeypatch):
     result = fit(speaking(rule))
     assert save(result, Path("mine.toml"), "mine") == "nvfp4@mine"
     saved = find_recipe("mine.toml")
-    assert eval(pasted(result, "mine"), {"narrowgauge": narrowgauge, "replace": replace}) == saved == rule
+    assert eval(pasted(result, "mine"), {"narrowgauge": narrowgauge, "dataclasses": dataclasses}) == saved == rule
     text = Path("mine.toml").read_text(encoding="utf-8")
     assert "# The rule of mine, by narrowgauge" in text
     assert text.endswith('\nbase = "modelopt"\nnan_code = 0\npacking = "high-first"\n')
@@ -274,7 +275,7 @@ def test_a_rule_between_two_dialects_is_named_with_its_fields(few):
     }  # fmt: skip
     text = sentence(result)
     assert text.startswith("modelopt, except: smallest_scale is 2^-6 in place of 2^-9; rounding is ")
-    made = eval(pasted(result), {"replace": replace, "narrowgauge": SimpleNamespace(recipe=find_recipe)})
+    made = eval(pasted(result), {"dataclasses": dataclasses, "narrowgauge": SimpleNamespace(recipe=find_recipe)})
     assert with_fields(made, name=rule.name, dialect=rule.dialect) == rule
 
 
