@@ -19,10 +19,8 @@ from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.program import Program, Step
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import UNIT
 
 Tensors = Mapping[str, torch.Tensor]
@@ -111,36 +109,6 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
 def _of_rows(program: Program, tensors: Tensors, rows: slice) -> Tensors:
     axis = program.arguments[0].axes[:1]
     return {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
-
-
-def reference(program: Program, tensors: Tensors) -> dict[str, torch.Tensor | Quantized]:
-    """Results of one correct kernel: the middle of each interval, rounded to the dtype of the output.
-
-    A hidden number before a quantization is the least of its interval. Raises ValueError as `judged`.
-    """
-    check_tensors(program, tensors)
-    evaluation = Evaluation(program, tensors, {})
-    names = {number: name for name, number in program.outputs.items()}
-    found: dict[str, torch.Tensor | Quantized] = {}
-    for number, step in enumerate(program.steps):
-        if step.recipe is not None:
-            recipe = find_recipe(step.recipe)
-            y = evaluation.values[step.operands[0]]
-            found[names[number]] = quantize(Ends.of(y, DTYPES[step.dtype]).low, recipe)
-            continue
-        value = STEPS[step.function](evaluation, step)
-        if isinstance(value, Interval) and not value.point:
-            value = i.exactly(_middle(value).to(DTYPES[step.dtype]))
-        evaluation.values[number] = value
-        if number in names:
-            found[names[number]] = value.low.to(DTYPES[step.dtype])
-    return found
-
-
-def _middle(x: Interval) -> torch.Tensor:
-    """A number of each interval, float32 if one lies inside."""
-    middle = i.to_float32(x.low + (x.high - x.low) / 2)
-    return torch.where((x.low <= middle) & (middle <= x.high), middle, x.low)
 
 
 def check_tensors(program: Program, tensors: Tensors) -> None:

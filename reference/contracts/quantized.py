@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, is_nan_of, judge_range, order_of
+from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -174,7 +174,7 @@ def _judge_scales(
     nan = rule(torch.full_like(low, torch.nan))
     maybe = never if free is None or recipe.nan != "propagate" else never | free
     fits = found.bottom <= found.top
-    fits = torch.where(maybe, fits | ~_differ(scales, nan, recipe), fits)
+    fits = torch.where(maybe, fits | ~different(scales, nan, recipe.scale), fits)
     # No amax has the kernel's scale: its codes are judged with all amaxes.
     bottom = torch.where(fits & ~maybe, found.bottom, least).clamp(0, grid.largest + 1)
     top = torch.where(fits & ~maybe, found.top, most).clamp(0, grid.largest + 1)
@@ -185,10 +185,6 @@ def _judge_scales(
     range_ = judge_range(scales, ends[0], ends[1], fmt=recipe.scale)
     part = replace(range_, wrong=~fits, determined=scales.numel() - count)
     return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
-
-
-def _differ(scales: torch.Tensor, expected: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    return judge_range(scales, expected, expected, fmt=recipe.scale).wrong
 
 
 def _numbers_with(

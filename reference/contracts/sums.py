@@ -6,21 +6,20 @@ import torch
 
 from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
 from narrowgauge.reference.numbers.exact import lowest_bit
-from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
+from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_SUBNORMAL, UNIT
 
 _FLOAT64_UNIT = 2.0**-52
 _FIRST = 32
 """Terms of a row whose lowest bits are looked at first."""
 
 
-def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> Interval:
+def total(x: Interval, depth: int | None = None) -> Interval:
     """Σ of the numbers of each row, (…, K) to (…, 1), in float32 or better.
 
     Any order (`depth` None): (n − 1)·(u + 2^-52)·A + n·2^-149 on both sides, n the terms that may differ from 0 and A
     the sum of their largest magnitudes (Jeannerod and Rump, 2013: no term of higher order). `depth`: every term passes
-    through at most so many roundings, which gives ((1 + u)^depth − 1)·A. `flushed`: each partial sum and each term may
-    be subnormal and become 0. A sum is exact if no partial sum can round: all terms are multiples of a power of two q,
-    and A ≤ 2^24·q. The sign of a zero sum is free.
+    through at most so many roundings, which gives ((1 + u)^depth − 1)·A. A sum is exact if no partial sum can round:
+    all terms are multiples of a power of two q, and A ≤ 2^24·q. The sign of a zero sum is free.
     """
     count, magnitude = x.shape[-1], x.low.abs() if x.point else torch.maximum(x.low.abs(), x.high.abs())
     finite = magnitude if x.finite else _finite_part(x)
@@ -28,15 +27,13 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
     relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
     error = relative * size + terms * SMALLEST_SUBNORMAL
-    if flushed:
-        error = error + 2 * terms * SMALLEST_NORMAL
     low = x.low.sum(-1, keepdim=True)
     high = low if x.point else x.high.sum(-1, keepdim=True)
-    exact = (terms <= 1) if flushed is False else torch.zeros_like(terms, dtype=torch.bool)
-    if x.point and not flushed:
+    exact = terms <= 1
+    if x.point:
         exact |= size <= 2.0**ACCUMULATOR_BITS * _quantum(finite, size)
     exact &= size <= FLT_MAX
-    if x.point and not flushed and bool((exact & (low != 0) | low.isinf()).all()):
+    if x.point and bool((exact & (low != 0) | low.isinf()).all()):
         return Interval(low, low)
     error = torch.where(exact, 0.0, error)
     # A partial sum of the positive or of the negative terms may overflow. Later terms do not bring it back.
@@ -51,7 +48,7 @@ def total(x: Interval, depth: int | None = None, *, flushed: bool = False) -> In
     nan = x.may_be_nan.any(-1, keepdim=True) | (positive & negative)
     low = torch.where((low == 0) & signed, -0.0, low).masked_fill(negative, -torch.inf)
     high = torch.where(high == 0, 0.0, high).masked_fill(positive, torch.inf)
-    return Interval(_known(low, -torch.inf, nan, x), _known(high, torch.inf, nan, x), nan)
+    return Interval(_known(low, -torch.inf, x), _known(high, torch.inf, x), nan)
 
 
 def _finite_part(x: Interval) -> torch.Tensor:
@@ -69,10 +66,9 @@ def _quantum(magnitude: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     return lowest_bit(magnitude).unsqueeze(-1)
 
 
-def _known(end: torch.Tensor, free: float, nan: torch.Tensor, x: Interval) -> torch.Tensor:
+def _known(end: torch.Tensor, free: float, x: Interval) -> torch.Tensor:
     """An end; NaN stays only in rows where a term has no number but NaN. ∞ − ∞ of possible terms is any number."""
-    surely = (x.low.isnan() & x.high.isnan()).any(-1, keepdim=True)
-    return torch.where(end.isnan() & ~surely, free, end)
+    return torch.where(end.isnan() & ~x.never.any(-1, keepdim=True), free, end)
 
 
 def _growth(depth: int, count: int) -> float:

@@ -109,10 +109,7 @@ def _multiply(editor: Editor, number: int, step: Step) -> Made:
         divided = replace(step, function="divide", operands=(one, other))
         yield f"{which}-divides", f"{_operand(editor, other)} divides", editor.replaced(number, divided)
         if _is_input(editor, other):
-            plus = replace(
-                editor.program.steps[other], function="add_one", operands=(other,), options={}, dtype="float32"
-            )
-            changed = editor.inserted(other, plus.function, "float32")
+            changed = editor.inserted(other, "add_one", "float32")
             yield f"{which}-plus-one", f"the factor is 1 + {_operand(editor, other)}", changed
             for axis, what in ((-1, "column"), (-2, "row")):
                 if len(editor.program.steps[other].axes) >= -axis and editor.program.steps[other].axes[axis] != "1":
@@ -134,14 +131,14 @@ def _divide(editor: Editor, number: int, step: Step) -> Made:
 
 
 def _reduction(editor: Editor, number: int, step: Step) -> Made:
-    noun = {"sum": "sum", "mean": "mean", "amax": "amax"}[step.function]
+    noun = step.function
     for count in _LEFT_OUT:
         for name, columns in (("last", (0, -count)), ("first", (count, None))):
             changed = replace(step, options={**step.options, "columns": columns})
             some = f"the {name} {count} elements" if count > 1 else f"the {name} element"
             yield f"{name}-{count}-left-out", f"the {noun} leaves out {some} of a row", editor.replaced(number, changed)
     half = replace(step, options={**step.options, "half": True})
-    yield "half", f"the {noun} is that of the first half of a row", editor.replaced(number, half)
+    yield "half", f"the {noun} takes the first half of a row alone", editor.replaced(number, half)
     if step.function == "mean":
         fewer = replace(step, options={**step.options, "less": 1})
         yield "by-k-minus-1", "the mean divides by K − 1", editor.replaced(number, fewer)
@@ -156,11 +153,9 @@ def _reduction(editor: Editor, number: int, step: Step) -> Made:
 
 
 def _function(editor: Editor, number: int, step: Step) -> Made:
-    operand = (
-        editor.inserted(step.operands[0], "negative", "float32") if step.function not in ("rsqrt", "sqrt") else None
-    )
-    if operand is not None:
-        yield "of-minus-x", f"{step.function} takes its argument with the other sign", operand
+    if step.function not in ("rsqrt", "sqrt"):
+        opposite = editor.inserted(step.operands[0], "negative", "float32")
+        yield "of-minus-x", f"{step.function} takes its argument with the other sign", opposite
     if step.function in ("exp", "exp2"):
         other = replace(step, function="exp2" if step.function == "exp" else "exp", options={})
         yield "base", f"{other.function} in place of {step.function}", editor.replaced(number, other)

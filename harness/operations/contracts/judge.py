@@ -49,12 +49,12 @@ def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown:
 
 def stage_of(name: str, part: Part) -> StageResult:
     """The stage of a result (…, K); a result (M,) is a column."""
-    count, free = part.actual.numel(), part.undetermined
+    count = part.actual.numel()
     rule = "exact" if part.determined == count else "bound"
-    figures: dict[str, Any] = {}
+    unbounded = part.undetermined if rule == "bound" else None
     wrong = _matrix(part.wrong)
     if not bool(wrong.any()):
-        return StageResult(name, rule, count, figures=figures, unbounded=free if rule == "bound" else None)
+        return StageResult(name, rule, count, unbounded=unbounded)
     fmt = None if part.fmt is FP32 else part.fmt
     actual, lower, upper = (_matrix(x) for x in (part.actual, part.lower, part.upper))
     order, low, high = (order_of(x, fmt).long() for x in (actual, lower, upper))
@@ -78,8 +78,8 @@ def stage_of(name: str, part: Part) -> StageResult:
 
     finding = make_finding(name, rule, text, wrong, distances, describe=describe)
     return StageResult(
-        name, rule, count, int(wrong.count_nonzero()), int(distance.amax()), text, finding, figures,
-        unbounded=free if rule == "bound" else None, wrong_elements=wrong,
+        name, rule, count, int(wrong.count_nonzero()), int(distance.amax()), text, finding,
+        unbounded=unbounded, wrong_elements=wrong,
     )  # fmt: skip
 
 
