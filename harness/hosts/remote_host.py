@@ -31,7 +31,7 @@ from narrowgauge.harness.backends.guarded_memory import (
 )
 from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
-from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable

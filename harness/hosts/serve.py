@@ -24,7 +24,7 @@ from narrowgauge.harness.backends.loading import Loaded, error_location, load_im
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
-from narrowgauge.harness.cases.memory import KEPT, room
+from narrowgauge.harness.cases.cost import KEPT, room
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError

@@ -25,8 +25,8 @@ from safetensors import safe_open
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import MOST_CASES
+from narrowgauge.harness.cases.cost import gigabytes
 from narrowgauge.harness.cases.keys import nearest, shown
-from narrowgauge.harness.cases.memory import gigabytes
 from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import find_recipe

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import shortage
 from narrowgauge.harness.cases.keys import keys_of, shown
-from narrowgauge.harness.cases.memory import shortage
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.capture import LARGEST_DIRECTORY, safetensors_header
 from narrowgauge.harness.inputs.inputs import Inputs

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import home_of
-from narrowgauge.harness.cases.memory import KEPT
+from narrowgauge.harness.cases.cost import KEPT, home_of
 from narrowgauge.harness.running.worker import Task
 
 LANES = 10

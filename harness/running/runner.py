@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
 from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import home_of
-from narrowgauge.harness.cases.memory import KEPT, shortage
+from narrowgauge.harness.cases.cost import KEPT, home_of, shortage
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import Axes, ContractError, Program, Tensor
@@ -67,9 +67,12 @@ class Contract:
     function: Callable[..., Any]
     tensors: Mapping[str, tuple[type[Argument], Axes]]
     """Type and axes of each argument that is a tensor."""
-    recipes: tuple[str, ...]
+    recipes: Mapping[str, str]
+    """Default of each argument that names a recipe; empty: none."""
     options: Mapping[str, Any]
     """Defaults of the keyword arguments."""
+    choices: Mapping[str, tuple[Any, ...]]
+    """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
 
     @property
     def name(self) -> str:
@@ -80,6 +83,21 @@ class Contract:
     def file(self) -> str:
         """The file of the function."""
         return self.function.__code__.co_filename
+
+    @property
+    def line(self) -> int:
+        """The first line of the function."""
+        return self.function.__code__.co_firstlineno
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the contract takes, as JSON can hold it."""
+        return {
+            "name": self.name, "file": self.file, "line": self.line, "about": inspect.getdoc(self.function) or "",
+            "parameters": list(inspect.signature(self.function).parameters),
+            "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
+            "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
+        }  # fmt: skip
 
     def trace(self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any]) -> Program:
         """The steps for dtypes of tensors, names of recipes, and values of options.
@@ -99,6 +117,7 @@ class Contract:
             unknown = set(wanted) - set(known)
             if unknown:
                 raise TypeError(f"{self.name} has no {what} {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+        recipes = {name: default for name, default in self.recipes.items() if default} | dict(recipes)
         missing = set(self.recipes) - set(recipes)
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
@@ -109,7 +128,7 @@ class Contract:
     def _outputs(self, trace: Trace, result: Any) -> dict[str, int]:
         """Numbers of the steps with the results."""
         named = result if isinstance(result, Mapping) else {"": result}
-        at = f"{self.file}:{self.function.__code__.co_firstlineno}: {self.name}"
+        at = f"{self.file}:{self.line}: {self.name}"
         found = {}
         for name, value in named.items():
             if not isinstance(value, Value) or value.trace is not trace:
@@ -124,14 +143,16 @@ class Contract:
 def contract(function: Function) -> Contract:
     """Make a function a contract. Its text says step by step what a kernel computes.
 
-    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`. Keyword
-    parameters are options, with a default. The function returns a value, or a mapping of values by name; names are
+    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`, which may have a
+    default. Keyword parameters are options: bool, int, float, or a Literal of words or numbers, with a default. The
+    function returns a value, or a mapping of values by name; names are
     those of the results of a kernel, in their order. Raises ContractError for another signature.
     """
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     tensors: dict[str, tuple[type[Argument], Axes]] = {}
-    recipes: list[str] = []
+    recipes: dict[str, str] = {}
     options: dict[str, Any] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         annotation = parameter.annotation
         axes: Axes = ()
@@ -141,13 +162,25 @@ def contract(function: Function) -> Contract:
             if parameter.default is parameter.empty:
                 raise ContractError(f"{at} has the option {name} without a default; give it one")
             options[name] = parameter.default
+            values = get_args(annotation) if get_origin(annotation) is Literal else ()
+            if isinstance(parameter.default, bool):
+                values = (False, True)
+            if values and parameter.default not in values:
+                raise ContractError(f"{at}: the default of {name} is {parameter.default!r}, none of {values}")
+            if not values and type(parameter.default) not in (int, float):
+                raise ContractError(
+                    f"{at}: the option {name} is {parameter.default!r}; an option is a bool, a number, or one of the "
+                    f"words of a Literal: {name}: Literal[{parameter.default!r}, …]"
+                )
+            if values:
+                choices[name] = values
         elif isinstance(annotation, type) and issubclass(annotation, TYPES):
             axes = axes or annotation.own_axes
             if len(axes) != len(annotation.own_axes):
                 raise ContractError(f"{at}: {name} has {len(annotation.own_axes)} axes, not ({', '.join(axes)})")
             tensors[name] = annotation, axes
         elif annotation is Recipe:
-            recipes.append(name)
+            recipes[name] = "" if parameter.default is parameter.empty else str(parameter.default)
         elif parameter.default is not parameter.empty:
             raise ContractError(f"{at} has the option {name} before *; write *, {name}={parameter.default!r}")
         else:
@@ -155,4 +188,4 @@ def contract(function: Function) -> Contract:
             raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
-    return Contract(function, tensors, tuple(recipes), options)
+    return Contract(function, tensors, recipes, options, choices)

@@ -13,8 +13,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.cases.keys import DTYPES
-from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.harness.operations.quantize.case import QuantizeCase

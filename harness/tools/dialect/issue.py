@@ -14,7 +14,7 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.backends.loading import LIBRARIES, load_implementation
-from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
 from narrowgauge.harness.tools.dialect.differences import KINDS, SAME_VALUES, Difference, classified

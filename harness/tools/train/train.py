@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, load_backend
 from narrowgauge.harness.backends.host import HostLost
-from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.running.worker import LOAD

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases import memory
+from narrowgauge.harness.cases import cost
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.memory import shortage
+from narrowgauge.harness.cases.cost import shortage
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend
@@ -23,11 +23,11 @@ LARGE = replace(CASE, shape=(1 << 15, 1 << 15))
 @needs_gpu
 def test_what_a_large_case_left_is_free_before_the_next() -> None:
     native = load_backend("reference", DEVICE)
-    large = torch.empty(2 * memory.KEPT, dtype=torch.uint8, device=DEVICE)
+    large = torch.empty(2 * cost.KEPT, dtype=torch.uint8, device=DEVICE)
     del large
-    assert torch.cuda.memory_reserved() > memory.KEPT
+    assert torch.cuda.memory_reserved() > cost.KEPT
     assert run_case(CASE, native, device=DEVICE).verdict == "pass"
-    assert torch.cuda.memory_reserved() < memory.KEPT
+    assert torch.cuda.memory_reserved() < cost.KEPT
 
 
 @needs_gpu
@@ -56,7 +56,7 @@ def nothing_runs(**_):
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "this machine"), ("cuda", "the GPU")])
 def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkeypatch) -> None:
-    monkeypatch.setattr(memory, "room", lambda home: 12_345_000_000)
+    monkeypatch.setattr(cost, "room", lambda home: 12_345_000_000)
     monkeypatch.setattr("narrowgauge.harness.running.runner.make_case_inputs", nothing_runs)
     monkeypatch.setattr("narrowgauge.harness.running.runner._give_back_memory", lambda device: None)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
@@ -70,11 +70,11 @@ def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkey
 
 
 def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "room", lambda home: LARGE.memory)
+    monkeypatch.setattr(cost, "room", lambda home: LARGE.memory)
     assert shortage(LARGE, "cpu") == ""
-    monkeypatch.setattr(memory, "room", lambda home: LARGE.memory - 1)
+    monkeypatch.setattr(cost, "room", lambda home: LARGE.memory - 1)
     assert shortage(LARGE, "cpu")
-    monkeypatch.setattr(memory, "room", nothing_runs)
+    monkeypatch.setattr(cost, "room", nothing_runs)
     assert shortage(CASE, "cpu") == ""  # a small case asks for no memory
 
 

@@ -1,0 +1,90 @@
+"""Contracts of a file, in a process of their own: `python -m narrowgauge.contract.traced_file FILE`.
+
+The process reads requests as JSON from stdin, one object with name, dtypes, recipes and options for each. It writes an
+object to stdout: what each contract takes, the steps or the error of each request, and the files that were imported. So
+no process that judges imports the file of a user. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from narrowgauge.contract.declaration import Contract
+from narrowgauge.spec.program import ContractError
+
+
+def main(path: str) -> dict[str, Any]:
+    """The answer for a file and the requests on stdin."""
+    requests = json.load(sys.stdin)
+    known = set(sys.modules)
+    try:
+        module = _imported(Path(path))
+    except ContractError as error:
+        return {"error": str(error)}
+    except BaseException as error:
+        return {"error": f"{_place_of(error, path)}: cannot be imported: {type(error).__name__}: {error}"}
+    contracts = {value.name: value for value in vars(module).values() if isinstance(value, Contract)}
+    if not contracts:
+        return {"error": f"{path}: holds no contract, a function with @contract; see docs/contracts.md"}
+    return {
+        "contracts": [contract.description for contract in contracts.values()],
+        "programs": [_traced(contracts, request) for request in requests],
+        "files": sorted(_own_files(set(sys.modules) - known)),
+    }
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module of a file, which can import modules beside it, and relatively if its folder is a package."""
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        folder, parts = folder.parent, [folder.name, *parts]
+    sys.path[:0] = [str(folder), os.getcwd()]
+    spec = spec_from_file_location(".".join(parts), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _traced(contracts: Mapping[str, Contract], request: Mapping[str, Any]) -> dict[str, str]:
+    """The steps of a request as JSON, or the reason why there are none."""
+    contract = contracts[request["name"]]
+    try:
+        return {"program": contract.trace(request["dtypes"], request["recipes"], request["options"]).to_json()}
+    except ContractError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{_place_of(error, contract.file)}: {contract.name}: {type(error).__name__}: {error}"}
+
+
+def _place_of(error: BaseException, path: str) -> str:
+    """File and line of an error in the file of a user, as far as it happened there."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"{path}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{path}:{lines[-1]}" if lines else path
+
+
+def _own_files(modules: set[str]) -> set[str]:
+    """Files of modules that belong neither to Python nor to an installed package."""
+    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    found = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return {os.path.abspath(file) for file in found if file and not file.startswith(installed)}
+
+
+if __name__ == "__main__":
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what the file prints is no part of the answer
+    with os.fdopen(answer, "w", encoding="utf-8") as out:
+        json.dump(main(sys.argv[1]), out)
