@@ -31,6 +31,7 @@ class Flag(Enum):
 
     CHANGED = "the value is not the default"
     ALWAYS = "always"
+    NAMED = "the value is not the default; the flag begins with the name of the key"
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,13 @@ class Key:
     def render(self, value: Any) -> str | None:
         """The flag of a value in an id: `bias`, `steps:3`, or the value; None for a value without a flag."""
         hidden = (self.default, *(self.choices[:1] if self.default is None else ()))
-        if self.flag is None or (self.flag is Flag.CHANGED and value in hidden):
+        if self.flag is None or (self.flag is not Flag.ALWAYS and value in hidden):
             return None
         if isinstance(value, bool):
             return self.name if value else f"no-{self.name}"
         # A plus joins the flags of an id: 1e+20 is 1e20.
-        return f"{self.name}:{value}".replace("e+", "e") if isinstance(value, int | float) else str(value)
+        named = self.flag is Flag.NAMED or isinstance(value, int | float)
+        return f"{self.name}:{value}".replace("e+", "e") if named else str(value)
 
     def read(self, flag: str) -> Any:
         """The inverse of `render`: the value of a flag, or None for the flag of another key."""
@@ -257,7 +259,9 @@ class Key:
         if flag in (self.name, f"no-{self.name}"):
             value = flag == self.name
         elif name == self.name:
-            value = number_of(number) if type(self.default) is not float else _float_of(number)
+            kind = type(self.default)
+            value = number if self.flag is Flag.NAMED and kind not in (int, float) else number_of(number)
+            value = _float_of(number) if kind is float else value
         return value if self.check(value) is None else None
 
 

@@ -4,7 +4,9 @@ An operation is a folder `<name>/` with the object `OPERATION` (`harness.operati
 `operation.py` and its case class in `case.py`, which imports no torch; or a file `<name>.py` with both. `_` in the name
 of a file stands for `-` in the name of the operation. The package's own lie in `harness/operations/`. A user's are the
 files and folders of `--operations`, of the ini key `narrowgauge_operations` and of the environment variable
-NARROWGAUGE_OPERATIONS, and the modules of entry points in the group `narrowgauge.operations`.
+NARROWGAUGE_OPERATIONS, and the modules of entry points in the group `narrowgauge.operations`. A file of a user may hold
+contracts instead (`narrowgauge.contract`): each is an operation with the name of its function, and its file is imported
+in a process of its own.
 
 Modules are loaded by name, when their operation is first asked for. This module also makes cases from the keys of a
 case file, or from the labels of a record.
@@ -23,11 +25,17 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.case import ContractCase, case_class
+from narrowgauge.harness.cases.contracts.traces import Answer, Request, contracts_of, declared
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.methods import Method
+from narrowgauge.spec.program import ContractError
+
+if TYPE_CHECKING:
+    from narrowgauge.contract import Contract
 
 VARIABLE = "NARROWGAUGE_OPERATIONS"
 """Environment variable with files and folders of operations, which processes of a run inherit."""
@@ -38,6 +46,7 @@ _PACKAGE = "narrowgauge.harness.operations"
 _OUTSIDE = "narrowgauge_operations"
 """Beginning of the names of packages: each folder of a user is one, with the modules of its operations."""
 _DEFINES = re.compile(r"^OPERATION\b", re.MULTILINE)
+_CONTRACT = re.compile(r"^@(\w+\.)*contract\b", re.MULTILINE)
 
 
 class OperationError(ValueError):
@@ -56,6 +65,8 @@ class _Place:
     """Whether the package has `case.py`."""
     source: str
     """For messages."""
+    contract: type[ContractCase] | None = None
+    """The case class of a contract, which has no module."""
 
     @property
     def main(self) -> str:
@@ -92,7 +103,7 @@ class _Operations(Mapping[str, type[Case]]):
         value = os.environ.get(VARIABLE, "")
         if self._found is None or self._found[0] != value:
             found = dict(_places_in(_OWN, _PACKAGE))
-            for name, place in _outside():
+            for name, place in (*_outside(), *_HELD.items()):
                 if name in found and found[name] != place:
                     raise OperationError(
                         f"{place.source}: there is an operation {name} already, {found[name].source}; rename the file"
@@ -101,7 +112,13 @@ class _Operations(Mapping[str, type[Case]]):
             self._found = value, found
         return self._found[1]
 
+    def forget(self) -> None:
+        """Find the operations again when they are next asked for."""
+        self._found = None
+
     def _load(self, name: str, place: _Place) -> type[Case]:
+        if place.contract is not None:
+            return place.contract
         module = loaded(f"{place.module}.case", place.source) if place.cases else main_module(name)
         cls = module.OPERATION.case if hasattr(module, "OPERATION") else None
         for value in vars(module).values() if cls is None else ():
@@ -125,8 +142,34 @@ class _Operations(Mapping[str, type[Case]]):
         return found
 
 
+_HELD: dict[str, _Place] = {}
+"""Contracts that are objects of this process."""
 OPERATIONS = _Operations()
 """Case classes by the names of the operations."""
+
+
+def hold(contract: Contract) -> type[ContractCase]:
+    """Make a contract of this process an operation of this process. Raises OperationError for a name that is taken."""
+
+    def trace(requests: list[Request]) -> dict[str, Answer]:
+        return {request.key: contract.answer(vars(request)) for request in requests}
+
+    _HELD.pop(contract.name, None)
+    OPERATIONS.forget()
+    if contract.name in OPERATIONS:
+        cls = OPERATIONS[contract.name]
+        if issubclass(cls, ContractCase) and os.path.realpath(cls.declared.file) == os.path.realpath(contract.file):
+            return cls
+        raise OperationError(
+            f"{contract.file}: there is an operation {contract.name} already; give the function another name"
+        )
+    try:
+        cls = case_class(declared(contract.description, trace))
+    except ContractError as error:
+        raise OperationError(str(error)) from error
+    _HELD[contract.name] = _Place("", False, False, contract.file, cls)
+    OPERATIONS.forget()
+    return cls
 
 
 def main_module(name: str) -> ModuleType:
@@ -184,22 +227,42 @@ def outside_operations() -> list[str]:
 
 
 def outside_files() -> list[Path]:
-    """Python files of a user's operations, and those that they import relatively, sorted."""
-    sources = [Path(OPERATIONS.places[name].source) for name in outside_operations()]
+    """Python files of a user's operations, and those that they import relatively, sorted. Contracts are not among
+    them: their digests say more."""
+    places = [OPERATIONS.places[name] for name in outside_operations()]
+    sources = [Path(place.source) for place in places if place.contract is None]
     imported = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(f"{_OUTSIDE}_")
                 and getattr(module, "__file__", None)]  # fmt: skip
     files = {file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path]) if file.is_file()}
     return sorted(files.union(map(Path, filter(None, imported))) if files else files)
 
 
-def _places_in(folder: Path, package: str) -> Iterator[tuple[str, _Place]]:
-    """The operations in a folder, whose modules belong to the package of this name."""
-    for entry in sorted(folder.iterdir()):
+def outside_contracts() -> dict[str, type[ContractCase]]:
+    """Case classes of a user's contracts by name."""
+    return {name: place.contract for name, place in OPERATIONS.places.items() if place.contract is not None}
+
+
+def _places_in(folder: Path, package: str, only: str = "") -> Iterator[tuple[str, _Place]]:
+    """The operations in a folder, whose modules belong to the package of this name. `only`: of this entry alone."""
+    for entry in sorted(folder.iterdir() if not only else [folder / only]):
         name = entry.stem.replace("_", "-")
         if (entry / "operation.py").is_file():
             yield name, _Place(f"{package}.{entry.name}", True, (entry / "case.py").is_file(), f"{entry}")
-        elif entry.suffix == ".py" and package != _PACKAGE and _DEFINES.search(entry.read_text(encoding="utf-8")):
-            yield name, _Place(f"{package}.{entry.stem}", False, False, f"{entry}")
+        elif entry.suffix == ".py" and package != _PACKAGE:
+            text = entry.read_text(encoding="utf-8")
+            if _DEFINES.search(text):
+                yield name, _Place(f"{package}.{entry.stem}", False, False, f"{entry}")
+            elif _CONTRACT.search(text):
+                yield from _contracts_in(entry)
+
+
+def _contracts_in(file: Path) -> Iterator[tuple[str, _Place]]:
+    """The contracts of a file. Raises OperationError for a file that cannot be imported, and for a bad signature."""
+    try:
+        for name, known in contracts_of(file).items():
+            yield name, _Place("", False, False, f"{file}", case_class(known))
+    except ContractError as error:
+        raise OperationError(str(error)) from error
 
 
 def _outside() -> Iterator[tuple[str, _Place]]:
@@ -212,10 +275,11 @@ def _outside() -> Iterator[tuple[str, _Place]]:
         name = f"{_OUTSIDE}_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
         package = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = [str(folder)]
-        found = [(n, p) for n, p in _places_in(folder, name) if whole or p.source == str(path)]
+        found = list(_places_in(folder, name, "" if whole else path.name))
         if not found:
             raise OperationError(
-                f"{path}: holds no operation, a file or folder with an object OPERATION; see docs/add.md"
+                f"{path}: holds no operation, a file or folder with an object OPERATION or with functions under "
+                "@contract; see docs/add.md and docs/contracts.md"
             )
         yield from found
     for entry in entry_points(group=GROUP):

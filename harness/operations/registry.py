@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.operations import OperationError, main_module
+from narrowgauge.harness.cases.operations import OPERATIONS, OperationError, main_module
 from narrowgauge.harness.inputs.generators import GENERATORS
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, default_inputs
+from narrowgauge.harness.operations.contracts.as_operation import contract_operation
 from narrowgauge.harness.operations.operation import Operation
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def operation_of(case: Case | type[Case]) -> Operation[Any]:
 
 def operation_called(name: str) -> Operation[Any]:
     """The operation with this name. Raises OperationError if it cannot be loaded."""
+    if (contract := OPERATIONS.places[name].contract) is not None:
+        return contract_operation(contract)
     operation = main_module(name).OPERATION
     if not isinstance(operation, Operation):
         raise OperationError(f"operation {name}: OPERATION is {type(operation).__name__}, not an Operation")

@@ -7,7 +7,7 @@ This package does not import torch.
 
 from typing import NoReturn
 
-from narrowgauge.contract.declaration import Contract, Matrix, Recipe, Row, Scalar, Scale, contract
+from narrowgauge.contract.declaration import Contract, Flag, Matrix, Recipe, Row, Scalar, Scale, contract
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -36,7 +36,7 @@ from narrowgauge.contract.steps import (
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Contract", "ContractError", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of", "cast",
+    "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of", "cast",
     "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "quantize",
     "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip

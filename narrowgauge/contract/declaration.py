@@ -6,8 +6,9 @@ This module does not import torch.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from narrowgauge.contract.values import Trace, Value
@@ -57,6 +58,12 @@ class Recipe(str):
     __slots__ = ()
 
 
+_PASSED = "passed to the kernel"
+Flag = Annotated[bool, _PASSED]
+"""The type of an option that is a bool and that the kernel takes too. Other options with few values say how kernels
+differ, and numbers are passed."""
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -73,6 +80,8 @@ class Contract:
     """Defaults of the keyword arguments."""
     choices: Mapping[str, tuple[Any, ...]]
     """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
+    flags: tuple[str, ...]
+    """The keyword arguments of the type `Flag`."""
 
     @property
     def name(self) -> str:
@@ -97,7 +106,18 @@ class Contract:
             "parameters": list(inspect.signature(self.function).parameters),
             "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
             "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
+            "flags": list(self.flags),
         }  # fmt: skip
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """The steps for dtypes, recipes and options as JSON, under `program`, or the reason why there are none, under
+        `error`."""
+        try:
+            return {"program": self.trace(request["dtypes"], request["recipes"], request["options"]).to_json()}
+        except ContractError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            return {"error": f"{place_of(error, self.file)}: {self.name}: {type(error).__name__}: {error}"}
 
     def trace(self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any]) -> Program:
         """The steps for dtypes of tensors, names of recipes, and values of options.
@@ -113,6 +133,7 @@ class Contract:
                 raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
             arguments.append(Tensor(name, kind.__name__, axes, dtype))
             given[name] = trace.add("argument", (), axes, dtype, name=name)
+            trace.steps[-1] = replace(trace.steps[-1], line=self.line)
         for wanted, known, what in ((recipes, self.recipes, "recipe"), (options, self.options, "option")):
             unknown = set(wanted) - set(known)
             if unknown:
@@ -140,12 +161,20 @@ class Contract:
         return found
 
 
+def place_of(error: BaseException, path: str) -> str:
+    """File and line of an error in the file of a user, as far as it happened there."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"{path}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{path}:{lines[-1]}" if lines else path
+
+
 def contract(function: Function) -> Contract:
     """Make a function a contract. Its text says step by step what a kernel computes.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`, which may have a
-    default. Keyword parameters are options: bool, int, float, or a Literal of words or numbers, with a default. The
-    function returns a value, or a mapping of values by name; names are
+    default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel too; a
+    bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of values by name; names are
     those of the results of a kernel, in their order. Raises ContractError for another signature.
     """
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
@@ -153,10 +182,13 @@ def contract(function: Function) -> Contract:
     recipes: dict[str, str] = {}
     options: dict[str, Any] = {}
     choices: dict[str, tuple[Any, ...]] = {}
+    flags: list[str] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         annotation = parameter.annotation
         axes: Axes = ()
-        if get_origin(annotation) is Annotated:
+        if annotation == Flag:
+            flags.append(name)
+        elif get_origin(annotation) is Annotated:
             annotation, axes = get_args(annotation)
         if parameter.kind is parameter.KEYWORD_ONLY:
             if parameter.default is parameter.empty:
@@ -188,4 +220,4 @@ def contract(function: Function) -> Contract:
             raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
-    return Contract(function, tensors, recipes, options, choices)
+    return Contract(function, tensors, recipes, options, choices, tuple(flags))

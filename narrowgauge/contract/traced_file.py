@@ -11,14 +11,12 @@ import json
 import os
 import sys
 import sysconfig
-import traceback
-from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from narrowgauge.contract.declaration import Contract
+from narrowgauge.contract.declaration import Contract, place_of
 from narrowgauge.spec.program import ContractError
 
 
@@ -31,13 +29,13 @@ def main(path: str) -> dict[str, Any]:
     except ContractError as error:
         return {"error": str(error)}
     except BaseException as error:
-        return {"error": f"{_place_of(error, path)}: cannot be imported: {type(error).__name__}: {error}"}
+        return {"error": f"{place_of(error, path)}: cannot be imported: {type(error).__name__}: {error}"}
     contracts = {value.name: value for value in vars(module).values() if isinstance(value, Contract)}
     if not contracts:
         return {"error": f"{path}: holds no contract, a function with @contract; see docs/contracts.md"}
     return {
         "contracts": [contract.description for contract in contracts.values()],
-        "programs": [_traced(contracts, request) for request in requests],
+        "programs": [contracts[request["name"]].answer(request) for request in requests],
         "files": sorted(_own_files(set(sys.modules) - known)),
     }
 
@@ -55,25 +53,6 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _traced(contracts: Mapping[str, Contract], request: Mapping[str, Any]) -> dict[str, str]:
-    """The steps of a request as JSON, or the reason why there are none."""
-    contract = contracts[request["name"]]
-    try:
-        return {"program": contract.trace(request["dtypes"], request["recipes"], request["options"]).to_json()}
-    except ContractError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": f"{_place_of(error, contract.file)}: {contract.name}: {type(error).__name__}: {error}"}
-
-
-def _place_of(error: BaseException, path: str) -> str:
-    """File and line of an error in the file of a user, as far as it happened there."""
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return f"{path}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f"{path}:{lines[-1]}" if lines else path
 
 
 def _own_files(modules: set[str]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,18 +17,19 @@ class Trace:
     def __init__(self, file: str) -> None:
         self.file = file
         self.steps: list[Step] = []
+        self._numbers: dict[str, int] = {}
+        """Numbers of the steps by everything but their lines, as text: −0 is not 0."""
 
     def add(self, function: str, operands: tuple[Value, ...], axes: Axes, dtype: str, **options: Any) -> Value:
         """Add a step; its value. An equal step is not added twice, so that both values are one number."""
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-        step = Step(function, tuple(operand.number for operand in operands), options, axes, dtype, line_of_user())
-        for number, known in enumerate(self.steps):
-            if repr(replace(known, line=0)) == repr(replace(step, line=0)):  # −0 is not 0
-                return Value(self, number)
-        self.steps.append(step)
-        return Value(self, len(self.steps) - 1)
+        numbers = tuple(operand.number for operand in operands)
+        number = self._numbers.setdefault(repr((function, numbers, options, axes, dtype)), len(self.steps))
+        if number == len(self.steps):
+            self.steps.append(Step(function, numbers, options, axes, dtype, line_of_user()))
+        return Value(self, number)
 
     def fail(self, problem: str) -> NoReturn:
         """Raise ContractError with the file and the line of the user."""

@@ -26,14 +26,16 @@ FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
 
-def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
+def judge_contract(
+    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, outcome: Outcome | None = None
+) -> Outcome:
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
-    Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
+    `outcome`: gets the stages; None: a new one. Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
     """
     parts = dict(judged(program, tensors, shown))
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    outcome = Outcome(outputs={name: part.actual for name, part in parts.items()})
+    outcome = Outcome(outputs={name: part.actual for name, part in parts.items()}) if outcome is None else outcome
     for name, part in parts.items():
         if finite and part.undetermined > FREE * part.actual.numel():
             raise ValueError(

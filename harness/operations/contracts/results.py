@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowgauge import adapt
+from narrowgauge.harness.backends.results import type_name
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.reference.quantize.scaling import block_scales
@@ -25,17 +26,7 @@ def named_results(
     outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one. Raises TypeError
     and ValueError for results that the contract does not have, with the name of the result.
     """
-    names = [name for output in program.outputs for name in _parts(program, output)]
-    if isinstance(result, Mapping):
-        given = dict(result)
-    elif isinstance(result, tuple | list):
-        if len(result) == len(program.outputs) != len(names):
-            names = list(program.outputs)
-        if len(result) != len(names):
-            raise ValueError(f"{program.name} returns {', '.join(names)}; the result has {len(result)} parts")
-        given = dict(zip(names, result, strict=True))
-    else:
-        given = {names[0] if len(names) == 1 else next(iter(program.outputs)): result}
+    given = _given(program, result)
     found: dict[str, torch.Tensor | Quantized] = {}
     device = next(iter(tensors.values())).device
     for output, number in program.outputs.items():
@@ -51,10 +42,52 @@ def named_results(
         else:
             found[output] = _tensor(output, whole, DTYPES[step.dtype], shape, device)
     if given:
-        raise ValueError(f"{program.name} has no result {', '.join(given)}; its results are {', '.join(names)}")
+        raise ValueError(f"{program.name} has no result {', '.join(given)}; its results are {_named(program)}")
     if not found:
-        raise ValueError(f"the result is empty; {program.name} returns {', '.join(names)}")
+        raise ValueError(f"the result is empty; {program.name} returns {_named(program)}")
     return found
+
+
+def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a result of `named_results` by name, as the kernel stored them.
+
+    Raises TypeError for anything but a tensor, and ValueError for another number of results.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, value in _given(program, result).items():
+        parts = {name: value}
+        if isinstance(value, Quantized) or hasattr(value, "codes"):
+            prefix = "" if name == "quantized" else f"{name}."
+            parts = {f"{prefix}{part}": getattr(value, part, None) for part in ("codes", "scales", "amax")}
+        elif isinstance(value, tuple | list | Mapping):
+            parts = dict(value) if isinstance(value, Mapping) else dict(zip(_parts(program, name), value, strict=False))
+        for part, tensor in parts.items():
+            if tensor is None:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{part} is {type_name(tensor)}, not a tensor; it gives {_named(program)}")
+            found[part] = tensor
+    return found
+
+
+def _given(program: Program, result: Any) -> dict[str, Any]:
+    """A result by the names of its parts."""
+    names = [name for output in program.outputs for name in _parts(program, output)]
+    if isinstance(result, Mapping):
+        return dict(result)
+    if not isinstance(result, tuple | list):
+        return {names[0] if len(names) == 1 else next(iter(program.outputs)): result}
+    if len(result) == len(program.outputs) != len(names):
+        names = list(program.outputs)
+    elif len(result) == len(names) - 1 and names[-1].endswith("amax"):  # a kernel may keep the amax to itself
+        names = names[:-1]
+    if len(result) != len(names):
+        raise ValueError(f"{program.name} returns {_named(program)}; the result has {len(result)} parts")
+    return dict(zip(names, result, strict=True))
+
+
+def _named(program: Program) -> str:
+    return ", ".join(name for output in program.outputs for name in _parts(program, output))
 
 
 def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:

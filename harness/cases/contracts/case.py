@@ -1,0 +1,308 @@
+"""The case class of a contract: the parameters of its function are the keys of its cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
+from narrowgauge.harness.cases.case import Case, view_problem
+from narrowgauge.harness.cases.contracts.traces import Declared, Request
+from narrowgauge.harness.cases.families import Kind
+from narrowgauge.harness.cases.keys import (
+    Check,
+    Dtype,
+    Flag,
+    Named,
+    OutRecipeName,
+    RecipeName,
+    Shape,
+    View,
+    dims,
+    keys_of,
+    shown,
+)
+from narrowgauge.spec.program import QUANTIZE, ContractError, Program
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_OPTION = "option_"
+"""Beginning of the names of fields with options: an option may have the name of any attribute of a case."""
+_RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "repeats", "concurrency", "recipe")
+"""Keys of every case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContractCase(Case):
+    """A contract on a family of inputs. `case_class` adds the fields of its parameters."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.CONTRACT,)
+    seconds: ClassVar[tuple[float, float]] = (20e-3, 300e-9)
+    """A contract has about 20 steps, each on two ends in float64."""
+    bytes_per_element: ClassVar[int] = 160
+    """Results, their ends, and codes of both ends; the steps are evaluated in slabs of rows."""
+    declared: ClassVar[Declared]
+    """What the contract takes."""
+
+    view: View = "contiguous"
+
+    # ---- the contract ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def may_declare(cls, key: str, value: object) -> bool:
+        """Whether a backend may say this of its kernel: values of the fields of the contract by name."""
+        fields = {name: cls.declared.choices[name] for name in cls.declared.fields}
+        return isinstance(value, Mapping) and all(v in fields.get(name, ()) for name, v in value.items())
+
+    def declared_program(self, fields: Mapping[str, Any]) -> Program:
+        """The steps of a kernel with these values of the fields of the contract, where the case has the defaults."""
+        request, defaults = self.request, self.declared.options
+        changed = {name: v for name, v in fields.items() if request.options[name] == defaults[name]}
+        return self.declared.program(replace(request, options={**request.options, **changed})) if changed else self.program
+
+    @property
+    def request(self) -> Request:
+        """The arguments that decide the steps."""
+        chosen, free = getattr(self, "dtype", ""), _free(self.declared)
+        dtypes = {
+            name: DTYPES[getattr(self, f"{name}_dtype", None) or chosen] if name in free else kinds[0]
+            for name, (_, _, kinds) in self.declared.tensors.items()
+        }
+        options = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
+        return Request(dtypes, {name: getattr(self, field) for name, field in _recipe_fields(self.declared)}, options)
+
+    @cached_property
+    def program(self) -> Program:
+        """The steps of the case. Raises ContractError for a function that is no contract."""
+        return self.declared.program(self.request)
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """Options that a kernel is given: those that differ from their defaults."""
+        given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
+        fields = self.declared.fields
+        return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in fields}
+
+    @property
+    def recipe_label(self) -> str:
+        """The recipe in ids; a second one is a flag."""
+        return self.recipe_names[0] if self.recipe_names else ""
+
+    @property
+    def recipe_names(self) -> tuple[str, ...]:
+        """The recipes in the order of the parameters."""
+        return tuple(getattr(self, field) for _, field in _recipe_fields(self.declared))
+
+    def recipe_of_stage(self, prefix: str) -> Recipe:
+        """The recipe of the quantization with this name."""
+        number = self.program.outputs.get(prefix or "quantized")
+        name = None if number is None else self.program.steps[number].recipe
+        return find_recipe(name) if name else find_recipe("nvfp4")
+
+    # ---- inputs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """Axes of the tensors that the contract takes."""
+        return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
+        units = self._units
+        return {name: Axis(extent, units.get(name, 1)) for name, extent in self.extents.items()}
+
+    @property
+    def _units(self) -> dict[str, int]:
+        """The sizes of which each axis is a multiple."""
+        units: dict[str, int] = {}
+        for step in self.program.steps:
+            blocks = (1,) * len(step.axes)
+            if step.function == QUANTIZE:
+                recipe = find_recipe(step.recipe or "")
+                blocks = (block_rows(recipe), block_columns(recipe))
+            for axis, block in zip(step.axes, blocks, strict=True):
+                name, _, divisor = axis.partition("/")
+                units[name] = math.lcm(units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else [])))
+        return units
+
+    def problem(self) -> str | None:
+        """Why allowed values exclude one another, and why the function is no contract."""
+        try:
+            axes = {axis for step in self.program.steps for axis in step.axes}
+        except ContractError as error:
+            return str(error)
+        for axis in sorted(axes):
+            name, *divisors = axis.split("/")
+            parts = math.prod(map(int, divisors))
+            if parts > 1 and self.extents[name] % parts:
+                return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        return view_problem(self.view, getattr(self, "dtype", ""))
+
+    # ---- cost --------------------------------------------------------------------------------------------------------
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(size_of(axis, self.sizes) for axis in axes) for axes in self.tensors.values())
+
+    # ---- the usual cases ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def shapes_of(cls, recipe: str | None, dtype: str) -> list[tuple[int, ...]]:
+        """Shapes of the usual cases: some whole blocks, a single row, rows and columns that fill no tile, and many
+        columns."""
+        example = cls._made(recipe, dtype, (0,) * len(_sizes(cls.declared)), {})
+        try:
+            unit = example._units
+        except ContractError as error:
+            raise ValueError(str(error)) from error
+        names = _sizes(cls.declared)
+
+        def shape(rows: int, columns: int, other: int) -> tuple[int, ...]:
+            wanted = {names[0]: rows, names[-1]: columns} if len(names) > 1 else {names[0]: columns}
+            least = {name: -(-wanted.get(name, other) // unit.get(name, 1)) * unit.get(name, 1) for name in names}
+            return tuple(least.values())
+
+        return list(dict.fromkeys([shape(64, 256, 96), shape(1, 1, 1), shape(129, 96, 33), shape(9, 4096, 64)]))
+
+    @classmethod
+    def usual(
+        cls,
+        recipes: Sequence[str],
+        *,
+        dtypes: Sequence[str] = ("bf16",),
+        families: Sequence[str] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        keys: Mapping[str, Any] | None = None,
+        views: bool = True,
+        file: str = "",
+    ) -> list[tuple[Case, bool]]:
+        """The cases that test a kernel, and whether a right kernel may refuse the case.
+
+        `recipes`: names, for a contract with a recipe; empty for the default of its signature. `views`: whether inputs
+        are strided too. Raises ValueError for a wrong value, and for a contract whose recipe is missing.
+        """
+        names = cls.recipe_choices(recipes)
+        every = list(cls.families() if families is None else families)
+        known = {key.name: key for key in keys_of(cls)}
+        values = dict(keys or {})
+        for name, value in values.items():
+            if name not in known or name in ("shape", "inputs"):
+                raise ValueError(f"no key of {cls.operation} is called {name!r}; it has {', '.join(known)}")
+            if wrong := known[name].check(value):
+                raise ValueError(f"{name} {wrong}")
+        fields = {known[name].field: value for name, value in values.items()}
+        found: dict[Case, bool] = {}
+        for recipe in names:
+            for dtype in dtypes:
+                main, *others = shapes or cls.shapes_of(recipe, dtype)
+                few = [name for name in ("normal", "ladder", "position") if name in every] or every[:1]
+                wanted = [(main, family, {}, False) for family in every]
+                wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
+                wanted += [(main, few[0], {f"{_OPTION}{name}": True}, True) for name in cls.declared.flags]
+                for view in ("strided", "transposed") if views else ():
+                    wanted.append((main, few[-1], {"view": view}, True))
+                for shape, family, more, optional in wanted:
+                    if wrong := known["shape"].check(list(shape)) or known["inputs"].check(family):
+                        raise ValueError(wrong)
+                    case = cls._made(recipe, dtype, tuple(shape), {**more, **fields, "inputs": family, "file": file})
+                    if wrong := case.problem():
+                        raise ValueError(f"{case.id}: {wrong}")
+                    found.setdefault(case, optional)
+        return list(found.items())
+
+    @classmethod
+    def recipe_choices(cls, recipes: Sequence[str]) -> list[str | None]:
+        """The recipes of the usual cases; `[None]` for a contract without a recipe. Raises ValueError."""
+        default = next(iter(cls.declared.recipes.values()), None)
+        if default is None:
+            if recipes:
+                raise ValueError(f"the contract {cls.operation} has no recipe; leave {recipes[0]!r} out")
+            return [None]
+        chosen = [str(find_recipe(name)) for name in recipes] or ([default] if default else [])
+        if not chosen:
+            parameter = next(iter(cls.declared.recipes))
+            raise ValueError(
+                f"the contract {cls.operation} takes a recipe, and none is given: --recipe nvfp4, recipe=\"nvfp4\" in "
+                f"Python, or a default in its signature, {parameter}: c.Recipe = \"nvfp4\""
+            )
+        return list(chosen)
+
+    @classmethod
+    def _made(cls, recipe: str | None, dtype: str, shape: tuple[int, ...], fields: Mapping[str, Any]) -> ContractCase:
+        """A case with these values, and the defaults of the others."""
+        names = {field for field in cls.__dataclass_fields__}
+        given: dict[str, Any] = {"shape": shape, "inputs": "normal"}
+        if recipe is not None:
+            given |= {field: recipe for _, field in _recipe_fields(cls.declared)}
+        if "dtype" in names:
+            given["dtype"] = dtype
+        return cls(**(given | dict(fields)))
+
+
+def _free(declared: Declared) -> tuple[str, ...]:
+    """The tensors that can have several dtypes."""
+    return tuple(name for name, (_, _, dtypes) in declared.tensors.items() if len(dtypes) > 1)
+
+
+def _sizes(declared: Declared) -> list[str]:
+    """Names of the sizes of a case, in the order of the tensors."""
+    axes = [axis for _, axes, _ in declared.tensors.values() for axis in axes if not axis.isdecimal()]
+    return list(dict.fromkeys(axes)) or ["K"]
+
+
+def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
+    """Each parameter that names a recipe, with the field of the case: the first one is `recipe`."""
+    for number, name in enumerate(declared.recipes):
+        yield name, name if number else "recipe"
+
+
+
+
+def _among(values: tuple[Any, ...]) -> Check:
+    """Check that a value is one of the words or numbers of an option."""
+
+    def check(value: Any) -> str | None:
+        right = not isinstance(value, bool) and value in values
+        return None if right else f"is {shown(value)}; it can be {', '.join(map(str, values))}"
+
+    return check
+
+
+def case_class(declared: Declared) -> type[ContractCase]:
+    """The case class of a contract. Raises ContractError for a parameter that has the name of another key."""
+    at = f"{declared.file}:{declared.line}: {declared.name}"
+    sizes = _sizes(declared)
+    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+    for number, (parameter, field) in enumerate(_recipe_fields(declared)):
+        default = declared.recipes[parameter] if number else ""
+        fields.append((field, OutRecipeName if number else RecipeName, *filter(None, (default,))))
+    fields.append(("shape", Annotated[Shape, dims(f"[{', '.join(sizes)}]", len(sizes), len(sizes))]))
+    free = _free(declared)
+    if free:
+        fields.append(("dtype", Dtype))
+    for name in free[1:]:
+        fields.append((f"{name}_dtype", Annotated[Dtype | None, Flag.NAMED], None))
+    for name, default in declared.options.items():
+        values = declared.choices.get(name, ())
+        checks = () if isinstance(default, bool) or not values else (_among(values),)
+        flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
+        fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
+    taken = {*_RESERVED, *(f"{name}_dtype" for name in free[1:])}
+    for name in [*declared.options, *list(declared.recipes)[1:]]:
+        if name in taken:
+            raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
+    texts = tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
+    namespace = {
+        "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
+        "declarations": {declared.name: texts} if texts else {},
+    }  # fmt: skip
+    name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"
+    return dataclasses.make_dataclass(
+        name, fields, bases=(ContractCase,), namespace=namespace, frozen=True, kw_only=True
+    )

@@ -1,0 +1,228 @@
+"""The contracts of a file, as data: what they take, and their steps for dtypes, recipes and options.
+
+A process of its own imports the file (`narrowgauge.contract.traced_file`). Its answers are kept for the processes of a
+run in a folder that the environment variable NARROWGAUGE_TRACES names, as long as the files that it imported stay as
+they are. The first process that needs an answer makes the folder, and removes it at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.spec.program import ContractError, Program
+from narrowgauge.spec.recipes import recipes
+
+VARIABLE = "NARROWGAUGE_TRACES"
+"""Environment variable with the folder of the answers of a run."""
+DTYPES = ("bfloat16", "float16", "float32")
+_MOST = 16
+"""Sets of choices that are traced together."""
+_SECONDS = 120.0
+"""Time that the import of a file may take: torch and compiled extensions are behind it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a contract that decide its steps."""
+
+    dtypes: Mapping[str, str]
+    """Dtype of each tensor."""
+    recipes: Mapping[str, str]
+    options: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The request as text, the same for equal requests."""
+        return json.dumps([self.dtypes, self.recipes, self.options], sort_keys=True)
+
+
+Answer = Mapping[str, str]
+"""The steps of a request as JSON, under `program`, or the reason why there are none, under `error`."""
+Tracer = Callable[[list[Request]], Mapping[str, Answer]]
+"""From requests to answers by the keys of the requests; there may be further ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Declared:
+    """A contract: what it takes, as `narrowgauge.contract.Contract.description` says."""
+
+    name: str
+    file: str
+    line: int
+    about: str
+    parameters: tuple[str, ...]
+    """Names of the parameters in order."""
+    tensors: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]
+    """Type, axes and accepted dtypes of each tensor."""
+    recipes: Mapping[str, str]
+    """Default of each argument that names a recipe; empty: none."""
+    options: Mapping[str, Any]
+    """Defaults of the options."""
+    choices: Mapping[str, tuple[Any, ...]]
+    """All values of an option that has few."""
+    flags: tuple[str, ...]
+    """The options of the type `Flag`."""
+    tracer: Tracer
+
+    @cached_property
+    def _answers(self) -> dict[str, Answer]:
+        """Answers by the keys of the requests."""
+        return {}
+
+    @cached_property
+    def _programs(self) -> dict[str, Program]:
+        return {}
+
+    def program(self, request: Request) -> Program:
+        """The steps of a request. Raises ContractError with file and line for a function that is no contract."""
+        key = request.key
+        if key not in self._programs:
+            if key not in self._answers:
+                self._answers.update(self.tracer([request, *self._beside(request)]))
+            answer = self._answers[key]
+            if "error" in answer:
+                raise ContractError(answer["error"])
+            self._programs[key] = Program.from_json(answer["program"])
+        return self._programs[key]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The options that say how kernels differ, and that no kernel is given."""
+        return tuple(name for name in self.choices if name not in self.flags)
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that change with the steps for any dtype and recipe, and for any of the choices."""
+        requests = list(self._beside(Request({}, dict.fromkeys(self.recipes, "nvfp4"), self.options)))
+        if any(request.key not in self._answers for request in requests):
+            self._answers.update(self.tracer(requests))
+        texts = []
+        for request in requests:
+            answer = self._answers[request.key]
+            texts.append(Program.from_json(answer["program"]).digest if "program" in answer else "")
+        return hashlib.sha256("".join(texts).encode()).hexdigest()[:8]
+
+    def _beside(self, request: Request) -> Iterator[Request]:
+        """Requests that a run often makes beside a request: other dtypes, recipes and choices."""
+        named = [*map(str, recipes())] if self.recipes else [""]
+        sets = itertools.islice(itertools.product(*self.choices.values()), _MOST)
+        every = [{**request.options, **dict(zip(self.choices, values, strict=True))} for values in sets]
+        for dtype in DTYPES:
+            dtypes = {name: dtype if dtype in known else known[0] for name, (_, _, known) in self.tensors.items()}
+            for name in named:
+                yield Request(dtypes, dict.fromkeys(self.recipes, name), request.options)
+            for options in every:
+                yield Request(dtypes, request.recipes, options)
+
+
+def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
+    """The contract of a description. `tracer`: gives its steps."""
+    tensors = {name: (kind, tuple(axes), tuple(dtypes)) for name, (kind, axes, dtypes) in entry["tensors"].items()}
+    choices = {name: tuple(values) for name, values in entry["choices"].items()}
+    names = {key: tuple(entry[key]) for key in ("parameters", "flags")}
+    fields = {**entry, **names, "tensors": tensors, "choices": choices}
+    return Declared(**fields, tracer=tracer)
+
+
+_FILES: dict[tuple[str, str], dict[str, Declared]] = {}
+"""Contracts by file and the state of the files that it imports."""
+
+
+def contracts_of(file: Path) -> dict[str, Declared]:
+    """The contracts of a file by name. Raises ContractError for a file that cannot be imported or holds none."""
+    path = str(file.resolve())
+    known = _kept(path) or _traced(path, [])
+    key = path, json.dumps(known["state"])
+    if key not in _FILES:
+        _FILES[key] = {
+            entry["name"]: declared(entry, partial(_answers, path, entry["name"])) for entry in known["contracts"]
+        }
+    return _FILES[key]
+
+
+def _answers(path: str, name: str, requests: list[Request]) -> Mapping[str, Answer]:
+    """The answers to requests, and all others that are kept for the contract."""
+    known = _kept(path)
+    wanted = {request.key: request for request in requests}
+    if known is None or not wanted.keys() <= known["answers"].get(name, {}).keys():
+        known = _traced(path, [{"name": name, **vars(request)} for request in wanted.values()])
+    found: Mapping[str, Answer] = known["answers"][name]
+    return found
+
+
+def _traced(path: str, asked: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a process of its own says about a file, beside what it said before."""
+    command = [sys.executable, "-m", "narrowgauge.contract.traced_file", path]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ContractError(f"{path}: its import takes more than {_SECONDS:g} s") from None
+    if done.returncode or not done.stdout:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ContractError(f"{path}: its process ended with status {done.returncode}: {last}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise ContractError(answer["error"])
+    before = _kept(path) or {"answers": {}}
+    answers: dict[str, dict[str, Any]] = before["answers"]
+    for request, program in zip(asked, answer["programs"], strict=True):
+        key = Request(request["dtypes"], request["recipes"], request["options"]).key
+        answers.setdefault(request["name"], {})[key] = program
+    known = {"contracts": answer["contracts"], "answers": answers, "state": _state(answer["files"])}
+    _keep(path, known)
+    return known
+
+
+# ---- answers that are kept -------------------------------------------------------------------------------------------
+
+
+def _state(files: Iterable[str]) -> list[list[Any]]:
+    """Files with the times of their last change and their sizes; 0 for a file that is gone."""
+    found = []
+    for file in files:
+        try:
+            status = os.stat(file)
+            found.append([file, status.st_mtime_ns, status.st_size])
+        except OSError:
+            found.append([file, 0, 0])
+    return found
+
+
+def _place(path: str) -> Path:
+    """The file with what is kept about a file."""
+    if not os.path.isdir(os.environ.get(VARIABLE, "")):
+        folder, owner = tempfile.mkdtemp(prefix="narrowgauge-traces-"), os.getpid()
+        os.environ[VARIABLE] = folder
+        atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return Path(os.environ[VARIABLE]) / f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
+
+
+def _kept(path: str) -> dict[str, Any] | None:
+    """What is kept about a file; None if there is nothing, or a file that it imports has changed."""
+    try:
+        known: dict[str, Any] = json.loads(_place(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return known if known["state"] == _state(entry[0] for entry in known["state"]) else None
+
+
+def _keep(path: str, known: Mapping[str, Any]) -> None:
+    place = _place(path)
+    temporary = place.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(known), encoding="utf-8")
+    temporary.replace(place)
