@@ -1,4 +1,4 @@
-"""Case files: reading TOML, and expanding its tables to cases.
+"""Case files: reading TOML, and expanding its tables to cases; and the usual cases of a file of contracts.
 
 A file holds `[[matrix]]` tables. Each table names an operation and a tier, and gives a value or a list of values for
 each key of the operation; the product of the lists is its cases. The key `rules` above the tables names files of rules.
@@ -20,7 +20,13 @@ from typing import Any
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
-from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, outside_operations
+from narrowgauge.harness.cases.operations import (
+    OPERATIONS,
+    case_from_id,
+    outside_contracts,
+    outside_operations,
+    use_operations,
+)
 from narrowgauge.spec.recipes import RuleError, use_rules
 
 LEDGER = "known.toml"
@@ -89,14 +95,21 @@ def load(path: str | Path) -> list[Case]:
     return _cases([(Path(path), _tables(Path(path)))])
 
 
-def load_all(paths: Sequence[str | Path], *, foreign: list[Path] | None = None) -> list[Case]:
+def load_all(
+    paths: Sequence[str | Path], *, foreign: list[Path] | None = None, recipes: Sequence[str] = ()
+) -> list[Case]:
     """The cases of files, and of all case files of folders, each id once.
 
-    Foreign TOML files of the folders are passed over, and appended to `foreign`. Raises CaseFileError as `load` does,
+    A Python file holds contracts, and its cases are the usual ones of each contract with these `recipes`, or with the
+    default of its signature. Its contracts are operations from then on. Foreign TOML files of the folders are passed over, and appended to `foreign`. Raises CaseFileError as `load` does,
     and if there is no case file.
     """
     found: list[tuple[Path, list[_Table]]] = []
+    usual: list[Case] = []
     for path in map(Path, paths):
+        if path.suffix == ".py":
+            usual += contract_cases(path, recipes)
+            continue
         if not path.is_dir():
             found += [(path, _tables(path))] if path.name != LEDGER else []
             continue
@@ -112,9 +125,21 @@ def load_all(paths: Sequence[str | Path], *, foreign: list[Path] | None = None) 
             raise CaseFileError(f"{path}: holds no case file; {passed_over_note(others)}")
         if foreign is not None:
             foreign += others
-    if paths and not found:
+    if paths and not found and not usual:
         raise CaseFileError(f"{', '.join(map(str, paths))}: holds known failures, and no case")
-    return _cases(found)
+    cases = _cases(found)
+    known = {case.id for case in cases}
+    return [*cases, *(case for case in usual if case.id not in known)]
+
+
+def contract_cases(path: Path, recipes: Sequence[str]) -> list[Case]:
+    """The usual cases of the contracts of a file, which are operations from then on. Raises CaseFileError."""
+    try:
+        use_operations([path])
+        classes = [cls for cls in outside_contracts().values() if os.path.samefile(cls.declared.file, path)]
+        return [case for cls in classes for case, _ in cls.usual(recipes, views=False, file=str(path))]
+    except ValueError as error:  # of a contract, or of a recipe
+        raise CaseFileError(str(error)) from error
 
 
 def passed_over_note(files: Sequence[Path]) -> str:

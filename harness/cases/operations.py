@@ -32,7 +32,7 @@ from narrowgauge.harness.cases.contracts.case import ContractCase, case_class
 from narrowgauge.harness.cases.contracts.traces import Answer, Request, contracts_of, declared
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.methods import Method
-from narrowgauge.spec.program import ContractError
+from narrowgauge.spec.program import ContractError, request_key
 
 if TYPE_CHECKING:
     from narrowgauge.contract import Contract
@@ -152,7 +152,8 @@ def hold(contract: Contract) -> type[ContractCase]:
     """Make a contract of this process an operation of this process. Raises OperationError for a name that is taken."""
 
     def trace(requests: list[Request]) -> dict[str, Answer]:
-        return {request.key: contract.answer(vars(request)) for request in requests}
+        asked = list(map(vars, requests)) or list(contract.usual_requests())
+        return {request_key(request): contract.answer(request) for request in asked}
 
     _HELD.pop(contract.name, None)
     OPERATIONS.forget()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from narrowgauge.harness.cli.options import (
+    Contracts,
     Device,
     Durations,
     Input,
@@ -33,6 +34,7 @@ NO_FLAG = "no flag"
 
 def list_cases(
     paths: Paths = None,
+    contract: Contracts = None,
     operations: Operations = None,
     rules: Rules = None,
     tier: Tier = "quick",
@@ -49,6 +51,7 @@ def list_cases(
 ) -> None:
     """Print the ids of the cases that the same `run` would take."""
     require_device_name(device)
+    paths = [*(paths or []), *(contract or [])] or None
     chosen = select_cases(paths, tier, keyword, source, tensors, recipes, device)
     if part := part_of_run(chosen, shard, durations):
         chosen = part.cases

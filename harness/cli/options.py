@@ -30,6 +30,10 @@ Paths = Annotated[
         show_default=False,
     ),
 ]
+Contracts = Annotated[
+    list[Path] | None,
+    typer.Option("--contract", help="File of contracts: its usual cases, beside CASES; may be given again."),
+]
 BACKEND_HELP = "native, reference, package.module:Name or folder/file.py:Name."
 
 
@@ -67,7 +71,7 @@ Recipes = Annotated[
     typer.Option(
         "--recipe",
         callback=divided,
-        help="Of --input: this recipe (default: nvfp4); may be given again, or with commas.",
+        help="Of --input (default: nvfp4) and of contracts: this recipe; may be given again, or with commas.",
     ),
 ]
 Shapes = Annotated[

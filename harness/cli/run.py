@@ -9,6 +9,7 @@ import typer
 
 from narrowgauge.harness.cli.options import (
     BackendOption,
+    Contracts,
     Device,
     Durations,
     Input,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 def run(
     paths: Paths = None,
+    contract: Contracts = None,
     operations: Operations = None,
     rules: Rules = None,
     tier: Tier = "quick",
@@ -99,6 +101,7 @@ def run(
         require_sanitizer(device)
     require_link(link)
     require_device_name(device)
+    paths = [*(paths or []), *(contract or [])] or None
     cases = load_cases(paths, source, tensors, recipes)
     if untrusted:
         drawn, secret, seed = _drawn(cases, tier, backend, source, secret, device)

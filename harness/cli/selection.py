@@ -56,14 +56,15 @@ def load_cases(
 
     if source is None and tensors:
         stop("--tensor names tensors of an --input file, and none is given")
-    if source is None and recipes:
-        stop("--recipe names recipes for an --input file, and none is given")
+    contracts = any(path.suffix == ".py" for path in paths or ())
+    if source is None and recipes and not contracts:
+        stop("--recipe names recipes for an --input file or for contracts, and none is given")
     if source is not None and paths:
         stop(f"cases come from case files or from --input, not from both: {paths[0]} and {source}")
     try:
         if source is None:
             foreign: list[Path] = []
-            cases = load_all(paths or [default_cases()], foreign=foreign)
+            cases = load_all(paths or [default_cases()], foreign=foreign, recipes=recipes or ())
             if foreign:
                 typer.echo(passed_over_note(foreign), err=True)
             elif not paths and (unused := unused_default()):

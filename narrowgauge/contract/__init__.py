@@ -36,9 +36,9 @@ from narrowgauge.contract.steps import (
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of", "cast",
-    "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "quantize",
-    "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
+    "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of",
+    "cast", "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum",
+    "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip
 
 

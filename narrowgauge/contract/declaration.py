@@ -6,13 +6,15 @@ This module does not import torch.
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import Axes, ContractError, Program, Tensor
+from narrowgauge.spec.recipes import recipes
 
 
 class Argument(Value):
@@ -64,6 +66,8 @@ Flag = Annotated[bool, _PASSED]
 differ, and numbers are passed."""
 
 
+_MOST = 64
+"""Sets of choices that are traced together."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -109,6 +113,19 @@ class Contract:
             "flags": list(self.flags),
         }  # fmt: skip
 
+    def usual_requests(self) -> Iterator[dict[str, Any]]:
+        """Arguments of `trace` that runs often ask for: every dtype with every recipe, and with every choice."""
+        named = [dict.fromkeys(self.recipes, str(recipe)) for recipe in recipes()] if self.recipes else [{}]
+        sets = itertools.islice(itertools.product(*self.choices.values()), _MOST)
+        every = [{**self.options, **dict(zip(self.choices, values, strict=True))} for values in sets]
+        first = next((recipe for recipe in self.recipes.values() if recipe), "nvfp4")
+        for dtype in Argument.dtypes:
+            dtypes = {n: dtype if dtype in kind.dtypes else kind.dtypes[0] for n, (kind, _) in self.tensors.items()}
+            for recipe in named:
+                yield {"dtypes": dtypes, "recipes": recipe, "options": self.options}
+            for options in every:
+                yield {"dtypes": dtypes, "recipes": dict.fromkeys(self.recipes, first), "options": options}
+
     def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
         """The steps for dtypes, recipes and options as JSON, under `program`, or the reason why there are none, under
         `error`."""
@@ -138,11 +155,11 @@ class Contract:
             unknown = set(wanted) - set(known)
             if unknown:
                 raise TypeError(f"{self.name} has no {what} {', '.join(sorted(unknown))}; it has {', '.join(known)}")
-        recipes = {name: default for name, default in self.recipes.items() if default} | dict(recipes)
-        missing = set(self.recipes) - set(recipes)
+        chosen = {name: default for name, default in self.recipes.items() if default} | dict(recipes)
+        missing = set(self.recipes) - set(chosen)
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
-        result = self.function(**given, **recipes, **{**self.options, **options})
+        result = self.function(**given, **chosen, **{**self.options, **options})
         outputs = self._outputs(trace, result)
         return Program(self.name, self.file, tuple(arguments), tuple(trace.steps), outputs)
 
@@ -174,8 +191,8 @@ def contract(function: Function) -> Contract:
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`, which may have a
     default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel too; a
-    bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of values by name; names are
-    those of the results of a kernel, in their order. Raises ContractError for another signature.
+    bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of values
+    by name; names are those of the results of a kernel, in their order. Raises ContractError for another signature.
     """
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     tensors: dict[str, tuple[type[Argument], Axes]] = {}

@@ -1,8 +1,8 @@
 """Contracts of a file, in a process of their own: `python -m narrowgauge.contract.traced_file FILE`.
 
-The process reads requests as JSON from stdin, one object with name, dtypes, recipes and options for each. It writes an
-object to stdout: what each contract takes, the steps or the error of each request, and the files that were imported. So
-no process that judges imports the file of a user. This module does not import torch.
+The process reads requests as JSON from stdin: a list of arguments of `Contract.trace` for each name of a contract. It
+writes an object to stdout: what each contract takes, the steps or the error of each request and of the usual ones, and
+the files that were imported. So no process that judges imports the file of a user. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from narrowgauge.contract.declaration import Contract, place_of
-from narrowgauge.spec.program import ContractError
+from narrowgauge.spec.program import ContractError, request_key
 
 
 def main(path: str) -> dict[str, Any]:
@@ -33,9 +33,13 @@ def main(path: str) -> dict[str, Any]:
     contracts = {value.name: value for value in vars(module).values() if isinstance(value, Contract)}
     if not contracts:
         return {"error": f"{path}: holds no contract, a function with @contract; see docs/contracts.md"}
+    answers = {}
+    for name, contract in contracts.items():
+        asked = [*contract.usual_requests(), *requests.get(name, ())]
+        answers[name] = {request_key(request): contract.answer(request) for request in asked}
     return {
         "contracts": [contract.description for contract in contracts.values()],
-        "programs": [contracts[request["name"]].answer(request) for request in requests],
+        "answers": answers,
         "files": sorted(_own_files(set(sys.modules) - known)),
     }
 

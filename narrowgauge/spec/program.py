@@ -20,6 +20,11 @@ class ContractError(ValueError):
     """A function that is no contract. The message begins with file and line."""
 
 
+def request_key(request: Mapping[str, Any]) -> str:
+    """Arguments of `narrowgauge.contract.Contract.trace` by name as text, the same for equal arguments."""
+    return json.dumps([request[name] for name in ("dtypes", "recipes", "options")], sort_keys=True)
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor that a contract takes."""

@@ -62,7 +62,9 @@ class ContractCase(Case):
         """The steps of a kernel with these values of the fields of the contract, where the case has the defaults."""
         request, defaults = self.request, self.declared.options
         changed = {name: v for name, v in fields.items() if request.options[name] == defaults[name]}
-        return self.declared.program(replace(request, options={**request.options, **changed})) if changed else self.program
+        return (
+            self.declared.program(replace(request, options={**request.options, **changed})) if changed else self.program
+        )
 
     @property
     def request(self) -> Request:
@@ -127,7 +129,9 @@ class ContractCase(Case):
                 blocks = (block_rows(recipe), block_columns(recipe))
             for axis, block in zip(step.axes, blocks, strict=True):
                 name, _, divisor = axis.partition("/")
-                units[name] = math.lcm(units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else [])))
+                units[name] = math.lcm(
+                    units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else []))
+                )
         return units
 
     def problem(self) -> str | None:
@@ -202,6 +206,7 @@ class ContractCase(Case):
             for dtype in dtypes:
                 main, *others = shapes or cls.shapes_of(recipe, dtype)
                 few = [name for name in ("normal", "ladder", "position") if name in every] or every[:1]
+                wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
                 wanted += [(main, few[0], {f"{_OPTION}{name}": True}, True) for name in cls.declared.flags]
@@ -228,15 +233,15 @@ class ContractCase(Case):
         if not chosen:
             parameter = next(iter(cls.declared.recipes))
             raise ValueError(
-                f"the contract {cls.operation} takes a recipe, and none is given: --recipe nvfp4, recipe=\"nvfp4\" in "
-                f"Python, or a default in its signature, {parameter}: c.Recipe = \"nvfp4\""
+                f'the contract {cls.operation} takes a recipe, and none is given: --recipe nvfp4, recipe="nvfp4" in '
+                f'Python, or a default in its signature, {parameter}: c.Recipe = "nvfp4"'
             )
         return list(chosen)
 
     @classmethod
     def _made(cls, recipe: str | None, dtype: str, shape: tuple[int, ...], fields: Mapping[str, Any]) -> ContractCase:
         """A case with these values, and the defaults of the others."""
-        names = {field for field in cls.__dataclass_fields__}
+        names = cls.__dataclass_fields__
         given: dict[str, Any] = {"shape": shape, "inputs": "normal"}
         if recipe is not None:
             given |= {field: recipe for _, field in _recipe_fields(cls.declared)}
@@ -262,8 +267,6 @@ def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
         yield name, name if number else "recipe"
 
 
-
-
 def _among(values: tuple[Any, ...]) -> Check:
     """Check that a value is one of the words or numbers of an option."""
 
@@ -280,8 +283,9 @@ def case_class(declared: Declared) -> type[ContractCase]:
     sizes = _sizes(declared)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for number, (parameter, field) in enumerate(_recipe_fields(declared)):
-        default = declared.recipes[parameter] if number else ""
-        fields.append((field, OutRecipeName if number else RecipeName, *filter(None, (default,))))
+        kind: Any = OutRecipeName if number else RecipeName
+        default = declared.recipes[parameter]
+        fields.append((field, kind, default) if number and default else (field, kind))
     fields.append(("shape", Annotated[Shape, dims(f"[{', '.join(sizes)}]", len(sizes), len(sizes))]))
     free = _free(declared)
     if free:

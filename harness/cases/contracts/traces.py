@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.spec.program import ContractError, Program
-from narrowgauge.spec.recipes import recipes
+from narrowgauge.spec.program import ContractError, Program, request_key
 
 VARIABLE = "NARROWGAUGE_TRACES"
 """Environment variable with the folder of the answers of a run."""
-DTYPES = ("bfloat16", "float16", "float32")
-_MOST = 16
-"""Sets of choices that are traced together."""
 _SECONDS = 120.0
 """Time that the import of a file may take: torch and compiled extensions are behind it."""
 
@@ -46,13 +41,13 @@ class Request:
     @property
     def key(self) -> str:
         """The request as text, the same for equal requests."""
-        return json.dumps([self.dtypes, self.recipes, self.options], sort_keys=True)
+        return request_key(vars(self))
 
 
 Answer = Mapping[str, str]
 """The steps of a request as JSON, under `program`, or the reason why there are none, under `error`."""
 Tracer = Callable[[list[Request]], Mapping[str, Answer]]
-"""From requests to answers by the keys of the requests; there may be further ones."""
+"""From requests to answers by the keys of the requests, and all others that are known; none: the usual ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +86,7 @@ class Declared:
         key = request.key
         if key not in self._programs:
             if key not in self._answers:
-                self._answers.update(self.tracer([request, *self._beside(request)]))
+                self._answers.update(self.tracer([request]))
             answer = self._answers[key]
             if "error" in answer:
                 raise ContractError(answer["error"])
@@ -106,26 +101,9 @@ class Declared:
     @cached_property
     def digest(self) -> str:
         """Eight hexadecimal digits that change with the steps for any dtype and recipe, and for any of the choices."""
-        requests = list(self._beside(Request({}, dict.fromkeys(self.recipes, "nvfp4"), self.options)))
-        if any(request.key not in self._answers for request in requests):
-            self._answers.update(self.tracer(requests))
-        texts = []
-        for request in requests:
-            answer = self._answers[request.key]
-            texts.append(Program.from_json(answer["program"]).digest if "program" in answer else "")
+        answers = self.tracer([])
+        texts = [Program.from_json(a["program"]).digest if "program" in a else "" for _, a in sorted(answers.items())]
         return hashlib.sha256("".join(texts).encode()).hexdigest()[:8]
-
-    def _beside(self, request: Request) -> Iterator[Request]:
-        """Requests that a run often makes beside a request: other dtypes, recipes and choices."""
-        named = [*map(str, recipes())] if self.recipes else [""]
-        sets = itertools.islice(itertools.product(*self.choices.values()), _MOST)
-        every = [{**request.options, **dict(zip(self.choices, values, strict=True))} for values in sets]
-        for dtype in DTYPES:
-            dtypes = {name: dtype if dtype in known else known[0] for name, (_, _, known) in self.tensors.items()}
-            for name in named:
-                yield Request(dtypes, dict.fromkeys(self.recipes, name), request.options)
-            for options in every:
-                yield Request(dtypes, request.recipes, options)
 
 
 def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
@@ -144,7 +122,7 @@ _FILES: dict[tuple[str, str], dict[str, Declared]] = {}
 def contracts_of(file: Path) -> dict[str, Declared]:
     """The contracts of a file by name. Raises ContractError for a file that cannot be imported or holds none."""
     path = str(file.resolve())
-    known = _kept(path) or _traced(path, [])
+    known = _kept(path) or _traced(path, {})
     key = path, json.dumps(known["state"])
     if key not in _FILES:
         _FILES[key] = {
@@ -156,14 +134,13 @@ def contracts_of(file: Path) -> dict[str, Declared]:
 def _answers(path: str, name: str, requests: list[Request]) -> Mapping[str, Answer]:
     """The answers to requests, and all others that are kept for the contract."""
     known = _kept(path)
-    wanted = {request.key: request for request in requests}
-    if known is None or not wanted.keys() <= known["answers"].get(name, {}).keys():
-        known = _traced(path, [{"name": name, **vars(request)} for request in wanted.values()])
+    if known is None or any(request.key not in known["answers"].get(name, {}) for request in requests):
+        known = _traced(path, {name: [vars(request) for request in requests]})
     found: Mapping[str, Answer] = known["answers"][name]
     return found
 
 
-def _traced(path: str, asked: list[dict[str, Any]]) -> dict[str, Any]:
+def _traced(path: str, asked: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """What a process of its own says about a file, beside what it said before."""
     command = [sys.executable, "-m", "narrowgauge.contract.traced_file", path]
     try:
@@ -178,11 +155,8 @@ def _traced(path: str, asked: list[dict[str, Any]]) -> dict[str, Any]:
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise ContractError(answer["error"])
-    before = _kept(path) or {"answers": {}}
-    answers: dict[str, dict[str, Any]] = before["answers"]
-    for request, program in zip(asked, answer["programs"], strict=True):
-        key = Request(request["dtypes"], request["recipes"], request["options"]).key
-        answers.setdefault(request["name"], {})[key] = program
+    before = (_kept(path) or {"answers": {}})["answers"]
+    answers = {name: {**before.get(name, {}), **found} for name, found in answer["answers"].items()}
     known = {"contracts": answer["contracts"], "answers": answers, "state": _state(answer["files"])}
     _keep(path, known)
     return known

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from narrowgauge.harness.backends.backend import Backend, BackendError
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.contracts.case import ContractCase
@@ -31,7 +29,8 @@ def _inputs(make: Maker[ContractCase]) -> Inputs:
 
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
-    program = case.declared_program(backend.declares.get(case.operation, {}))
+    fields: Any = backend.declares.get(case.operation, {})
+    program = case.declared_program(fields)
     method = next(iter(case.all_methods()))
     recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
 

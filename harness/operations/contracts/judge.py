@@ -31,7 +31,8 @@ def judge_contract(
 ) -> Outcome:
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
-    `outcome`: gets the stages; None: a new one. Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
+    `outcome`: gets the stages; None: a new one. Raises ValueError for tensors that do not fit the contract, and for
+    results whose elements are almost all free.
     """
     parts = dict(judged(program, tensors, shown))
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
