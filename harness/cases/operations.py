@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase, case_class
-from narrowgauge.harness.cases.contracts.traces import Answer, Request, contracts_of, declared
+from narrowgauge.harness.cases.contracts.traces import Answer, Declared, Request, contracts_of, declared
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.program import ContractError, request_key
@@ -103,13 +103,13 @@ class _Operations(Mapping[str, type[Case]]):
         value = os.environ.get(VARIABLE, "")
         if self._found is None or self._found[0] != value:
             found = dict(_places_in(_OWN, _PACKAGE))
-            for name, place in (*_outside(), *_HELD.items()):
+            for name, place in _outside():
                 if name in found and found[name] != place:
                     raise OperationError(
                         f"{place.source}: there is an operation {name} already, {found[name].source}; rename the file"
                     )
                 found[name] = place
-            self._found = value, found
+            self._found = value, found | _HELD
         return self._found[1]
 
     def forget(self) -> None:
@@ -164,8 +164,13 @@ def hold(contract: Contract) -> type[ContractCase]:
         raise OperationError(
             f"{contract.file}: there is an operation {contract.name} already; give the function another name"
         )
+    return hold_declared(declared(contract.description, trace))
+
+
+def hold_declared(contract: Declared) -> type[ContractCase]:
+    """Make a contract an operation of this process, in place of a contract of the same name. Raises OperationError."""
     try:
-        cls = case_class(declared(contract.description, trace))
+        cls = case_class(contract)
     except ContractError as error:
         raise OperationError(str(error)) from error
     _HELD[contract.name] = _Place("", False, False, contract.file, cls)

@@ -18,7 +18,7 @@ from typing import Any
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.gate.architecture import NAME, architecture, product_name
 from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
-from narrowgauge.harness.records.environment import RULE
+from narrowgauge.harness.records.environment import CONTRACT, RULE
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
 
@@ -89,10 +89,10 @@ def baseline_of(run: RecordedRun) -> Baseline:
 
 
 def rules_of(run: RecordedRun) -> dict[str, str]:
-    """Digests of the rules of a user, by name, that the cases of a run have."""
-    used = {name for record in run.records for name in record["recipe"].split("+")}
-    digests = {part.removeprefix(RULE): value.partition(" ")[0] for part, value in run.sources.items()
-               if part.startswith(RULE)}  # fmt: skip
+    """Digests of the rules and the contracts of a user, by name, that the cases of a run have."""
+    used = {name for record in run.records for name in (*record["recipe"].split("+"), record["operation"])}
+    digests = {part.removeprefix(RULE).removeprefix(CONTRACT): value.partition(" ")[0]
+               for part, value in run.sources.items() if part.startswith((RULE, CONTRACT))}  # fmt: skip
     return {name: digest for name, digest in sorted(digests.items()) if name in used}
 
 

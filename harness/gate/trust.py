@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from narrowgauge.harness.records.environment import RULE, kernel_hash, source_hashes
+from narrowgauge.harness.cases.contracts.traces import contracts_of
+from narrowgauge.harness.records.environment import CONTRACT, RULE, kernel_hash, source_hashes
 from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
 from narrowgauge.harness.records.loaded_sources import differences
 from narrowgauge.harness.records.record_check import DEVICES, record_problems, shown
 from narrowgauge.harness.report.text import number
+from narrowgauge.spec.program import ContractError
 from narrowgauge.spec.recipes import OwnRule, RuleError, read_rules
 
 LISTED = 20
@@ -76,7 +78,7 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
         current["input"] = run.sources["input"]
         notes.append("input: the file of the captured tensors is not there, so it was not compared")
     rules, found = _rules_now(run)
-    current = {part: value for part, value in current.items() if not part.startswith(RULE)} | rules
+    current = {part: value for part, value in current.items() if not part.startswith((RULE, CONTRACT))} | rules
     notes += found
     if "operations" in run.sources and "operations" not in current:
         current["operations"] = run.sources["operations"]
@@ -97,25 +99,36 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
 
 
 def _rules_now(run: RecordedRun) -> tuple[dict[str, str], list[str]]:
-    """The sources of a run that are rules of a user, as their files have them now; a sentence for each rule whose file
-    is not there."""
+    """The sources of a run that are rules and contracts of a user, as their files have them now; a sentence for each
+    whose file is not there."""
     now: dict[str, str] = {}
     notes = []
     for part, value in run.sources.items():
         file = value.partition(" in ")[2]
-        if not part.startswith(RULE):
+        if not part.startswith((RULE, CONTRACT)):
             continue
         if not Path(file).is_file():
             now[part] = value
-            notes.append(f"{part}: the file {file} is not there, so the rule was not compared with that of the run")
+            notes.append(f"{part}: the file {file} is not there, so it was not compared with that of the run")
             continue
+        read = _rule_now if part.startswith(RULE) else _contract_now
         try:
-            rule = read_rules(file).get(part.removeprefix(RULE))
-        except RuleError as error:
+            digest = read(Path(file), part.removeprefix(RULE).removeprefix(CONTRACT))
+        except (RuleError, ContractError) as error:
             now[part] = str(error)
             continue
-        now[part] = f"no rule in {file}" if rule is None else f"{OwnRule(rule, Path(file)).digest} in {file}"
+        now[part] = f"{digest} in {file}" if digest else f"none in {file}"
     return now, notes
+
+
+def _rule_now(file: Path, name: str) -> str:
+    rule = read_rules(file).get(name)
+    return "" if rule is None else OwnRule(rule, file).digest
+
+
+def _contract_now(file: Path, name: str) -> str:
+    contract = contracts_of(file).get(name)
+    return "" if contract is None else contract.digest
 
 
 def _error(path: Path, problems: list[str], command: str = "") -> UntrustedRunError:

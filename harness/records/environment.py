@@ -12,12 +12,14 @@ from functools import cache
 from pathlib import Path
 
 from narrowgauge.harness.backends.loading import backend_file
-from narrowgauge.harness.cases.operations import outside_files
+from narrowgauge.harness.cases.operations import outside_contracts, outside_files
 from narrowgauge.harness.machine.processors import cores
 from narrowgauge.spec.recipes import own_rules
 
 RULE = "rule "
 """Beginning of the keys of sources that are rules of a user."""
+CONTRACT = "contract "
+"""Beginning of the keys of sources that are contracts of a user."""
 _PACKAGE = Path(__file__).parents[2]
 _JUDGING = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
@@ -153,7 +155,8 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
 
     The key `backend` is the hash of the module file of a user's backend, without its imports. It is empty for a
     built-in backend. The key `operations` is that of the files of a user's operations, if there are any; `rule
-    nvfp4@own` that of a rule of a user, with the file: `1a2b3c4d in own.toml`.
+    nvfp4@own` that of a rule of a user, with the file: `1a2b3c4d in own.toml`; `contract silu-mul-quantize` that of the
+    steps of a contract of a user.
     """
     patterns = {
         "kernels": ["native/**/*"],
@@ -167,6 +170,10 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
         hashes["input"] = _hash([Path(input_path)])
     if files := outside_files():
         hashes["operations"] = _hash(files)
+    hashes |= {
+        f"{CONTRACT}{name}": f"{cls.declared.digest} in {os.path.relpath(cls.declared.file)}"
+        for name, cls in outside_contracts().items()
+    }
     return hashes | {f"{RULE}{name}": f"{rule.digest} in {rule.shown_file}" for name, rule in own_rules().items()}
 
 

@@ -2,7 +2,7 @@
 
 Tensors have the names of the inputs (`harness.inputs.inputs`): x, w, c, bias, random.x, scale.x, given.dy. actual.codes
 and the like are results of the kernel; expected.codes and the like are results of the reference for the same inputs.
-The metadata name the case.
+The metadata name the case; those of a contract have its steps, so that no file of a user is imported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.case import ContractCase
+from narrowgauge.harness.cases.contracts.traces import from_saved
+from narrowgauge.harness.cases.contracts.traces import saved as saved_contract
 from narrowgauge.harness.cases.cost import shortage
 from narrowgauge.harness.cases.keys import keys_of, shown
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import case_from_labels, hold_declared
 from narrowgauge.harness.inputs.capture import LARGEST_DIRECTORY, safetensors_header
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.registry import make_inputs
@@ -81,6 +84,8 @@ def save(path: Path, saved: SavedFailure, outcome: Outcome) -> None:
         "id": saved.id, "case": saved.case.labels(), "random": pairs, "seed": saved.seed, "backend": saved.backend,
         "stage": saved.stage,
     }  # fmt: skip
+    if isinstance(saved.case, ContractCase):
+        metadata["contract"] = saved_contract(saved.case.declared, saved.case.request)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     # clone: safetensors refuses tensors that share memory.
@@ -123,6 +128,8 @@ def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Save
         raise TypeError(f"the metadata have {shown(wrong[0])} instead of a text")
     if odd := [number for number in numbers if type(number) is not int or not -(2**63) <= number < 2**64]:
         raise TypeError(f"the metadata have {shown(odd[0])} instead of a whole number of 64 bits")
+    if "contract" in about:
+        hold_declared(from_saved(about["contract"]))
     case = case_from_labels(**labels)
     # Only shapes and dtypes of the made inputs are used, and every family of an operation has the same.
     example = replace(case, inputs=next(iter(case.families())))

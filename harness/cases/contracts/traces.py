@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,30 @@ class Declared:
         return hashlib.sha256("".join(texts).encode()).hexdigest()[:8]
 
 
+def saved(contract: Declared, request: Request) -> dict[str, Any]:
+    """A contract with the steps of one request, for `from_saved`."""
+    entry = {field.name: getattr(contract, field.name) for field in fields(contract) if field.name != "tracer"}
+    return {"contract": entry, "answers": {request.key: {"program": contract.program(request).to_json()}}}
+
+
+def from_saved(data: Mapping[str, Any]) -> Declared:
+    """The contract of `saved`. Other requests than the saved one are a ContractError."""
+    answers: Mapping[str, Answer] = data["answers"]
+
+    def trace(requests: list[Request]) -> Mapping[str, Answer]:
+        missing = {"error": f"{data['contract']['file']}: these steps are not in the file of the saved failure"}
+        return {**{request.key: missing for request in requests}, **answers}
+
+    return declared(data["contract"], trace)
+
+
 def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
     """The contract of a description. `tracer`: gives its steps."""
     tensors = {name: (kind, tuple(axes), tuple(dtypes)) for name, (kind, axes, dtypes) in entry["tensors"].items()}
     choices = {name: tuple(values) for name, values in entry["choices"].items()}
     names = {key: tuple(entry[key]) for key in ("parameters", "flags")}
-    fields = {**entry, **names, "tensors": tensors, "choices": choices}
-    return Declared(**fields, tracer=tracer)
+    values = {**entry, **names, "tensors": tensors, "choices": choices}
+    return Declared(**values, tracer=tracer)
 
 
 _FILES: dict[tuple[str, str], dict[str, Declared]] = {}

@@ -47,7 +47,30 @@ def judge_contract(
         stage = stage_of(name, part)
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
+    outcome.parts = parts
+    _add_figures(outcome)
     return outcome
+
+
+def _add_figures(outcome: Outcome) -> None:
+    """The share of elements for which all right kernels give one code, and the widths, of the stages with a bound."""
+    bound = [stage for stage in outcome.stages if stage.rule == "bound"]
+    if not bound:
+        return
+    parts = [outcome.parts[stage.stage] for stage in bound]
+    widths = [width_of(part) for part in parts]
+    count = sum(width.numel() for width in widths)
+    bound[-1].figures = {
+        "exact_share": sum(part.determined for part in parts) / count, "ordered_share": 0.0,
+        "interval_ulps_max": max(int(width.amax()) for width in widths),
+        "interval_ulps_mean": sum(float(width.double().sum()) for width in widths) / count,
+    }  # fmt: skip
+
+
+def width_of(part: Part) -> torch.Tensor:
+    """Steps from the least to the greatest accepted number or code of each element, int64."""
+    fmt = None if part.fmt is FP32 else part.fmt
+    return (order_of(part.upper, fmt).long() - order_of(part.lower, fmt).long()).clamp_(min=0)
 
 
 def stage_of(name: str, part: Part) -> StageResult:

@@ -12,6 +12,7 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
+from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import Summation
 
@@ -92,6 +93,8 @@ class Outcome:
     formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Least and greatest right output of a transform with a free order of summation."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """What a contract accepts of each result, by the names of the stages."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)
     """Loss of accuracy of a module by quantizing (`harness.operations.modules.accuracy`); decides no verdict."""
     seconds: float | None = None
