@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
+from narrowgauge.contract import Contract
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
 from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
@@ -24,7 +25,7 @@ from narrowgauge.harness.api.judging.save_arguments import with_variables
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
-from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.cases.operations import case_from_id, hold
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.machine.plain_text import escape
@@ -70,8 +71,9 @@ class Checked:
 
 def check(
     function: Callable[..., Any],
-    recipe: str | Recipe | Case | Iterable[Case | str],
+    subject: str | Recipe | Case | Iterable[Case | str] | Contract | None = None,
     *,
+    recipe: str | Recipe | Case | Iterable[Case | str] | None = None,
     operation: str | None = None,
     families: Sequence[str] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
@@ -95,6 +97,8 @@ def check(
     - dequantize: function(q), further dtype, recipe. Gives the values (M, K) of that dtype;
     - transform: function(x), further recipe. Gives the rotated x;
     - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype;
+    - a contract: function(tensors of the contract in order), further its recipes, numbers and flags by name. Gives its
+      results, as `assert_result` takes them;
     - any other operation that calls one method, also one of your own (docs/add.md): the arguments of the method
       (docs/backends.md#methods), its keyword arguments and recipe by name. Gives the results in order. Of cases with
       usage "both" it is quantize_both, which gives a rowwise and a columnwise result of quantize.
@@ -104,16 +108,18 @@ def check(
     reference; recipe is a Recipe; scale, float32 (1,), is the encode scale of a recipe with delayed scaling; random is
     (seed, offset) of Philox for a recipe with stochastic rounding. A function without random draws random bits of its
     own from torch's generators, and is judged on fewer families, by statistical tests.
-    recipe: a recipe, its name, or a file of rules (docs/dialects.md#a-rule-of-your-own); or the beginning of ids,
+    subject: a recipe, its name, or a file of rules (docs/dialects.md#a-rule-of-your-own); or the beginning of ids,
     `gemm/nvfp4`, for the cases with such ids; or cases, which replace families, shapes and dtypes: a case of
-    `narrowgauge.matrix`, the id of a case, or a list of these.
+    `narrowgauge.matrix`, the id of a case, or a list of these; or a contract (docs/contracts.md).
+    recipe: the same by name; of a contract its recipe, several recipes, or cases. Default of a contract: that of its
+    signature.
     operation: an operation of the case files, or dequantize. Default: that of the cases, else quantize.
     families: names of input families (cases/README.md). Default: all families of the operation.
     shapes: (M, K) or (…, K), of a gemm (M, K, N). Default: a matrix of some tiles for all families, and small shapes
     with tails.
     dtypes: dtypes of x, or of the output of gemm: float32, bfloat16, float16.
     keys: further keys of the cases (cases/README.md): {"usage": "both"}, {"sections": "ragged:4"}, {"out_recipe":
-    "mxfp8-e4m3"}.
+    "mxfp8-e4m3"}; of a contract its options: {"eps": 1e-5}.
     device: device of the tensors. Results are judged on it.
     seed: seed of the inputs.
     declares: declarations of a backend (docs/backends.md#declarations), such as {"gemm": "sequential"}.
@@ -131,10 +137,17 @@ def check(
     """
     __tracebackhide__ = True
     chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
-    operation, selected = _selected(recipe, operation, chosen, layout == "128x4", parameters_of(function))
+    contract = subject if isinstance(subject, Contract) else None
+    if contract is not None:
+        operation, selected = _of_contract(contract, operation, recipe, chosen)
+    else:
+        operation, selected = _selected(
+            _one_of(subject, recipe), operation, chosen, layout == "128x4", parameters_of(function)
+        )
     options: dict[str, Any] = {
-        "operation": operation, "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
-        "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": transposed,
+        "contract": contract, "operation": operation, "device": str(torch.device(device)), "seed": seed,
+        "declares": dict(declares or {}), "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles,
+        "transposed": transposed,
     }  # fmt: skip
     for name in _CONVENTIONS[:3]:
         check_choice(name, options[name])
@@ -147,7 +160,7 @@ def check(
     if changed and (operation != "quantize" or method != operation):
         raise ValueError(f"{changed[0]} is a convention of results of quantize; the cases call {method}")
     recipes = "+".join(dict.fromkeys(case.recipe_label for case, _ in selected))
-    subject = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
+    title = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
     with default_settings(), _generators_kept(options["device"]):
         if type(torch.empty(0)) is not torch.Tensor:
             raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
@@ -157,11 +170,40 @@ def check(
     unsupported = Counter(record["message"] for record in records if record["verdict"] == "unsupported")
     compared = sum(map(elements_compared, passed))
     if failed or not compared:
-        raise AssertionError(_report(subject, function, options, failed, len(records), unsupported))
-    return Checked(subject, len(records), len(passed), compared, unsupported)
+        raise AssertionError(_report(title, function, options, failed, len(records), unsupported))
+    return Checked(title, len(records), len(passed), compared, unsupported)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def _one_of(subject: Any, recipe: Any) -> Any:
+    """The argument that is given. Raises TypeError for both or neither."""
+    if (subject is None) == (recipe is None):
+        wrong = "no recipe is given" if recipe is None else "a recipe is given twice"
+        raise TypeError(f'{wrong}; it is check(function, "nvfp4"), or check(function, contract, recipe="nvfp4")')
+    return recipe if subject is None else subject
+
+
+def _of_contract(
+    contract: Contract, operation: str | None, recipe: Any, chosen: Mapping[str, Any]
+) -> tuple[str, list[tuple[Case, bool]]]:
+    """The name of a contract and its cases, with whether a right function may refuse them."""
+    cls = hold(contract)
+    if operation not in (None, cls.operation):
+        raise ValueError(f"operation is {operation!r}, and the contract is {cls.operation}; leave operation out")
+    given = [] if recipe is None else [recipe] if isinstance(recipe, str | Recipe | Case) else list(recipe)
+    if given and all(isinstance(entry, Case) or "/" in str(entry) for entry in given):
+        if any(chosen[name] for name in ("families", "shapes", "keys")):
+            raise ValueError("families, shapes and keys choose cases of a recipe; give a recipe, or cases alone")
+        cases = _given(given)
+        _require_operation(cases, cls.operation)
+        return cls.operation, [(case, False) for case in cases]
+    names = [name_of(dtype) for dtype in chosen["dtypes"]]
+    return cls.operation, cls.usual(
+        [str(named(entry)) for entry in given], dtypes=names, families=chosen["families"], shapes=chosen["shapes"],
+        keys=chosen["keys"],
+    )  # fmt: skip
 
 
 def _selected(
@@ -401,24 +443,28 @@ def _unsupported(reasons: Mapping[str, int]) -> str:
 def reproduction(function: Callable[..., Any], case: str, options: Mapping[str, Any]) -> str:
     """The call that checks a single case: a shell command if a fresh process finds the function by its name, else a
     line of Python for a place where the function has its name."""
-    name = name_of_function(function)
-    given = _DEFAULTS | {"operation": case.partition("/")[0]}  # which the id says
+    contract: Contract | None = options["contract"]
+    given = _DEFAULTS | {"operation": case.partition("/")[0], "contract": contract}  # which the id says
     changed = "".join(f", {key}={value!r}" for key, value in options.items() if value != given[key])
-    call = f"narrowgauge.check({name}, {case!r}{changed})"
-    module = _module_to_import(function)
-    if not module:
+    parts = [(name_of_function(function), str(getattr(function, "__module__", "")), function)]
+    if contract is not None:
+        parts.append((contract.function.__name__, contract.function.__module__, contract))
+    modules = [_module_to_import(*part) for part in parts]
+    known = all(modules)
+    names = [f"{module}.{name}" if known else name for module, (name, _, _) in zip(modules, parts, strict=True)]
+    call = f"narrowgauge.check({', '.join(names)}, {'recipe=' if contract else ''}{case!r}{changed})"
+    if not known:
         return call
-    call = call.replace(name, f"{module}.{name}", 1)
-    return with_variables(shlex.join(["python", "-c", f"import narrowgauge, {module}; {call}"]))
+    imported = ", ".join(dict.fromkeys(["narrowgauge", *modules]))
+    return with_variables(shlex.join(["python", "-c", f"import {imported}; {call}"]))
 
 
-def _module_to_import(function: Callable[..., Any]) -> str:
-    """The module in which a fresh process in this folder finds the function by its name, or the empty string."""
-    module = str(getattr(function, "__module__", ""))
+def _module_to_import(name: str, module: str, wanted: Any) -> str:
+    """The module in which a fresh process in this folder finds an object by its name, or the empty string."""
     found: Any = sys.modules.get(module)
-    for part in name_of_function(function).split("."):
+    for part in name.split("."):
         found = getattr(found, part, None)
-    if found is not function or module == "__main__":
+    if found is not wanted or module == "__main__":
         return ""
     top = module.partition(".")[0]
     path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *site.getsitepackages()]

@@ -101,8 +101,8 @@ def load_all(
     """The cases of files, and of all case files of folders, each id once.
 
     A Python file holds contracts, and its cases are the usual ones of each contract with these `recipes`, or with the
-    default of its signature. Its contracts are operations from then on. Foreign TOML files of the folders are passed over, and appended to `foreign`. Raises CaseFileError as `load` does,
-    and if there is no case file.
+    default of its signature. Its contracts are operations from then on. Foreign TOML files of the folders are passed
+    over, and appended to `foreign`. Raises CaseFileError as `load` does, and if there is no case file.
     """
     found: list[tuple[Path, list[_Table]]] = []
     usual: list[Case] = []

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.inputs.capture import Captured
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.plain_text import escape
@@ -78,7 +79,16 @@ def show_case(
             console.print("the result is empty")
         else:
             _print_elements(table, console)
+        if isinstance(case, ContractCase):
+            _print_steps(case, console)
     return record.verdict == "pass"
+
+
+def _print_steps(case: ContractCase, console: Console) -> None:
+    """Print the steps of a contract: what each stage is judged by."""
+    console.print(Text(f"steps of {case.operation}", style="italic"))
+    for line in case.program.text().split("\n"):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _print_text(line: str, console: Console, style: str = "") -> None:

@@ -9,7 +9,7 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.harness.operations.contracts.judge import judge_contract
+from narrowgauge.harness.operations.contracts.judge import accepted_table, judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, result_tensors
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -19,7 +19,7 @@ from narrowgauge.spec.recipes import find_recipe
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
     """The operation of a contract."""
-    return Operation(case=cls, inputs=_inputs, judge=_judge)
+    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table)
 
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:

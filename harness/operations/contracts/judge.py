@@ -12,11 +12,14 @@ import torch
 from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.contracts.changes import changed_causes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
+from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
 from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
@@ -45,6 +48,7 @@ def judge_contract(
                 "or return the result of an earlier step"
             )
         stage = stage_of(name, part)
+        stage.assumes = assumed(program) if stage.rule == "bound" else ""
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
     outcome.parts = parts
@@ -65,6 +69,19 @@ def _add_figures(outcome: Outcome) -> None:
         "interval_ulps_max": max(int(width.amax()) for width in widths),
         "interval_ulps_mean": sum(float(width.double().sum()) for width in widths) / count,
     }  # fmt: skip
+
+
+def assumed(program: Program) -> str:
+    """The errors of functions on which intervals of a contract rest, with their sources."""
+    found = []
+    for step in program.steps:
+        if step.function in FUNCTIONS:
+            function = FUNCTIONS[step.function]
+            forms = step.options.get("forms") or function.default
+            found.append(
+                f"{step.function} as {' or '.join(f'{form} ({function.forms[form].source})' for form in forms)}"
+            )
+    return "; ".join(dict.fromkeys(found))
 
 
 def width_of(part: Part) -> torch.Tensor:
@@ -94,7 +111,7 @@ def stage_of(name: str, part: Part) -> StageResult:
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
-        views = [(label, _view(x[here], fmt)) for label, x in (("lower", lower), ("upper", upper), ("actual", actual))]
+        views = [(label, view(x[here], fmt)) for label, x in (("lower", lower), ("upper", upper), ("actual", actual))]
         if views[0][1] == views[1][1]:
             views = [("expected", views[0][1]), views[2]]
         element: dict[str, Any] = {"row": row, "column": column}
@@ -113,5 +130,24 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
 
 
-def _view(x: torch.Tensor, fmt: Format | None) -> tuple[float | str, str]:
+def view(x: torch.Tensor, fmt: Format | None) -> tuple[float | str, str]:
+    """The value and the bits of a number, or of a code of a format."""
     return float_view(x) if fmt is None else code_view(int(x), fmt)
+
+
+def accepted_table(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+    """A row of the first wrong result, or of the last one, beside what is accepted of it."""
+    wrong = next((stage.stage for stage in outcome.stages if not stage.passed), "")
+    name = wrong if wrong in outcome.parts else next(reversed(outcome.parts))
+    part = outcome.parts[name]
+    if not part.actual.numel():
+        return None
+    fmt = None if part.fmt is FP32 else part.fmt
+    actual, lower, upper = (_matrix(x) for x in (part.actual, part.lower, part.upper))
+    row, column = place_in(outcome, name, place, actual.shape)
+    table = Table(f"{name}, row {row}", ("column", "lower", "", "upper", "", "actual", ""))
+    accepted = ~_matrix(part.wrong)
+    for here in neighbours(row, column, actual):
+        cells = [cell for x in (lower, upper, actual) for cell in map(str, view(x[here], fmt))]
+        table.add_row(str(here[1]), *cells, style="" if accepted[here] else "bold red")
+    return table

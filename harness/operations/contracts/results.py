@@ -77,6 +77,8 @@ def _given(program: Program, result: Any) -> dict[str, Any]:
         return dict(result)
     if not isinstance(result, tuple | list):
         return {names[0] if len(names) == 1 else next(iter(program.outputs)): result}
+    if len(result) == len(names) + 1 and result[-1] is None:  # no amax
+        result = result[:-1]
     if len(result) == len(program.outputs) != len(names):
         names = list(program.outputs)
     elif len(result) == len(names) - 1 and names[-1].endswith("amax"):  # a kernel may keep the amax to itself
