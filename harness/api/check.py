@@ -199,11 +199,10 @@ def _of_contract(
         cases = _given(given)
         _require_operation(cases, cls.operation)
         return cls.operation, [(case, False) for case in cases]
-    names = [name_of(dtype) for dtype in chosen["dtypes"]]
-    return cls.operation, cls.usual(
-        [str(named(entry)) for entry in given], dtypes=names, families=chosen["families"], shapes=chosen["shapes"],
-        keys=chosen["keys"],
-    )  # fmt: skip
+    recipes = [str(named(entry)) for entry in given if not isinstance(entry, Case)]
+    dtypes = [name_of(dtype) for dtype in chosen["dtypes"]]
+    more = {name: chosen[name] for name in ("families", "shapes", "keys")}
+    return cls.operation, cls.usual(recipes, dtypes=dtypes, **more)
 
 
 def _selected(
@@ -446,7 +445,9 @@ def reproduction(function: Callable[..., Any], case: str, options: Mapping[str, 
     contract: Contract | None = options["contract"]
     given = _DEFAULTS | {"operation": case.partition("/")[0], "contract": contract}  # which the id says
     changed = "".join(f", {key}={value!r}" for key, value in options.items() if value != given[key])
-    parts = [(name_of_function(function), str(getattr(function, "__module__", "")), function)]
+    parts: list[tuple[str, str, Any]] = [
+        (name_of_function(function), str(getattr(function, "__module__", "")), function)
+    ]
     if contract is not None:
         parts.append((contract.function.__name__, contract.function.__module__, contract))
     modules = [_module_to_import(*part) for part in parts]

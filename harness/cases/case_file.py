@@ -23,9 +23,8 @@ from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, near
 from narrowgauge.harness.cases.operations import (
     OPERATIONS,
     case_from_id,
-    outside_contracts,
+    contracts_in,
     outside_operations,
-    use_operations,
 )
 from narrowgauge.spec.recipes import RuleError, use_rules
 
@@ -135,9 +134,7 @@ def load_all(
 def contract_cases(path: Path, recipes: Sequence[str]) -> list[Case]:
     """The usual cases of the contracts of a file, which are operations from then on. Raises CaseFileError."""
     try:
-        use_operations([path])
-        classes = [cls for cls in outside_contracts().values() if os.path.samefile(cls.declared.file, path)]
-        return [case for cls in classes for case, _ in cls.usual(recipes, views=False, file=str(path))]
+        return [case for cls in contracts_in(path) for case, _ in cls.usual(recipes, views=False, file=str(path))]
     except ValueError as error:  # of a contract, or of a recipe
         raise CaseFileError(str(error)) from error
 

@@ -243,6 +243,15 @@ def outside_files() -> list[Path]:
     return sorted(files.union(map(Path, filter(None, imported))) if files else files)
 
 
+def contracts_in(file: str | os.PathLike[str]) -> list[type[ContractCase]]:
+    """The case classes of the contracts of a file, which are operations from then on. Raises OperationError."""
+    use_operations([file])
+    found = [cls for cls in outside_contracts().values() if os.path.samefile(cls.declared.file, file)]
+    if not found:
+        raise OperationError(f"{file}: holds no contract, a function with @contract; see docs/contracts.md")
+    return found
+
+
 def outside_contracts() -> dict[str, type[ContractCase]]:
     """Case classes of a user's contracts by name."""
     return {name: place.contract for name, place in OPERATIONS.places.items() if place.contract is not None}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, stop
+from narrowgauge.harness.cli.options import BackendArgument, Contracts, Device, Rules, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
 Details = Annotated[bool, typer.Option("--details", help="Also a row for each input.")]
@@ -29,7 +29,10 @@ Format = Annotated[
 
 def which_dialect(
     backend: BackendArgument,
-    name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
+    contract: Contracts = None,
+    name: Annotated[
+        str, typer.Option("--recipe", help="What its quantize is asked for (default: nvfp4), or its contract.")
+    ] = "",
     device: Device = "cpu",
     seed: Seed = 0,
     details: Details = False,
@@ -42,10 +45,14 @@ def which_dialect(
 ) -> None:
     """Say which dialect a quantizer follows, and where it differs.
 
-    The dialect is a library's rule; every difference from it has a class. Exit status 0 if a dialect with the listed
-    differences, all of a known class, explains every input; 1 if not.
+    The dialect is a library's rule; every difference from it has a class. With --contract it is the values of the
+    fields of each contract. Exit status 0 if a dialect with the listed differences, all of a known class, explains
+    every input; 1 if not.
     """
     require_device(device)
+    if contract:
+        _of_contracts(backend, contract, [name] if name else [], device, seed, form)
+    name = name or "nvfp4"
     import torch
     from rich.console import Console
 
@@ -90,3 +97,32 @@ def which_dialect(
             stop(str(error))
         typer.echo(f'{save}: has the rule {name}; narrowgauge.check(function, "{save}") judges by it', err=True)
     raise typer.Exit(0 if result.explained else 1)
+
+
+def _of_contracts(backend: str, files: list[Path], recipes: list[str], device: str, seed: int, form: Form) -> NoReturn:
+    """Print the values of the fields of each contract of the files for which the backend has a method."""
+    import json
+
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.backends.host import HostLost
+    from narrowgauge.harness.cases.operations import OperationError, contracts_in
+    from narrowgauge.harness.hosts.remote_host import hosted_backend
+    from narrowgauge.harness.tools.dialect.contract import fit_contract
+
+    if form is Form.ISSUE:
+        stop("--format issue is of a quantizer; a contract has table and json")
+    try:
+        classes = [cls for file in files for cls in contracts_in(file)]
+        with hosted_backend(backend, device) as loaded:
+            own = [cls for cls in classes if loaded.has(next(iter(cls.all_methods())))]
+            if not own:
+                stop(f"backend {backend} has no method of {', '.join(cls.operation for cls in classes)}")
+            fits = [fit_contract(loaded, cls, recipes, seed) for cls in own]
+    except (BackendError, HostLost, OperationError, ValueError) as error:
+        stop(str(error))
+    for fit in fits:
+        if form is Form.JSON:
+            typer.echo(json.dumps(fit.as_json()))
+        else:
+            typer.echo("\n".join([fit.contract, *(f"  {line}" for line in fit.lines())]))
+    raise typer.Exit(0 if all(fit.explained for fit in fits) else 1)

@@ -9,7 +9,7 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.harness.operations.contracts.judge import accepted_table, judge_contract
+from narrowgauge.harness.operations.contracts.judge import Shown, accepted_table, judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, result_tensors
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -30,7 +30,16 @@ def _inputs(make: Maker[ContractCase]) -> Inputs:
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
     fields: Any = backend.declares.get(case.operation, {})
-    program = case.declared_program(fields)
+    shown, outcome = called(case, inputs, backend)
+    return judge_contract(case.declared_program(fields), inputs.tensors, shown, outcome)
+
+
+def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown, Outcome]:
+    """The results of the method with the name of the contract, and the stages of its repeated and guarded calls.
+
+    Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
+    """
+    program = case.program
     method = next(iter(case.all_methods()))
     recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
 
@@ -53,4 +62,4 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
         shown = named_results(program, inputs.tensors, {name: dense(tensor) for name, tensor in outputs.items()})
     except (TypeError, ValueError) as error:
         raise BackendError(f"{method} gave a result that does not fit: {error}") from error
-    return judge_contract(program, inputs.tensors, shown, Outcome(protection, outputs, seconds=seconds))
+    return shown, Outcome(protection, outputs, seconds=seconds)
