@@ -24,6 +24,7 @@ MEMORY_CAUSES = {
     "concurrent-threads": "its result depends on calls of another thread at the same time",
     "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of an earlier replay",
     "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
+    "rows-dependent": "a row has other bytes beside other rows",
 }
 """Causes that the guarded runs report (`harness.operations.stages.repeated`), and their sentences."""
 MODULE_CAUSES = {

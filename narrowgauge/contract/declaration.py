@@ -10,7 +10,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import Axes, ContractError, Program, Tensor
@@ -68,7 +68,7 @@ differ, and numbers are passed."""
 
 _MOST = 64
 """Sets of choices that are traced together."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+Rows = Literal["independent"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Contract:
     """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
     flags: tuple[str, ...]
     """The keyword arguments of the type `Flag`."""
+    rows: str = ""
+    """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
 
     @property
     def name(self) -> str:
@@ -110,7 +112,7 @@ class Contract:
             "parameters": list(inspect.signature(self.function).parameters),
             "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
             "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
-            "flags": list(self.flags),
+            "flags": list(self.flags), "rows": self.rows,
         }  # fmt: skip
 
     def usual_requests(self) -> Iterator[dict[str, Any]]:
@@ -186,14 +188,29 @@ def place_of(error: BaseException, path: str) -> str:
     return f"{path}:{lines[-1]}" if lines else path
 
 
-def contract(function: Function) -> Contract:
+@overload
+def contract(function: Callable[..., Any]) -> Contract: ...
+
+
+@overload
+def contract(*, rows: Rows) -> Callable[[Callable[..., Any]], Contract]: ...
+
+
+def contract(
+    function: Callable[..., Any] | None = None, *, rows: Rows | None = None
+) -> Contract | Callable[[Callable[..., Any]], Contract]:
     """Make a function a contract. Its text says step by step what a kernel computes.
+
+    `@contract(rows="independent")` also says that a row has the same bytes alone, beside any other rows and in any
+    place, so that a sum has the same order for every number of rows. Kernels are then run on such rows too.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`, which may have a
     default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel too; a
     bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of values
     by name; names are those of the results of a kernel, in their order. Raises ContractError for another signature.
     """
+    if function is None:
+        return lambda function: replace(contract(function), rows=rows or "")
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     tensors: dict[str, tuple[type[Argument], Axes]] = {}
     recipes: dict[str, str] = {}

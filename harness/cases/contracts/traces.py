@@ -70,6 +70,8 @@ class Declared:
     """All values of an option that has few."""
     flags: tuple[str, ...]
     """The options of the type `Flag`."""
+    rows: str
+    """"independent" if a row has the same bytes beside any other rows, else empty."""
     tracer: Tracer
 
     @cached_property

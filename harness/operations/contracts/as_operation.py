@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.contracts.case import ContractCase
+from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import Shown, accepted_table, judge_contract
-from narrowgauge.harness.operations.contracts.results import named_results, result_tensors
+from narrowgauge.harness.operations.contracts.results import named_results, result_tensors, stored_results
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.harness.operations.stages.rows import rows_stage
+from narrowgauge.spec.program import Program
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
@@ -31,7 +37,41 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
     fields: Any = backend.declares.get(case.operation, {})
     shown, outcome = called(case, inputs, backend)
+    if case.declared.rows and has_rows(case.program) and len(next(iter(inputs.tensors.values()))) > 1:
+        outcome.stages.append(_rows(case, inputs, backend, shown))
     return judge_contract(case.declared_program(fields), inputs.tensors, shown, outcome)
+
+
+def has_rows(program: Program) -> bool:
+    """Whether each row of the first argument gives a row of every result, without the other rows."""
+    axis = program.arguments[0].axes[:1]
+    for number in program.outputs.values():
+        step = program.steps[number]
+        recipe = None if step.recipe is None else find_recipe(step.recipe)
+        if step.axes[:1] != axis or (recipe is not None and _shared_by_rows(recipe)):
+            return False
+    return not any(axis[0] in step.axes[1:] for step in program.steps)
+
+
+def _shared_by_rows(recipe: Recipe) -> bool:
+    """Whether several rows have one scale that is made from them."""
+    of_tensor = recipe.granularity == "tensor" and recipe.tensor_scale not in ("none", "given")
+    return of_tensor or (not recipe.whole and recipe.block[0] > 1)
+
+
+def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:
+    """The stage of rows by themselves."""
+    axis = case.program.arguments[0].axes[:1]
+    names = {a.name for a in case.program.arguments if a.axes[:1] == axis}
+    by_row = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
+    others = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}
+    whole = {name: tensor for name, tensor in stored_results(case.program, shown).items() if tensor.dim() > 1}
+
+    def run(given: Tensors) -> Tensors:
+        found = named_results(case.program, given, _call(case, backend, given))
+        return {name: t for name, t in stored_results(case.program, found).items() if name in whole}
+
+    return rows_stage(backend, by_row, others, whole, run)
 
 
 def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown, Outcome]:
@@ -39,27 +79,29 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown,
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
-    program = case.program
-    method = next(iter(case.all_methods()))
-    recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
-
-    def call(given: Tensors) -> Tensors:
-        arguments: list[Any] = []
-        for name in case.declared.parameters:
-            if name in given:
-                arguments.append(given[name])
-            elif name in recipes:
-                arguments.append(find_recipe(recipes[name]))
-        result = backend.call(method, *arguments, **case.passed)
-        try:
-            return result_tensors(program, result)
-        except (TypeError, ValueError) as error:
-            raise BackendError(f"{method} gave a result that does not fit: {error}") from error
-
     given = {name: laid_out(tensor, case.view) for name, tensor in inputs.tensors.items()}
-    outputs, protection, seconds = repeated(backend, inputs.x.device, given, call)
-    try:
-        shown = named_results(program, inputs.tensors, {name: dense(tensor) for name, tensor in outputs.items()})
-    except (TypeError, ValueError) as error:
-        raise BackendError(f"{method} gave a result that does not fit: {error}") from error
+    outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
+    dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
+    with _form_of(case):
+        shown = named_results(case.program, inputs.tensors, dense_outputs)
     return shown, Outcome(protection, outputs, seconds=seconds)
+
+
+def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
+    """The tensors that the method gives for these tensors."""
+    recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
+    known = {**given, **{name: find_recipe(recipe) for name, recipe in recipes.items()}}
+    arguments = [known[name] for name in case.declared.parameters if name in known]
+    result = backend.call(next(iter(case.all_methods())), *arguments, **case.passed)
+    with _form_of(case):
+        return result_tensors(case.program, result)
+
+
+@contextmanager
+def _form_of(case: ContractCase) -> Iterator[None]:
+    """Raise BackendError for a result that does not fit."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        method = next(iter(case.all_methods()))
+        raise BackendError(f"{method} gave a result that does not fit: {error}") from error

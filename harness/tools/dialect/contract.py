@@ -30,7 +30,7 @@ class Called:
 
     case: ContractCase
     tensors: dict[str, torch.Tensor]
-    shown: dict[str, torch.Tensor | Quantized]
+    shown: Mapping[str, torch.Tensor | Quantized]
 
     def wrong(self, program: Program) -> int:
         """Elements that the steps do not explain."""
