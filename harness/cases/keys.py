@@ -241,7 +241,8 @@ class Key:
 
     def render(self, value: Any) -> str | None:
         """The flag of a value in an id: `bias`, `steps:3`, or the value; None for a value without a flag."""
-        hidden = (self.default, *(self.choices[:1] if self.default is None else ()))
+        first = self.choices[:1] if self.default is None and self.flag is not Flag.NAMED else ()
+        hidden = (self.default, *first)
         if self.flag is None or (self.flag is not Flag.ALWAYS and value in hidden):
             return None
         if isinstance(value, bool):

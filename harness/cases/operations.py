@@ -116,6 +116,11 @@ class _Operations(Mapping[str, type[Case]]):
         """Find the operations again when they are next asked for."""
         self._found = None
 
+    def let_go(self) -> None:
+        """Forget the contracts that are objects of this process."""
+        _HELD.clear()
+        self.forget()
+
     def _load(self, name: str, place: _Place) -> type[Case]:
         if place.contract is not None:
             return place.contract

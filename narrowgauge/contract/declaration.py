@@ -123,8 +123,9 @@ class Contract:
         first = next((recipe for recipe in self.recipes.values() if recipe), "nvfp4")
         for dtype in Argument.dtypes:
             dtypes = {n: dtype if dtype in kind.dtypes else kind.dtypes[0] for n, (kind, _) in self.tensors.items()}
-            for recipe in named:
-                yield {"dtypes": dtypes, "recipes": recipe, "options": self.options}
+            for recipe, flag in itertools.product(named, ("", *self.flags)):
+                options = {**self.options, **({flag: True} if flag else {})}
+                yield {"dtypes": dtypes, "recipes": recipe, "options": options}
             for options in every:
                 yield {"dtypes": dtypes, "recipes": dict.fromkeys(self.recipes, first), "options": options}
 
