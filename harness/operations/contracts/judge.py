@@ -12,7 +12,7 @@ import torch
 from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.contracts.changes import changed_causes
+from narrowgauge.harness.operations.contracts.causes import changed_causes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.reference.contracts.accepted import Part, order_of
