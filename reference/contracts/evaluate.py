@@ -131,12 +131,17 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
 
 
-def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor) -> Tensors:
-    """The inputs of some rows of the results, with the arguments of other rows that a changed contract reads."""
-    axis = program.arguments[0].axes[:1]
-    found = {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
+def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, known: Tensors | None = None) -> Tensors:
+    """The inputs of some rows of the results, with the arguments of other rows that a changed contract reads.
+
+    `known`: such inputs, which are not taken again.
+    """
+    axis, found = program.arguments[0].axes[:1], dict(known or {})
+    for argument in program.arguments if known is None else ():
+        tensor = tensors[argument.name]
+        found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
     for step in program.steps:
-        if "row" in step.options:
+        if "row" in step.options and _key(step) not in found:
             found[_key(step)] = other_row(tensors[step.options["name"]], step.options["row"])[rows]
     return found
 

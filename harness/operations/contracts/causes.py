@@ -35,10 +35,11 @@ def changed_causes(
     search = _Search(program, tensors, shown, stage, limit)
     search.try_singles()
     if not search.found:
-        search.try_pairs(search.nearest(), set())
-    else:
-        search.try_rival_pairs()
+        search.try_pairs(search.nearest())
     return search.causes()
+
+
+_LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
 
 
 @dataclass
@@ -70,7 +71,7 @@ class _Search:
     def _replay(self, rows: torch.Tensor | None) -> Replay:
         shown = self.shown if rows is None else {name: rows_of(result, rows) for name, result in self.shown.items()}
         some = slice(None) if rows is None else rows
-        found = Replay(self.tensors, shown, some, self.keys, rows is None, {})
+        found = Replay(self.tensors, shown, some, self.keys, rows is None)
         found.remember(self.program)
         return found
 
@@ -81,9 +82,7 @@ class _Search:
             if not self.limit.may_try():
                 break
             self.singles.append(change)
-            evidence = self.some.evidence(change.program)
-            if evidence.fits:
-                evidence = self._of_all_rows(change.program, evidence)
+            evidence = self._evidence(change.program)
             if evidence.fits:
                 self.found.append((change, evidence))
             elif not evidence.excluded:
@@ -93,47 +92,54 @@ class _Search:
 
     def nearest(self) -> list[Change]:
         """The single changes whose results are nearest to the kernel's, the nearest first."""
-        plain = self.probe.evidence(self.program, whole=True).distance
-        distances = {
-            change.name: self.probe.evidence(change.program, whole=True).distance
+        evidence = {
+            change.name: self.probe.evidence(change.program, whole=True)
             for change in self.singles
             if not self.limit.reached
         }
-        nearer = [change for change in self.singles if distances.get(change.name, plain) < plain]
-        return sorted(nearer, key=lambda change: distances[change.name])[:_NEAREST]
+        tried = [change for change in self.singles if change.name in evidence]
+        by_share = sorted(tried, key=lambda change: (evidence[change.name].share, evidence[change.name].distance))
+        by_distance = sorted(tried, key=lambda change: evidence[change.name].distance)
+        half = _NEAREST // 2
+        return list({change.name: change for change in (*by_share[:half], *by_distance[:half])}.values())
 
-    def try_pairs(self, firsts: Iterable[Change], without: set[str]) -> None:
+    def try_pairs(self, firsts: Iterable[Change]) -> None:
         """Judge the results under pairs of changes."""
         for first in firsts:
             values = dict(self.probe.known)
             self.probe.remember(first.program)
             for second in self._new(changes(first.program)):
-                if second.name in without:
-                    continue
                 if not self.limit.may_try():
                     break
                 self.pairs += 1
-                if self.probe.evidence(second.program, first=True).fits and self.some.evidence(second.program).fits:
-                    evidence = self._of_all_rows(second.program)
-                    if evidence.fits:
-                        both = f"{first.sentence}, and {second.sentence}"
-                        self.found.append((Change(f"{first.name},{second.name}", both, second.program), evidence))
+                if not self.probe.evidence(second.program, first=True).fits:
+                    continue
+                evidence = self._evidence(second.program)
+                if evidence.fits:
+                    both = f"{first.sentence}, and {second.sentence}"
+                    self.found.append((Change(f"{first.name},{second.name}", both, second.program), evidence))
             self.probe.known = values
 
-    def try_rival_pairs(self) -> None:
-        """Judge the results under pairs of the changes that are nearest beside those that were found."""
-
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
-        """The changes that compute the results in another way than all changes before."""
+        """The changes that compute the results in another way than all changes before; of several that compute them in
+        the same way, the one with the shortest sentence."""
+        unlike: dict[tuple[int, ...], Change] = {}
         for change in some:
             key = self.keys.of_outputs(change.program)
-            if key not in self.known:
-                self.known.add(key)
-                yield change
+            if key not in self.known and len(change.sentence) < len(unlike.get(key, _LONGEST).sentence):
+                unlike[key] = change
+        self.known |= unlike.keys()
+        yield from unlike.values()
 
-    def _of_all_rows(self, program: Program, evidence: Evidence | None = None) -> Evidence:
+    def _evidence(self, program: Program) -> Evidence:
+        """What some rows say about a program, and all rows if these accept it."""
+        across = any(step.function == "amax_of_all" for step in program.steps)
+        evidence = Evidence() if across else self.some.evidence(program)
+        return self._of_all_rows(program) if evidence.fits and (across or not self.whole) else evidence
+
+    def _of_all_rows(self, program: Program) -> Evidence:
         if self.whole:
-            return self.some.evidence(program, whole=True) if evidence is None else evidence
+            return self.some.evidence(program, whole=True)
         found = Evidence()
         try:
             for _, part in judged(program, self.tensors, as_shown(program, self.shown)):

@@ -63,7 +63,7 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
     else:
         scopes = list(site.scopes(apart=row.apart))
     for value in row.over(site):
-        editor.restart(step.line)
+        editor.restart(site.line)
         new = row.edit(site, value)
         if new is None:
             continue
@@ -74,7 +74,7 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
             if changed is not None:
                 yield Change(
                     f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope}",
-                    f"{sentence}{phrase} (line {step.line})",
+                    f"{sentence}{phrase} (line {site.line})",
                     changed,
                 )
 

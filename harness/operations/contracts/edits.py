@@ -109,6 +109,12 @@ class Site:
         """The step."""
         return self.editor.program.steps[self.number]
 
+    @cached_property
+    def line(self) -> int:
+        """The line of the step; of an argument, the line of its first user."""
+        users = [user for user, _ in self.editor.uses(self.number) if user != OUTPUT]
+        return self.editor.program.steps[min(users)].line if self.step.function == "argument" and users else self.step.line
+
     @property
     def old(self) -> Value:
         """The right value."""

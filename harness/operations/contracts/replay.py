@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ class Evidence:
     """Those of them that lie farther from the accepted range than the range is wide: all wrong determined bytes."""
     rows: frozenset[int] = frozenset()
     """Rows with such elements."""
+    share: float = 0.0
+    """Sum over the results of the share of wrong elements."""
     distance: float = 0.0
-    """Mean over the results of log2(1 + distance in codes)."""
+    """Sum over the results of the mean of log2(1 + distance in codes)."""
     judged: bool = True
     """Whether the contract determines enough to be a cause: at least half of the codes, and no result is free."""
 
@@ -103,6 +105,7 @@ class Evidence:
         self.strong += int(strong.sum())
         by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
         self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
+        self.share += float(part.wrong.float().mean())
         self.distance += float(distance.double().add_(1).log2_().mean())
 
 
@@ -118,7 +121,9 @@ class Replay:
     keys: Keys
     whole: bool
     """Whether the rows are all rows, so that the amax of the tensor is theirs."""
-    known: dict[int, Any]
+    known: dict[int, Any] = field(default_factory=dict)
+    inputs: Tensors | None = None
+    """Inputs of the rows."""
 
     def remember(self, program: Program) -> None:
         """Keep the values of a program."""
@@ -136,14 +141,15 @@ class Replay:
                 if (found.excluded and not whole) or (first and found.wrong):
                     break
         except ValueError:  # the change hides the amax of the tensor, or its recipe cannot be judged
-            return Evidence(wrong=1, strong=WRONG, rows=frozenset(range(SCOPES)), distance=99.0)
+            return Evidence(wrong=1, strong=WRONG, rows=frozenset(range(SCOPES)), share=9.0, distance=99.0)
         return found
 
     def parts(self, program: Program, *, keep: bool = False) -> Iterator[tuple[str, Part]]:
         """Each result and what the program accepts, in the order of the steps."""
         keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
         shown = as_shown(program, self.shown)
-        evaluation = Evaluation(program, of_rows(program, self.tensors, self.rows), {})
+        self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
+        evaluation = Evaluation(program, self.inputs, {})
         for number, step in enumerate(program.steps):
             name = names.get(number)
             if step.recipe is not None:

@@ -30,6 +30,10 @@ class PossibleCause(NamedTuple):
 class Limit(Protocol):
     """Limit of a diagnosis (`harness.diagnosis.search.time_limit`)."""
 
+    @property
+    def reached(self) -> bool:
+        """Whether the time is over."""
+
     def may_try(self) -> bool:
         """Whether a further mistake may be tried."""
 
