@@ -16,7 +16,7 @@ from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quan
 from narrowgauge.harness.diagnosis.quantize.further_inputs import FurtherRun
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
-from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.outcome import Outcome, PossibleCause
 
 
 def explain(
@@ -64,6 +64,7 @@ def _known_mistakes(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit
     """Mistakes of the wrong stage that its operation knows (`Outcome.causes`), if they give the kernel's result."""
     search = outcome.causes.get(wrong_stage.stage)
     explanations: dict[str, Explanation] = {}
-    for cause, sentence in search(wrong_stage, limit) if search is not None else ():
-        explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+    for cause in search(wrong_stage, limit) if search is not None else ():
+        exact = not isinstance(cause, PossibleCause) or cause.exact
+        explanations.setdefault(cause[0], Explanation(cause[0], cause[1], wrong_stage.stage, exact=exact))
     return list(explanations.values())

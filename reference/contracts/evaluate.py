@@ -16,6 +16,13 @@ from narrowgauge.reference.contracts import interval as i
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
+from narrowgauge.reference.contracts.changed_steps import (
+    CHANGED_STEPS,
+    changed_quantize,
+    divisor,
+    other_row,
+    some_columns,
+)
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
@@ -51,35 +58,53 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     """
     check_tensors(program, tensors)
     names = {number: name for name, number in program.outputs.items()}
-    ends: dict[int, list[Ends]] = {number: [] for number, name in names.items() if name in shown}
+    ends: dict[int, list[list[Ends]]] = {number: [] for number, name in names.items() if name in shown}
     for rows in slabs_of_rows(program, tensors):
-        evaluation = Evaluation(program, _of_rows(program, tensors, rows), {})
+        evaluation = Evaluation(program, of_rows(program, tensors, rows), {})
         for number, step in enumerate(program.steps):
             dtype = DTYPES.get(step.dtype, torch.float32)
             if step.recipe is not None:
                 if number in ends:
-                    ends[number].append(Ends.of(evaluation.values[step.operands[0]], dtype))
+                    ends[number].append(ends_of_quantized(evaluation, step))
                 continue
             value = STEPS[step.function](evaluation, step)
             if number in ends:
-                ends[number].append(Ends.of(value, dtype))
+                ends[number].append([Ends.of(value, dtype)])
                 result = shown[names[number]]
                 assert isinstance(result, torch.Tensor)
                 own = result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result
-                value = _handed_on(step, value, own)
+                value = handed_on(step, value, own)
             evaluation.values[number] = value
     for number, parts in ends.items():
-        step, name, result = program.steps[number], names[number], shown[names[number]]
-        joined = Ends.joined(parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1])
-        if isinstance(result, Quantized):
-            scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
-            for part, judgement in judge_quantized(joined, result, scale):
-                yield part if name == "quantized" else f"{name}.{part}", judgement
-        else:
-            yield name, judge_range(result, joined.low, joined.high, joined.nan)
+        step, name = program.steps[number], names[number]
+        some = parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1]
+        joined = [Ends.joined(operand) for operand in zip(*some, strict=True)]
+        yield from judge_output(program, number, joined, shown[name], tensors)
 
 
-def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
+def judge_output(
+    program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized, tensors: Tensors
+) -> Iterator[tuple[str, Part]]:
+    """What is accepted of the result of step `number`, given the ends of what it shows or quantizes."""
+    step = program.steps[number]
+    name = next(name for name, shown in program.outputs.items() if shown == number)
+    if not isinstance(result, Quantized):
+        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
+        return
+    given = step.operands[len(ends) :]
+    scale = tensors[program.steps[given[0]].options["name"]] if given else None
+    rounding, view = changed_quantize(step.options)
+    for part, judgement in judge_quantized(ends[0], view(result), scale, statistics=ends[-1], rounding=rounding):
+        yield part if name == "quantized" else f"{name}.{part}", judgement
+
+
+def ends_of_quantized(evaluation: Evaluation, step: Step) -> list[Ends]:
+    """The ends of what is quantized, and of another matrix whose amaxes give the scales, if there is one."""
+    matrices = step.operands if step.options.get("statistics") else step.operands[:1]
+    return [Ends.of(evaluation.values[n], DTYPES[evaluation.program.steps[n].dtype]) for n in matrices]
+
+
+def handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     """The numbers that a kernel that shows `shown` may go on with: after a cast this one, else every number of the step
     that rounds to it, since a kernel may keep a wider one. A number outside of the interval is the kernel's own."""
     number = i.exactly(shown)
@@ -106,9 +131,25 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
 
 
-def _of_rows(program: Program, tensors: Tensors, rows: slice) -> Tensors:
-    axis = program.arguments[0].axes[:1]
-    return {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
+def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, known: Tensors | None = None) -> Tensors:
+    """The inputs of some rows of the results, with the arguments of other rows that a changed contract reads.
+
+    `known`: such inputs, which are not taken again.
+    """
+    axis, found = program.arguments[0].axes[:1], dict(known or {})
+    for argument in program.arguments if known is None else ():
+        tensor = tensors[argument.name]
+        found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
+    for step in program.steps:
+        if "row" in step.options and _key(step) not in found:
+            found[_key(step)] = other_row(tensors[step.options["name"]], step.options["row"])[rows]
+    return found
+
+
+def _key(step: Step) -> str:
+    """The name of an argument in `Evaluation.tensors`."""
+    name, row = step.options["name"], step.options.get("row")
+    return f"{name}" if row is None else f"{name} of row {row}"
 
 
 def check_tensors(program: Program, tensors: Tensors) -> None:
@@ -136,7 +177,7 @@ def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
 
 
 def _argument(evaluation: Evaluation, step: Step) -> Interval:
-    return i.exactly(evaluation.tensors[step.options["name"]])
+    return i.exactly(evaluation.tensors[_key(step)])
 
 
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
@@ -184,31 +225,19 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
-def _expanded(evaluation: Evaluation, step: Step) -> Interval:
-    """The first operand in the shape of all operands."""
-    first, *others = (evaluation.values[number] for number in step.operands)
-    shape = _common_shape(others)
-    return first.arranged(lambda t: t.expand(shape))  # type: ignore[no-any-return]
-
-
-def _rolled(evaluation: Evaluation, step: Step) -> Interval:
-    """Each number in place of the number before it along an axis."""
-    value: Interval = evaluation.values[step.operands[0]]
-    return value.arranged(lambda t: t.roll(-1, step.options["axis"]))
-
-
 def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
     """A reduction, of the columns that the options name."""
 
     def reduce(evaluation: Evaluation, step: Step) -> Interval:
         value: Interval = evaluation.values[step.operands[0]]
-        options = dict(step.options)
-        (first, last), less = options.pop("columns", (0, None)), options.pop("less", 0)
-        if options.pop("half", False):
-            last = value.shape[-1] // 2
+        options, size = dict(step.options), value.shape[-1]
+        columns, rule = options.pop("columns", None), options.pop("divisor", None)
         if step.function == "mean":
-            options["count"] = value.shape[-1] - less
-        return function(value.arranged(lambda t: t[..., first:last]), **options)
+            options["count"] = size if rule is None else divisor(rule, size)
+        if columns is not None:
+            some = some_columns(columns, size)
+            value = value.arranged(lambda t: t[..., some])
+        return function(value, **options)
 
     return reduce
 
@@ -231,8 +260,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
-    "maximum_of": _plain(sums.largest), "expanded": _expanded, "rolled": _rolled,
-    "add_one": lambda evaluation, step: i.add(evaluation.values[step.operands[0]], i.exactly(1.0, evaluation.device)),
+    **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
+from narrowgauge.reference.contracts.changed_steps import Scaled
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -39,8 +40,14 @@ def problem(recipe: Recipe) -> str | None:
     return None
 
 
-def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
+def judge_quantized(
+    y: Ends, kernel: Quantized, scale: torch.Tensor | None, *, statistics: Ends | None = None,
+    rounding: Scaled | None = None,
+) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """What is accepted of the quantization of `y` (M, K), and the kernel's results.
+
+    `statistics`: another matrix, whose amaxes give the scales; `rounding`: a function of the scaled elements before
+    they are rounded. No correct kernel has either; they explain wrong bytes.
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
@@ -50,7 +57,7 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
     wrong = problem(recipe)
     if wrong is not None:
         raise ValueError(wrong)
-    small, large = _magnitudes(y)
+    small, large = _magnitudes(y if statistics is None else statistics)
     low = block_amaxes(small, recipe)
     blocks = [low, low if small is large else block_amaxes(large, recipe)]
     uncertain = None if y.nan is None else y.nan & ~y.never
@@ -62,12 +69,14 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
         tensor = tensor_scale(amax, recipe, dtype)
     scales, own = linear_scales(kernel), blocks
     if recipe.block_scale != "given" and not (recipe.whole and tensor is not None):
-        part, own = _judge_scales(blocks, tensor, recipe, dtype, scales, free)
+        of_amaxes = dtype if statistics is None else statistics.low.dtype
+        part, own = _judge_scales(blocks, tensor, recipe, of_amaxes, scales, free)
         yield "scales", part
     elif recipe.block_scale != "given":
         expected = block_scales(low, tensor, recipe, dtype)
         yield "scales", judge_range(scales, expected, expected, fmt=recipe.scale)
-    yield "codes", _judge_codes(y, kernel, scales, tensor, own)
+    bounded = statistics is None or statistics is y
+    yield "codes", _judge_codes(y, kernel, scales, tensor, own, rounding, bounded=bounded)
 
 
 def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,11 +235,17 @@ class _Grid:
 
 
 def _judge_codes(
-    y: Ends, kernel: Quantized, scales: torch.Tensor, tensor: torch.Tensor | None, own: list[torch.Tensor]
-) -> Part:
-    """The codes given the kernel's scales, of numbers that are no larger than the amaxes with these scales."""
+    y: Ends, kernel: Quantized, scales: torch.Tensor, tensor: torch.Tensor | None, own: list[torch.Tensor],
+    rounding: Scaled | None = None, *, bounded: bool = True,
+) -> Part:  # fmt: skip
+    """The codes given the kernel's scales, of numbers that are no larger than the amaxes with these scales.
+
+    `bounded`: whether the amaxes are those of the numbers.
+    """
     recipe, columns = kernel.recipe, kernel.shape[1]
-    lower = elements(encode_elements(y.low, scales, tensor, recipe, blocks=own[1]), columns, recipe)
+    lower = elements(
+        encode_elements(y.low, scales, tensor, recipe, blocks=own[1], rounding=rounding), columns, recipe
+    )
     actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
     uncertain = _uncertain(y, own, recipe)
     if uncertain is None or not bool(uncertain.any()):
@@ -239,10 +254,10 @@ def _judge_codes(
     row, column = uncertain.nonzero(as_tuple=True)
     block_row, block = _blocks_of(row, column, recipe)
     of_element = tensor if tensor is None or len(tensor) == 1 else tensor[row]
-    given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype)
+    given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype, rounding)
     amax = [end[block_row, block] for end in own]
     low, high = (end[row, column] for end in (y.low, y.high))
-    if not recipe.whole and recipe.block_scale != "given":
+    if bounded and not recipe.whole and recipe.block_scale != "given":
         most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)
         low, high = (torch.where(end.abs() > most, most.copysign(end), end) for end in (low, high))
     least, greatest = given.ends(low, high, amax)
@@ -288,12 +303,14 @@ class _Elements:
     scales: torch.Tensor
     tensor: torch.Tensor | None
     dtype: torch.dtype
+    rounding: Scaled | None = None
 
     def codes(self, x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """The codes, uint8, of elements (N,) in blocks with these amaxes (N,)."""
         stored = self.scales.unsqueeze(1)
         factors = element_factors(stored, self.tensor, self.recipe, self.dtype, amax.unsqueeze(1))
         scaled = scale_elements(x.unsqueeze(1), factors, self.tensor, self.recipe)
+        scaled = scaled if self.rounding is None else self.rounding(scaled, self.recipe.element)
         return element_codes(scaled, self.recipe)[:, 0]
 
     def ends(

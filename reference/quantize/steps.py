@@ -7,6 +7,8 @@ functions cite the rules. `by_slabs` serves speed alone: the size of a slab chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from narrowgauge.reference.numbers.blocks import block_amax, of_rows, over_tiles, tensor_amax
@@ -18,6 +20,7 @@ from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.layout import pack_codes
 from narrowgauge.reference.quantize.scaling import block_scales, element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.spec.arguments import Random
+from narrowgauge.spec.formats import Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
@@ -158,12 +161,14 @@ def encode_elements(
     random: Random | None = None,
     first: int = 0,
     blocks: torch.Tensor | None = None,
+    rounding: Callable[[torch.Tensor, Format], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Steps 6 to 8 under given block scales, such as those of a kernel: the stored codes of `x` (M, K).
 
     `x` is transformed already. `scales`: linear stored scales. `tensor`: the scale of the tensor or of the rows, None
     if the recipe has none. `random`, `first`: see `random_bytes`. `blocks`: `block_amaxes` of `x` if they are known;
-    only FP8 block recipes use them, see `element_factors`. Source: docs/numerics.md#nvfp4, steps 6 to 8.
+    only FP8 block recipes use them, see `element_factors`. `rounding`: a function of the scaled elements before step 7,
+    such as that of a wrong kernel. Source: docs/numerics.md#nvfp4, steps 6 to 8.
     """
     shape = (x.shape[0], x.shape[1])
     if blocks is None and recipe.element_scale == "x*(max/amax)":
@@ -172,6 +177,7 @@ def encode_elements(
 
     def codes_of(rows: slice) -> torch.Tensor:
         scaled = scale_elements(x[rows], factors[rows], of_rows(tensor, rows), recipe)
+        scaled = scaled if rounding is None else rounding(scaled, recipe.element)
         drawn_bytes = None if random is None else random_bytes(random, shape, rows, x.device, recipe.block[1], first)
         return pack_codes(element_codes(scaled, recipe, drawn_bytes), recipe)
 

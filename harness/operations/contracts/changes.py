@@ -1,293 +1,376 @@
-"""Causes of wrong bytes under a contract: the same contract with one step changed.
+"""Known mistakes of each kind of step, as rows of one table, and the changed contracts that they give.
 
-To explain wrong bytes, the contract is evaluated once more with one change at one step. The change is a candidate if
-the kernel's bytes fit the changed contract. A change that is not in the list may give the same bytes, so the sentence
-says how many were tried.
+A row names the functions whose steps it changes, the mistake, a sentence about it, and the value in place of the right
+one. It may run over several values, such as the dtypes of a rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.contract import steps as c
+from narrowgauge.contract.values import Value
+from narrowgauge.harness.operations.contracts.changed_recipes import changed_quantizations
+from narrowgauge.harness.operations.contracts.edits import OUTPUT, Editor, Site
+from narrowgauge.harness.operations.contracts.formulas import formula
+from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.program import QUANTIZE, Program, Step
-from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import find_recipe, recipes
-
-Shown = Mapping[str, torch.Tensor | Quantized]
-_ROWS = 32
-"""Rows that are tried first: a change that fits them is evaluated on all rows."""
-_LEFT_OUT = (1, 8, 16)
-"""Elements of a row that a sum may leave out: a thread's tail, or a vector of 16-bit or 8-bit elements."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A contract with one step changed."""
+    """A contract with one mistake."""
 
     name: str
+    """`function-number:row`, and where the wrong value is taken: `cast-7:left-out:in-9`."""
     sentence: str
     program: Program
 
 
-class Editor:
-    """Makes programs with one step changed. Steps before and after keep their order."""
+@dataclass(frozen=True)
+class Row:
+    """A mistake of some functions."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def replaced(self, number: int, step: Step) -> Program:
-        """The program with another step at a number; a cast that is left out gives its operand's dtype on."""
-        steps = list(self.program.steps)
-        steps[number] = step
-        for later, other in enumerate(steps):
-            if other.recipe is not None and other.operands[0] == number and other.dtype != step.dtype:
-                steps[later] = replace(other, dtype=step.dtype)
-        return replace(self.program, steps=tuple(steps))
-
-    def inserted(self, number: int, function: str, dtype: str, **options: Any) -> Program:
-        """The program with a step behind a number, whose result the later steps take."""
-        steps, new = list(self.program.steps), number + 1
-        moved = [
-            replace(step, operands=tuple(new if n == number else n + (n > number) for n in step.operands))
-            for step in steps[new:]
-        ]
-        axes = steps[number].axes
-        steps[new:] = [Step(function, (number,), options, axes, dtype, steps[number].line), *moved]
-        outputs = {name: n + (n > number) for name, n in self.program.outputs.items()}
-        return replace(self.program, steps=tuple(steps), outputs=outputs)
+    functions: tuple[str, ...]
+    name: str
+    sentence: str
+    """The step is {self}, its operands are {a} and {b}, its dtype is {dtype}, and the value of `over` is {v}."""
+    edit: Callable[[Site, Any], Value | None]
+    """The value in place of the step, for a value of `over`. None: the mistake is no mistake here."""
+    over: Callable[[Site], Iterable[Any]] = lambda site: ("",)
+    apart: bool = False
+    """Whether one of several users may take the wrong value alone."""
+    of_operand: bool = False
+    """Whether the edit gives the first operand of all steps of this function."""
 
 
 def changes(program: Program) -> Iterator[Change]:
     """Every single change of every step."""
     editor = Editor(program)
-    hidden = set(range(len(program.steps))) - set(program.outputs.values())
     for number, step in enumerate(program.steps):
-        where = f"line {step.line}"
-        for name, sentence, changed in _CHANGES.get(step.function, _no_changes)(editor, number, step):
-            if number in hidden or step.recipe is not None or changed.outputs != program.outputs:
-                yield Change(f"{step.function}-{number}:{name}", f"{sentence} ({where})", changed)
+        for row in _ROWS.get(step.function, ()):
+            yield from _changes_of(editor, Site(editor, number), row)
 
 
-Made = Iterator[tuple[str, str, Program]]
+def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
+    step, program = site.step, editor.program
+    if row.of_operand:
+        alike = {n for n, other in enumerate(program.steps) if other.function == step.function}
+        scopes = [("", "", [use for use in editor.uses(site.a.number) if use[0] in alike])]
+    else:
+        scopes = list(site.scopes(apart=row.apart))
+    for value in row.over(site):
+        editor.restart(site.line)
+        new = row.edit(site, value)
+        if new is None:
+            continue
+        name, words = (str(value), value) if not isinstance(value, tuple) else (value[0], value[1])
+        sentence = row.sentence.format(v=words, dtype=site.dtype, **_Names(program, site))
+        for scope, phrase, uses in scopes:
+            changed = editor.with_uses(uses, new.number)
+            if changed is not None:
+                yield Change(
+                    f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope}",
+                    f"{sentence}{phrase} (line {site.line})",
+                    changed,
+                )
 
 
-def _no_changes(editor: Editor, number: int, step: Step) -> Made:
-    return iter(())
+class _Names(dict[str, str]):
+    """Formulas of a step and of its operands, computed when a sentence names them."""
+
+    def __init__(self, program: Program, site: Site) -> None:
+        numbers = dict(zip(("self", "a", "b"), (site.number, *site.step.operands), strict=False))
+        super().__init__({name: formula(program, number) for name, number in numbers.items()})
 
 
-def _cast(editor: Editor, number: int, step: Step) -> Made:
-    out = replace(step, function="float32", dtype="float32")
-    yield "left-out", f"the cast to {step.dtype} is left out", editor.replaced(number, out)
-    truncated = replace(step, options={"rounding": "truncate"})
-    yield "truncated", f"the cast to {step.dtype} truncates", editor.replaced(number, truncated)
+# ---- values that rows run over ---------------------------------------------------------------------------------------
+
+_NARROW = ("bfloat16", "float16")
+_EPSILONS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+_CONSTANTS = (
+    (math.sqrt(2 / math.pi), math.sqrt(math.pi / 2), 2 / math.sqrt(math.pi), math.sqrt(0.5), math.sqrt(2), 2 / math.pi),
+    (1.702, 1.7, 1.72, 1.0, math.log2(math.e), 2 * math.sqrt(2 / math.pi)),
+    (0.044715, 0.04475, 0.044175, 0.04715, 0.044715 * math.sqrt(2 / math.pi), 0.44715, 0.0044715),
+    (math.sqrt(0.5), math.sqrt(2), 0.5, math.sqrt(2 / math.pi)),
+)
+_LEFT_OUT = (1, 2, 4, 8, 16, 32, 64)
+"""Elements of a row that a sum may leave out: a thread's tail, or vectors of a warp."""
+_PADDED = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _add(editor: Editor, number: int, step: Step) -> Made:
-    a, b = step.operands
-    yield "second-left-out", f"{_operand(editor, b)} is not added", editor.replaced(number, _only(step, a))
-    yield "first-left-out", f"{_operand(editor, a)} is not added", editor.replaced(number, _only(step, b))
-    subtracted = replace(step, function="subtract" if step.function == "add" else "add")
-    verb = "subtracted" if step.function == "add" else "added"
-    yield "sign", f"{_operand(editor, b)} is {verb}", editor.replaced(number, subtracted)
+def _other_constants(site: Site) -> list[float]:
+    """A constant doubled, halved, negated, left out, with fewer digits, and its usual neighbours."""
+    value = site.option("value")
+    found = [0.0, 2 * value, value / 2, -value, 1.0]
+    if value and float(value).is_integer():
+        found += [value - 1, value + 1, 1 / value]
+    for digits in (2, 3, 4):
+        found.append(float(f"{value:.{digits - 1}e}"))
+    if 0 < value <= _EPSILONS[-1]:
+        found += [*_EPSILONS, math.sqrt(value), value * value]
+    for family in _CONSTANTS:
+        if any(abs(value / other - 1) < 1e-3 for other in family):
+            found += family
+    unlike = {}
+    for other in found:
+        if abs(other - value) > 1e-7 * abs(value):
+            unlike.setdefault(f"{other:.7g}", other)
+    return list(unlike.values())
 
 
-def _multiply(editor: Editor, number: int, step: Step) -> Made:
-    a, b = step.operands
-    for one, other, which in ((a, b, "second"), (b, a, "first")):
-        yield (
-            f"{which}-left-out",
-            f"there is no factor {_operand(editor, other)}",
-            editor.replaced(number, _only(step, one)),
-        )
-        divided = replace(step, function="divide", operands=(one, other))
-        yield f"{which}-divides", f"{_operand(editor, other)} divides", editor.replaced(number, divided)
-        if _is_input(editor, other):
-            changed = editor.inserted(other, "add_one", "float32")
-            yield f"{which}-plus-one", f"the factor is 1 + {_operand(editor, other)}", changed
-            for axis, what in ((-1, "column"), (-2, "row")):
-                if len(editor.program.steps[other].axes) >= -axis and editor.program.steps[other].axes[axis] != "1":
-                    changed = editor.inserted(other, "rolled", editor.program.steps[other].dtype, axis=axis)
-                    yield f"{which}-of-next-{what}", f"{_operand(editor, other)} is that of the next {what}", changed
-
-
-def _divide(editor: Editor, number: int, step: Step) -> Made:
-    a, b = step.operands
-    inverted = replace(step, operands=(b, a))
-    yield (
-        "inverted",
-        f"{_operand(editor, b)} / {_operand(editor, a)} in place of the quotient",
-        editor.replaced(number, inverted),
-    )
-    yield "left-out", f"there is no division by {_operand(editor, b)}", editor.replaced(number, _only(step, a))
-    product = replace(step, function="multiply", options={})
-    yield "multiplied", f"{_operand(editor, b)} multiplies", editor.replaced(number, product)
-
-
-def _reduction(editor: Editor, number: int, step: Step) -> Made:
-    noun = step.function
+def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
+    """Columns of a row that a sum may take alone."""
+    found: list[tuple[str, str, tuple[float, float | None, int]]] = []
     for count in _LEFT_OUT:
-        for name, columns in (("last", (0, -count)), ("first", (count, None))):
-            changed = replace(step, options={**step.options, "columns": columns})
-            some = f"the {name} {count} elements" if count > 1 else f"the {name} element"
-            yield f"{name}-{count}-left-out", f"the {noun} leaves out {some} of a row", editor.replaced(number, changed)
-    half = replace(step, options={**step.options, "half": True})
-    yield "half", f"the {noun} takes the first half of a row alone", editor.replaced(number, half)
-    if step.function == "mean":
-        fewer = replace(step, options={**step.options, "less": 1})
-        yield "by-k-minus-1", "the mean divides by K − 1", editor.replaced(number, fewer)
-    if step.function == "amax":
-        signed = replace(step, function="maximum_of", options={})
-        yield (
-            "without-magnitude",
-            "the amax is the largest number and not the largest magnitude",
-            editor.replaced(number, signed),
-        )
-    yield from _narrow(editor, number, step, noun)
+        elements = f"{count} elements" if count > 1 else "element"
+        found += [
+            (f"last-{count}-left-out", f"leaves out the last {elements} of a row", (0, -count, 1)),
+            (f"first-{count}-left-out", f"leaves out the first {elements} of a row", (count, None, 1)),
+        ]
+    return [
+        *found,
+        ("first-half", "takes the first half of a row alone", (0, 0.5, 1)),
+        ("second-half", "takes the second half of a row alone", (0.5, None, 1)),
+        ("even", "takes every second element of a row alone", (0, None, 2)),
+        ("odd", "takes every second element of a row alone, from the second on", (1, None, 2)),
+    ]
 
 
-def _function(editor: Editor, number: int, step: Step) -> Made:
-    if step.function not in ("rsqrt", "sqrt"):
-        opposite = editor.inserted(step.operands[0], "negative", "float32")
-        yield "of-minus-x", f"{step.function} takes its argument with the other sign", opposite
-    if step.function in ("exp", "exp2"):
-        other = replace(step, function="exp2" if step.function == "exp" else "exp", options={})
-        yield "base", f"{other.function} in place of {step.function}", editor.replaced(number, other)
-    if step.function == "rsqrt":
-        yield "root", "sqrt in place of rsqrt", editor.replaced(number, replace(step, function="sqrt", options={}))
-    yield from _narrow(editor, number, step, step.function)
+def _divisors(site: Site) -> list[tuple[str, str, tuple[str, float]]]:
+    return [
+        ("k-minus-1", "K − 1", ("plus", -1)),
+        ("k-plus-1", "K + 1", ("plus", 1)),
+        ("half-k", "K/2", ("times", 0.5)),
+        ("twice-k", "2·K", ("times", 2)),
+        *((f"padded-{n}", f"the next multiple of {n} of K", ("padded", n)) for n in _PADDED),
+    ]
 
 
-def _narrow(editor: Editor, number: int, step: Step, noun: str) -> Made:
-    for dtype in ("bfloat16", "float16"):
-        yield f"in-{dtype}", f"the {noun} is kept in {dtype}", editor.inserted(number, "cast", dtype)
+def _other_forms(site: Site) -> list[tuple[str, str]]:
+    function = FUNCTIONS[site.step.function]
+    used = site.option("forms") or function.default
+    return [(form, f"the form {form} of the function") for form in function.forms if form not in used]
 
 
-def _limit(editor: Editor, number: int, step: Step) -> Made:
-    a, b = step.operands
-    yield "left-out", f"there is no {step.function} with {_operand(editor, b)}", editor.replaced(number, _only(step, a))
+def _other_arguments(site: Site) -> list[tuple[str, str, int]]:
+    """Other arguments of the same axes."""
+    steps = site.editor.program.steps
+    return [
+        (step.options["name"], step.options["name"], number)
+        for number, step in enumerate(steps)
+        if step.function == "argument" and number != site.number and step.axes == site.step.axes
+    ]
 
 
-def _part(editor: Editor, number: int, step: Step) -> Made:
-    other = replace(step, options={**step.options, "part": 1 - step.options["part"]})
-    half = ("first", "second")[step.options["part"]]
-    yield "other-half", f"the other half in place of the {half}", editor.replaced(number, other)
+def _activations(site: Site) -> Iterable[tuple[str, str, Callable[[Value], Value]]]:
+    """Other activations, of the matrix that the step is a function of."""
+    if site.inner is None or not site.inner[1] & {"exp", "exp2", "tanh", "erf", "maximum", "where"}:
+        return ()
+    x = formula(site.editor.program, site.inner[0].number)
+    return [(name, f"{name}({x})", function) for name, function in _ACTIVATIONS.items()]
 
 
-def _quantize(editor: Editor, number: int, step: Step) -> Made:
-    recipe = find_recipe(step.recipe or "")
-    for name in recipes():
-        other = find_recipe(name)
-        same = (other.element, other.block, other.scale, other.tensor_scale == "given", other.granularity) == (
-            recipe.element, recipe.block, recipe.scale, recipe.tensor_scale == "given", recipe.granularity
-        )  # fmt: skip
-        if same and other != recipe:
-            changed = replace(step, options={**step.options, "recipe": name})
-            yield f"as-{name}", f"the recipe is {name}", editor.replaced(number, changed)
+_ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
+    "silu": c.silu,
+    "gelu_tanh": c.gelu,
+    "gelu_erf": lambda x: c.gelu(x, "erf"),
+    "quick_gelu": lambda x: x * c.sigmoid(x * 1.702),
+    "sigmoid": c.sigmoid,
+    "tanh": c.tanh,
+    "relu": lambda x: c.maximum(x, 0.0),
+    "relu_squared": lambda x: c.square(c.maximum(x, 0.0)),
+    "identity": lambda x: x * 1.0,
+}
+_ROW_OFFSETS = ((1, "1", "the next row"), (-1, "-1", "the previous row"), ("first", "first", "row 0"))
 
 
-_CHANGES: dict[str, Callable[[Editor, int, Step], Made]] = {
-    "cast": _cast, "add": _add, "subtract": _add, "multiply": _multiply, "divide": _divide, "sum": _reduction,
-    "mean": _reduction, "amax": _reduction, "maximum": _limit, "minimum": _limit, "part": _part, QUANTIZE: _quantize,
-    **dict.fromkeys(("exp", "exp2", "rsqrt", "sqrt", "tanh", "erf"), _function),
-}  # fmt: skip
-"""Changes of each kind of step."""
+def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
+    """Rows from which a number of each row may be taken."""
+    has_rows = len(site.step.axes) > 1 and site.step.axes[0] != "1"
+    return [(name, phrase, row) for row, name, phrase in _ROW_OFFSETS] if has_rows else []
 
 
-def _only(step: Step, operand: int) -> Step:
-    """One operand alone, in the shape of the step."""
-    return replace(step, function="expanded", operands=(operand, *step.operands), options={})
+def _narrowed(site: Site, dtype: str) -> Value | None:
+    return None if site.source(site.number).dtype == dtype else _rounded(site, site.old, dtype)
 
 
-def _is_input(editor: Editor, number: int) -> bool:
-    step = editor.program.steps[number]
-    return step.function == "argument" or (step.function == "float32" and _is_input(editor, step.operands[0]))
+def _rounded(site: Site, x: Value, dtype: str, **options: Any) -> Value:
+    return site.made("cast", x, dtype=dtype, **options)
 
 
-def _operand(editor: Editor, number: int) -> str:
-    """The name of an operand in a sentence."""
-    step = editor.program.steps[number]
-    if step.function == "argument":
-        return str(step.options["name"])
-    if step.function == "constant":
-        return f"{step.options['value']:g}"
-    if step.function in ("float32", "cast"):
-        return _operand(editor, step.operands[0])
-    return f"the {step.function} of line {step.line}"
+# ---- edits of several steps ------------------------------------------------------------------------------------------
 
 
-# ---- search ----------------------------------------------------------------------------------------------------------
+def _is_input(site: Site, value: Value) -> bool:
+    return site.source(value.number).function == "argument"
 
 
-def changed_causes(
-    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult, limit: Limit
-) -> Iterable[Cause]:
-    """The changes under which all results of the kernel are right."""
-    few = _some_rows(program, tensors, shown, stage)
-    tried, found = 0, []
-    for change in changes(program):
-        if not limit.may_try():
-            break
-        tried += 1
-        if (few is None or _fits(change.program, *few, amax=False)) and _fits(change.program, tensors, shown):
-            found.append(change)
-    for change in found:
-        yield change.name, f"{change.sentence}: the bytes are those of this change, among {tried} that were tried"
-
-
-def _fits(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, *, amax: bool = True) -> bool:
-    """Whether all results are right. `amax`: whether the amax of a tensor is judged; that of some rows is another."""
-    try:
-        parts = judged(program, tensors, _as(program, shown))
-        return not any(bool(part.wrong.any()) for name, part in parts if amax or not name.endswith("amax"))
-    except ValueError:  # the change hides the amax of the tensor
-        return False
-
-
-def _as(program: Program, shown: Shown) -> Shown:
-    """The results with the recipes of a changed contract."""
-    found = dict(shown)
-    for name, number in program.outputs.items():
-        result = found.get(name)
-        if isinstance(result, Quantized):
-            found[name] = replace(result, recipe=find_recipe(program.steps[number].recipe or ""))
-    return found
-
-
-def _some_rows(
-    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult
-) -> tuple[dict[str, torch.Tensor], Shown] | None:
-    """Inputs and results of some rows, wrong ones if there are any. None if rows cannot be judged alone."""
-    axis, height = program.arguments[0].axes[:1], tensors[program.arguments[0].name].shape[0]
-    by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
-    if not all(by_rows) or height <= _ROWS or not all(map(_has_rows, shown.values())):
+def _to_dtype(site: Site, dtype: str) -> Value | None:
+    """A cast to another dtype; of a result, a cast to the other dtype before the cast."""
+    if dtype == site.dtype:
         return None
-    wrong = stage.wrong_elements
-    rows = torch.arange(_ROWS, device=tensors[program.arguments[0].name].device)
-    if wrong is not None and wrong.shape[0] == height:
-        rows = wrong.any(1).nonzero()[:_ROWS, 0]
-    some = {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
-    return some, {name: _rows_of(result, rows) for name, result in shown.items()}
+    other = _rounded(site, site.a, dtype)
+    return site.changed_operand(other) if any(use[0] == OUTPUT for use in site.editor.uses(site.number)) else other
 
 
-def _has_rows(result: torch.Tensor | Quantized) -> bool:
-    """Whether rows of a result are the result of rows, given its amax."""
-    if isinstance(result, torch.Tensor):
-        return True
-    alone = result.recipe.whole or result.recipe.block[0] == 1
-    scaled = result.recipe.tensor_scale in ("none", "given") or result.amax is not None
-    return alone and scaled and not result.transposed and not result.swizzled
+def _added_constant(site: Site) -> tuple[Value, Value] | None:
+    """The number and the constant of a function of their sum."""
+    step = site.editor.program.steps[site.a.number]
+    if step.function != "add":
+        return None
+    one, other = (Value(site.editor, operand) for operand in step.operands)
+    return (one, other) if other.step.function == "constant" else (other, one) if one.step.function == "constant" else None
 
 
-def _rows_of(result: torch.Tensor | Quantized, rows: torch.Tensor) -> torch.Tensor | Quantized:
-    if isinstance(result, torch.Tensor):
-        return result[rows]
-    scales = result.scales if result.recipe.whole else result.scales[rows]
-    amax = result.amax if result.amax is None or result.recipe.granularity == "tensor" else result.amax[rows]
-    return replace(result, codes=result.codes[rows], scales=scales, amax=amax, shape=(len(rows), result.shape[1]))
+def _with_constant(form: Callable[[Site, Value, Value], Value]) -> Callable[[Site, Any], Value | None]:
+    def edit(site: Site, _: Any) -> Value | None:
+        found = _added_constant(site)
+        return None if found is None else form(site, *found)
+
+    return edit
+
+
+def _about_mean(site: Site, _: Any) -> Value | None:
+    """The mean square of a number whose mean is subtracted, or of the number if it is."""
+    square = site.a.step
+    if square.function != "square":
+        return None
+    x = Value(site.editor, square.operands[0])
+    if x.step.function == "subtract" and site.editor.steps[x.step.operands[1]].function == "mean":
+        return c.mean(c.square(Value(site.editor, x.step.operands[0])))
+    return c.mean(c.square(x - c.mean(x)))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+_SUMS = ("add", "subtract")
+_REDUCED = ("sum", "mean", "amax")
+_ROUNDED = ("add", "subtract", "multiply", "divide", "square", "sum", "sum_of", "any_of", "mean", *FUNCTIONS)
+"""Steps with results that float32 rounds."""
+
+ROWS: tuple[Row, ...] = (
+    # casts
+    Row(("cast",), "left-out", "{a} is not rounded to {dtype}", lambda s, _: c.float32(s.a), apart=True),
+    Row(("cast",), "to", "{a} is rounded to {v} in place of {dtype}", _to_dtype, lambda s: _NARROW),
+    Row(("cast",), "twice", "{a} is rounded to {v} before it is rounded to {dtype}",
+        lambda s, v: None if v == s.dtype else s.changed_operand(_rounded(s, s.a, v)), lambda s: _NARROW),
+    Row(("cast",), "truncated", "{a} is truncated to {dtype}", lambda s, _: s.changed(rounding="truncate")),
+    # roundings that the contract does not have
+    Row((*_ROUNDED, "maximum", "minimum", "where", "amax", "constant"), "in", "{self} is rounded to {v}", _narrowed,
+        lambda s: _NARROW, apart=True),
+    Row(("argument",), "in", "{self} is rounded to {v}", _narrowed, lambda s: _NARROW, apart=True),
+    Row(_ROUNDED, "truncated", "{self} is truncated to {v}",
+        lambda s, v: s.made("cast", s.old, dtype=v, rounding="truncate"), lambda s: ("bfloat16", "float16")),
+    Row(_ROUNDED, "negated", "{self} has the other sign", lambda s, _: -s.old),
+    # sums
+    Row(("add",), "second-left-out", "{b} is not added to {a}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("add",), "first-left-out", "{a} is not added to {b}", lambda s, _: s.alone(s.b), apart=True),
+    Row(("subtract",), "second-left-out", "{b} is not subtracted from {a}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("subtract",), "first-left-out", "−({b}) is in place of {self}", lambda s, _: -s.alone(s.b)),
+    Row(("add",), "second-subtracted", "{b} is subtracted from {a}", lambda s, _: s.a - s.b),
+    Row(("add",), "first-subtracted", "{a} is subtracted from {b}", lambda s, _: s.b - s.a),
+    Row(("subtract",), "added", "{b} is added to {a}", lambda s, _: s.a + s.b),
+    Row(_SUMS, "second-twice", "{b} is taken twice in {self}", lambda s, _: s.as_function(s.step.function, s.old, s.b)),
+    Row(("add",), "first-twice", "{a} is taken twice in {self}", lambda s, _: s.old + s.a),
+    Row(_SUMS, "product", "{a} and {b} are multiplied in place of {self}", lambda s, _: s.a * s.b),
+    # products
+    Row(("multiply",), "second-left-out", "{a} is not multiplied by {b}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("multiply",), "first-left-out", "{b} is not multiplied by {a}", lambda s, _: s.alone(s.b), apart=True),
+    Row(("multiply",), "second-divides", "{b} divides {a}", lambda s, _: s.a / s.b),
+    Row(("multiply",), "first-divides", "{a} divides {b}", lambda s, _: s.b / s.a),
+    Row(("multiply",), "second-twice", "{b} is a factor twice", lambda s, _: s.old * s.b),
+    Row(("multiply",), "first-twice", "{a} is a factor twice", lambda s, _: s.old * s.a),
+    Row(("multiply",), "sum", "{a} and {b} are added in place of {self}", lambda s, _: s.a + s.b),
+    Row(("multiply",), "second-plus-one", "the factor is 1 + {b}",
+        lambda s, _: s.a * (c.float32(s.b) + 1.0) if _is_input(s, s.b) else None),
+    Row(("multiply",), "first-plus-one", "the factor is 1 + {a}",
+        lambda s, _: (c.float32(s.a) + 1.0) * s.b if _is_input(s, s.a) else None),
+    Row(("square",), "left-out", "{a} is not squared", lambda s, _: s.a),
+    Row(("square",), "magnitude", "|{a}| is in place of {self}", lambda s, _: abs(s.a)),
+    Row(("square",), "cube", "the third power of {a} is in place of {self}", lambda s, _: s.old * s.a),
+    # quotients
+    Row(("divide",), "inverted", "the quotient is {b} by {a} in place of {self}", lambda s, _: s.b / s.a),
+    Row(("divide",), "left-out", "{a} is not divided by {b}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("divide",), "multiplied", "{a} is multiplied by {b}", lambda s, _: s.a * s.b),
+    Row(("divide",), "twice", "{a} is divided by {b} twice", lambda s, _: s.old / s.b),
+    Row(("divide",), "reciprocal-in", "the reciprocal of {b} is rounded to {v}",
+        lambda s, v: s.a * c.float32(_rounded(s, 1.0 / s.b, v)), lambda s: _NARROW),
+    Row(("divide",), "form", "{self} is computed in the form {v}", lambda s, v: s.changed(form=v),
+        lambda s: [form for form in c.DIVISIONS if s.option("form") not in (None, form)]),
+    # sums and maxima of rows
+    Row(_REDUCED, "over", "{self} {v}", lambda s, v: s.changed(columns=v[2]), _some_columns),
+    Row(("mean",), "by", "{self} divides by {v}", lambda s, v: s.changed(divisor=v[2]), _divisors),
+    Row(("mean",), "of-half", "{self} takes half of a row alone and divides by K/2",
+        lambda s, _: s.changed(columns=(0, 0.5, 1), divisor=("times", 0.5))),
+    Row(("mean",), "sum", "{self} is not divided by K", lambda s, _: s.as_function("sum")),
+    Row(("mean",), "about-mean", "{self} has the mean subtracted or not, unlike the contract", _about_mean),
+    Row(("sum",), "mean", "{self} is divided by K", lambda s, _: s.as_function("mean")),
+    Row(("sum", "mean"), "amax", "the largest magnitude is in place of {self}", lambda s, _: s.as_function("amax")),
+    Row(("amax",), "without-magnitude", "{self} is the largest number and not the largest magnitude",
+        lambda s, _: s.as_function("largest")),
+    Row(("amax",), "smallest", "{self} is the magnitude of the smallest number",
+        lambda s, _: -s.made("largest", -s.a, axes=s.step.axes)),
+    Row((*_REDUCED, "argument"), "of-row", "{self} is that of {v}",
+        lambda s, v: s.in_row(v[2]), _other_rows, apart=True),
+    # functions
+    Row(("exp", "exp2", "tanh", "erf"), "of-minus-x", "the argument of {self} has the other sign",
+        lambda s, _: s.as_function(s.step.function, -s.a)),
+    Row(("exp",), "base", "exp2 in place of {self}", lambda s, _: s.as_function("exp2")),
+    Row(("exp2",), "base", "exp in place of {self}", lambda s, _: s.as_function("exp")),
+    Row(("rsqrt",), "root", "sqrt in place of {self}", lambda s, _: s.as_function("sqrt")),
+    Row(("rsqrt",), "reciprocal", "1/({a}) in place of {self}", lambda s, _: 1.0 / s.a),
+    Row(("sqrt",), "reciprocal", "rsqrt in place of {self}", lambda s, _: s.as_function("rsqrt")),
+    Row(("tanh", "erf"), "other", "{v} in place of {self}", lambda s, v: s.as_function(v), lambda s: ("tanh", "erf")),
+    Row(tuple(FUNCTIONS), "left-out", "{a} is in place of {self}", lambda s, _: s.a),
+    Row(tuple(FUNCTIONS), "form", "{self} is {v}", lambda s, v: s.changed(forms=[v[0]]), _other_forms),
+    Row(("rsqrt", "sqrt"), "constant-outside", "the constant of {self} is added to the root",
+        _with_constant(lambda s, x, eps: s.as_function(s.step.function, x) + eps)),
+    Row(("rsqrt",), "constant-beside", "{self} is 1/(√ + constant)",
+        _with_constant(lambda s, x, eps: 1.0 / (c.sqrt(x) + eps))),
+    Row(("rsqrt", "sqrt"), "constant-limits", "the constant of {self} is a lower limit and not added",
+        _with_constant(lambda s, x, eps: s.as_function(s.step.function, c.maximum(x, eps.step.options["value"])))),
+    Row(("any_of", "multiply", "divide", "maximum", "where"), "activation", "{v} in place of {self}",
+        lambda s, v: v[2](s.inner[0]) if s.inner is not None else None, _activations),
+    # clamps, comparisons and choices
+    Row(("maximum",), "second-left-out", "{a} has no lower limit {b}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("minimum",), "second-left-out", "{a} has no upper limit {b}", lambda s, _: s.alone(s.a), apart=True),
+    Row(("maximum", "minimum"), "first-left-out", "{self} is {b}", lambda s, _: s.alone(s.b)),
+    Row(("maximum",), "exchanged", "the smaller in place of {self}", lambda s, _: s.as_function("minimum")),
+    Row(("minimum",), "exchanged", "the larger in place of {self}", lambda s, _: s.as_function("maximum")),
+    Row(("minimum",), "both-sides", "{a} is limited to −({b}) too", lambda s, _: c.maximum(s.old, -s.b)),
+    Row(("maximum",), "both-sides", "{a} is limited to −({b}) too", lambda s, _: c.minimum(s.old, -s.b)),
+    Row(("where",), "exchanged", "{self} takes the other of the two values",
+        lambda s, _: c.where(s.a, s.operands[2], s.b)),
+    Row(("where",), "first", "{self} takes {b} always", lambda s, _: s.alone(s.b)),
+    Row(("where",), "second", "{self} takes its third operand always", lambda s, _: s.alone(s.operands[2])),
+    Row(("compare",), "relation", "the comparison is {v} in {self}", lambda s, v: s.changed(relation=v),
+        lambda s: [r for r in (">", ">=", "<", "<=") if r != s.option("relation")]),
+    Row(("negative",), "left-out", "{self} has no minus sign", lambda s, _: s.a, apart=True),
+    Row(("absolute",), "left-out", "{self} has the sign of {a}", lambda s, _: s.a, apart=True),
+    # constants and arguments
+    Row(("constant",), "other", "{v:.7g} in place of {self}", lambda s, v: s.changed(value=v), _other_constants,
+        apart=True),
+    Row(("argument",), "of-column", "{self} is that of the {v} column",
+        lambda s, v: s.made("rolled", s.old, columns=v[2]) if s.step.axes[-1:] not in ((), ("1",)) else None,
+        lambda s: (("1", "next", 1), ("-1", "previous", -1)), apart=True),
+    Row(("argument",), "other", "{v} is in place of {self}", lambda s, v: Value(s.editor, v[2]), _other_arguments,
+        apart=True),
+    # halves
+    Row(("part",), "other-half", "the other half is in place of {self}",
+        lambda s, _: s.changed(part=1 - s.option("part"))),
+    Row(("part",), "halves", "the halves of {a} are {v}",
+        lambda s, v: s.made("rearranged", s.a, order=v[2]) if s.option("part") == 0 else None,
+        lambda s: (("exchanged", "exchanged", "exchanged"),
+                   ("interleaved", "its even and its odd columns", "interleaved")), of_operand=True),
+    Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
+)  # fmt: skip
+"""The table of changes."""
+
+_ROWS = {
+    function: tuple(row for row in ROWS if function in row.functions)
+    for function in {function for row in ROWS for function in row.functions}
+}

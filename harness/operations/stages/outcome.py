@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +20,20 @@ Cause = tuple[str, str]
 """Name of a cause and its sentence."""
 
 
+class PossibleCause(NamedTuple):
+    """A cause that other mistakes rival, or a sentence about a search that found none."""
+
+    name: str
+    sentence: str
+    exact: bool = False
+
+
 class Limit(Protocol):
     """Limit of a diagnosis (`harness.diagnosis.search.time_limit`)."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether the time is over."""
 
     def may_try(self) -> bool:
         """Whether a further mistake may be tried."""
@@ -30,7 +42,7 @@ class Limit(Protocol):
         """Whether the verification of a mistake may go on."""
 
 
-CauseSearch = Callable[[StageResult, Limit], Iterable[Cause]]
+CauseSearch = Callable[[StageResult, Limit], Iterable[Cause | PossibleCause]]
 """From a wrong stage to the mistakes that give the kernel's bytes."""
 
 

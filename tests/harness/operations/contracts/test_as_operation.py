@@ -213,10 +213,10 @@ def test_a_function_is_checked_by_a_contract() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("    factor =", "    factor = w if c.float32(x) > 0 else", "contracts.py:11: a contract cannot branch on a tensor"),
+        ("    factor =", "    factor = w if c.float32(x) > 0 else", "contracts.py:11: a contract cannot branch"),
         ("+ eps", "+ unknown", "contracts.py:12: scale-quantize: NameError: name 'unknown' is not defined"),
-        ("return c.quantize", "return c.rotate", "contracts.py:13: scale-quantize: AttributeError: narrowgauge.contract has no rotate"),
-        ("c.float32(x) * factor", "x * factor", "contracts.py:12: arithmetic is in float32, and an operand is bfloat16"),
+        ("return c.quantize", "return c.rotate", "contracts.py:13: scale-quantize: AttributeError: "),
+        ("c.float32(x) * factor", "x * factor", "contracts.py:12: arithmetic is in float32"),
         ("return c.quantize(", "return len(", "contracts.py:13: scale-quantize: TypeError"),
     ],
 )  # fmt: skip

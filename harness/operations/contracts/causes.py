@@ -1,0 +1,196 @@
+"""Causes of wrong bytes under a contract: the same contract with one mistake, or with two.
+
+The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. It is certain
+if the results exclude every other change that was tried (`Evidence.excluded`). A mistake that is not in the list may
+give the same bytes, so the sentence says how many changes were tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.contracts.changes import Change, changes
+from narrowgauge.harness.operations.contracts.equal_programs import equal_programs
+from narrowgauge.harness.operations.contracts.replay import Evidence, Keys, Replay, Shown, as_shown, has_rows, rows_of
+from narrowgauge.harness.operations.stages.outcome import Cause, Limit, PossibleCause
+from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.spec.program import Program
+
+_ROWS = 16
+"""Rows that are tried first: a change that they do not exclude is tried on all rows."""
+_PROBE = 4
+"""Rows on which pairs are tried first."""
+_NEAREST = 8
+"""Single changes that pairs begin with: those whose results are nearest to the kernel's."""
+
+
+def changed_causes(
+    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult, limit: Limit
+) -> Iterable[Cause | PossibleCause]:
+    """The changes under which all results of the kernel are right, or a sentence that there is none."""
+    search = _Search(program, tensors, shown, stage, limit)
+    search.try_singles()
+    if not search.found:
+        search.try_pairs(search.nearest())
+    return search.causes()
+
+
+_LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
+
+
+@dataclass
+class _Search:
+    """A search for the changes that give a kernel's results."""
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+    shown: Shown
+    stage: StageResult
+    limit: Limit
+    found: list[tuple[Change, Evidence]] = field(default_factory=list)
+    """Changes, and pairs of changes, that accept all results."""
+    rivals: list[Change] = field(default_factory=list)
+    """Changes that do not, but that the results do not exclude either."""
+    singles: list[Change] = field(default_factory=list)
+    pairs: int = 0
+    """Pairs that were tried."""
+
+    def __post_init__(self) -> None:
+        self.keys = Keys()
+        rows = _wrong_rows(self.program, self.tensors, self.shown, self.stage)
+        height = self.tensors[self.program.arguments[0].name].shape[0]
+        self.whole = rows is None or len(rows) == height
+        self.some = self._replay(None if self.whole else rows)
+        self.probe = self.some if rows is None else self._replay(rows[:_PROBE])
+        self.known = {self.keys.of_outputs(self.program)}
+
+    def _replay(self, rows: torch.Tensor | None) -> Replay:
+        shown = self.shown if rows is None else {name: rows_of(result, rows) for name, result in self.shown.items()}
+        some = slice(None) if rows is None else rows
+        found = Replay(self.tensors, shown, some, self.keys, rows is None)
+        found.remember(self.program)
+        return found
+
+    def try_singles(self) -> None:
+        """Judge the results under every single change."""
+        near = []
+        for change in self._new(changes(self.program)):
+            if not self.limit.may_try():
+                break
+            self.singles.append(change)
+            evidence = self._evidence(change.program)
+            if evidence.fits:
+                self.found.append((change, evidence))
+            elif not evidence.excluded:
+                near.append(change)
+        if self.found:
+            self.rivals = [change for change in near if not self._of_all_rows(change.program).excluded]
+
+    def nearest(self) -> list[Change]:
+        """The single changes whose results are nearest to the kernel's, the nearest first."""
+        evidence = {
+            change.name: self.probe.evidence(change.program, whole=True)
+            for change in self.singles
+            if not self.limit.reached
+        }
+        tried = [change for change in self.singles if change.name in evidence]
+        by_share = sorted(tried, key=lambda change: (evidence[change.name].share, evidence[change.name].distance))
+        by_distance = sorted(tried, key=lambda change: evidence[change.name].distance)
+        half = _NEAREST // 2
+        return list({change.name: change for change in (*by_share[:half], *by_distance[:half])}.values())
+
+    def try_pairs(self, firsts: Iterable[Change]) -> None:
+        """Judge the results under pairs of changes."""
+        for first in firsts:
+            values = dict(self.probe.known)
+            self.probe.remember(first.program)
+            for second in self._new(changes(first.program)):
+                if not self.limit.may_try():
+                    break
+                self.pairs += 1
+                if not self.probe.evidence(second.program, first=True).fits:
+                    continue
+                evidence = self._evidence(second.program)
+                if evidence.fits:
+                    both = f"{first.sentence}, and {second.sentence}"
+                    self.found.append((Change(f"{first.name},{second.name}", both, second.program), evidence))
+            self.probe.known = values
+
+    def _new(self, some: Iterable[Change]) -> Iterator[Change]:
+        """The changes that compute the results in another way than all changes before; of several that compute them in
+        the same way, the one with the shortest sentence."""
+        unlike: dict[tuple[int, ...], Change] = {}
+        for change in some:
+            key = self.keys.of_outputs(change.program)
+            if key not in self.known and len(change.sentence) < len(unlike.get(key, _LONGEST).sentence):
+                unlike[key] = change
+        self.known |= unlike.keys()
+        yield from unlike.values()
+
+    def _evidence(self, program: Program) -> Evidence:
+        """What some rows say about a program, and all rows if these accept it."""
+        across = any(step.function == "amax_of_all" for step in program.steps)
+        evidence = Evidence() if across else self.some.evidence(program)
+        return self._of_all_rows(program) if evidence.fits and (across or not self.whole) else evidence
+
+    def _of_all_rows(self, program: Program) -> Evidence:
+        if self.whole:
+            return self.some.evidence(program, whole=True)
+        found = Evidence()
+        try:
+            for _, part in judged(program, self.tensors, as_shown(program, self.shown)):
+                found.add(part)
+        except ValueError:  # the change hides the amax of the tensor
+            found.wrong += 1
+        return found
+
+    def causes(self) -> Iterator[Cause | PossibleCause]:
+        """The causes, or a sentence that there is none."""
+        tried = f"{len(self.singles)} changes" + (f" and {self.pairs} pairs" if self.pairs else "")
+        if not self.found:
+            yield PossibleCause("no-diagnosis", f"none of {tried} of this contract gives these bytes")
+            return
+        found = self._unlike()
+        plain = self._of_all_rows(self.program)
+        certain = plain.excluded and not self.rivals and all(evidence.judged for _, evidence in found)
+        for change, _ in found:
+            sentence = f"{change.sentence}: the bytes are those of this change, among {tried} that were tried"
+            if certain:
+                yield change.name, sentence
+            else:
+                yield PossibleCause(change.name, f"{sentence}; {self._doubt(plain)}")
+
+    def _doubt(self, plain: Evidence) -> str:
+        if self.rivals:
+            more = f" and {len(self.rivals) - 1} more" if len(self.rivals) > 1 else ""
+            return f"too few bytes exclude another: {self.rivals[0].sentence}{more}"
+        if not plain.excluded:
+            return f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
+        return "it accepts almost any bytes"
+
+    def _unlike(self) -> list[tuple[Change, Evidence]]:
+        """The found changes; of those that are equal on every input, the one with the shortest sentence."""
+        found: list[tuple[Change, Evidence]] = []
+        for change, evidence in sorted(self.found, key=lambda pair: len(pair[0].sentence)):
+            if not any(equal_programs(change.program, other.program, self.tensors) for other, _ in found):
+                found.append((change, evidence))
+        return found
+
+
+def _wrong_rows(
+    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult
+) -> torch.Tensor | None:
+    """Some rows, wrong ones if there are any. None if rows cannot be judged alone."""
+    first = tensors[program.arguments[0].name]
+    axis, height = program.arguments[0].axes[:1], first.shape[0]
+    by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
+    if not all(by_rows) or not all(map(has_rows, shown.values())):
+        return None
+    wrong = stage.wrong_elements
+    if wrong is not None and wrong.shape[0] == height:
+        return wrong.sum(1).argsort(descending=True, stable=True)[:_ROWS]
+    return torch.arange(min(height, _ROWS), device=first.device)

@@ -1,0 +1,178 @@
+"""Known mistakes of the step `quantize`: other choices of its recipe, other amaxes, roundings and stored scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from narrowgauge.contract import steps as c
+from narrowgauge.contract.values import Value
+from narrowgauge.harness.operations.contracts.edits import Site
+from narrowgauge.reference.contracts.changed_steps import ROUNDINGS
+from narrowgauge.reference.contracts.quantized import problem
+from narrowgauge.spec.formats import E8M0, FP32, Format
+from narrowgauge.spec.recipe import Recipe, field_choices
+from narrowgauge.spec.recipes import find_recipe, recipes
+
+Quantization = tuple[str, str, Callable[[Site], Value | None]]
+"""Name, sentence and edit."""
+_SENTENCES = {
+    "rounding": "elements are rounded {}", "block_scale": "scales are {}", "scale_rounding": "scales are rounded {}",
+    "element_scale": "elements are scaled as {}", "negative_zero": "the rule for −0 is {}",
+    "tensor_scale": "the scale of the tensor is {}", "tensor_limit": "the scale of the tensor at its limits is {}",
+    "zero_block": "a scale of 0 becomes {}", "smallest_scale": "no scale is below {}",
+    "zero_scale": "a block whose scale is 0 gets {}", "statistics": "amaxes are used in the dtype {}",
+    "largest_scale": "the largest scale is that of {}", "packing": "the two codes of a byte are stored {}",
+    "nan": "NaN in amaxes: {}",
+}  # fmt: skip
+_EPSILONS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5)
+_LARGEST = (2.0, 3.0, 4.0, 6.0, 8.0, 127.0, 128.0, 224.0, 240.0, 256.0, 384.0, 416.0, 448.0, 480.0, 49152.0, 57344.0)
+_UNSEEN = ("name", "dialect", "decode", "alpha", "columnwise", "delayed")
+
+
+def changed_quantizations(site: Site) -> Iterator[Quantization]:
+    """All changes of a quantization."""
+    recipe = find_recipe(site.step.recipe or "")
+    for name, sentence, other in _changed_recipes(recipe):
+        yield name, sentence, partial(_with_options, recipe=other)
+    for rounding in ROUNDINGS:
+        yield rounding.replace(" ", "-"), f"elements are rounded {rounding}", partial(_with_options, rounding=rounding)
+    yield "signs-lost", "the signs of the elements are lost", lambda s: _of(s, abs(s.a))
+    if recipe.tensor_scale == "given":
+        return
+    stored = (recipe, *(other for name, _, other in _changed_recipes(recipe) if name.startswith("block_scale")))
+    if recipe.scale in (FP32, E8M0):
+        for number, other in enumerate(stored):
+            edit = partial(_with_options, recipe=other, view="inverse scales")
+            yield f"inverse-scales-{number}", f"the inverse of each scale is stored{_rule(recipe, other)}", edit
+    yield from _other_amaxes(recipe)
+
+
+def _rule(recipe: Recipe, other: Recipe) -> str:
+    return "" if other is recipe else f", and scales are {other.block_scale}"
+
+
+def _with_options(site: Site, **options: Any) -> Value:
+    return site.changed(**options)
+
+
+def _of(site: Site, x: Value, statistics: Value | None = None) -> Value:
+    """The quantization of another matrix, with the amaxes of a third."""
+    operands = (x, *site.operands[1:]) if statistics is None else (x, statistics)
+    options = {**site.step.options, **({} if statistics is None else {"statistics": True})}
+    return site.editor.add(site.step.function, operands, site.step.axes, x.dtype, **options)
+
+
+@lru_cache(maxsize=64)
+def _changed_recipes(recipe: Recipe) -> tuple[tuple[str, str, Recipe], ...]:
+    """Recipes with one other choice, and the recipes of libraries for the same layout."""
+    found: dict[Any, tuple[str, str, Recipe]] = {_key(recipe): ("", "", recipe)}
+    for name, sentence, other in (*_other_fields(recipe), *_other_names(recipe)):
+        if problem(other) is None:
+            found.setdefault(_key(other), (name, sentence, other))
+    return tuple(found.values())[1:]
+
+
+def _key(recipe: Recipe) -> tuple[Any, ...]:
+    """The choices that decide codes and scales."""
+    return tuple(getattr(recipe, field.name) for field in fields(recipe) if field.name not in _UNSEEN)
+
+
+def _other_fields(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
+    for field, sentence in _SENTENCES.items():
+        without = field in ("tensor_scale", "tensor_limit") and recipe.tensor_scale in ("none", "given")
+        for value in () if without else field_choices()[field]:
+            if value in ("given", "refuse"):
+                continue
+            with suppress(ValueError):
+                yield f"{field}:{value}", sentence.format(value), replace(recipe, **{field: value})
+                continue
+            for zero_scale in field_choices()["zero_scale"] if field == "element_scale" else ():
+                with suppress(ValueError):
+                    other = replace(recipe, **{field: value, "zero_scale": zero_scale})
+                    yield f"{field}:{value}:{zero_scale}", sentence.format(value), other
+    for epsilon in _EPSILONS:
+        with suppress(ValueError):
+            yield f"epsilon:{epsilon:g}", f"amaxes are at least {epsilon:g}", replace(recipe, smallest_amax=epsilon)
+    for number in (256.0, 448.0):
+        with suppress(ValueError):
+            yield f"scale-max:{number:g}", f"the largest scale is {number:g}", replace(recipe, scale_max=number)
+    for number in _LARGEST:
+        if (code := _code(recipe.element, number)) is not None:
+            changed = replace(recipe, element=replace(recipe.element, max_code=code))
+            yield f"max:{number:g}", f"the largest element is {number:g} in place of {recipe.element.max:g}", changed
+
+
+def _code(fmt: Format, number: float) -> int | None:
+    return next((code for code in range(1, fmt.max_code) if fmt.value(code) == number), None)
+
+
+def _other_names(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
+    layout = ("element", "block", "scale", "granularity")
+    for other in recipes():
+        same = all(getattr(other, field) == getattr(recipe, field) for field in layout)
+        if same and (other.tensor_scale == "given") == (recipe.tensor_scale == "given"):
+            yield f"recipe:{other}", f"the recipe is {other}", other
+
+
+def _other_amaxes(recipe: Recipe) -> Iterator[Quantization]:
+    """Scales from other amaxes than those of the tensor that is coded."""
+
+    def amaxes(name: str, phrase: str, of: Callable[[Site, Value], Value | None]) -> Quantization:
+        def edit(site: Site) -> Value | None:
+            statistics = of(site, site.a)
+            return None if statistics is None else _of(site, site.a, statistics)
+
+        return f"amax-{name}", f"the amaxes are those of {phrase}", edit
+
+    def before_cast(site: Site, x: Value) -> Value | None:
+        return c.float32(Value(site.editor, x.step.operands[0])) if x.step.function == "cast" else None
+
+    def codes_before_cast(site: Site) -> Value | None:
+        x = before_cast(site, site.a)
+        return None if x is None else _of(site, x, site.a)
+
+    yield amaxes("before-cast", "the elements before they are rounded to the dtype", before_cast)
+    yield "codes-before-cast", "the codes are those of the elements before they are rounded to the dtype", codes_before_cast
+    yield amaxes("signed", "positive elements alone", lambda s, x: c.maximum(c.float32(x), 0.0))
+    for dtype in ("bfloat16", "float16"):
+        yield amaxes(f"in-{dtype}", f"the elements rounded to {dtype}", partial(_cast_of, dtype))
+    block = None if recipe.spans_k else recipe.block[1]
+    if block is not None:
+        yield amaxes("row", "whole rows", lambda s, x: s.made("expanded", c.amax(x), x))
+        for columns, name in ((block, "next"), (-block, "previous")):
+            yield amaxes(f"{name}-block", f"the {name} block", partial(_rolled, columns))
+    if not recipe.whole:
+        yield amaxes("tensor", "the tensor", lambda s, x: s.made("amax_of_all", x))
+        yield from (
+            (f"amax-row-{name}", f"the amaxes are those of {phrase}", partial(_amax_of_row, row))
+            for row, name, phrase in ((1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0"))
+        )
+    whole = "a row" if block is None else "a block"
+    some: tuple[tuple[str, str, tuple[float, float | None, int]], ...] = (
+        ("first-half", f"the first half of {whole}", (0, 0.5, 1)),
+        *((f"without-last-{n}", f"all but the last {n} elements of {whole}", (0, -n, 1)) for n in (1, 8, 16)),
+        ("without-first", f"all but the first element of {whole}", (1, None, 1)),
+        ("even", f"every second element of {whole}", (0, None, 2)),
+    )
+    for name, phrase, columns_ in some:
+        yield amaxes(name, phrase, partial(_kept, columns_, block))
+
+
+def _cast_of(dtype: str, site: Site, x: Value) -> Value | None:
+    return None if x.dtype == dtype else site.made("cast", x, dtype=dtype)
+
+
+def _rolled(columns: int, site: Site, x: Value) -> Value:
+    return site.made("rolled", x, columns=columns)
+
+
+def _kept(columns: tuple[float, float | None, int], period: int | None, site: Site, x: Value) -> Value:
+    return site.made("kept", x, columns=columns, period=period)
+
+
+def _amax_of_row(row: int | str, site: Site) -> Value:
+    return _of(site, site.a, Site(site.editor, site.a.number).in_row(row))

@@ -1,0 +1,234 @@
+"""Programs with one value in place of another. An edit is written with the functions of contracts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from narrowgauge.contract.values import Trace, Value
+from narrowgauge.harness.operations.contracts.formulas import formula
+from narrowgauge.spec.program import Axes, Program, Step
+
+OUTPUT = -1
+"""The user of a result that a kernel shows."""
+Use = tuple[int, int]
+"""A step that takes a value, and the place of the value among its operands; `OUTPUT` and the number of an output."""
+
+
+class Editor(Trace):
+    """The steps of a program, to which an edit adds further steps."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.file)
+        self.program = program
+        self.steps = list(program.steps)
+        self.line = 0
+        self._users: dict[int, list[Use]] = defaultdict(list)
+        for number, step in enumerate(program.steps):
+            for place, operand in enumerate(step.operands):
+                self._users[operand].append((number, place))
+        for place, number in enumerate(program.outputs.values()):
+            self._users[number].append((OUTPUT, place))
+
+    def add(self, function: str, operands: tuple[Value, ...], axes: Axes, dtype: str, **options: Any) -> Value:
+        """Add a step; its value."""
+        self.steps.append(Step(function, tuple(value.number for value in operands), options, axes, dtype, self.line))
+        return Value(self, len(self.steps) - 1)
+
+    def restart(self, line: int) -> None:
+        """Forget added steps. Steps that are added from now on are of this line."""
+        del self.steps[len(self.program.steps) :]
+        self.line = line
+
+    def uses(self, number: int) -> list[Use]:
+        """The uses of a value. The conversion of a narrow value to float32 is no use; the uses of its result are."""
+        found: list[Use] = []
+        for user, place in self._users[number]:
+            if user != OUTPUT and self.program.steps[user].recipe is not None and place:
+                continue  # a scale that the kernel is given
+            converts = user != OUTPUT and self.program.steps[user].function == "float32"
+            found += self.uses(user) if converts else [(user, place)]
+        return found
+
+    def with_uses(self, uses: Collection[Use], value: int) -> Program | None:
+        """The program in which these uses take another value. None: a result would have another dtype.
+
+        If a formula of several that a kernel may take contains the change, it is the formula that the kernel took.
+        """
+        operands = {number: list(step.operands) for number, step in enumerate(self.steps)}
+        outputs = list(self.program.outputs.values())
+        for user, place in uses:
+            if user == OUTPUT:
+                if self.steps[value].dtype != self.steps[outputs[place]].dtype:
+                    return None
+                outputs[place] = value
+            else:
+                operands[user][place] = value
+        self._choose_formulas(operands, {user for user, _ in uses}, value)
+        order: dict[int, int] = {}
+        steps: list[Step] = []
+
+        def visit(number: int) -> None:
+            if number in order:
+                return
+            for operand in operands[number]:
+                visit(operand)
+            order[number] = len(steps)
+            step, moved = self.steps[number], tuple(order[operand] for operand in operands[number])
+            dtype = steps[moved[0]].dtype if step.recipe is not None else step.dtype
+            same = moved == step.operands and dtype == step.dtype
+            steps.append(step if same else replace(step, operands=moved, dtype=dtype))
+
+        for number in outputs:
+            visit(number)
+        numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
+        return Program(self.program.name, self.file, self.program.arguments, tuple(steps), numbers)
+
+    def _choose_formulas(self, operands: dict[int, list[int]], users: set[int], value: int) -> None:
+        changed = users | {value}
+        for number in range(len(self.program.steps)):
+            if self.steps[number].function == "any_of":
+                some = [operand for operand in operands[number] if operand in changed]
+                operands[number] = some or operands[number]
+            if not changed.isdisjoint(operands[number]):
+                changed.add(number)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A step that a row of the table changes."""
+
+    editor: Editor
+    number: int
+
+    @property
+    def step(self) -> Step:
+        """The step."""
+        return self.editor.program.steps[self.number]
+
+    @cached_property
+    def line(self) -> int:
+        """The line of the step; of an argument, the line of its first user."""
+        users = [user for user, _ in self.editor.uses(self.number) if user != OUTPUT]
+        return self.editor.program.steps[min(users)].line if self.step.function == "argument" and users else self.step.line
+
+    @property
+    def old(self) -> Value:
+        """The right value."""
+        return Value(self.editor, self.number)
+
+    @cached_property
+    def operands(self) -> list[Value]:
+        """The operands."""
+        return [Value(self.editor, operand) for operand in self.step.operands]
+
+    @property
+    def a(self) -> Value:
+        """The first operand."""
+        return self.operands[0]
+
+    @property
+    def b(self) -> Value:
+        """The second operand."""
+        return self.operands[1]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the step."""
+        return self.step.dtype
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """An option of the step."""
+        return self.step.options.get(name, default)
+
+    def made(self, function: str, *operands: Value, dtype: str = "", axes: Axes | None = None, **options: Any) -> Value:
+        """A step that contracts do not have."""
+        shape = axes if axes is not None else max((value.axes for value in operands), key=len)
+        return self.editor.add(function, operands, shape, dtype or operands[0].dtype, **options)
+
+    def changed(self, **options: Any) -> Value:
+        """The step with other options. An option of None is left out."""
+        given = {name: value for name, value in {**self.step.options, **options}.items() if value is not None}
+        return self.editor.add(self.step.function, tuple(self.operands), self.step.axes, self.dtype, **given)
+
+    def as_function(self, function: str, *operands: Value) -> Value:
+        """The step with another function, without options."""
+        return self.editor.add(function, operands or tuple(self.operands), self.step.axes, self.dtype)
+
+    def alone(self, operand: Value) -> Value:
+        """An operand in the shape of the step."""
+        others = [value for value in self.operands if value.number != operand.number]
+        if operand.axes == self.step.axes:
+            return operand
+        return self.editor.add("expanded", (operand, *others), self.step.axes, operand.dtype)
+
+    def source(self, number: int) -> Step:
+        """The step behind conversions to float32."""
+        step = self.editor.steps[number]
+        return self.source(step.operands[0]) if step.function == "float32" else step
+
+    def changed_operand(self, value: Value) -> Value:
+        """The step with another first operand."""
+        operands = (value, *self.operands[1:])
+        return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
+
+    def in_row(self, row: int | str) -> Value:
+        """The value computed from other rows of the arguments: `reference.contracts.changed_steps.other_row`."""
+        axis, known = self.step.axes[0], dict[int, Value]()
+
+        def copy(number: int) -> Value:
+            if number not in known:
+                step = self.editor.program.steps[number]
+                operands, options = tuple(map(copy, step.operands)), dict(step.options)
+                if step.function == "argument" and step.axes[:1] == (axis,):
+                    options["row"] = row
+                known[number] = self.editor.add(step.function, operands, step.axes, step.dtype, **options)
+            return known[number]
+
+        return copy(self.number)
+
+    def cone(self, value: int) -> set[int]:
+        """The steps from which a value is computed, and itself."""
+        found: set[int] = set()
+        waiting = [value]
+        while waiting:
+            number = waiting.pop()
+            if number not in found:
+                found.add(number)
+                waiting += self.editor.program.steps[number].operands
+        return found
+
+    @cached_property
+    def inner(self) -> tuple[Value, set[str]] | None:
+        """The matrix that the step is a function of alone, beside constants, and the functions between."""
+        steps = self.editor.program.steps
+        for number in sorted(self.cone(self.number) - {self.number}, reverse=True):
+            if steps[number].axes != self.step.axes or steps[number].dtype != "float32":
+                continue
+            between, waiting = set[int](), [self.number]
+            while waiting:
+                step = waiting.pop()
+                if step != number and step not in between:
+                    between.add(step)
+                    waiting += steps[step].operands
+            if not any(steps[step].function == "argument" for step in between):
+                return Value(self.editor, number), {steps[step].function for step in between}
+        return None
+
+    def scopes(self, *, apart: bool) -> Iterator[tuple[str, str, Sequence[Use]]]:
+        """Name, phrase and uses of each place where a wrong value may be taken: everywhere, or by one user alone."""
+        uses = self.editor.uses(self.number)
+        shown = [use for use in uses if use[0] == OUTPUT]
+        hidden = [use for use in uses if use[0] != OUTPUT]
+        if uses:
+            yield "", "", uses
+        if shown and hidden:
+            yield ":shown-alone", ", in the result that is shown alone", shown
+            yield ":not-shown", ", behind the result that is shown", hidden
+        if apart and len({user for user, _ in hidden}) > 1:
+            for user, place in hidden:
+                name = formula(self.editor.program, user)
+                yield f":in-{user}", f", in {name} alone", [(user, place)]

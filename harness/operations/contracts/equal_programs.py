@@ -1,0 +1,63 @@
+"""Whether two changed contracts are one: their results are equal on inputs of many magnitudes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
+from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.spec.program import Program
+
+_SIZES = ((8, 150), (12, 118))
+"""Rows and columns of the inputs: sums over other widths tell rules apart that agree on one width."""
+
+
+def equal_programs(one: Program, other: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all values that are shown or quantized, and the quantizations, are equal on drawn inputs of the
+    dtypes of `tensors`."""
+    if [one.steps[n].options for n in one.outputs.values() if one.steps[n].recipe] != [
+        other.steps[n].options for n in other.outputs.values() if other.steps[n].recipe
+    ]:
+        return False
+    for seed, (height, width) in enumerate(_SIZES):
+        given = _inputs(one, tensors, seed, height, width)
+        for a, b in zip(_results(one, given), _results(other, given), strict=True):
+            pairs = ((a.low.nan_to_num(), b.low.nan_to_num()), (a.high.nan_to_num(), b.high.nan_to_num()))
+            if not torch.equal(a.may_be_nan, b.may_be_nan) or not all(torch.equal(x, y) for x, y in pairs):
+                return False
+    return True
+
+
+def _inputs(
+    program: Program, tensors: Mapping[str, torch.Tensor], seed: int, height: int, width: int
+) -> dict[str, torch.Tensor]:
+    """Numbers of many magnitudes, or small integers."""
+    draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
+    found = {}
+    for argument in program.arguments:
+        shape = [sizes.get(axis, width) for axis in argument.axes]
+        numbers = torch.randn(shape, generator=draw)
+        if seed == 0:
+            powers = torch.randint(-10, 11, shape[:1], generator=draw).float().view(*shape[:1], *[1] * (len(shape) - 1))
+            numbers = numbers * torch.exp2(powers)
+        else:
+            numbers = (2 * numbers).round()
+        found[argument.name] = numbers.to(tensors[argument.name].dtype)
+    return found
+
+
+def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Interval]:
+    """The values that are shown or quantized."""
+    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), {})
+    found = []
+    shown = set(program.outputs.values())
+    for number, step in enumerate(program.steps):
+        if step.recipe is not None:
+            found += [evaluation.values[operand] for operand in step.operands]
+            continue
+        evaluation.values[number] = STEPS[step.function](evaluation, step)
+        if number in shown:
+            found.append(evaluation.values[number])
+    return found

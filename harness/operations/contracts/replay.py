@@ -1,0 +1,199 @@
+"""A changed contract on some rows of a kernel's inputs and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.reference.contracts.accepted import Ends, Part, is_nan_of, order_of
+from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.contracts.evaluate import (
+    STEPS,
+    Evaluation,
+    ends_of_quantized,
+    handed_on,
+    judge_output,
+    of_rows,
+)
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.program import Program
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+
+Shown = Mapping[str, torch.Tensor | Quantized]
+Tensors = Mapping[str, torch.Tensor]
+WRONG, SCOPES = 10, 8
+"""Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
+_COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
+
+
+class Keys:
+    """Numbers of values: values that are computed in the same way have one number in all programs."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, program: Program) -> list[int]:
+        """The number of each step of a program."""
+        names = {number: name for name, number in program.outputs.items()}
+        found: list[int] = []
+        for number, step in enumerate(program.steps):
+            if step.function == "float32" and number not in names:  # the same numbers
+                found.append(found[step.operands[0]])
+                continue
+            operands = [found[operand] for operand in step.operands]
+            rounds = step.function == "cast" and not step.options and number not in names
+            if rounds and program.steps[step.operands[0]].dtype == step.dtype:
+                found.append(operands[0])
+                continue
+            if step.function in _COMMUTE:
+                operands.sort()
+            options = repr(step.options) if step.options else ""
+            key = (step.function, *operands, options, step.dtype, names.get(number))
+            found.append(self._numbers.setdefault(key, len(self._numbers)))
+        return found
+
+    def of_outputs(self, program: Program) -> tuple[int, ...]:
+        """The numbers of the results: programs with equal numbers are one."""
+        found = self.of(program)
+        return tuple(found[number] for number in program.outputs.values())
+
+
+@dataclass
+class Evidence:
+    """Wrong elements of results under a contract."""
+
+    wrong: int = 0
+    """Elements that the contract does not accept."""
+    strong: int = 0
+    """Those of them that lie farther from the accepted range than the range is wide: all wrong determined bytes."""
+    rows: frozenset[int] = frozenset()
+    """Rows with such elements."""
+    share: float = 0.0
+    """Sum over the results of the share of wrong elements."""
+    distance: float = 0.0
+    """Sum over the results of the mean of log2(1 + distance in codes)."""
+    judged: bool = True
+    """Whether the contract determines enough to be a cause: at least half of the codes, and no result is free."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all results are accepted."""
+        return self.wrong == 0
+
+    @property
+    def excluded(self) -> bool:
+        """Whether the wrong elements exclude the contract."""
+        return self.strong >= WRONG and len(self.rows) >= SCOPES
+
+    def add(self, part: Part) -> None:
+        """Add the elements of a result."""
+        free = part.undetermined > 0.01 * part.actual.numel()
+        known = part.determined * 2 >= part.actual.numel() or part.actual.dtype == torch.float32
+        self.judged &= known and not free
+        if not bool(part.wrong.any()):
+            return
+        fmt = None if part.fmt is FP32 else part.fmt
+        order, low, high = (order_of(x, fmt).long() for x in (part.actual, part.lower, part.upper))
+        distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~part.wrong, 0)
+        far = (distance > high - low) | is_nan_of(part.actual, fmt)
+        strong = part.wrong & far
+        self.wrong += int(part.wrong.sum())
+        self.strong += int(strong.sum())
+        by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
+        self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
+        self.share += float(part.wrong.float().mean())
+        self.distance += float(distance.double().add_(1).log2_().mean())
+
+
+@dataclass
+class Replay:
+    """Rows of a kernel's inputs and results, and values that are known of them by their numbers."""
+
+    tensors: Tensors
+    """Inputs, of all rows."""
+    shown: Shown
+    """Results of the rows."""
+    rows: slice | torch.Tensor
+    keys: Keys
+    whole: bool
+    """Whether the rows are all rows, so that the amax of the tensor is theirs."""
+    known: dict[int, Any] = field(default_factory=dict)
+    inputs: Tensors | None = None
+    """Inputs of the rows."""
+
+    def remember(self, program: Program) -> None:
+        """Keep the values of a program."""
+        for _ in self.parts(program, keep=True):
+            pass
+
+    def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
+        """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
+        that is wrong."""
+        found = Evidence()
+        try:
+            for name, part in self.parts(program):
+                if self.whole or not name.endswith("amax"):
+                    found.add(part)
+                if (found.excluded and not whole) or (first and found.wrong):
+                    break
+        except ValueError:  # the change hides the amax of the tensor, or its recipe cannot be judged
+            return Evidence(wrong=1, strong=WRONG, rows=frozenset(range(SCOPES)), share=9.0, distance=99.0)
+        return found
+
+    def parts(self, program: Program, *, keep: bool = False) -> Iterator[tuple[str, Part]]:
+        """Each result and what the program accepts, in the order of the steps."""
+        keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
+        shown = as_shown(program, self.shown)
+        self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
+        evaluation = Evaluation(program, self.inputs, {})
+        for number, step in enumerate(program.steps):
+            name = names.get(number)
+            if step.recipe is not None:
+                if name in shown:
+                    ends = ends_of_quantized(evaluation, step)
+                    yield from judge_output(program, number, ends, shown[name], self.tensors)
+                continue
+            value = self.known.get(keys[number])
+            if value is None or name in shown:
+                value = STEPS[step.function](evaluation, step)
+            if name is not None and name in shown:
+                result = shown[name]
+                assert isinstance(result, torch.Tensor)
+                ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
+                yield from judge_output(program, number, ends, result, self.tensors)
+                value = handed_on(step, value, result)
+            elif keep:
+                self.known[keys[number]] = value
+            evaluation.values[number] = value
+
+
+def as_shown(program: Program, shown: Shown) -> Shown:
+    """The results with the recipes of a changed contract."""
+    found = dict(shown)
+    for name, number in program.outputs.items():
+        result = found.get(name)
+        if isinstance(result, Quantized):
+            found[name] = replace(result, recipe=find_recipe(program.steps[number].recipe or ""))
+    return found
+
+
+def has_rows(result: torch.Tensor | Quantized) -> bool:
+    """Whether rows of a result are the result of rows, given its amax."""
+    if isinstance(result, torch.Tensor):
+        return True
+    alone = result.recipe.whole or result.recipe.block[0] == 1
+    scaled = result.recipe.tensor_scale in ("none", "given") or result.amax is not None
+    return alone and scaled and not result.transposed and not result.swizzled
+
+
+def rows_of(result: torch.Tensor | Quantized, rows: torch.Tensor) -> torch.Tensor | Quantized:
+    """Some rows of a result."""
+    if isinstance(result, torch.Tensor):
+        return result[rows]
+    scales = result.scales if result.recipe.whole else result.scales[rows]
+    amax = result.amax if result.amax is None or result.recipe.granularity == "tensor" else result.amax[rows]
+    return replace(result, codes=result.codes[rows], scales=scales, amax=amax, shape=(len(rows), result.shape[1]))

@@ -1,0 +1,131 @@
+"""Steps that no contract has and wrong kernels do: functions of intervals, roundings and stored results.
+
+The harness puts them in place of a step of a contract to explain wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowgauge.reference.contracts import sums
+from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.spec.formats import E8M0, Format
+from narrowgauge.spec.quantized import Quantized
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def expanded(x: Interval, *others: Interval) -> Interval:
+    """`x` in the shape of all operands."""
+    shape = torch.broadcast_shapes(*(value.shape for value in (x, *others)))  # type: ignore[no-untyped-call]
+    return x.arranged(lambda t: t.expand(shape))
+
+
+def rolled(x: Interval, columns: int) -> Interval:
+    """The number so many columns to the right, in place of each number."""
+    return x.arranged(lambda t: t.roll(-columns, -1))
+
+
+def rearranged(x: Interval, order: str) -> Interval:
+    """The columns with the halves exchanged, or with the even columns before the odd ones ("interleaved")."""
+    half = x.shape[-1] // 2
+    if order == "exchanged":
+        return x.arranged(lambda t: torch.cat([t[..., half:], t[..., :half]], -1))
+    return x.arranged(lambda t: torch.cat([t[..., ::2], t[..., 1::2]], -1))
+
+
+def amax_of_all(x: Interval) -> Interval:
+    """The largest magnitude of the tensor in place of each number."""
+    row = sums.amax(x)
+    return row.arranged(lambda t: (t.any() if t.dtype == torch.bool else t.amax()).expand(x.shape))
+
+
+def kept(x: Interval, columns: tuple[float, float | None, int], period: int | None = None) -> Interval:
+    """Some columns of every `period` columns, or of all: `some_columns`; 0 in place of the others."""
+    size = period or x.shape[-1]
+    out = torch.ones(size, dtype=torch.bool, device=x.low.device)
+    out[some_columns(columns, size)] = False
+    mask = out.repeat(-(-x.shape[-1] // size))[: x.shape[-1]]
+    return x.arranged(lambda t: t.masked_fill(mask, 0))
+
+
+CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
+    "expanded": expanded, "rolled": rolled, "rearranged": rearranged, "largest": sums.largest,
+    "amax_of_all": amax_of_all, "kept": kept,
+}  # fmt: skip
+"""Functions of intervals and options by the name of the step."""
+
+
+def some_columns(columns: tuple[float, float | None, int], size: int) -> slice:
+    """The columns (first, last, step) of `size`; a fraction counts from the size."""
+    first, last, step = columns
+    ends = [end if end is None or isinstance(end, int) else int(end * size) for end in (first, last)]
+    return slice(*ends, step)
+
+
+def divisor(rule: tuple[str, float], size: int) -> int:
+    """The divisor of a mean over `size` elements: ("plus", 1), ("times", 0.5), or the next multiple ("padded", 128)."""
+    kind, number = rule
+    if kind == "plus":
+        return size + int(number)
+    return int(size * number) if kind == "times" else -(-size // int(number)) * int(number)
+
+
+def other_row(x: torch.Tensor, row: int | str) -> torch.Tensor:
+    """The rows of `x` (M, …), each replaced by the row so many rows below it, or by the "first" row."""
+    return x[:1].expand_as(x) if isinstance(row, str) else x.roll(-row, 0)
+
+
+# ---- quantize --------------------------------------------------------------------------------------------------------
+
+
+def _on_grid(x: torch.Tensor, fmt: Format, *, away: bool) -> torch.Tensor:
+    """The number of a format next to zero or next to infinity; beyond the largest number, this number."""
+    points = torch.tensor(fmt.values[: fmt.max_code + 1], dtype=torch.float32, device=x.device)
+    size = x.abs().nan_to_num(0.0).clamp(max=fmt.max)
+    code = torch.searchsorted(points, size, right=True) - 1
+    code += away & (points[code] < size)
+    return torch.where(x.isnan(), x, points[code].copysign(x))
+
+
+def _overflowing(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    step = fmt.max - fmt.value(fmt.max_code - 1)
+    return x.masked_fill(x.abs() > fmt.max + step / 2, torch.nan)
+
+
+def _flushed(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return torch.where(x.abs() < fmt.value(1 << fmt.mantissa_bits), x * 0, x)
+
+
+Scaled = Callable[[torch.Tensor, Format], torch.Tensor]
+ROUNDINGS: Mapping[str, Scaled] = {
+    "toward zero": lambda x, fmt: _on_grid(x, fmt, away=False),
+    "away from zero": lambda x, fmt: _on_grid(x, fmt, away=True),
+    "to bfloat16 first": lambda x, fmt: x.bfloat16().float(),
+    "to float16 first": lambda x, fmt: x.half().float(),
+    "without saturation": _overflowing,
+    "with subnormals flushed": _flushed,
+}
+"""Functions of the scaled elements before they are rounded to codes."""
+
+
+def _inverse_scales(result: Quantized) -> Quantized:
+    if result.recipe.scale is E8M0:
+        return replace(result, scales=(254 - result.scales.int()).clamp(0, 255).to(torch.uint8))
+    return replace(result, scales=1 / result.scales) if result.scales.is_floating_point() else result
+
+
+VIEWS: Mapping[str, Callable[[Quantized], Quantized]] = {
+    "inverse scales": _inverse_scales,
+}
+"""What a kernel would have stored but for a mistake in storing."""
+
+
+def changed_quantize(options: Mapping[str, Any]) -> tuple[Scaled | None, Callable[[Quantized], Quantized]]:
+    """The rounding and the view of a step `quantize`, from its options."""
+    view = options.get("view")
+    return ROUNDINGS.get(options.get("rounding", "")), (lambda result: result) if view is None else VIEWS[view]
