@@ -7,7 +7,7 @@ output is judged given the outputs before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from narrowgauge.reference.contracts import interval as i
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
+from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
@@ -30,18 +31,72 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 
 @dataclass
 class Evaluation:
-    """A contract with inputs: the values of the steps so far."""
+    """A contract with inputs. A step is evaluated when its value is asked for."""
 
     program: Program
     tensors: Tensors
     """Inputs by the names of the arguments."""
-    values: dict[int, Any]
-    """Interval of each step; a comparison has two masks."""
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Results of casts that the kernel shows."""
+
+    def __post_init__(self) -> None:
+        self.values = _Values(self)
+        """Interval of each step; a comparison has two masks."""
+        self.replaced: set[int] = set()
+        """Steps whose values are those that a kernel shows."""
 
     @property
     def device(self) -> torch.device:
         """Device of the inputs."""
         return next(iter(self.tensors.values())).device
+
+    def show(self, number: int, own: torch.Tensor) -> None:
+        """Go on with the result of a step that the kernel shows."""
+        step = self.program.steps[number]
+        self.replaced.add(number)
+        if step.function == "cast":
+            self.known[number] = own
+        self.values[number] = _handed_on(step, self.values[number], own)
+
+    def leaf(self, number: int) -> torch.Tensor | Interval | None:
+        """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
+        None of a step that is estimated from its operands."""
+        step = self.program.steps[number]
+        tensor = self._tensor(number)
+        if tensor is not None and tensor.dim() > 0:
+            return tensor
+        if step.dtype != "bool" and (len(step.axes) < 2 or step.axes[-1] == "1"):
+            value: Interval = self.values[number]
+            return value
+        if number in self.replaced:
+            raise Unknown
+        return None
+
+    def _tensor(self, number: int) -> torch.Tensor | None:
+        """The numbers of an argument, of a part of it, or of a cast that the kernel shows."""
+        step = self.program.steps[number]
+        if number in self.known:
+            return self.known[number]
+        if step.function == "argument":
+            return self.tensors[step.options["name"]]
+        if number in self.replaced or step.function not in ("float32", "part"):
+            return None
+        tensor = self._tensor(step.operands[0])
+        if tensor is None or step.function == "float32":
+            return tensor
+        return _part_of(tensor, step)
+
+
+class _Values(dict[int, Any]):
+    """The values of an evaluation by step."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+
+    def __missing__(self, number: int) -> Any:
+        step = self._evaluation.program.steps[number]
+        value = self[number] = STEPS[step.function](self._evaluation, step)
+        return value
 
 
 def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
@@ -51,32 +106,103 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     """
     check_tensors(program, tensors)
     names = {number: name for name, number in program.outputs.items()}
-    ends: dict[int, list[Ends]] = {number: [] for number, name in names.items() if name in shown}
+    by_rows = program.arguments[0].axes[:1]
+    results = {number: _Result(program, number) for number, name in sorted(names.items()) if name in shown}
     for rows in slabs_of_rows(program, tensors):
-        evaluation = Evaluation(program, _of_rows(program, tensors, rows), {})
-        for number, step in enumerate(program.steps):
-            dtype = DTYPES.get(step.dtype, torch.float32)
-            if step.recipe is not None:
-                if number in ends:
-                    ends[number].append(Ends.of(evaluation.values[step.operands[0]], dtype))
-                continue
-            value = STEPS[step.function](evaluation, step)
-            if number in ends:
-                ends[number].append(Ends.of(value, dtype))
-                result = shown[names[number]]
-                assert isinstance(result, torch.Tensor)
-                own = result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result
-                value = _handed_on(step, value, own)
-            evaluation.values[number] = value
-    for number, parts in ends.items():
-        step, name, result = program.steps[number], names[number], shown[names[number]]
-        joined = Ends.joined(parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1])
-        if isinstance(result, Quantized):
+        evaluation = Evaluation(program, _of_rows(program, tensors, rows))
+        for number, result in results.items():
+            step = program.steps[number]
+            if rows.start == 0 or step.axes[:1] == by_rows:
+                result.add(evaluation)
+            if step.recipe is None:
+                own = shown[names[number]]
+                assert isinstance(own, torch.Tensor)
+                evaluation.show(number, own[rows] if step.axes[:1] == by_rows else own)
+    for number, result in results.items():
+        step, name, own = program.steps[number], names[number], shown[names[number]]
+        ends = result.ends()
+        if isinstance(own, Quantized):
             scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
-            for part, judgement in judge_quantized(joined, result, scale):
+            for part, judgement in judge_quantized(ends, own, scale):
                 yield part if name == "quantized" else f"{name}.{part}", judgement
         else:
-            yield name, judge_range(result, joined.low, joined.high, joined.nan)
+            yield name, judge_range(own, ends.low, ends.high, ends.nan)
+
+
+_DOUBTFUL = 8
+"""A slab of which more than one of so many elements is in doubt is evaluated as a whole."""
+
+
+class _Result:
+    """The ends of a result, slab by slab. Elements in doubt wait, and are evaluated together."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        step = program.steps[number]
+        self._program = program
+        self._number = step.operands[0] if step.recipe is not None else number
+        self._dtype = DTYPES.get(step.dtype, torch.float32)
+        self._parts: list[Ends] = []
+        self._places: list[torch.Tensor] = []
+        self._operands: list[dict[int, Interval]] = []
+        self._count = 0
+
+    def add(self, evaluation: Evaluation) -> None:
+        """The next rows."""
+        ends = self._estimated(evaluation)
+        if ends is None:
+            ends = Ends.of(evaluation.values[self._number], self._dtype)
+        self._parts.append(ends)
+        self._count += ends.low.numel()
+
+    def _estimated(self, evaluation: Evaluation) -> Ends | None:
+        """The ends of the rows but for elements in doubt; None if most steps have to be evaluated for all elements."""
+        if not all(tensor.numel() for tensor in evaluation.tensors.values()):
+            return None
+        try:
+            result, places = Estimator(self._program.steps, evaluation.leaf).cast(self._number)
+        except Unknown:
+            return None
+        if places.numel() * _DOUBTFUL > result.numel():
+            return None
+        if places.numel():
+            self._places.append(places + self._count)
+            self._operands.append(_operands_of(evaluation, self._number, places, result.shape))
+        return Ends(result, result)
+
+    def ends(self) -> Ends:
+        """The ends of all rows."""
+        found = Ends.joined(self._parts)
+        if not self._places:
+            return found
+        evaluation = Evaluation(self._program, {})
+        for number in self._operands[0]:
+            parts = [operands[number] for operands in self._operands]
+            evaluation.values[number] = Interval.joined(parts) if parts[0].low.dim() else parts[0]
+        evaluation.tensors = {"": found.low}  # constants are made on its device
+        return found.with_elements(torch.cat(self._places), Ends.of(evaluation.values[self._number], self._dtype))
+
+
+def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size) -> dict[int, Interval]:
+    """The numbers that elements of a step come from: those of the steps without operands, for each element."""
+    row, column = places // shape[1], places % shape[1]
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 0:
+            return x
+        return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
+
+    found: dict[int, Interval] = {}
+    waiting = [number]
+    while waiting:
+        number = waiting.pop()
+        leaf = evaluation.leaf(number)
+        if isinstance(leaf, torch.Tensor):
+            found[number] = i.exactly(chosen(leaf))
+        elif leaf is not None:
+            found[number] = leaf.arranged(chosen)
+        else:
+            waiting += [operand for operand in evaluation.program.steps[number].operands if operand not in found]
+    return found
 
 
 def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
@@ -169,12 +295,15 @@ def _any_of(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _part(evaluation: Evaluation, step: Step) -> Interval:
-    parts, part = step.options["parts"], step.options["part"]
     value: Interval = evaluation.values[step.operands[0]]
-    size = value.shape[-1]
+    return value.arranged(lambda t: _part_of(t, step))
+
+
+def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
+    parts, part, size = step.options["parts"], step.options["part"], x.shape[-1]
     if size % parts:
         raise ValueError(f"the last axis has {size} elements, which are not {parts} equal parts")
-    return value.arranged(lambda t: t[..., part * (size // parts) : (part + 1) * (size // parts)])
+    return x[..., part * (size // parts) : (part + 1) * (size // parts)]
 
 
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:

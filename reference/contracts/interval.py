@@ -83,6 +83,14 @@ class Interval:
         nan = None if self.nan is None else function(self.nan)
         return Interval(low, low if self.point else function(self.high), nan, self.bits)
 
+    @staticmethod
+    def joined(parts: Sequence[Interval]) -> Interval:
+        """Numbers behind numbers."""
+        low = torch.cat([part.low for part in parts])
+        high = low if all(part.point for part in parts) else torch.cat([part.high for part in parts])
+        nan = None if all(part.nan is None for part in parts) else torch.cat([part.may_be_nan for part in parts])
+        return Interval(low, high, nan, max(part.bits for part in parts))
+
 
 def exactly(value: torch.Tensor | float, device: torch.device | str = "cpu") -> Interval:
     """The interval of known numbers: float32, bfloat16 or float16, or a number that float32 holds."""
@@ -116,7 +124,7 @@ def rounded(
     if low is not high:
         return Interval(torch.minimum(low, to_float32(low)), torch.maximum(high, to_float32(high)), nan)
     number = to_float32(low)
-    if nan is None and bool(((number == low) | low.isnan()).all()):
+    if nan is None and (torch.equal(number, low) or bool(((number == low) | low.isnan()).all())):
         return Interval(low, low, bits=24)
     return Interval(torch.minimum(low, number), torch.maximum(low, number), nan)
 

@@ -71,14 +71,20 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
 
 
 def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest magnitudes. An element that may be NaN may be left out of an amax."""
-    if y.point:
-        return (size := y.low.abs()), size
-    left_out = (y.low <= 0) & (y.high >= 0)
+    """Numbers with the least and with the greatest magnitudes. An element that may be NaN may be left out of an amax.
+
+    Numbers with one end stay as they are: an amax does not depend on signs.
+    """
+    if y.uncertain is None:
+        return y.low, y.low
+    low, high = (end.flatten()[y.uncertain] for end in (y.low, y.high))
+    left_out = (low <= 0) & (high >= 0)
     if y.nan is not None:
-        left_out |= y.nan & ~y.never
-    one, other = y.low.abs(), y.high.abs()
-    return torch.minimum(one, other).masked_fill_(left_out, 0.0), torch.maximum(one, other)
+        left_out |= y.nan.flatten()[y.uncertain] & ~low.isnan()
+    small, large = y.low.clone(), y.low.clone()
+    small.view(-1)[y.uncertain] = torch.minimum(low.abs(), high.abs()).masked_fill_(left_out, 0.0)
+    large.view(-1)[y.uncertain] = torch.maximum(low.abs(), high.abs())
+    return small, large
 
 
 # ---- amax and scales -------------------------------------------------------------------------------------------------
@@ -233,10 +239,10 @@ def _judge_codes(
     lower = elements(encode_elements(y.low, scales, tensor, recipe, blocks=own[1]), columns, recipe)
     actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
     uncertain = _uncertain(y, own, recipe)
-    if uncertain is None or not bool(uncertain.any()):
+    if uncertain is None or not uncertain.numel():
         return judge_range(actual, lower, lower, fmt=recipe.element)
     # The elements with one number are compared as they are; the others are encoded once more, by themselves.
-    row, column = uncertain.nonzero(as_tuple=True)
+    row, column = uncertain // columns, uncertain % columns
     block_row, block = _blocks_of(row, column, recipe)
     of_element = tensor if tensor is None or len(tensor) == 1 else tensor[row]
     given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype)
@@ -262,15 +268,17 @@ def _judge_codes(
 
 
 def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor | None:
-    """Where an element has more than one number, or a factor of more than one amax. None: nowhere."""
-    found = None if y.point else y.low.view(BITS[y.low.dtype]) != y.high.view(BITS[y.low.dtype])
+    """Numbers of the elements with more than one number, or with a factor of more than one amax. None: no element."""
+    found = y.uncertain
     if recipe.element_scale == "x*(max/amax)" and not _same(*own):
-        rows, columns = torch.arange(y.low.shape[0]), torch.arange(y.low.shape[1])
-        several = own[0] != own[1]
-        block_row, block = _blocks_of(rows.to(y.low.device), columns.to(y.low.device), recipe)
-        factors = several[block_row][:, block]
-        found = factors.expand(y.low.shape) if found is None else found | factors
-    return found if y.nan is None else y.nan if found is None else found | y.nan
+        rows, columns = (torch.arange(size, device=y.low.device) for size in y.low.shape)
+        block_row, block = _blocks_of(rows, columns, recipe)
+        several = (own[0] != own[1])[block_row]
+        at = several.any(1).nonzero()[:, 0]
+        row, column = several[at][:, block].expand(-1, len(columns)).nonzero(as_tuple=True)
+        factors = at[row] * len(columns) + column
+        found = factors if found is None else torch.cat([found, factors]).unique()
+    return found
 
 
 def _blocks_of(row: torch.Tensor, column: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
