@@ -57,15 +57,13 @@ class Ends:
         return (found if self.nan is None else found | self.nan).flatten().nonzero()[:, 0]
 
     def with_elements(self, places: torch.Tensor, elements: Ends) -> Ends:
-        """The ends with the ends (N,) of other elements at `places`: numbers of elements, int64, in order."""
+        """The ends with those of `elements` (N,) at `places`: numbers of elements, int64, in order. `low` changes."""
         apart = different(elements.low, elements.high, None)
-        low, high, nan = self.low.clone(), self.high, self.nan
-        low.view(-1)[places] = elements.low
-        if self.point and not bool(apart.any()):
-            high = low
-        else:
+        low, high, nan = self.low, self.high, self.nan
+        if not self.point or bool(apart.any()):
             high = high.clone()
             high.view(-1)[places] = elements.high
+        low.view(-1)[places] = elements.low
         if elements.nan is not None:
             nan = torch.zeros_like(low, dtype=torch.bool) if nan is None else nan.clone()
             nan.view(-1)[places] = elements.nan

@@ -185,7 +185,7 @@ class Estimator:
         if bool(doubtful.any()):
             self._masks.append(doubtful)
         smallest, largest = _extent(center)
-        bits = 1 if bool((torch.frexp(center)[0].abs() == 0.5).all()) else 24
+        bits = 1 if bool(((torch.frexp(center)[0].abs() == 0.5) | (center == 0)).all()) else 24
         return Estimate(
             center, float(relative.amax()) * _SLACK, 0.0, largest, smallest, bits,
             nonzero=bool(center.all()), positive=bool((center >= 0).all()),

@@ -218,7 +218,7 @@ def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
 
 
-_SLAB = 1 << 16
+_SLAB = 1 << 18
 """Elements that are evaluated at once: a float64 tensor of them stays in the cache of a core."""
 
 

@@ -50,9 +50,8 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
     wrong = problem(recipe)
     if wrong is not None:
         raise ValueError(wrong)
-    small, large = _magnitudes(y)
-    low = block_amaxes(small, recipe)
-    blocks = [low, low if small is large else block_amaxes(large, recipe)]
+    blocks = _block_amaxes(y, recipe)
+    low = blocks[0]
     uncertain = None if y.nan is None else y.nan & ~y.never
     free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
     tensor = scale
@@ -70,21 +69,20 @@ def judge_quantized(y: Ends, kernel: Quantized, scale: torch.Tensor | None) -> I
     yield "codes", _judge_codes(y, kernel, scales, tensor, own)
 
 
-def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers with the least and with the greatest magnitudes. An element that may be NaN may be left out of an amax.
-
-    Numbers with one end stay as they are: an amax does not depend on signs.
-    """
+def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
+    """The least and the greatest amax of each block. An element that may be NaN may be left out of an amax."""
     if y.uncertain is None:
-        return y.low, y.low
+        amax = block_amaxes(y.low, recipe)
+        return [amax, amax]
     low, high = (end.flatten()[y.uncertain] for end in (y.low, y.high))
     left_out = (low <= 0) & (high >= 0)
     if y.nan is not None:
         left_out |= y.nan.flatten()[y.uncertain] & ~low.isnan()
-    small, large = y.low.clone(), y.low.clone()
-    small.view(-1)[y.uncertain] = torch.minimum(low.abs(), high.abs()).masked_fill_(left_out, 0.0)
-    large.view(-1)[y.uncertain] = torch.maximum(low.abs(), high.abs())
-    return small, large
+    numbers, amaxes = y.low.clone(), []
+    for sizes in (torch.minimum(low.abs(), high.abs()).masked_fill_(left_out, 0.0), torch.maximum(low.abs(), high.abs())):
+        numbers.view(-1)[y.uncertain] = sizes
+        amaxes.append(block_amaxes(numbers, recipe))
+    return amaxes
 
 
 # ---- amax and scales -------------------------------------------------------------------------------------------------
