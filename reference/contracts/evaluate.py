@@ -31,13 +31,18 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 
 @dataclass
 class Evaluation:
-    """A contract with inputs. A step is evaluated when its value is asked for."""
+    """A contract with inputs. A step is evaluated when its value is asked for, in slabs of rows if it has many numbers.
+    """
 
     program: Program
     tensors: Tensors
     """Inputs by the names of the arguments."""
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     """Results of casts that the kernel shows."""
+    whole: Evaluation | None = None
+    """The evaluation of all rows; None: this one, or one of single elements."""
+    rows: slice | None = None
+    """Rows of the tensors; None: all rows, which are evaluated in slabs."""
 
     def __post_init__(self) -> None:
         self.values = _Values(self)
@@ -50,13 +55,27 @@ class Evaluation:
         """Device of the inputs."""
         return next(iter(self.tensors.values())).device
 
+    def slabs(self, elements: int) -> Iterator[Evaluation]:
+        """Evaluations of some rows each, of about `elements` elements."""
+        for rows in slabs_of_rows(self.program, self.tensors, elements):
+            known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
+            slab = Evaluation(self.program, _of_rows(self.program, self.tensors, rows), known, self, rows)
+            slab.replaced = self.replaced
+            yield slab
+
+    def has_rows(self, number: int) -> bool:
+        """Whether a step has numbers for each row of the first argument."""
+        return self.program.steps[number].axes[:1] == self.program.arguments[0].axes[:1]
+
     def show(self, number: int, own: torch.Tensor) -> None:
         """Go on with the result of a step that the kernel shows."""
         step = self.program.steps[number]
-        self.replaced.add(number)
         if step.function == "cast":
             self.known[number] = own
-        self.values[number] = _handed_on(step, self.values[number], own)
+            self.values.pop(number, None)
+        else:
+            self.values[number] = _handed_on(step, self.values[number], own)
+        self.replaced.add(number)
 
     def leaf(self, number: int) -> torch.Tensor | Interval | None:
         """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
@@ -94,9 +113,22 @@ class _Values(dict[int, Any]):
         self._evaluation = evaluation
 
     def __missing__(self, number: int) -> Any:
-        step = self._evaluation.program.steps[number]
-        value = self[number] = STEPS[step.function](self._evaluation, step)
+        value = self[number] = self._value(number)
         return value
+
+    def _value(self, number: int) -> Any:
+        here = self._evaluation
+        step = here.program.steps[number]
+        if number in here.known:
+            return i.exactly(here.known[number])
+        matrix = len(step.axes) > 1 and step.axes[-1] != "1"
+        if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
+            value: Interval = here.whole.values[number]
+            return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
+        if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
+            slabs = here.slabs(_SLAB)
+            return Interval.joined([STEPS[step.function](slab, step) for slab in slabs])
+        return STEPS[step.function](here, step)
 
 
 def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
@@ -105,21 +137,14 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
-    names = {number: name for name, number in program.outputs.items()}
-    by_rows = program.arguments[0].axes[:1]
-    results = {number: _Result(program, number) for number, name in sorted(names.items()) if name in shown}
-    for rows in slabs_of_rows(program, tensors):
-        evaluation = Evaluation(program, _of_rows(program, tensors, rows))
-        for number, result in results.items():
-            step = program.steps[number]
-            if rows.start == 0 or step.axes[:1] == by_rows:
-                result.add(evaluation)
-            if step.recipe is None:
-                own = shown[names[number]]
-                assert isinstance(own, torch.Tensor)
-                evaluation.show(number, own[rows] if step.axes[:1] == by_rows else own)
-    for number, result in results.items():
-        step, name, own = program.steps[number], names[number], shown[names[number]]
+    evaluation = Evaluation(program, tensors)
+    for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
+        step, own = program.steps[number], shown[name]
+        result = _Result(program, number)
+        for slab in evaluation.slabs(_SLAB_OF_ESTIMATES):
+            result.add(slab)
+            if not evaluation.has_rows(number):
+                break
         ends = result.ends()
         if isinstance(own, Quantized):
             scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
@@ -127,6 +152,7 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
                 yield part if name == "quantized" else f"{name}.{part}", judgement
         else:
             yield name, judge_range(own, ends.low, ends.high, ends.nan)
+            evaluation.show(number, own)
 
 
 _DOUBTFUL = 8
@@ -174,11 +200,10 @@ class _Result:
         found = Ends.joined(self._parts)
         if not self._places:
             return found
-        evaluation = Evaluation(self._program, {})
+        evaluation = Evaluation(self._program, {"": found.low}, rows=slice(0, 0))  # constants have its device
         for number in self._operands[0]:
             parts = [operands[number] for operands in self._operands]
             evaluation.values[number] = Interval.joined(parts) if parts[0].low.dim() else parts[0]
-        evaluation.tensors = {"": found.low}  # constants are made on its device
         return found.with_elements(torch.cat(self._places), Ends.of(evaluation.values[self._number], self._dtype))
 
 
@@ -218,17 +243,19 @@ def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
 
 
-_SLAB = 1 << 18
+_SLAB = 1 << 16
 """Elements that are evaluated at once: a float64 tensor of them stays in the cache of a core."""
+_SLAB_OF_ESTIMATES = 1 << 18
+"""Elements that are estimated at once: several float32 tensors of them stay in the cache."""
 
 
-def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
+def slabs_of_rows(program: Program, tensors: Tensors, elements: int) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
     if not axis or tensors[first.name].is_cuda or any(axis in step.axes[1:] for step in program.steps):
         return [slice(0, rows)]
-    height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
+    height = max(1, elements // max(1, tensors[first.name][:1].numel()))
     return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
 
 
@@ -340,6 +367,9 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         return function(value.arranged(lambda t: t[..., first:last]), **options)
 
     return reduce
+
+
+_REDUCTIONS = ("sum", "mean", "amax", "maximum_of")
 
 
 def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
