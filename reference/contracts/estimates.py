@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.reference.contracts.interval import APPROXIMATE_DIVISION, Interval
+from narrowgauge.reference.contracts.interval import APPROXIMATE_DIVISION, SIGNIFICAND_BITS, Interval
 from narrowgauge.spec.program import Step
 from narrowgauge.spec.summation import SMALLEST_SUBNORMAL, UNIT
 
-BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-"""Bits of the significands of dtypes."""
 _LARGE = 2.0**100
 """Elements with a larger magnitude at any step are in doubt: a later step may overflow."""
 _SMALL = 2.0**-120
@@ -112,7 +110,7 @@ class Estimator:
         half = dtype == torch.float16
         largest = (x.largest + x.absolute) * _SLACK
         smallest = 2.0**-24 if half else x.smallest / 2 if x.signed and x.smallest > _SMALL else 0.0
-        known = Estimate(result.float(), 0.0, 0.0, largest, smallest, BITS[dtype], positive=x.positive)
+        known = Estimate(result.float(), 0.0, 0.0, largest, smallest, SIGNIFICAND_BITS[dtype], positive=x.positive)
         self._found[number] = self._bounded(known, torch.finfo(dtype).max if half else _LARGE)
         return result
 
@@ -170,7 +168,7 @@ class Estimator:
 
     def _known(self, numbers: torch.Tensor) -> Estimate:
         smallest, largest = _extent(numbers)
-        return self._bounded(Estimate(numbers.float(), 0.0, 0.0, largest, smallest, BITS[numbers.dtype]))
+        return self._bounded(Estimate(numbers.float(), 0.0, 0.0, largest, smallest, SIGNIFICAND_BITS[numbers.dtype]))
 
     def _interval(self, x: Interval) -> Estimate:
         center = ((x.low + x.high) / 2).float()

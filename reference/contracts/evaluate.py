@@ -55,9 +55,9 @@ class Evaluation:
         """Device of the inputs."""
         return next(iter(self.tensors.values())).device
 
-    def slabs(self, elements: int) -> Iterator[Evaluation]:
-        """Evaluations of some rows each, of about `elements` elements."""
-        for rows in slabs_of_rows(self.program, self.tensors, elements):
+    def slabs(self) -> Iterator[Evaluation]:
+        """Evaluations of some rows each."""
+        for rows in slabs_of_rows(self.program, self.tensors):
             known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
             slab = Evaluation(self.program, _of_rows(self.program, self.tensors, rows), known, self, rows)
             slab.replaced = self.replaced
@@ -126,8 +126,7 @@ class _Values(dict[int, Any]):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
         if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
-            slabs = here.slabs(_SLAB)
-            return Interval.joined([STEPS[step.function](slab, step) for slab in slabs])
+            return Interval.joined([STEPS[step.function](slab, step) for slab in here.slabs()])
         return STEPS[step.function](here, step)
 
 
@@ -141,7 +140,7 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         step, own = program.steps[number], shown[name]
         result = _Result(program, number)
-        for slab in evaluation.slabs(_SLAB_OF_ESTIMATES):
+        for slab in evaluation.slabs():
             result.add(slab)
             if not evaluation.has_rows(number):
                 break
@@ -243,19 +242,18 @@ def _handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
 
 
-_SLAB = 1 << 16
-"""Elements that are evaluated at once: a float64 tensor of them stays in the cache of a core."""
-_SLAB_OF_ESTIMATES = 1 << 18
-"""Elements that are estimated at once: several float32 tensors of them stay in the cache."""
+_SLAB = 1 << 18
+"""Elements that are evaluated at once: tensors of them stay in the cache of a core, and calls take a small part of the
+time."""
 
 
-def slabs_of_rows(program: Program, tensors: Tensors, elements: int) -> list[slice]:
+def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
     if not axis or tensors[first.name].is_cuda or any(axis in step.axes[1:] for step in program.steps):
         return [slice(0, rows)]
-    height = max(1, elements // max(1, tensors[first.name][:1].numel()))
+    height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
     return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
 
 

@@ -259,7 +259,8 @@ def _judge_codes(
         # NaN gives a code of a number: one more code of the range.
         least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
     part = judge_range(actual[row, column], least, greatest, nan, recipe.element)
-    upper, wrong = lower.clone(), judge_range(actual, lower, lower, fmt=recipe.element).wrong
+    lower[row, column] = actual[row, column]  # these are judged already, and equal results are compared faster
+    wrong, upper = different(actual, lower, recipe.element), lower.clone()
     lower[row, column], upper[row, column], wrong[row, column] = part.lower, part.upper, part.wrong
     determined = actual.numel() - len(row) + part.determined
     return replace(part, actual=actual, lower=lower, upper=upper, wrong=wrong, determined=determined)
