@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -32,6 +32,8 @@ class Ends:
     """The same object as `low` if all ends are equal."""
     nan: torch.Tensor | None = None
     """Where a number may be NaN. None: nowhere."""
+    places: torch.Tensor | None = None
+    """The elements of `uncertain`, if they are known."""
 
     @property
     def point(self) -> bool:
@@ -42,6 +44,31 @@ class Ends:
     def never(self) -> torch.Tensor:
         """Where no number is possible but NaN: the ends are NaN there."""
         return self.low.isnan()
+
+    @cached_property
+    def uncertain(self) -> torch.Tensor | None:
+        """Numbers of the elements that have two ends or may be NaN, int64, in order. None: no element."""
+        if self.point and self.nan is None:
+            return None
+        if self.places is not None:
+            return self.places
+        bits = BITS[self.low.dtype]
+        found = self.low.contiguous().view(bits) != self.high.contiguous().view(bits)
+        return (found if self.nan is None else found | self.nan).flatten().nonzero()[:, 0]
+
+    def with_elements(self, places: torch.Tensor, elements: Ends) -> Ends:
+        """The ends with those of `elements` (N,) at `places`: numbers of elements, int64, in order. `low` changes."""
+        apart = different(elements.low, elements.high, None)
+        low, high, nan = self.low, self.high, self.nan
+        if not self.point or bool(apart.any()):
+            high = high.clone()
+            high.view(-1)[places] = elements.high
+        low.view(-1)[places] = elements.low
+        if elements.nan is not None:
+            nan = torch.zeros_like(low, dtype=torch.bool) if nan is None else nan.clone()
+            nan.view(-1)[places] = elements.nan
+            apart |= elements.nan
+        return Ends(low, high, nan, places[apart] if self.point and self.nan is None else None)
 
     @staticmethod
     def of(x: Interval, dtype: torch.dtype) -> Ends:
@@ -124,7 +151,10 @@ def judge_range(
 def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) -> torch.Tensor:
     """Where two results differ in a bit; a NaN equals every NaN."""
     bits = BITS[actual.dtype]
-    differs = actual.contiguous().view(bits) != expected.contiguous().view(bits)
+    one, other = actual.contiguous().view(bits), expected.contiguous().view(bits)
+    if torch.equal(one, other):  # a tenth of the time of a mask
+        return torch.zeros_like(one, dtype=torch.bool)
+    differs = one != other
     if bool(differs.any()):
         at = differs.nonzero(as_tuple=True)
         differs[at] = ~(is_nan_of(actual[at], fmt) & is_nan_of(expected[at], fmt))

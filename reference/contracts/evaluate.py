@@ -7,7 +7,7 @@ output is judged given the outputs before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from narrowgauge.reference.contracts.changed_steps import (
     other_row,
     some_columns,
 )
+from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
@@ -37,18 +38,103 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 
 @dataclass
 class Evaluation:
-    """A contract with inputs: the values of the steps so far."""
+    """A contract with inputs. A step is evaluated when its value is asked for, in slabs of rows if it has many numbers.
+    """
 
     program: Program
     tensors: Tensors
     """Inputs by the names of the arguments."""
-    values: dict[int, Any]
-    """Interval of each step; a comparison has two masks."""
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Results of casts that the kernel shows."""
+    whole: Evaluation | None = None
+    """The evaluation of all rows; None: this one, or one of single elements."""
+    rows: slice | None = None
+    """Rows of the tensors; None: all rows, which are evaluated in slabs."""
+
+    def __post_init__(self) -> None:
+        self.values = _Values(self)
+        """Interval of each step; a comparison has two masks."""
+        self.replaced: set[int] = set()
+        """Steps whose values are those that a kernel shows."""
 
     @property
     def device(self) -> torch.device:
         """Device of the inputs."""
         return next(iter(self.tensors.values())).device
+
+    def slabs(self) -> Iterator[Evaluation]:
+        """Evaluations of some rows each."""
+        for rows in slabs_of_rows(self.program, self.tensors):
+            known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
+            slab = Evaluation(self.program, of_rows(self.program, self.tensors, rows), known, self, rows)
+            slab.replaced = self.replaced
+            yield slab
+
+    def has_rows(self, number: int) -> bool:
+        """Whether a step has numbers for each row of the first argument."""
+        return self.program.steps[number].axes[:1] == self.program.arguments[0].axes[:1]
+
+    def show(self, number: int, own: torch.Tensor) -> None:
+        """Go on with the result of a step that the kernel shows."""
+        step = self.program.steps[number]
+        if step.function == "cast":
+            self.known[number] = own
+            self.values.pop(number, None)
+        else:
+            self.values[number] = handed_on(step, self.values[number], own)
+        self.replaced.add(number)
+
+    def leaf(self, number: int) -> torch.Tensor | Interval | None:
+        """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
+        None of a step that is estimated from its operands."""
+        step = self.program.steps[number]
+        tensor = self._tensor(number)
+        if tensor is not None and tensor.dim() > 0:
+            return tensor
+        if step.dtype != "bool" and (len(step.axes) < 2 or step.axes[-1] == "1"):
+            value: Interval = self.values[number]
+            return value
+        if number in self.replaced:
+            raise Unknown
+        return None
+
+    def _tensor(self, number: int) -> torch.Tensor | None:
+        """The numbers of an argument, of a part of it, or of a cast that the kernel shows."""
+        step = self.program.steps[number]
+        if number in self.known:
+            return self.known[number]
+        if step.function == "argument":
+            return self.tensors[_key(step)]
+        if number in self.replaced or step.function not in ("float32", "part"):
+            return None
+        tensor = self._tensor(step.operands[0])
+        if tensor is None or step.function == "float32":
+            return tensor
+        return _part_of(tensor, step)
+
+
+class _Values(dict[int, Any]):
+    """The values of an evaluation by step."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+
+    def __missing__(self, number: int) -> Any:
+        value = self[number] = self._value(number)
+        return value
+
+    def _value(self, number: int) -> Any:
+        here = self._evaluation
+        step = here.program.steps[number]
+        if number in here.known:
+            return i.exactly(here.known[number])
+        matrix = len(step.axes) > 1 and step.axes[-1] != "1"
+        if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
+            value: Interval = here.whole.values[number]
+            return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
+        if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
+            return Interval.joined([STEPS[step.function](slab, step) for slab in here.slabs()])
+        return STEPS[step.function](here, step)
 
 
 def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
@@ -57,29 +143,92 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
-    names = {number: name for name, number in program.outputs.items()}
-    ends: dict[int, list[list[Ends]]] = {number: [] for number, name in names.items() if name in shown}
-    for rows in slabs_of_rows(program, tensors):
-        evaluation = Evaluation(program, of_rows(program, tensors, rows), {})
-        for number, step in enumerate(program.steps):
-            dtype = DTYPES.get(step.dtype, torch.float32)
-            if step.recipe is not None:
-                if number in ends:
-                    ends[number].append(ends_of_quantized(evaluation, step))
-                continue
-            value = STEPS[step.function](evaluation, step)
-            if number in ends:
-                ends[number].append([Ends.of(value, dtype)])
-                result = shown[names[number]]
-                assert isinstance(result, torch.Tensor)
-                own = result[rows] if step.axes[:1] == program.arguments[0].axes[:1] else result
-                value = handed_on(step, value, own)
-            evaluation.values[number] = value
-    for number, parts in ends.items():
-        step, name = program.steps[number], names[number]
-        some = parts if step.axes[:1] == program.arguments[0].axes[:1] else parts[:1]
-        joined = [Ends.joined(operand) for operand in zip(*some, strict=True)]
-        yield from judge_output(program, number, joined, shown[name], tensors)
+    evaluation = Evaluation(program, tensors)
+    for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
+        own = shown[name]
+        results = [_Result(program, operand) for operand in judged_numbers(program, number)]
+        for slab in evaluation.slabs():
+            for result in results:
+                result.add(slab)
+            if not evaluation.has_rows(number):
+                break
+        yield from judge_output(program, number, [result.ends() for result in results], own, tensors)
+        if isinstance(own, torch.Tensor):
+            evaluation.show(number, own)
+
+
+_DOUBTFUL = 8
+"""A slab of which more than one of so many elements is in doubt is evaluated as a whole."""
+
+
+class _Result:
+    """The ends of a step, slab by slab. Elements in doubt wait, and are evaluated together."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self._program = program
+        self._number = number
+        self._dtype = DTYPES.get(program.steps[number].dtype, torch.float32)
+        self._parts: list[Ends] = []
+        self._places: list[torch.Tensor] = []
+        self._operands: list[dict[int, Interval]] = []
+        self._count = 0
+
+    def add(self, evaluation: Evaluation) -> None:
+        """The next rows."""
+        ends = self._estimated(evaluation)
+        if ends is None:
+            ends = Ends.of(evaluation.values[self._number], self._dtype)
+        self._parts.append(ends)
+        self._count += ends.low.numel()
+
+    def _estimated(self, evaluation: Evaluation) -> Ends | None:
+        """The ends of the rows but for elements in doubt; None if most steps have to be evaluated for all elements."""
+        if not all(tensor.numel() for tensor in evaluation.tensors.values()):
+            return None
+        try:
+            result, places = Estimator(self._program.steps, evaluation.leaf).cast(self._number)
+        except Unknown:
+            return None
+        if places.numel() * _DOUBTFUL > result.numel():
+            return None
+        if places.numel():
+            self._places.append(places + self._count)
+            self._operands.append(_operands_of(evaluation, self._number, places, result.shape))
+        return Ends(result, result)
+
+    def ends(self) -> Ends:
+        """The ends of all rows."""
+        found = Ends.joined(self._parts)
+        if not self._places:
+            return found
+        evaluation = Evaluation(self._program, {"": found.low}, rows=slice(0, 0))  # constants have its device
+        for number in self._operands[0]:
+            parts = [operands[number] for operands in self._operands]
+            evaluation.values[number] = Interval.joined(parts) if parts[0].low.dim() else parts[0]
+        return found.with_elements(torch.cat(self._places), Ends.of(evaluation.values[self._number], self._dtype))
+
+
+def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size) -> dict[int, Interval]:
+    """The numbers that elements of a step come from: those of the steps without operands, for each element."""
+    row, column = places // shape[1], places % shape[1]
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 0:
+            return x
+        return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
+
+    found: dict[int, Interval] = {}
+    waiting = [number]
+    while waiting:
+        number = waiting.pop()
+        leaf = evaluation.leaf(number)
+        if isinstance(leaf, torch.Tensor):
+            found[number] = i.exactly(chosen(leaf))
+        elif leaf is not None:
+            found[number] = leaf.arranged(chosen)
+        else:
+            waiting += [operand for operand in evaluation.program.steps[number].operands if operand not in found]
+    return found
 
 
 def judge_output(
@@ -98,10 +247,13 @@ def judge_output(
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
-def ends_of_quantized(evaluation: Evaluation, step: Step) -> list[Ends]:
-    """The ends of what is quantized, and of another matrix whose amaxes give the scales, if there is one."""
-    matrices = step.operands if step.options.get("statistics") else step.operands[:1]
-    return [Ends.of(evaluation.values[n], DTYPES[evaluation.program.steps[n].dtype]) for n in matrices]
+def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
+    """The steps whose ends judge an output: its own, or what is quantized, and another matrix whose amaxes give the
+    scales, if there is one."""
+    step = program.steps[number]
+    if step.recipe is None:
+        return (number,)
+    return step.operands if step.options.get("statistics") else step.operands[:1]
 
 
 def handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
@@ -117,8 +269,9 @@ def handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
 
 
-_SLAB = 1 << 16
-"""Elements that are evaluated at once: a float64 tensor of them stays in the cache of a core."""
+_SLAB = 1 << 18
+"""Elements that are evaluated at once: tensors of them stay in the cache of a core, and calls take a small part of the
+time."""
 
 
 def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
@@ -210,12 +363,15 @@ def _any_of(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _part(evaluation: Evaluation, step: Step) -> Interval:
-    parts, part = step.options["parts"], step.options["part"]
     value: Interval = evaluation.values[step.operands[0]]
-    size = value.shape[-1]
+    return value.arranged(lambda t: _part_of(t, step))
+
+
+def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
+    parts, part, size = step.options["parts"], step.options["part"], x.shape[-1]
     if size % parts:
         raise ValueError(f"the last axis has {size} elements, which are not {parts} equal parts")
-    return value.arranged(lambda t: t[..., part * (size // parts) : (part + 1) * (size // parts)])
+    return x[..., part * (size // parts) : (part + 1) * (size // parts)]
 
 
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:
@@ -240,6 +396,9 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         return function(value, **options)
 
     return reduce
+
+
+_REDUCTIONS = ("sum", "mean", "amax", "maximum_of")
 
 
 def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:

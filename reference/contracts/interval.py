@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from narrowgauge.reference.numbers.exact import two_sum
-from narrowgauge.spec.summation import SMALLEST_NORMAL
+from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 APPROXIMATE_DIVISION = 2.5 * 2.0**-23
@@ -28,6 +28,7 @@ functions), 2.5 ulp from the exact quotient. It covers fl(a·rcp.approx(b)), whi
 _OUTWARD = 2.0**-52
 """Relative step outward of a float64 result, which is off by 2^-53."""
 _FLOAT64_BITS = 53
+SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 FLUSHED_DIVISOR = 2.0**126
 """div.approx and `__fdividef` give 0 for a finite dividend and a divisor beyond (CUDA C++ Programming Guide)."""
 
@@ -83,11 +84,20 @@ class Interval:
         nan = None if self.nan is None else function(self.nan)
         return Interval(low, low if self.point else function(self.high), nan, self.bits)
 
+    @staticmethod
+    def joined(parts: Sequence[Interval]) -> Interval:
+        """Numbers behind numbers."""
+        low = torch.cat([part.low for part in parts])
+        high = low if all(part.point for part in parts) else torch.cat([part.high for part in parts])
+        nan = None if all(part.nan is None for part in parts) else torch.cat([part.may_be_nan for part in parts])
+        return Interval(low, high, nan, max(part.bits for part in parts))
+
 
 def exactly(value: torch.Tensor | float, device: torch.device | str = "cpu") -> Interval:
     """The interval of known numbers: float32, bfloat16 or float16, or a number that float32 holds."""
+    bits = SIGNIFICAND_BITS.get(value.dtype, 24) if isinstance(value, torch.Tensor) else 24
     number = value.double() if isinstance(value, torch.Tensor) else torch.tensor(value, device=device).double()
-    return Interval(number, number, bits=24)
+    return Interval(number, number, bits=bits)
 
 
 def constant(value: float, device: torch.device | str = "cpu") -> Interval:
@@ -116,7 +126,7 @@ def rounded(
     if low is not high:
         return Interval(torch.minimum(low, to_float32(low)), torch.maximum(high, to_float32(high)), nan)
     number = to_float32(low)
-    if nan is None and bool(((number == low) | low.isnan()).all()):
+    if nan is None and (torch.equal(number, low) or bool(((number == low) | low.isnan()).all())):
         return Interval(low, low, bits=24)
     return Interval(torch.minimum(low, number), torch.maximum(low, number), nan)
 
@@ -177,6 +187,10 @@ def square(a: Interval) -> Interval:
     """a²."""
     if a.point:
         product = a.low * a.low
+        if 2 * a.bits <= 24 and product.numel():
+            least, most = product.aminmax()
+            if bool((least >= SMALLEST_NORMAL) & (most <= FLT_MAX)):  # float32 holds so few bits
+                return Interval(product, product, bits=24)
         return rounded(product, product)
     magnitude = absolute(a)
     low, high = magnitude.low * magnitude.low, magnitude.high * magnitude.high

@@ -57,9 +57,8 @@ def judge_quantized(
     wrong = problem(recipe)
     if wrong is not None:
         raise ValueError(wrong)
-    small, large = _magnitudes(y if statistics is None else statistics)
-    low = block_amaxes(small, recipe)
-    blocks = [low, low if small is large else block_amaxes(large, recipe)]
+    blocks = _block_amaxes(y if statistics is None else statistics, recipe)
+    low = blocks[0]
     uncertain = None if y.nan is None else y.nan & ~y.never
     free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0
     tensor = scale
@@ -79,15 +78,20 @@ def judge_quantized(
     yield "codes", _judge_codes(y, kernel, scales, tensor, own, rounding, bounded=bounded)
 
 
-def _magnitudes(y: Ends) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest magnitudes. An element that may be NaN may be left out of an amax."""
-    if y.point:
-        return (size := y.low.abs()), size
-    left_out = (y.low <= 0) & (y.high >= 0)
+def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
+    """The least and the greatest amax of each block. An element that may be NaN may be left out of an amax."""
+    if y.uncertain is None:
+        amax = block_amaxes(y.low, recipe)
+        return [amax, amax]
+    low, high = (end.flatten()[y.uncertain] for end in (y.low, y.high))
+    left_out = (low <= 0) & (high >= 0)
     if y.nan is not None:
-        left_out |= y.nan & ~y.never
-    one, other = y.low.abs(), y.high.abs()
-    return torch.minimum(one, other).masked_fill_(left_out, 0.0), torch.maximum(one, other)
+        left_out |= y.nan.flatten()[y.uncertain] & ~low.isnan()
+    numbers, amaxes, magnitudes = y.low.clone(), [], (low.abs(), high.abs())
+    for sizes in (torch.minimum(*magnitudes).masked_fill_(left_out, 0.0), torch.maximum(*magnitudes)):
+        numbers.view(-1)[y.uncertain] = sizes
+        amaxes.append(block_amaxes(numbers, recipe))
+    return amaxes
 
 
 # ---- amax and scales -------------------------------------------------------------------------------------------------
@@ -248,10 +252,10 @@ def _judge_codes(
     )
     actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
     uncertain = _uncertain(y, own, recipe)
-    if uncertain is None or not bool(uncertain.any()):
+    if uncertain is None or not uncertain.numel():
         return judge_range(actual, lower, lower, fmt=recipe.element)
     # The elements with one number are compared as they are; the others are encoded once more, by themselves.
-    row, column = uncertain.nonzero(as_tuple=True)
+    row, column = uncertain // columns, uncertain % columns
     block_row, block = _blocks_of(row, column, recipe)
     of_element = tensor if tensor is None or len(tensor) == 1 else tensor[row]
     given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype, rounding)
@@ -270,22 +274,25 @@ def _judge_codes(
         # NaN gives a code of a number: one more code of the range.
         least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
     part = judge_range(actual[row, column], least, greatest, nan, recipe.element)
-    upper, wrong = lower.clone(), judge_range(actual, lower, lower, fmt=recipe.element).wrong
+    lower[row, column] = actual[row, column]  # these are judged already, and equal results are compared faster
+    wrong, upper = different(actual, lower, recipe.element), lower.clone()
     lower[row, column], upper[row, column], wrong[row, column] = part.lower, part.upper, part.wrong
     determined = actual.numel() - len(row) + part.determined
     return replace(part, actual=actual, lower=lower, upper=upper, wrong=wrong, determined=determined)
 
 
 def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor | None:
-    """Where an element has more than one number, or a factor of more than one amax. None: nowhere."""
-    found = None if y.point else y.low.view(BITS[y.low.dtype]) != y.high.view(BITS[y.low.dtype])
+    """Numbers of the elements with more than one number, or with a factor of more than one amax. None: no element."""
+    found = y.uncertain
     if recipe.element_scale == "x*(max/amax)" and not _same(*own):
-        rows, columns = torch.arange(y.low.shape[0]), torch.arange(y.low.shape[1])
-        several = own[0] != own[1]
-        block_row, block = _blocks_of(rows.to(y.low.device), columns.to(y.low.device), recipe)
-        factors = several[block_row][:, block]
-        found = factors.expand(y.low.shape) if found is None else found | factors
-    return found if y.nan is None else y.nan if found is None else found | y.nan
+        rows, columns = (torch.arange(size, device=y.low.device) for size in y.low.shape)
+        block_row, block = _blocks_of(rows, columns, recipe)
+        several = (own[0] != own[1])[block_row]
+        at = several.any(1).nonzero()[:, 0]
+        row, column = several[at][:, block].expand(-1, len(columns)).nonzero(as_tuple=True)
+        factors = at[row] * len(columns) + column
+        found = factors if found is None else torch.cat([found, factors]).unique()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _blocks_of(row: torch.Tensor, column: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:

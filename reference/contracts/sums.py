@@ -21,13 +21,24 @@ def total(x: Interval, depth: int | None = None) -> Interval:
     through at most so many roundings, which gives ((1 + u)^depth − 1)·A. A sum is exact if no partial sum can round:
     all terms are multiples of a power of two q, and A ≤ 2^24·q. The sign of a zero sum is free.
     """
-    count, magnitude = x.shape[-1], x.low.abs() if x.point else torch.maximum(x.low.abs(), x.high.abs())
+    count = x.shape[-1]
+    # The sign is the highest bit: a minimum of integers takes a tenth of the time of `signbit`.
+    bits = x.low.contiguous().view(torch.int64)
+    first = bits.amin(-1, keepdim=True) if count else bits.sum(-1, keepdim=True)
+    signed = first < 0
+    alone = x.point and not bool(signed.any())  # numbers from 0 on are their magnitudes
+    magnitude = x.low if alone else x.low.abs() if x.point else torch.maximum(x.low.abs(), x.high.abs())
     finite = magnitude if x.finite else _finite_part(x)
     size = finite.sum(-1, keepdim=True)
-    terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
+    if alone and bool((first > 0).all()):
+        terms = torch.full_like(size, count)
+    elif x.finite:
+        terms = magnitude.sign().sum(-1, keepdim=True)
+    else:
+        terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
     relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
     error = relative * size + terms * SMALLEST_SUBNORMAL
-    low = x.low.sum(-1, keepdim=True)
+    low = size if finite is x.low else x.low.sum(-1, keepdim=True)
     high = low if x.point else x.high.sum(-1, keepdim=True)
     exact = terms <= 1
     if x.point:
@@ -38,7 +49,6 @@ def total(x: Interval, depth: int | None = None) -> Interval:
     error = torch.where(exact, 0.0, error)
     # A partial sum of the positive or of the negative terms may overflow. Later terms do not bring it back.
     beyond = FLT_MAX * (1 - (count + 1) * 2 * UNIT)
-    signed = x.low.signbit().any(-1, keepdim=True)
     low, high = low - error, high + error
     low = torch.where(signed, low, low.clamp(min=0.0))  # a sum of numbers from 0 on is no less than 0, and no −0
     if x.finite and bool((size <= beyond).all()):

@@ -50,7 +50,7 @@ def _inputs(
 
 def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Interval]:
     """The values that are shown or quantized."""
-    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), {})
+    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
     found = []
     shown = set(program.outputs.values())
     for number, step in enumerate(program.steps):

@@ -13,9 +13,9 @@ from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import (
     STEPS,
     Evaluation,
-    ends_of_quantized,
     handed_on,
     judge_output,
+    judged_numbers,
     of_rows,
 )
 from narrowgauge.spec.formats import FP32
@@ -149,12 +149,13 @@ class Replay:
         keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
         shown = as_shown(program, self.shown)
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
-        evaluation = Evaluation(program, self.inputs, {})
+        evaluation = Evaluation(program, self.inputs, rows=slice(0, 0))
         for number, step in enumerate(program.steps):
             name = names.get(number)
             if step.recipe is not None:
                 if name in shown:
-                    ends = ends_of_quantized(evaluation, step)
+                    numbers = judged_numbers(program, number)
+                    ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
                     yield from judge_output(program, number, ends, shown[name], self.tensors)
                 continue
             value = self.known.get(keys[number])

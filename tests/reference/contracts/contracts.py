@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from narrowgauge import contract as c
 
 
@@ -34,7 +36,7 @@ def silu_mul_quantize(x: c.Matrix, recipe: c.Recipe):
 
 
 @c.contract
-def gelu_mul(x: c.Matrix, *, form: str = "tanh"):
+def gelu_mul(x: c.Matrix, *, form: Literal["tanh", "erf"] = "tanh"):
     """GELU of the first half times the second half."""
     gate, up = c.halves(x)
     return c.cast(c.gelu(c.float32(gate), form) * c.float32(up), x.dtype)
@@ -118,7 +120,7 @@ def _normalized(x, squares, z, w, eps, rounded, weight_first, plus_one):
 
 
 @c.contract
-def serving_activation(x: c.Matrix, *, act: str = "silu"):
+def serving_activation(x: c.Matrix, *, act: Literal["silu", "gelu", "gelu_tanh"] = "silu"):
     """R(R(act(gate))·up)."""
     gate, up = c.halves(x)
     g = c.float32(gate)
