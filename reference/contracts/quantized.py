@@ -51,13 +51,43 @@ def judge_quantized(
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
-    and for a kernel that does not return the amax of a hidden tensor.
+    and for a kernel that hides an amax with more than 64 possible numbers.
     """
-    recipe, dtype = kernel.recipe, y.low.dtype
-    wrong = problem(recipe)
+    wrong = problem(kernel.recipe)
     if wrong is not None:
         raise ValueError(wrong)
-    blocks = _block_amaxes(y if statistics is None else statistics, recipe)
+    blocks = _block_amaxes(y if statistics is None else statistics, kernel.recipe)
+    uncertain = kernel.recipe.nan == "propagate" and y.nan is not None and bool((y.nan & ~y.never).any())
+    kernels = [kernel] if uncertain else _with_amax(kernel, blocks, y.low.dtype)
+    tried = (list(_parts(y, one, scale, blocks, statistics, rounding)) for one in kernels)
+    best = min(tried, key=lambda parts: sum(int(part.wrong.sum()) for _, part in parts))
+    yield from ((name, part) for name, part in best if name != "amax" or kernel.amax is not None)
+
+
+def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype) -> Iterator[Quantized]:
+    """The kernel's results with each amax that it may hide: one number for the tensor, which has to explain all scales
+    and codes. A number that is shown, or of which there are too many, is judged by `_judge_amax`."""
+    recipe = kernel.recipe
+    low, high = (_amaxes(end, recipe) for end in blocks)
+    hidden = recipe.tensor_scale not in ("none", "given") and kernel.amax is None
+    grid = _Grid(dtype)
+    if not hidden or recipe.granularity != "tensor" or _same(low, high):
+        yield kernel
+        return
+    first, last = int(grid.number(low)), int(grid.number(high))
+    if last - first >= _FEW:
+        yield kernel
+        return
+    for number in range(first, last + 1):
+        yield replace(kernel, amax=grid.amax(torch.full_like(low, number, dtype=torch.int64)))
+
+
+def _parts(
+    y: Ends, kernel: Quantized, scale: torch.Tensor | None, blocks: list[torch.Tensor], statistics: Ends | None,
+    rounding: Scaled | None,
+) -> Iterator[tuple[str, Part]]:  # fmt: skip
+    """The results of `judge_quantized`. `blocks`: the least and the greatest amax of each block."""
+    recipe, dtype = kernel.recipe, y.low.dtype
     low = blocks[0]
     uncertain = None if y.nan is None else y.nan & ~y.never
     free = None if uncertain is None or not bool(uncertain.any()) else block_amaxes(uncertain.float(), recipe) != 0

@@ -157,3 +157,22 @@ def test_two_casts_of_a_number_are_two_steps() -> None:
 
     x = matrix(1.0, 2.0)
     assert judged(both, {"a": (x.float() * 3).bfloat16(), "b": (x.float() * 3).half()}, x).passed
+
+
+def silu_mul_quantize(x: c.Matrix, recipe: c.Recipe):
+    gate, up = c.halves(x)
+    return c.quantize(c.cast(c.silu(c.float32(gate)) * c.float32(up), x.dtype), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current-e4m3"])
+def test_a_hidden_amax_of_the_tensor_is_one_number_for_all_blocks(recipe: str) -> None:
+    """The largest element is a tie in float32, and above it in float64: each amax has codes of its own."""
+    gate, up = torch.full((4, 64), 2.0**-32), torch.ones(4, 64)
+    gate[2, 5], up[2, 5] = (1 + 2.0**-7) * 2.0**-30, 1.5
+    x = torch.cat([gate, up], 1).bfloat16()
+    y = (torch.nn.functional.silu(gate) * up).bfloat16()
+    tie = (1.5 + 2.0**-7 + 2.0**-8) * 2.0**-31
+    for neighbour, right in ((-(2.0**-39), True), (2.0**-39, True), (2.0**-32, False)):
+        y[2, 5] = tie + neighbour
+        q = narrowgauge.quantize(y, recipe)
+        assert judged(silu_mul_quantize, (q.codes, q.scales), x, recipe=recipe).passed is right
