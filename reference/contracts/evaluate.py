@@ -31,8 +31,7 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 
 @dataclass
 class Evaluation:
-    """A contract with inputs. A step is evaluated when its value is asked for, in slabs of rows if it has many numbers.
-    """
+    """A contract with inputs. A step is evaluated when its value is asked for: a matrix in slabs of rows."""
 
     program: Program
     tensors: Tensors
@@ -154,7 +153,7 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
             evaluation.show(number, own)
 
 
-_DOUBTFUL = 8
+_DOUBTFUL = 3
 """A slab of which more than one of so many elements is in doubt is evaluated as a whole."""
 
 

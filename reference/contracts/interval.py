@@ -217,16 +217,29 @@ def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
     if form == "reciprocal":
         return multiply(a, _quotient(exactly(1.0, b.low.device), b))
     quotient, size = _quotient(a, b), absolute(b)
-    # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
-    usual = bool(((size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)).all())
-    if form == "quotient" or (form is None and usual and b.point and _powers_of_two(b.low)):
+    if form == "quotient":
         return quotient
-    if form is None and not usual:
-        return hull([divide(a, b, "approximate"), divide(a, b, "reciprocal"), quotient])
     if form not in (None, "approximate"):
         raise ValueError(f"a division has the form quotient, reciprocal or approximate, not {form!r}")
+    # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
+    usual = (size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)
+    powers = usual & (b.low == b.high) & (torch.frexp(size.low)[0] == 0.5)
+    if form == "approximate" or bool(usual.all()):
+        if form is None and bool(powers.all()):
+            return quotient
+        found = _approximate(quotient, size)
+    else:
+        found = hull([_approximate(quotient, size), divide(a, b, "reciprocal"), quotient])
+    if form == "approximate" or not bool(powers.any()):
+        return found
+    low, high = torch.where(powers, quotient.low, found.low), torch.where(powers, quotient.high, found.high)
+    return Interval(low, high, None if found.nan is None else torch.where(powers, quotient.may_be_nan, found.nan))
+
+
+def _approximate(quotient: Interval, divisor: Interval) -> Interval:
+    """A quotient with the error of an approximate division. `divisor`: its magnitudes."""
     low, high = widened(quotient.low, quotient.high, APPROXIMATE_DIVISION)
-    flushed = (size.high > FLUSHED_DIVISOR) & ~low.isinf()
+    flushed = (divisor.high > FLUSHED_DIVISOR) & ~low.isinf()
     if bool(flushed.any()):
         low, high = torch.where(flushed, low.clamp(max=0.0), low), torch.where(flushed, high.clamp(min=0.0), high)
     return rounded(low, high, quotient.nan)
@@ -364,10 +377,6 @@ def _greatest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _quotient_is_exact(a: torch.Tensor, b: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
     """Where a quotient of float32 numbers is exact: float64 holds the product of two float32 numbers."""
     return ((to_float32(quotient) == quotient) & (quotient * b == a)) | ~quotient.isfinite() | (a == 0)
-
-
-def _powers_of_two(x: torch.Tensor) -> bool:
-    return bool((torch.frexp(x)[0].abs() == 0.5).all())
 
 
 def _holds_zero(a: Interval) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
+from narrowgauge.reference.contracts.estimates import sorted_places
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -79,7 +80,10 @@ def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
     if y.nan is not None:
         left_out |= y.nan.flatten()[y.uncertain] & ~low.isnan()
     numbers, amaxes = y.low.clone(), []
-    for sizes in (torch.minimum(low.abs(), high.abs()).masked_fill_(left_out, 0.0), torch.maximum(low.abs(), high.abs())):
+    for sizes in (
+        torch.minimum(low.abs(), high.abs()).masked_fill_(left_out, 0.0),
+        torch.maximum(low.abs(), high.abs()),
+    ):
         numbers.view(-1)[y.uncertain] = sizes
         amaxes.append(block_amaxes(numbers, recipe))
     return amaxes
@@ -276,7 +280,7 @@ def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor
         at = several.any(1).nonzero()[:, 0]
         row, column = several[at][:, block].expand(-1, len(columns)).nonzero(as_tuple=True)
         factors = at[row] * len(columns) + column
-        found = factors if found is None else torch.cat([found, factors]).unique()
+        found = factors if found is None else sorted_places([found, factors])
     return found
 
 
