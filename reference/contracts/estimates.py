@@ -367,7 +367,8 @@ def rounded(x: Estimate, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 def sorted_places(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Numbers of elements of any part, each once, in order."""
-    return torch.cat([*parts]).unique()  # type: ignore[no-untyped-call]
+    found: torch.Tensor = torch.cat([*parts]).unique()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

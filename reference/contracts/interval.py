@@ -211,8 +211,8 @@ def absolute(a: Interval) -> Interval:
 def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
     """a/b in a form: "quotient" rounds once, "reciprocal" is a·fl(1/b), "approximate" has 2.5 ulp. None: any of them.
 
-    The reciprocal of a power of two is exact, so a quotient by it is taken as one in every form. Raises ValueError for
-    an unknown form.
+    The reciprocal of a power of two is exact, so a quotient by such a constant, as in a mean, is taken as one in every
+    form. Raises ValueError for an unknown form.
     """
     if form == "reciprocal":
         return multiply(a, _quotient(exactly(1.0, b.low.device), b))
@@ -222,18 +222,12 @@ def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
     if form not in (None, "approximate"):
         raise ValueError(f"a division has the form quotient, reciprocal or approximate, not {form!r}")
     # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
-    usual = (size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)
-    powers = usual & (b.low == b.high) & (torch.frexp(size.low)[0] == 0.5)
-    if form == "approximate" or bool(usual.all()):
-        if form is None and bool(powers.all()):
-            return quotient
-        found = _approximate(quotient, size)
-    else:
-        found = hull([_approximate(quotient, size), divide(a, b, "reciprocal"), quotient])
-    if form == "approximate" or not bool(powers.any()):
-        return found
-    low, high = torch.where(powers, quotient.low, found.low), torch.where(powers, quotient.high, found.high)
-    return Interval(low, high, None if found.nan is None else torch.where(powers, quotient.may_be_nan, found.nan))
+    usual = bool(((size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)).all())
+    if form is None and usual and b.point and b.low.dim() == 0 and bool(torch.frexp(size.low)[0] == 0.5):
+        return quotient
+    if form == "approximate" or usual:
+        return _approximate(quotient, size)
+    return hull([_approximate(quotient, size), divide(a, b, "reciprocal"), quotient])
 
 
 def _approximate(quotient: Interval, divisor: Interval) -> Interval:
