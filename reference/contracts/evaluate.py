@@ -6,7 +6,7 @@ output is judged given the outputs before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.spec.program import Program, Step
+from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
+from narrowgauge.spec.program import ONCE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import UNIT
 
@@ -138,6 +139,8 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     evaluation = Evaluation(program, tensors)
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         step, own = program.steps[number], shown[name]
+        source = step.operands[0] if step.recipe is not None else number
+        scopes = list(scopes_of(program, source))
         result = _Result(program, number)
         for slab in evaluation.slabs():
             result.add(slab)
@@ -149,8 +152,49 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
             for part, judgement in judge_quantized(ends, own, scale):
                 yield part if name == "quantized" else f"{name}.{part}", judgement
         else:
-            yield name, judge_range(own, ends.low, ends.high, ends.nan)
+            judgement = judge_range(own, ends.low, ends.high, ends.nan)
+            yield name, judgement
+        for once in scopes:
+            scope = _scope(evaluation, once, source, ends, own, judgement)
+            line = f"-{program.steps[once].line}" if len(scopes) > 1 else ""
+            yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
+        if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
+
+
+_ELEMENTS_OF_SCOPES = 1 << 18
+"""Elements that are looked at for a scope. Fewer elements excuse more numbers."""
+
+
+def _scope(
+    evaluation: Evaluation, once: int, source: int, ends: Ends, own: torch.Tensor | Quantized, part: Part
+) -> Part:
+    """Whether one number of the step `once` explains the elements of each row that have more than one result."""
+    program = evaluation.program
+    shape = part.actual.shape
+    places = ends.uncertain
+    if places is None:
+        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device)
+    places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
+    operands = _operands_of(evaluation, source, places, shape, dependent(program, once))
+    dtype = DTYPES[program.steps[source].dtype]
+
+    def ends_at(h: torch.Tensor, some: torch.Tensor) -> Ends:
+        single = Evaluation(program, {"": h}, rows=slice(0, 0))
+        for number, value in operands.items():
+            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
+        single.values[once] = Interval(h, h.clone())
+        return Ends.of(single.values[source], dtype)
+
+    def judge(some: torch.Tensor, ends: Ends) -> Part:
+        if part.again is not None:
+            return part.again(places[some], ends)
+        return judge_range(part.actual.flatten()[places[some]], ends.low, ends.high, ends.nan)
+
+    wrong = part.wrong.flatten(1).any(1)
+    scope = judge_scope(evaluation.values[once], places // shape[1], ends_at, judge, wrong)
+    function = program.steps[program.steps[once].operands[0]].function
+    return replace(scope, line=program.steps[once].line, function=function)
 
 
 _DOUBTFUL = 3
@@ -205,8 +249,11 @@ class _Result:
         return found.with_elements(torch.cat(self._places), Ends.of(evaluation.values[self._number], self._dtype))
 
 
-def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size) -> dict[int, Interval]:
-    """The numbers that elements of a step come from: those of the steps without operands, for each element."""
+def _operands_of(
+    evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size, through: Set[int] = frozenset()
+) -> dict[int, Interval]:
+    """The numbers that elements of a step come from, for each element: those of the steps without operands, and of the
+    steps with a number for each row or column that are not in `through`."""
     row, column = places // shape[1], places % shape[1]
 
     def chosen(x: torch.Tensor) -> torch.Tensor:
@@ -214,17 +261,19 @@ def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shap
             return x
         return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
 
-    found: dict[int, Interval] = {}
+    program, found = evaluation.program, dict[int, Interval]()
     waiting = [number]
     while waiting:
         number = waiting.pop()
-        leaf = evaluation.leaf(number)
+        if number in through and program.steps[number].function == ONCE:
+            continue
+        leaf = None if number in through else evaluation.leaf(number)
         if isinstance(leaf, torch.Tensor):
             found[number] = i.exactly(chosen(leaf))
         elif leaf is not None:
             found[number] = leaf.arranged(chosen)
         else:
-            waiting += [operand for operand in evaluation.program.steps[number].operands if operand not in found]
+            waiting += [operand for operand in program.steps[number].operands if operand not in found]
     return found
 
 
@@ -381,7 +430,7 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     "part": _part, "roundings": _roundings,
-    "float32": lambda evaluation, step: evaluation.values[step.operands[0]],
+    **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
