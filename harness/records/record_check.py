@@ -19,7 +19,7 @@ from narrowgauge.harness.cases.operations import is_composed
 from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
 
-RULES = ("exact", "bound", "boundary", "statistics", *PROTECTING)
+RULES = ("exact", "bound", "boundary", "statistics", "scope", *PROTECTING)
 """Rules of stages. All but `PROTECTING` compare with an expected value."""
 DEVICES = ("cpu", "cuda")
 FULL_BUDGET = 1 + 2.0**-30

@@ -101,7 +101,8 @@ def interval(value: float | None) -> str:
 
 RULES = {
     "exact": "equal bytes", "bound": "inside the proved interval", "boundary": "equal, or next to a rounding boundary",
-    "statistics": "statistical tests", "guard": "memory around it unchanged", "repeat": "equal bytes in every run",
+    "statistics": "statistical tests", "scope": "one hidden number a row", "guard": "memory around it unchanged",
+    "repeat": "equal bytes in every run",
 }  # fmt: skip
 """Rules of stages in words, by the names of the record."""
 

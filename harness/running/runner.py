@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     OnOutcome = Callable[[Inputs, Outcome], None]
 
-COMPARING = ("exact", "bound", "boundary", "statistics")
+COMPARING = ("exact", "bound", "boundary", "statistics", "scope")
 """Rules that compare results with what they should be."""
 _RESULTS = 1 << 28
 """Bytes that results may have beyond the memory of the case."""

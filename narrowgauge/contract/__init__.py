@@ -22,6 +22,7 @@ from narrowgauge.contract.steps import (
     maximum,
     mean,
     minimum,
+    once,
     quantize,
     roundings,
     rsqrt,
@@ -37,7 +38,7 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of",
-    "cast", "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum",
+    "cast", "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "once",
     "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
-from narrowgauge.spec.program import QUANTIZE
+from narrowgauge.spec.program import ONCE, QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -122,6 +122,16 @@ def any_of(*values: Value) -> Value:
 def roundings(x: Value, count: int) -> Value:
     """`x` with up to `count` further roundings, such as those of another order of products."""
     return x.trace.add("roundings", (in_float32(x),), x.axes, "float32", count=count)
+
+
+def once(x: Value) -> Value:
+    """A number of each row that a kernel computes once, so that one number explains all results of the row.
+
+    It reaches a result by products, quotients, sums, casts and limits with other numbers alone, once in each formula.
+    """
+    if len(x.axes) != 2 or x.axes[-1] != "1" or x.axes[0] == "1":
+        x.trace.fail(f"c.once takes a number of each row, such as a sum, not a tensor of ({', '.join(x.axes)})")
+    return x.trace.add(ONCE, (in_float32(x),), x.axes, "float32")
 
 
 def sigmoid(x: Value, *forms: str) -> Value:

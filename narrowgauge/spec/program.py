@@ -16,6 +16,10 @@ QUANTIZE = "quantize"
 """The step that gives codes and scales. It has the option `recipe`, and may have a given scale as a second operand."""
 
 
+ONCE = "once"
+"""The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
+
+
 class ContractError(ValueError):
     """A function that is no contract. The message begins with file and line."""
 

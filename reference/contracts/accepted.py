@@ -6,7 +6,7 @@ FP8 codes, 4-bit codes and scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -112,6 +112,8 @@ class Part:
     """Elements for which so many codes are accepted that nothing was judged."""
     fmt: Format | None = None
     """Format of the codes; None for floats."""
+    again: Callable[[torch.Tensor, Ends], Part] | None = None
+    """Judges elements with other ends (N,), by their numbers, int64."""
 
 
 def judge_range(

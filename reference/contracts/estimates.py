@@ -9,7 +9,7 @@ intervals. So an estimate changes the time of a verdict, and never the verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class Estimator:
         places = [*self._places, *(_places(mask.expand(result.shape)) for mask in self._masks)]
         if not places:
             return result, torch.zeros(0, dtype=torch.int64, device=result.device)
-        return result, places[0] if len(places) == 1 and not self._masks else torch.cat(places).unique()
+        return result, places[0] if len(places) == 1 and not self._masks else sorted_places(places)
 
     def _cast(self, number: int) -> torch.Tensor:
         step = self._steps[number]
@@ -226,12 +226,13 @@ class Estimator:
             relative = 0.0 if exact else 2 * UNIT * _SLACK
             return Estimate(center, relative, 0.0, largest, positive=a.positive and b.positive)
         relative = 2 * UNIT * _SLACK
-        if a.positive and b.positive:
+        positive = a.positive and b.positive
+        if positive or _of_one_sign(a.center, b.center):
             known = [x.smallest for x in (a, b) if x.nonzero]
             return Estimate(
                 center, max(a.relative, b.relative) * _SLACK + relative, (a.absolute + b.absolute) * _SLACK, largest,
                 max(known, default=min(a.smallest, b.smallest)) * (1 - _WIDE), zeros=a.zeros and b.zeros,
-                nonzero=bool(known), positive=True,
+                nonzero=bool(known), positive=positive,
             )  # fmt: skip
         absolute = sum(x.relative * x.largest + x.absolute for x in (a, b)) * _SLACK
         return Estimate(center, relative, absolute, largest, zeros=False)
@@ -357,11 +358,17 @@ def rounded(x: Estimate, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
         ends = [(center * factor).to(dtype) for factor in (1 - slack, 1 + slack)]
         places = _different(ends[0], ends[1])
         if not x.zeros and _has_zero(x):
-            places = torch.cat([places, _places(center == 0)]).unique()
+            places = sorted_places([places, _places(center == 0)])
         return ends[1], places
     error = center.abs().mul_(x.relative + 5 * UNIT).add_(x.absolute * _SLACK + 2.0**-126)
     ends = [(center - error).to(dtype), (center + error).to(dtype)]
     return ends[1], _different(ends[0], ends[1])
+
+
+def sorted_places(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers of elements of any part, each once, in order."""
+    found: torch.Tensor = torch.cat([*parts]).unique()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -379,6 +386,11 @@ def _different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _places(mask: torch.Tensor) -> torch.Tensor:
     return mask.flatten().nonzero()[:, 0]
+
+
+def _of_one_sign(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two numbers have one sign in every element, so that their sum does not cancel."""
+    return int((a.contiguous().view(torch.int32) ^ b.contiguous().view(torch.int32)).amin()) >= 0
 
 
 def _adds_exactly(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ output is judged given the outputs before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.spec.program import Program, Step
+from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
+from narrowgauge.spec.program import ONCE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import UNIT
 
@@ -38,8 +39,7 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 
 @dataclass
 class Evaluation:
-    """A contract with inputs. A step is evaluated when its value is asked for, in slabs of rows if it has many numbers.
-    """
+    """A contract with inputs. A step is evaluated when its value is asked for: a matrix in slabs of rows."""
 
     program: Program
     tensors: Tensors
@@ -145,19 +145,63 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     check_tensors(program, tensors)
     evaluation = Evaluation(program, tensors)
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
-        own = shown[name]
-        results = [_Result(program, operand) for operand in judged_numbers(program, number)]
+        own, sources = shown[name], judged_numbers(program, number)
+        scopes = list(scopes_of(program, sources[0]))
+        results = [_Result(program, source) for source in sources]
         for slab in evaluation.slabs():
             for result in results:
                 result.add(slab)
             if not evaluation.has_rows(number):
                 break
-        yield from judge_output(program, number, [result.ends() for result in results], own, tensors)
+        ends = [result.ends() for result in results]
+        judgement = None
+        for part, judgement in judge_output(program, number, ends, own, tensors):
+            yield part, judgement
+        for once in scopes:
+            assert judgement is not None
+            scope = _scope(evaluation, once, sources[0], ends[0], own, judgement)
+            line = f"-{program.steps[once].line}" if len(scopes) > 1 else ""
+            yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
 
 
-_DOUBTFUL = 8
+_ELEMENTS_OF_SCOPES = 1 << 18
+"""Elements that are looked at for a scope. Fewer elements excuse more numbers."""
+
+
+def _scope(
+    evaluation: Evaluation, once: int, source: int, ends: Ends, own: torch.Tensor | Quantized, part: Part
+) -> Part:
+    """Whether one number of the step `once` explains the elements of each row that have more than one result."""
+    program = evaluation.program
+    shape = part.actual.shape
+    places = ends.uncertain
+    if places is None:
+        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device)
+    places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
+    operands = _operands_of(evaluation, source, places, shape, dependent(program, once))
+    dtype = DTYPES[program.steps[source].dtype]
+
+    def ends_at(h: torch.Tensor, some: torch.Tensor) -> Ends:
+        single = Evaluation(program, {"": h}, rows=slice(0, 0))
+        for number, value in operands.items():
+            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
+        single.values[once] = Interval(h, h.clone())
+        return Ends.of(single.values[source], dtype)
+
+    def judge(some: torch.Tensor, ends: Ends) -> Part:
+        if part.again is not None:
+            return part.again(places[some], ends)
+        return judge_range(part.actual.flatten()[places[some]], ends.low, ends.high, ends.nan)
+
+    wrong = part.wrong.flatten(1).any(1)
+    scope = judge_scope(evaluation.values[once], places // shape[1], ends_at, judge, wrong)
+    function = program.steps[program.steps[once].operands[0]].function
+    return replace(scope, line=program.steps[once].line, function=function)
+
+
+_DOUBTFUL = 3
 """A slab of which more than one of so many elements is in doubt is evaluated as a whole."""
 
 
@@ -208,8 +252,11 @@ class _Result:
         return found.with_elements(torch.cat(self._places), Ends.of(evaluation.values[self._number], self._dtype))
 
 
-def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size) -> dict[int, Interval]:
-    """The numbers that elements of a step come from: those of the steps without operands, for each element."""
+def _operands_of(
+    evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size, through: Set[int] = frozenset()
+) -> dict[int, Interval]:
+    """The numbers that elements of a step come from, for each element: those of the steps without operands, and of the
+    steps with a number for each row or column that are not in `through`."""
     row, column = places // shape[1], places % shape[1]
 
     def chosen(x: torch.Tensor) -> torch.Tensor:
@@ -217,17 +264,19 @@ def _operands_of(evaluation: Evaluation, number: int, places: torch.Tensor, shap
             return x
         return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
 
-    found: dict[int, Interval] = {}
+    program, found = evaluation.program, dict[int, Interval]()
     waiting = [number]
     while waiting:
         number = waiting.pop()
-        leaf = evaluation.leaf(number)
+        if number in through and program.steps[number].function == ONCE:
+            continue
+        leaf = None if number in through else evaluation.leaf(number)
         if isinstance(leaf, torch.Tensor):
             found[number] = i.exactly(chosen(leaf))
         elif leaf is not None:
             found[number] = leaf.arranged(chosen)
         else:
-            waiting += [operand for operand in evaluation.program.steps[number].operands if operand not in found]
+            waiting += [operand for operand in program.steps[number].operands if operand not in found]
     return found
 
 
@@ -413,7 +462,7 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     "part": _part, "roundings": _roundings,
-    "float32": lambda evaluation, step: evaluation.values[step.operands[0]],
+    **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),

@@ -211,22 +211,29 @@ def absolute(a: Interval) -> Interval:
 def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
     """a/b in a form: "quotient" rounds once, "reciprocal" is a·fl(1/b), "approximate" has 2.5 ulp. None: any of them.
 
-    The reciprocal of a power of two is exact, so a quotient by it is taken as one in every form. Raises ValueError for
-    an unknown form.
+    The reciprocal of a power of two is exact, so a quotient by such a constant, as in a mean, is taken as one in every
+    form. Raises ValueError for an unknown form.
     """
     if form == "reciprocal":
         return multiply(a, _quotient(exactly(1.0, b.low.device), b))
     quotient, size = _quotient(a, b), absolute(b)
-    # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
-    usual = bool(((size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)).all())
-    if form == "quotient" or (form is None and usual and b.point and _powers_of_two(b.low)):
+    if form == "quotient":
         return quotient
-    if form is None and not usual:
-        return hull([divide(a, b, "approximate"), divide(a, b, "reciprocal"), quotient])
     if form not in (None, "approximate"):
         raise ValueError(f"a division has the form quotient, reciprocal or approximate, not {form!r}")
+    # Beyond these divisors a reciprocal overflows or is subnormal, and has a larger error than an approximate quotient.
+    usual = bool(((size.low >= SMALLEST_NORMAL) & (size.high <= FLUSHED_DIVISOR)).all())
+    if form is None and usual and b.point and b.low.dim() == 0 and bool(torch.frexp(size.low)[0] == 0.5):
+        return quotient
+    if form == "approximate" or usual:
+        return _approximate(quotient, size)
+    return hull([_approximate(quotient, size), divide(a, b, "reciprocal"), quotient])
+
+
+def _approximate(quotient: Interval, divisor: Interval) -> Interval:
+    """A quotient with the error of an approximate division. `divisor`: its magnitudes."""
     low, high = widened(quotient.low, quotient.high, APPROXIMATE_DIVISION)
-    flushed = (size.high > FLUSHED_DIVISOR) & ~low.isinf()
+    flushed = (divisor.high > FLUSHED_DIVISOR) & ~low.isinf()
     if bool(flushed.any()):
         low, high = torch.where(flushed, low.clamp(max=0.0), low), torch.where(flushed, high.clamp(min=0.0), high)
     return rounded(low, high, quotient.nan)
@@ -364,10 +371,6 @@ def _greatest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _quotient_is_exact(a: torch.Tensor, b: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
     """Where a quotient of float32 numbers is exact: float64 holds the product of two float32 numbers."""
     return ((to_float32(quotient) == quotient) & (quotient * b == a)) | ~quotient.isfinite() | (a == 0)
-
-
-def _powers_of_two(x: torch.Tensor) -> bool:
-    return bool((torch.frexp(x)[0].abs() == 0.5).all())
 
 
 def _holds_zero(a: Interval) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.changed_steps import Scaled
+from narrowgauge.reference.contracts.estimates import sorted_places
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -285,30 +286,17 @@ def _judge_codes(
     if uncertain is None or not uncertain.numel():
         return judge_range(actual, lower, lower, fmt=recipe.element)
     # The elements with one number are compared as they are; the others are encoded once more, by themselves.
+    given = _Elements(recipe, scales, tensor, own, columns, y.low.dtype, rounding, bounded, actual)
+    low, high = (end.flatten()[uncertain] for end in (y.low, y.high))
+    part = given.judged(uncertain, Ends(low, high, None if y.nan is None else y.nan.flatten()[uncertain]))
     row, column = uncertain // columns, uncertain % columns
-    block_row, block = _blocks_of(row, column, recipe)
-    of_element = tensor if tensor is None or len(tensor) == 1 else tensor[row]
-    given = _Elements(recipe, scales[block_row, block], of_element, y.low.dtype, rounding)
-    amax = [end[block_row, block] for end in own]
-    low, high = (end[row, column] for end in (y.low, y.high))
-    if bounded and not recipe.whole and recipe.block_scale != "given":
-        most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)
-        low, high = (torch.where(end.abs() > most, most.copysign(end), end) for end in (low, high))
-    least, greatest = given.ends(low, high, amax)
-    nan = None if y.nan is None else y.nan[row, column]
-    spans = (low < 0) & (high > 0)
-    if bool(spans.any()):  # 0 may give NaN between two numbers, as 0·(1/0)
-        zero = is_nan_of(given.codes(torch.zeros_like(low), amax[1]), recipe.element) & spans
-        nan = zero if nan is None else nan | zero
-    if nan is not None and not is_nan_of(torch.tensor([recipe.nan_code], dtype=torch.uint8), recipe.element):
-        # NaN gives a code of a number: one more code of the range.
-        least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
-    part = judge_range(actual[row, column], least, greatest, nan, recipe.element)
     lower[row, column] = actual[row, column]  # these are judged already, and equal results are compared faster
     wrong, upper = different(actual, lower, recipe.element), lower.clone()
     lower[row, column], upper[row, column], wrong[row, column] = part.lower, part.upper, part.wrong
     determined = actual.numel() - len(row) + part.determined
-    return replace(part, actual=actual, lower=lower, upper=upper, wrong=wrong, determined=determined)
+    return replace(
+        part, actual=actual, lower=lower, upper=upper, wrong=wrong, determined=determined, again=given.judged
+    )
 
 
 def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor | None:
@@ -321,7 +309,7 @@ def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor
         at = several.any(1).nonzero()[:, 0]
         row, column = several[at][:, block].expand(-1, len(columns)).nonzero(as_tuple=True)
         factors = at[row] * len(columns) + column
-        found = factors if found is None else torch.cat([found, factors]).unique()  # type: ignore[no-untyped-call]
+        found = factors if found is None else sorted_places([found, factors])
     return found
 
 
@@ -339,27 +327,45 @@ class _Elements:
     recipe: Recipe
     scales: torch.Tensor
     tensor: torch.Tensor | None
+    own: list[torch.Tensor]
+    """The least and the greatest amax of each block with the scale of the kernel."""
+    columns: int
     dtype: torch.dtype
-    rounding: Scaled | None = None
+    rounding: Scaled | None
+    bounded: bool
+    actual: torch.Tensor
+    """The kernel's codes (M, K)."""
 
-    def codes(self, x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-        """The codes, uint8, of elements (N,) in blocks with these amaxes (N,)."""
-        stored = self.scales.unsqueeze(1)
-        factors = element_factors(stored, self.tensor, self.recipe, self.dtype, amax.unsqueeze(1))
-        scaled = scale_elements(x.unsqueeze(1), factors, self.tensor, self.recipe)
-        scaled = scaled if self.rounding is None else self.rounding(scaled, self.recipe.element)
-        return element_codes(scaled, self.recipe)[:, 0]
+    def judged(self, places: torch.Tensor, y: Ends) -> Part:
+        """The codes of elements with these numbers, int64 (N,), and ends (N,)."""
+        recipe, row, column = self.recipe, places // self.columns, places % self.columns
+        at = _blocks_of(row, column, recipe)
+        scales, amax = self.scales[at], [end[at] for end in self.own]
+        tensor = self.tensor if self.tensor is None or len(self.tensor) == 1 else self.tensor[row]
+        low, high = y.low, y.high
 
-    def ends(
-        self, low: torch.Tensor, high: torch.Tensor, amax: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes of the least and of the greatest result."""
-        least, greatest = self.codes(low, amax[1]), self.codes(high, amax[0])
-        if self.recipe.element_scale == "x*(max/amax)":
+        def codes(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+            factors = element_factors(scales.unsqueeze(1), tensor, recipe, self.dtype, amax.unsqueeze(1))
+            scaled = scale_elements(x.unsqueeze(1), factors, tensor, recipe)
+            scaled = scaled if self.rounding is None else self.rounding(scaled, recipe.element)
+            return element_codes(scaled, recipe)[:, 0]
+
+        if self.bounded and not recipe.whole and recipe.block_scale != "given":
+            most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)
+            low, high = (torch.where(end.abs() > most, most.copysign(end), end) for end in (low, high))
+        least, greatest = codes(low, amax[1]), codes(high, amax[0])
+        if recipe.element_scale == "x*(max/amax)":
             # The factor falls as the amax grows: the least result of a negative number has the least amax.
-            least = torch.where(low < 0, self.codes(low, amax[0]), least)
-            greatest = torch.where(high < 0, self.codes(high, amax[1]), greatest)
-        return least, greatest
+            least = torch.where(low < 0, codes(low, amax[0]), least)
+            greatest = torch.where(high < 0, codes(high, amax[1]), greatest)
+        nan, spans = y.nan, (low < 0) & (high > 0)
+        if bool(spans.any()):  # 0 may give NaN between two numbers, as 0·(1/0)
+            zero = is_nan_of(codes(torch.zeros_like(low), amax[1]), recipe.element) & spans
+            nan = zero if nan is None else nan | zero
+        if nan is not None and not is_nan_of(torch.tensor([recipe.nan_code], dtype=torch.uint8), recipe.element):
+            # NaN gives a code of a number: one more code of the range.
+            least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
+        return judge_range(self.actual[row, column], least, greatest, nan, recipe.element)
 
 
 def _with_code(

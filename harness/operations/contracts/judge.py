@@ -20,6 +20,7 @@ from narrowgauge.harness.operations.stages.table import Place, Table, neighbours
 from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
@@ -39,7 +40,9 @@ def judge_contract(
     """
     parts = dict(judged(program, tensors, shown))
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    outcome = Outcome(outputs={name: part.actual for name, part in parts.items()}) if outcome is None else outcome
+    judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
+    if outcome is None:
+        outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
     for name, part in parts.items():
         if finite and part.undetermined > FREE * part.actual.numel():
             raise ValueError(
@@ -47,18 +50,18 @@ def judge_contract(
                 "contract, so nothing would be judged; give the depth of sums and the form of divisions and functions, "
                 "or return the result of an earlier step"
             )
-        stage = stage_of(name, part)
+        stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
         stage.assumes = assumed(program) if stage.rule == "bound" else ""
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
-    outcome.parts = parts
+    outcome.parts = judged_parts
     _add_figures(outcome)
     return outcome
 
 
 def _add_figures(outcome: Outcome) -> None:
     """The share of elements for which all right kernels give one code, and the widths, of the stages with a bound."""
-    bound = [stage for stage in outcome.stages if stage.rule == "bound"]
+    bound = [stage for stage in outcome.stages if stage.rule == "bound" and stage.stage in outcome.parts]
     if not bound:
         return
     parts = [outcome.parts[stage.stage] for stage in bound]
@@ -124,6 +127,28 @@ def stage_of(name: str, part: Part) -> StageResult:
         name, rule, count, int(wrong.count_nonzero()), int(distance.amax()), text, finding,
         unbounded=unbounded, wrong_elements=wrong,
     )  # fmt: skip
+
+
+def stage_of_scope(name: str, scope: Scope) -> StageResult:
+    """The stage of a hidden number that a kernel computes once for each row."""
+    wrong = scope.wrong
+    if not bool(wrong.any()):
+        return StageResult(name, "scope", wrong.numel())
+    count = int(wrong.count_nonzero())
+    number = f"number of line {scope.line} ({scope.function})"
+    first = int(wrong.flatten().nonzero()[0])
+    text = f"no single {number} explains {'row' if count == 1 else f'{count} rows, the first is row'} {first}"
+    text += "; its elements took different numbers, each within the bound"
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        ends = {label: float_view(x[row, 0]) for label, x in (("lower", scope.lower), ("upper", scope.upper))}
+        element: dict[str, Any] = {"row": row, "column": column}
+        for label, (value, bits) in ends.items():
+            element |= {label: value, f"{label}_bits": bits}
+        return element
+
+    finding = make_finding(name, "scope", text, wrong, None, describe=describe)
+    return StageResult(name, "scope", wrong.numel(), count, None, text, finding, wrong_elements=wrong)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,9 @@ class RandomKernel:
     def float32(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def once(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def cast(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return x.float().to(DTYPES[step.dtype]).double()
 
