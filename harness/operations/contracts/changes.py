@@ -16,7 +16,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Cause, Limit
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.program import QUANTIZE, Program, Step
+from narrowgauge.spec.program import ONCE, QUANTIZE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe, recipes
 
@@ -217,7 +217,7 @@ def _operand(editor: Editor, number: int) -> str:
         return str(step.options["name"])
     if step.function == "constant":
         return f"{step.options['value']:g}"
-    if step.function in ("float32", "cast"):
+    if step.function in ("float32", "cast", ONCE):
         return _operand(editor, step.operands[0])
     return f"the {step.function} of line {step.line}"
 
