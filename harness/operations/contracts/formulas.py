@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.program import ONCE, Program, Step
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -26,7 +26,7 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast"):
+    if step.function in ("float32", "cast", ONCE):
         return _text(program, step.operands[0], depth)
     if step.function == "argument":
         return str(step.options["name"]), _ATOM

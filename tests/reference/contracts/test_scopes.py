@@ -53,7 +53,7 @@ def test_right_kernels_have_one_number(contract: Contract, dtype: str, flavour: 
         for tensors in inputs(program, (16, 96), seed):
             for name, part in judged(
                 program, tensors, shown(program, RandomKernel(program, tensors, seed, flavour=flavour))
-            ):  # type: ignore[arg-type]  # noqa: E501
+            ):  # type: ignore[arg-type]
                 assert not bool(part.wrong.any()), (recipe, name, part.wrong.nonzero()[0])
 
 
@@ -74,18 +74,22 @@ def result(contract: Contract, x: torch.Tensor, w: torch.Tensor, rs: torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_two_numbers_in_a_row_are_found(contract: Contract, dtype: torch.dtype) -> None:
-    """Both halves of row 17 lie inside of the interval of any order, with numbers that are 6e-5 apart."""
+    """Both halves of a row lie inside of the interval of any order, with numbers that are 1e-4 apart.
+
+    A row of 8-bit codes has one or two elements that such numbers change, so few of the rows show two numbers.
+    """
     x, w = given(dtype)
     rs = (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt().expand(ROWS, COLUMNS).clone()
     options = {"recipe": "fp8-row-e4m3"} if contract is norm_quantize else {}
     narrowgauge.assert_result(contract, result(contract, x, w, rs), x, w, **options)
-    rs[17, : COLUMNS // 2] *= 1 + 3e-5
-    rs[17, COLUMNS // 2 :] *= 1 - 3e-5
+    wrong = slice(None) if contract is norm_quantize else slice(17, 18)
+    rs[wrong, : COLUMNS // 2] *= 1 + 5e-5
+    rs[wrong, COLUMNS // 2 :] *= 1 - 5e-5
     verdict = narrowgauge.explain(narrowgauge.assert_result, contract, result(contract, x, w, rs), x, w, **options)
-    assert [stage["stage"] for stage in verdict.record["stages"] if stage["sentence"]] == ["scope"], str(verdict)
-    assert "row 17" in str(verdict)
-    assert ("sqrt" if contract is by_amax else "rsqrt") in str(verdict)
-    rs[17] = rs[17, :1]
+    assert [stage["stage"] for stage in verdict.stages if stage["sentence"]] == ["scope"], str(verdict)
+    assert contract is norm_quantize or "row 17" in str(verdict)
+    assert f"({'sqrt' if contract is by_amax else 'rsqrt'})" in str(verdict)
+    rs[:] = rs[:, :1]  # one number within the interval
     narrowgauge.assert_result(contract, result(contract, x, w, rs), x, w, **options)
 
 
@@ -97,7 +101,7 @@ def test_numbers_without_a_direction() -> None:
         return c.cast(c.tanh(z * rs), x.dtype)
 
     x = torch.randn(4, 32).bfloat16()
-    with pytest.raises(ValueError, match="c.once reaches tanh"):
+    with pytest.raises(ValueError, match="reaches tanh"):
         narrowgauge.assert_result(twice, x, x)
 
 
