@@ -358,6 +358,9 @@ class _Elements:
             # The factor falls as the amax grows: the least result of a negative number has the least amax.
             least = torch.where(low < 0, codes(low, amax[0]), least)
             greatest = torch.where(high < 0, codes(high, amax[1]), greatest)
+        if recipe.block_scale == "given":  # it may be negative, and then the greatest number has the least code
+            falls = order_of(least, recipe.element) > order_of(greatest, recipe.element)
+            least, greatest = torch.where(falls, greatest, least), torch.where(falls, least, greatest)
         nan, spans = y.nan, (low < 0) & (high > 0)
         if bool(spans.any()):  # 0 may give NaN between two numbers, as 0·(1/0)
             zero = is_nan_of(codes(torch.zeros_like(low), amax[1]), recipe.element) & spans

@@ -37,6 +37,23 @@ def test_a_hidden_float32_amax(recipe: str) -> None:
         assert judged(normalized, narrowgauge.quantize(y, recipe), x, recipe=recipe).passed
 
 
+@pytest.mark.parametrize("scale", [0.5, -1.0, 0.0, INF, NAN])
+def test_every_given_scale(scale: float) -> None:
+    """A negative scale turns the order of codes around."""
+
+    def static(x: c.Matrix, s: c.Scale):
+        z = c.float32(x)
+        return c.quantize(c.cast(z * c.rsqrt(c.mean(c.square(z))), x.dtype), "fp8-static-e4m3@vllm", s)
+
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    given = torch.tensor([scale])
+    for z in (x.float(), x.double()):
+        y = (z * torch.rsqrt(z.square().mean(1, keepdim=True))).bfloat16()
+        codes = narrowgauge.quantize(y, "fp8-static-e4m3@vllm", scale=given).codes
+        assert judged(static, codes, x, given).passed
+        assert scale not in (0.5, -1.0) or not judged(static, codes ^ 0x80, x, given).passed
+
+
 def added(x: c.Matrix):
     z = c.float32(x)
     return {"y": c.cast(c.mean(z), "float32")}
