@@ -146,12 +146,12 @@ def test_every_command_works_on_ten_lines(folder: Path, monkeypatch: pytest.Monk
     assert "1 + w" in run("PlusOne", "-k", "64x256 and normal and not plus_one", status=1)
     lines = (folder / "run" / "records.jsonl").read_text(encoding="utf-8").splitlines()
     (failed,) = [entry for entry in map(json.loads, lines) if entry.get("case") == ID]
-    assert failed["shrunk"] == "1x1"
+    assert failed["shrunk"] == "10x1"  # so many elements make a cause certain
     monkeypatch.setenv(VARIABLE, "")
     (folder / "contracts.py").unlink()
     shown = command("show", ID, "--backend", "kernels:PlusOne", "--saved", failed["saved"], status=1)
     assert "steps of scale-quantize" in shown
-    assert "scale-quantize/fp8-row-e4m3/1x1" in shown
+    assert "scale-quantize/fp8-row-e4m3/10x1" in shown
 
 
 def test_a_case_file_has_the_parameters_as_keys(folder: Path) -> None:
