@@ -25,8 +25,9 @@ from narrowgauge.spec.program import ContractError, Program, request_key
 
 VARIABLE = "NARROWGAUGE_TRACES"
 """Environment variable with the folder of the answers of a run."""
+_PACKAGE = Path(__file__).parents[3]
 _SECONDS = 120.0
-"""Time that the import of a file may take: torch and compiled extensions are behind it."""
+"""Seconds that the import of a file may take: torch and compiled extensions are behind it."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,13 @@ def _answers(path: str, name: str, requests: list[Request]) -> Mapping[str, Answ
 def _traced(path: str, asked: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """What a process of its own says about a file, beside what it said before."""
     command = [sys.executable, "-m", "narrowgauge.contract.traced_file", path]
+    paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]  # a checkout may not be installed
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=_SECONDS
-        )
+            command, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=_SECONDS,
+            env=environment,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ContractError(f"{path}: its import takes more than {_SECONDS:g} s") from None
     if done.returncode or not done.stdout:
