@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-UNTRIED_RIVALS = "; gives every byte, but the diagnosis stopped before all known deviations were tried"
+from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE
+
+UNTRIED_RIVALS = f"{GIVES_EVERY_BYTE}the diagnosis stopped before all known deviations were tried"
 """End of the sentence of a deviation that would be exact if the time limit had not ended its search."""
 
 
@@ -34,4 +36,4 @@ class Explanation:
 
 def gives_every_byte(entry: dict[str, Any]) -> bool:
     """Whether the deviation of an entry gives the kernel's bytes, whether or not all other deviations were tried."""
-    return bool(entry["exact"]) or str(entry["sentence"]).endswith(UNTRIED_RIVALS)
+    return bool(entry["exact"]) or GIVES_EVERY_BYTE in str(entry["sentence"])

@@ -11,7 +11,8 @@ from typing import Any
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
-from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS, gives_every_byte
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte
+from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report.tables import recipe_family
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural, sentence
@@ -65,7 +66,7 @@ class Group:
             words = words.partition(" (")[0]  # its counts are of one record
         elif cause not in OF_EARLIER_CASES:
             exactly = bool(self.explanation["exact"])
-            possible = words.partition("; explains ")[0].removesuffix(UNTRIED_RIVALS)
+            possible = words.partition("; explains ")[0].partition(GIVES_EVERY_BYTE)[0]
             words = f"explained exactly by {words}" if exactly else f"possible cause: {possible}"
         return textwrap.shorten(words, _LONGEST, placeholder=" ...")
 

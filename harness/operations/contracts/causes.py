@@ -16,7 +16,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.contracts.changes import Change, changes
 from narrowgauge.harness.operations.contracts.equal_programs import equal_programs
 from narrowgauge.harness.operations.contracts.replay import Evidence, Keys, Replay, Shown, as_shown, has_rows, rows_of
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit, PossibleCause
+from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE, Cause, Limit, PossibleCause
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.program import Program
 
@@ -162,12 +162,12 @@ class _Search:
             if certain:
                 yield change.name, sentence
             else:
-                yield PossibleCause(change.name, f"{sentence}; {self._doubt(plain)}")
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{self._doubt(plain)}")
 
     def _doubt(self, plain: Evidence) -> str:
         if self.rivals:
             more = f" and {len(self.rivals) - 1} more" if len(self.rivals) > 1 else ""
-            return f"too few bytes exclude another: {self.rivals[0].sentence}{more}"
+            return f"too few bytes exclude another change: {self.rivals[0].sentence}{more}"
         if not plain.excluded:
             return f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
         return "it accepts almost any bytes"
