@@ -12,12 +12,14 @@ from narrowgauge.contract.steps import (
     amax,
     any_of,
     cast,
+    dequantize,
     divide,
     erf,
     exp,
     exp2,
     float32,
     gelu,
+    gemm,
     halves,
     maximum,
     mean,
@@ -38,8 +40,9 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of",
-    "cast", "contract", "divide", "erf", "exp", "exp2", "float32", "gelu", "halves", "maximum", "mean", "minimum", "once",
-    "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square", "sum", "tanh", "where",
+    "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm", "halves",
+    "maximum", "mean", "minimum", "once", "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square",
+    "sum", "tanh", "where",
 ]  # fmt: skip
 
 

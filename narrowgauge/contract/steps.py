@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
-from narrowgauge.spec.program import ONCE, QUANTIZE
+from narrowgauge.spec.program import DEQUANTIZE, GEMM, ONCE, QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import summation
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIVISIONS = ("quotient", "reciprocal", "approximate")
@@ -173,6 +174,31 @@ def halves(x: Value) -> tuple[Value, Value]:
     return first, second
 
 
+def dequantize(x: Value, dtype: str = "float32") -> Value:
+    """The values of a quantization, rounded to a dtype once: those of the kernel's own codes and scales if it returns
+    them."""
+    _check_quantized(x, "dequantize")
+    if dtype not in DTYPES:
+        x.trace.fail(f"c.dequantize gives one of {', '.join(DTYPES)}, not {dtype!r}")
+    return x.trace.add(DEQUANTIZE, (x,), x.axes, dtype)
+
+
+def gemm(a: Value, b: Value, order: str | None = None) -> Value:
+    """a·bᵀ of two quantizations (M, K) and (N, K), with their scales, in float32: (M, N).
+
+    The sum has any order, or a declared one: docs/tolerance.md#gemm, `spec.summation`.
+    """
+    for value in (a, b):
+        _check_quantized(value, "gemm")
+    if a.axes[1] != b.axes[1]:
+        a.trace.fail(f"operands of c.gemm have the axes ({', '.join(a.axes)}) and ({', '.join(b.axes)}); K differs")
+    try:
+        summation(order)
+    except ValueError as error:
+        a.trace.fail(str(error))
+    return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order)
+
+
 def quantize(x: Value, recipe: str, scale: Value | None = None) -> Value:
     """`x` quantized by a recipe: codes, scales, and the amax if the recipe has a scale for the tensor.
 
@@ -205,3 +231,8 @@ def _reduced(name: str, x: Value, **options: object) -> Value:
 def _check_division(x: Value, form: str | None) -> None:
     if form is not None and form not in DIVISIONS:
         x.trace.fail(f"a division has the form {', '.join(DIVISIONS)}, not {form!r}")
+
+
+def _check_quantized(x: Value, function: str) -> None:
+    if x.step.recipe is None:
+        x.trace.fail(f"c.{function} takes the result of c.quantize, not that of {x.step.function}")

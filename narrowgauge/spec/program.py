@@ -16,6 +16,8 @@ QUANTIZE = "quantize"
 """The step that gives codes and scales. It has the option `recipe`, and may have a given scale as a second operand."""
 
 
+DEQUANTIZE, GEMM = BEHIND = ("dequantize", "gemm")
+"""The steps behind a quantization: its values, and the product of two."""
 ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowgauge.reference.contracts import interval as i
-from narrowgauge.reference.contracts import sums
+from narrowgauge.reference.contracts import products, sums
 from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
@@ -28,7 +28,7 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
-from narrowgauge.spec.program import ONCE, Program, Step
+from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import UNIT
 
@@ -128,6 +128,8 @@ class _Values(dict[int, Any]):
         step = here.program.steps[number]
         if number in here.known:
             return i.exactly(here.known[number])
+        if step.recipe is not None:
+            return here.whole.values[number] if here.whole is not None else _quantized(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
         if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
             value: Interval = here.whole.values[number]
@@ -164,6 +166,8 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
             yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
+        else:
+            evaluation.values[number] = own
 
 
 _ELEMENTS_OF_SCOPES = 1 << 18
@@ -327,7 +331,8 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    if not axis or tensors[first.name].is_cuda or any(axis in step.axes[1:] for step in program.steps):
+    together = any(axis in step.axes[1:] or step.function in BEHIND for step in program.steps)
+    if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
     return [slice(start, min(rows, start + height)) for start in range(0, rows, height)] or [slice(0, 0)]
@@ -376,6 +381,14 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
 def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
     """The shape of the values together."""
     return torch.Size(torch.broadcast_shapes(*(value.shape for value in values)))  # type: ignore[no-untyped-call]
+
+
+def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
+    """A quantization that is hidden."""
+    operand, *given = step.operands
+    scale = evaluation.tensors[evaluation.program.steps[given[0]].options["name"]] if given else None
+    ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
+    return products.quantized(ends, step.recipe or "", scale, step.line)
 
 
 def _argument(evaluation: Evaluation, step: Step) -> Interval:
@@ -462,6 +475,8 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     "part": _part, "roundings": _roundings,
+    DEQUANTIZE: lambda evaluation, step: products.values_of(evaluation.values[step.operands[0]], DTYPES[step.dtype]),
+    GEMM: lambda evaluation, step: products.product(*(evaluation.values[n] for n in step.operands), **step.options),
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),

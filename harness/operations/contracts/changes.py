@@ -17,7 +17,7 @@ from narrowgauge.harness.operations.contracts.changed_recipes import changed_qua
 from narrowgauge.harness.operations.contracts.edits import OUTPUT, Editor, Site
 from narrowgauge.harness.operations.contracts.formulas import formula
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import QUANTIZE, Program, Step
+from narrowgauge.spec.program import QUANTIZE, Program
 
 
 @dataclass(frozen=True)

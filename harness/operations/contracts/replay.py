@@ -157,6 +157,7 @@ class Replay:
                     numbers = judged_numbers(program, number)
                     ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
                     yield from judge_output(program, number, ends, shown[name], self.tensors)
+                    evaluation.values[number] = shown[name]
                 continue
             value = self.known.get(keys[number])
             if value is None or name in shown:

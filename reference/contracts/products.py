@@ -1,0 +1,49 @@
+"""Steps behind a quantization: the values of codes and scales, and products of two quantized matrices."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.contracts.accepted import Ends
+from narrowgauge.reference.contracts.interval import Interval, exactly
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+
+
+def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
+    """The quantization of a matrix (M, K) that a kernel hides.
+
+    Raises ValueError unless every element is one number: the kernel has to show the quantization of others.
+    """
+    if not y.point and not torch.equal(y.low, y.high):
+        raise ValueError(
+            f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
+            "let the kernel return the quantization"
+        )
+    return quantize(y.low, find_recipe(recipe), scale=scale)
+
+
+def values_of(q: Quantized, dtype: torch.dtype) -> Interval:
+    """The values (M, K) of codes and scales, rounded to a dtype once: docs/numerics.md#nvfp4, Dequantize."""
+    return exactly(dequantize(q, dtype))
+
+
+def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
+    """The numbers (M, N) that a kernel may hold for the product of (M, K) and (N, K), with a factor for their scales.
+
+    The sum has any order, or the declared one (`spec.summation`). The factor may be fused with a later addition, so the
+    number before its rounding is possible too. Source: docs/tolerance.md#gemm.
+    """
+    limits = bounds(a, b, out_dtype=torch.float32, order=order)
+    lower, upper = (torch.where(limits.exact, limits.expected, end).double() for end in (limits.lower, limits.upper))
+    radius = torch.where(limits.exact, 0.0, limits.budget)
+    low, high = torch.fmin(lower, limits.centre - radius), torch.fmax(upper, limits.centre + radius)
+    zero = limits.zero_sum & limits.exact  # with the sign of any order
+    low, high = torch.where(zero, -0.0, low), torch.where(zero, 0.0, high)
+    low, high = low.masked_fill(limits.undetermined, -torch.inf), high.masked_fill(limits.undetermined, torch.inf)
+    nan = limits.expected.isnan() & ~limits.undetermined
+    low, high = low.masked_fill(nan, torch.nan), high.masked_fill(nan, torch.nan)
+    return Interval(low, high, limits.undetermined | nan)
