@@ -7,7 +7,7 @@ give the same bytes, so the sentence says how many changes were tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,9 @@ def changed_causes(
     search.try_singles()
     if not search.found:
         search.try_pairs(search.nearest())
+    else:
+        rivals = [change for change in search.nearest() if change not in search.found]
+        search.try_pairs(rivals, {change.sentence for change in rivals})
     return search.causes()
 
 
@@ -51,11 +54,12 @@ class _Search:
     shown: Shown
     stage: StageResult
     limit: Limit
-    found: list[tuple[Change, Evidence]] = field(default_factory=list)
+    found: list[Change] = field(default_factory=list)
     """Changes, and pairs of changes, that accept all results."""
-    rivals: list[Change] = field(default_factory=list)
-    """Changes that do not, but that the results do not exclude either."""
+    near: list[Change] = field(default_factory=list)
+    """Single changes that do not, but that some rows do not exclude either."""
     singles: list[Change] = field(default_factory=list)
+    """Changes that were tried. A change that accepts almost any bytes explains none and is left out."""
     pairs: int = 0
     """Pairs that were tried."""
 
@@ -77,18 +81,17 @@ class _Search:
 
     def try_singles(self) -> None:
         """Judge the results under every single change."""
-        near = []
         for change in self._new(changes(self.program)):
             if not self.limit.may_try():
                 break
-            self.singles.append(change)
             evidence = self._evidence(change.program)
+            if not evidence.judged and not evidence.excluded:
+                continue
+            self.singles.append(change)
             if evidence.fits:
-                self.found.append((change, evidence))
+                self.found.append(change)
             elif not evidence.excluded:
-                near.append(change)
-        if self.found:
-            self.rivals = [change for change in near if not self._of_all_rows(change.program).excluded]
+                self.near.append(change)
 
     def nearest(self) -> list[Change]:
         """The single changes whose results are nearest to the kernel's, the nearest first."""
@@ -103,21 +106,23 @@ class _Search:
         half = _NEAREST // 2
         return list({change.name: change for change in (*by_share[:half], *by_distance[:half])}.values())
 
-    def try_pairs(self, firsts: Iterable[Change]) -> None:
-        """Judge the results under pairs of changes."""
+    def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
+        """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""
         for first in firsts:
             values = dict(self.probe.known)
             self.probe.remember(first.program)
             for second in self._new(changes(first.program)):
+                if seconds is not None and second.sentence not in seconds:
+                    continue
                 if not self.limit.may_try():
                     break
                 self.pairs += 1
                 if not self.probe.evidence(second.program, first=True).fits:
                     continue
                 evidence = self._evidence(second.program)
-                if evidence.fits:
+                if evidence.fits and evidence.judged:
                     both = f"{first.sentence}, and {second.sentence}"
-                    self.found.append((Change(f"{first.name},{second.name}", both, second.program), evidence))
+                    self.found.append(Change(f"{first.name},{second.name}", both, second.program))
             self.probe.known = values
 
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
@@ -154,30 +159,26 @@ class _Search:
         if not self.found:
             yield PossibleCause("no-diagnosis", f"none of {tried} of this contract gives these bytes")
             return
-        found = self._unlike()
-        plain = self._of_all_rows(self.program)
-        certain = plain.excluded and not self.rivals and all(evidence.judged for _, evidence in found)
-        for change, _ in found:
+        found, plain = self._unlike(), self._of_all_rows(self.program)
+        rivals = (change for change in self.near if not self._of_all_rows(change.program).excluded)
+        rival = next(rivals, None)
+        for change in found:
             sentence = f"{change.sentence}: the bytes are those of this change, among {tried} that were tried"
-            if certain:
-                yield change.name, sentence
+            if rival is not None:
+                doubt = f"too few bytes exclude another change: {rival.sentence}"
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
+            elif not plain.excluded:
+                few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{few}")
             else:
-                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{self._doubt(plain)}")
+                yield change.name, sentence
 
-    def _doubt(self, plain: Evidence) -> str:
-        if self.rivals:
-            more = f" and {len(self.rivals) - 1} more" if len(self.rivals) > 1 else ""
-            return f"too few bytes exclude another change: {self.rivals[0].sentence}{more}"
-        if not plain.excluded:
-            return f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
-        return "it accepts almost any bytes"
-
-    def _unlike(self) -> list[tuple[Change, Evidence]]:
+    def _unlike(self) -> list[Change]:
         """The found changes; of those that are equal on every input, the one with the shortest sentence."""
-        found: list[tuple[Change, Evidence]] = []
-        for change, evidence in sorted(self.found, key=lambda pair: len(pair[0].sentence)):
-            if not any(equal_programs(change.program, other.program, self.tensors) for other, _ in found):
-                found.append((change, evidence))
+        found: list[Change] = []
+        for change in sorted(self.found, key=lambda change: len(change.sentence)):
+            if not any(equal_programs(change.program, other.program, self.tensors) for other in found):
+                found.append(change)
         return found
 
 

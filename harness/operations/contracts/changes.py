@@ -14,10 +14,10 @@ from typing import Any
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.changed_recipes import changed_quantizations
-from narrowgauge.harness.operations.contracts.edits import OUTPUT, Editor, Site
+from narrowgauge.harness.operations.contracts.edits import OUTPUT, Editor, Scope, Site
 from narrowgauge.harness.operations.contracts.formulas import formula
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import QUANTIZE, Program
+from narrowgauge.spec.program import QUANTIZE, Program, Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
     step, program = site.step, editor.program
     if row.of_operand:
         alike = {n for n, other in enumerate(program.steps) if other.function == step.function}
-        scopes = [("", "", [use for use in editor.uses(site.a.number) if use[0] in alike])]
+        scopes = [Scope("", "", [use for use in editor.uses(site.a.number) if use[0] in alike])]
     else:
         scopes = list(site.scopes(apart=row.apart))
     for value in row.over(site):
@@ -69,12 +69,13 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
             continue
         name, words = (str(value), value) if not isinstance(value, tuple) else (value[0], value[1])
         sentence = row.sentence.format(v=words, dtype=site.dtype, **_Names(program, site))
-        for scope, phrase, uses in scopes:
-            changed = editor.with_uses(uses, new.number)
+        for scope in scopes:
+            taken = new if scope.cast is None else Site(editor, scope.cast).changed_operand(new)
+            changed = editor.with_uses(scope.uses, taken.number)
             if changed is not None:
                 yield Change(
-                    f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope}",
-                    f"{sentence}{phrase} (line {site.line})",
+                    f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope.name}",
+                    f"{sentence}{scope.phrase} (line {site.line})",
                     changed,
                 )
 
@@ -156,14 +157,10 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
     return [(form, f"the form {form} of the function") for form in function.forms if form not in used]
 
 
-def _other_arguments(site: Site) -> list[tuple[str, str, int]]:
+def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the same axes."""
-    steps = site.editor.program.steps
-    return [
-        (step.options["name"], step.options["name"], number)
-        for number, step in enumerate(steps)
-        if step.function == "argument" and number != site.number and step.axes == site.step.axes
-    ]
+    others = [a for a in site.editor.program.arguments if a.axes == site.step.axes and a.name != site.option("name")]
+    return [(other.name, other.name, other) for other in others]
 
 
 def _activations(site: Site) -> Iterable[tuple[str, str, Callable[[Value], Value]]]:
@@ -357,8 +354,8 @@ ROWS: tuple[Row, ...] = (
     Row(("argument",), "of-column", "{self} is that of the {v} column",
         lambda s, v: s.made("rolled", s.old, columns=v[2]) if s.step.axes[-1:] not in ((), ("1",)) else None,
         lambda s: (("1", "next", 1), ("-1", "previous", -1)), apart=True),
-    Row(("argument",), "other", "{v} is in place of {self}", lambda s, v: Value(s.editor, v[2]), _other_arguments,
-        apart=True),
+    Row(("argument",), "other", "{v} is in place of {self}",
+        lambda s, v: s.editor.add("argument", (), v[2].axes, v[2].dtype, name=v[0]), _other_arguments, apart=True),
     # halves
     Row(("part",), "other-half", "the other half is in place of {self}",
         lambda s, _: s.changed(part=1 - s.option("part"))),

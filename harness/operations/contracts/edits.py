@@ -98,6 +98,17 @@ class Editor(Trace):
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Uses that take a wrong value."""
+
+    name: str
+    phrase: str
+    uses: Sequence[Use]
+    cast: int | None = None
+    """A cast of the value, whose result the uses take."""
+
+
+@dataclass(frozen=True)
 class Site:
     """A step that a row of the table changes."""
 
@@ -218,17 +229,23 @@ class Site:
                 return Value(self.editor, number), {steps[step].function for step in between}
         return None
 
-    def scopes(self, *, apart: bool) -> Iterator[tuple[str, str, Sequence[Use]]]:
-        """Name, phrase and uses of each place where a wrong value may be taken: everywhere, or by one user alone."""
+    def scopes(self, *, apart: bool) -> Iterator[Scope]:
+        """The places where a wrong value may be taken: everywhere, or by some users alone."""
         uses = self.editor.uses(self.number)
+        if uses:
+            yield Scope("", "", uses)
+        yield from self._some_uses(uses, None, apart=apart)
+        user = uses[0][0] if len(uses) == 1 else OUTPUT
+        if apart and user != OUTPUT and self.editor.program.steps[user].function == "cast":
+            yield from self._some_uses(self.editor.uses(user), user, apart=apart)
+
+    def _some_uses(self, uses: Sequence[Use], cast: int | None, *, apart: bool) -> Iterator[Scope]:
         shown = [use for use in uses if use[0] == OUTPUT]
         hidden = [use for use in uses if use[0] != OUTPUT]
-        if uses:
-            yield "", "", uses
         if shown and hidden:
-            yield ":shown-alone", ", in the result that is shown alone", shown
-            yield ":not-shown", ", behind the result that is shown", hidden
+            yield Scope(":shown-alone", ", in the result that is shown alone", shown, cast)
+            yield Scope(":not-shown", ", behind the result that is shown", hidden, cast)
         if apart and len({user for user, _ in hidden}) > 1:
             for user, place in hidden:
                 name = formula(self.editor.program, user)
-                yield f":in-{user}", f", in {name} alone", [(user, place)]
+                yield Scope(f":in-{user}", f", in {name} alone", [(user, place)], cast)

@@ -10,7 +10,7 @@ from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.spec.program import Program
 
-_SIZES = ((8, 150), (12, 118))
+_SIZES = ((64, 150), (96, 118))
 """Rows and columns of the inputs: sums over other widths tell rules apart that agree on one width."""
 
 
