@@ -145,7 +145,7 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
-    evaluation = Evaluation(program, tensors)
+    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)))
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         own, sources = shown[name], judged_numbers(program, number)
         scopes = list(scopes_of(program, sources[0]))
@@ -349,7 +349,8 @@ def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, know
         found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
     for step in program.steps:
         if "row" in step.options and _key(step) not in found:
-            found[_key(step)] = other_row(tensors[step.options["name"]], step.options["row"])[rows]
+            other = other_row(tensors[step.options["name"]], step.options["row"])
+            found[_key(step)] = other[rows] if step.axes[:1] == axis else other
     return found
 
 
@@ -386,6 +387,8 @@ def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
 def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantization that is hidden."""
     operand, *given = step.operands
+    if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
+        raise ValueError("a changed quantization is judged where it is shown")
     scale = evaluation.tensors[evaluation.program.steps[given[0]].options["name"]] if given else None
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     return products.quantized(ends, step.recipe or "", scale, step.line)
