@@ -155,7 +155,8 @@ class _Search:
 
     def causes(self) -> Iterator[Cause | PossibleCause]:
         """The causes, or a sentence that there is none."""
-        tried = f"{len(self.singles)} changes" + (f" and {self.pairs} pairs" if self.pairs else "")
+        pairs = f" and {self.pairs} pair{'s' * (self.pairs > 1)}" if self.pairs else ""
+        tried = f"{len(self.singles)} changes{pairs}"
         if not self.found:
             yield PossibleCause("no-diagnosis", f"none of {tried} of this contract gives these bytes")
             return
@@ -174,9 +175,9 @@ class _Search:
                 yield change.name, sentence
 
     def _unlike(self) -> list[Change]:
-        """The found changes; of those that are equal on every input, the one with the shortest sentence."""
+        """The found changes; of those that are equal on every input, the plainest one: fewest steps, shortest sentence."""
         found: list[Change] = []
-        for change in sorted(self.found, key=lambda change: len(change.sentence)):
+        for change in sorted(self.found, key=lambda change: (len(change.program.steps), len(change.sentence))):
             if not any(equal_programs(change.program, other.program, self.tensors) for other in found):
                 found.append(change)
         return found

@@ -180,7 +180,7 @@ _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "tanh": c.tanh,
     "relu": lambda x: c.maximum(x, 0.0),
     "relu_squared": lambda x: c.square(c.maximum(x, 0.0)),
-    "identity": lambda x: x * 1.0,
+    "identity": lambda x: x,
 }
 _ROW_OFFSETS = ((1, "1", "the next row"), (-1, "-1", "the previous row"), ("first", "first", "row 0"))
 

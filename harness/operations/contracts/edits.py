@@ -66,7 +66,8 @@ class Editor(Trace):
                     return None
                 outputs[place] = value
             else:
-                operands[user][place] = value
+                right = self.steps[operands[user][place]].dtype
+                operands[user][place] = self._in_float32(operands, value) if right == "float32" else value
         self._choose_formulas(operands, {user for user, _ in uses}, value)
         order: dict[int, int] = {}
         steps: list[Step] = []
@@ -87,8 +88,16 @@ class Editor(Trace):
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
         return Program(self.program.name, self.file, self.program.arguments, tuple(steps), numbers)
 
+    def _in_float32(self, operands: dict[int, list[int]], value: int) -> int:
+        """A value that the steps take as float32."""
+        if self.steps[value].dtype == "float32":
+            return value
+        converted = self.add("float32", (Value(self, value),), self.steps[value].axes, "float32").number
+        operands[converted] = [value]
+        return converted
+
     def _choose_formulas(self, operands: dict[int, list[int]], users: set[int], value: int) -> None:
-        changed = users | {value}
+        changed = users | {value} | set(range(len(self.program.steps), len(self.steps)))
         for number in range(len(self.program.steps)):
             if self.steps[number].function == "any_of":
                 some = [operand for operand in operands[number] if operand in changed]
@@ -171,7 +180,7 @@ class Site:
 
     def alone(self, operand: Value) -> Value:
         """An operand in the shape of the step."""
-        others = [value for value in self.operands if value.number != operand.number]
+        others = [v for v in self.operands if v.number != operand.number and v.dtype != "bool"]
         if operand.axes == self.step.axes:
             return operand
         return self.editor.add("expanded", (operand, *others), self.step.axes, operand.dtype)
