@@ -16,6 +16,7 @@ class Kind(Enum):
     MULTIPLIED = auto()
     LINEAR = auto()
     NORMALIZED = auto()
+    CONTRACT = auto()
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ _QUANTIZE = (Kind.QUANTIZED,)
 _GEMM = (Kind.MULTIPLIED,)
 _ROTATED = (*_QUANTIZE, Kind.ROTATED)
 _NORMALIZED = (Kind.NORMALIZED,)
+_CONTRACT = (Kind.CONTRACT,)
 _LINEAR = (Kind.LINEAR,)
 _ALL = (*_ROTATED, *_GEMM)
 _MOST = (*_ALL, *_LINEAR)
-_EVERY = (*_MOST, *_NORMALIZED)
+_EVERY = (*_MOST, *_NORMALIZED, *_CONTRACT)
 _SUMMED = (*_GEMM, *_LINEAR)
 
 FAMILIES: Mapping[str, Family] = {
@@ -74,19 +76,39 @@ FAMILIES: Mapping[str, Family] = {
             "exponents", "every power of two of the dtype, a row each: every amax where rows have their own", _QUANTIZE
         ),
         Family("huge", "small normal and one element the dtype's largest: scales that round to 0", _ROTATED),
-        Family("subnormal", "all elements subnormal in the dtype: flush-to-zero, encode factor's limit", _ROTATED),
-        Family("zeros", "all zero: divisions by zero", _EVERY),
-        Family("negative-zeros", "all -0.0: lost signs", _ROTATED),
-        Family("nan", "normal with NaN of both signs: single elements, the first one, a whole block", _MOST),
-        Family("inf", "normal with +Inf and -Inf elements", _ALL),
         Family(
-            "position", "codes and scale tell where a block and an element lie: order of nibbles, columns, rows", _ALL
+            "subnormal",
+            "all elements subnormal in the dtype: flush-to-zero, encode factor's limit",
+            (*_ROTATED, *_CONTRACT),
+        ),
+        Family("zeros", "all zero: divisions by zero", _EVERY),
+        Family("negative-zeros", "all -0.0: lost signs", (*_ROTATED, *_CONTRACT)),
+        Family(
+            "nan", "normal with NaN of both signs: single elements, the first one, a whole block", (*_MOST, *_CONTRACT)
+        ),
+        Family("inf", "normal with +Inf and -Inf elements", (*_ALL, *_CONTRACT)),
+        Family(
+            "position",
+            "codes and scale tell where a block and an element lie: order of nibbles, columns, rows",
+            (*_ALL, *_CONTRACT),
         ),
         Family("spread", "exponents 2^-30 to 2^30 inside every group: the order of a rotation's sum shows", _ROTATED),
-        Family("lattice", "small integers under equal scales: the sum is exact in any order at any K", _SUMMED),
+        Family(
+            "lattice",
+            "small integers under equal scales: the sum is exact in any order at any K",
+            (*_SUMMED, *_CONTRACT),
+        ),
         Family("rounding", "normal, blocks scaled by 2^-6 to 2^6: nearly every sum rounds", _SUMMED),
-        Family("positive", "no negative element: the tightest bound, sums that round only from K = 1024 on", _GEMM),
-        Family("cancelling", "the second half of K cancels most of the first: small sums of large products", _SUMMED),
+        Family(
+            "positive",
+            "no negative element: the tightest bound, sums that round only from K = 1024 on",
+            (*_GEMM, *_CONTRACT),
+        ),
+        Family(
+            "cancelling",
+            "the second half of K cancels most of the first: small sums of large products",
+            (*_SUMMED, *_CONTRACT),
+        ),
         Family("amax-2m126-first", "magnitudes near 2^-126, the amax first: subnormal scales and products", _ALL),
         Family(
             "amax-2m120-row-end", "magnitudes near 2^-120, the amax at the end of a row: encode scale's limit", _ALL
@@ -97,8 +119,19 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "amax-2p120-last", "magnitudes near 2^120, the amax last: subnormal encode scales, infinite alpha", _ALL
         ),
-        Family("amax-largest-first", "magnitudes near the dtype's largest number, which is first: overflow", _ALL),
+        Family(
+            "amax-largest-first",
+            "magnitudes near the dtype's largest number, which is first: overflow",
+            (*_ALL, *_CONTRACT),
+        ),
         Family("half-edges", "outputs of 65504, 65512, 65520 and above: overflow of float16", _GEMM),
+        Family(
+            "ladder", "each row another power of two, 2^-39 to 2^39: a small constant beside tiny numbers", _CONTRACT
+        ),
+        Family("negative", "no positive element: clamps, masks and the sign of an argument", _CONTRACT),
+        Family(
+            "offset", "rows with a mean 8 to 64 times the deviation: a mean that is left out, cancelling", _CONTRACT
+        ),
     )
 }
 

@@ -473,6 +473,23 @@ def _half_edges(want: Wanted) -> torch.Tensor:
     return x * torch.where(row // 7 % 2 == 1, -4.0, 4.0).unsqueeze(1)
 
 
+def _ladder(want: Wanted) -> torch.Tensor:
+    # 10 and 27 have no common divisor: 27 rows have every rung, and neighbours are far apart.
+    first, step = (-18, 1) if want.dtype == torch.float16 else (-39, 3)
+    scale = power_of_two(first + step * (10 * torch.arange(want.rows) % 27))
+    return want.draw.normal(*want.shape).mul_(scale.unsqueeze(1))
+
+
+def _negative(want: Wanted) -> torch.Tensor:
+    return want.draw.normal(*want.shape).abs_().neg_()
+
+
+def _offset(want: Wanted) -> torch.Tensor:
+    row = torch.arange(want.rows).unsqueeze(1)
+    mean = power_of_two(3 + row % 4) * torch.where(row // 4 % 2 == 1, -1.0, 1.0)
+    return want.draw.normal(*want.shape).add_(mean)
+
+
 def _codes(want: Wanted) -> torch.Tensor:
     # The bits are read by `given_codes`: every scale byte in turn, random codes, and exponents of the amax at which a
     # factor or alpha is subnormal, ordinary or infinite. One row in eight alone has NaN and infinite codes, so that
@@ -530,6 +547,9 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "amax-2p120-last": _placed_amax(120, "last"),
     "amax-largest-first": _placed_amax(127, "first"),
     "half-edges": _half_edges,
+    "ladder": _ladder,
+    "negative": _negative,
+    "offset": _offset,
     "peaked": _normal,
     "codes": _codes,
 }

@@ -1,0 +1,164 @@
+"""Inputs of contracts: the tensors of each family by the types of the arguments.
+
+A matrix has the numbers of a generator (`harness.inputs.generators`), and a row or a scale has numbers that fit them.
+`RULES` has the numbers of each family, `KINDS` the shape and the maker of each type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.harness.cases.axes import size_of
+from narrowgauge.harness.cases.families import Kind, families_for
+from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.inputs.generators import generate, power_of_two
+from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.spec.program import Tensor
+from narrowgauge.spec.recipes import find_recipe
+
+FAMILIES = families_for((Kind.CONTRACT,), ())
+"""Input families of contracts by name."""
+_STEPS = 509
+"""Distinct magnitudes of a row: a prime below four binades of bfloat16."""
+
+
+# ---- rows and numbers ------------------------------------------------------------------------------------------------
+
+
+def _distinct(draw: Draw, columns: int) -> torch.Tensor:
+    """Numbers of both signs from 1/4 to 4: no two of 509 columns have one magnitude, and neighbours are far apart."""
+    number = (37 * torch.arange(columns) + draw.index(_STEPS)) % _STEPS
+    return power_of_two(number // 128 - 2) * (1 + number % 128 / 128) * draw.signs(columns)
+
+
+def _positive(draw: Draw, columns: int) -> torch.Tensor:
+    return _distinct(draw, columns).abs()
+
+
+def _negative(draw: Draw, columns: int) -> torch.Tensor:
+    return -_positive(draw, columns)
+
+
+def _integers(draw: Draw, columns: int) -> torch.Tensor:
+    """0, 1 and 2 of both signs: products are exact, and 1 + w may be 0."""
+    return draw.below(3, columns) * draw.signs(columns)
+
+
+def _some_zero(draw: Draw, columns: int) -> torch.Tensor:
+    """One number in 8 is 0 or −0."""
+    return torch.where(draw.one_in(8, columns), 0.0, 1.0) * _distinct(draw, columns)
+
+
+def _ordinary(draw: Draw) -> float:
+    """No power of two, from 1/8 to 8."""
+    return float((1 + (1 + draw.index(126)) / 128) * 2.0 ** (draw.index(6) - 3))
+
+
+def _power(draw: Draw) -> float:
+    return float(2.0 ** (draw.index(7) - 3))
+
+
+def _tiny(draw: Draw) -> float:
+    return _ordinary(draw) * 2.0**-64
+
+
+def _huge(draw: Draw) -> float:
+    return _ordinary(draw) * 2.0**64
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers of the arguments in a family."""
+
+    row: Callable[[Draw, int], torch.Tensor] = _distinct
+    """The numbers of a row (K,), float32."""
+    number: Callable[[Draw], float] = _ordinary
+    """A scalar or a scale: positive and finite."""
+    roles: tuple[str, str] = ("x", "w")
+    """Roles of the first matrix and of the others, which `harness.inputs.generators` tells apart."""
+    cancels: bool = False
+    """Whether half of the elements of a further matrix are near those of the first one, with the other sign."""
+
+
+RULES: Mapping[str, Rule] = {
+    "position": Rule(number=_power),
+    "lattice": Rule(row=_integers, number=_power),
+    "positive": Rule(row=_positive),
+    "negative": Rule(row=_negative),
+    "cancelling": Rule(roles=("w", "w"), cancels=True),
+    "inf": Rule(row=_some_zero),
+    "subnormal": Rule(number=_tiny),
+    "amax-largest-first": Rule(number=_huge),
+}
+"""Rules of families; others have `Rule()`."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """An argument to make."""
+
+    argument: Tensor
+    shape: tuple[int, ...]
+    family: str
+    rule: Rule
+    draw: Draw
+    before: Mapping[str, torch.Tensor]
+    """The matrices before it, float32."""
+
+
+def _matrix(want: _Wanted) -> torch.Tensor:
+    rows, columns = want.shape
+    number = len(want.before)
+    role = want.rule.roles[min(number, 1)]
+    dtype = DTYPES[want.argument.dtype]
+    x = generate(want.family, want.draw, (rows, columns), dtype, role, find_recipe("nvfp4")).float()
+    first = next((other for other in want.before.values() if other.shape == x.shape), None)
+    if want.rule.cancels and first is not None:
+        near = -first * (1 + want.draw.uniform(rows, columns) / 16)
+        x = torch.where(want.draw.one_in(2, rows, columns), near, x)
+    # A third matrix of positions would be the second one.
+    return x.roll(number - 1, -1) if number > 1 else x
+
+
+def _row(want: _Wanted) -> torch.Tensor:
+    return want.rule.row(want.draw, want.shape[0])
+
+
+def _number(want: _Wanted) -> torch.Tensor:
+    return torch.full(want.shape, want.rule.number(want.draw))
+
+
+KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
+    "Matrix": _matrix, "Row": _row, "Scalar": _number, "Scale": _number,
+}  # fmt: skip
+"""Makers of each type of `narrowgauge.contract`, float32."""
+
+
+def contract_inputs(
+    arguments: Sequence[Tensor], sizes: Mapping[str, int], family: str, draw: Draw
+) -> dict[str, torch.Tensor]:
+    """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
+
+    `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
+    of zeros. A row has numbers of both signs that tell where they lie, a scalar and a scale are positive and finite;
+    some families have others (`RULES`). Raises ValueError for an unknown family and an axis without a size.
+    """
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{family!r} is no input family of contracts{nearest(family, FAMILIES)}: {', '.join(FAMILIES)}"
+        )
+    rule, found, matrices = RULES.get(family, Rule()), {}, dict[str, torch.Tensor]()
+    for argument in arguments:
+        shape = tuple(size_of(axis, sizes) for axis in argument.axes)
+        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, matrices))
+        found[argument.name] = made.to(DTYPES[argument.dtype]).contiguous()
+        if argument.kind == "Matrix":
+            matrices[argument.name] = made
+    return found
