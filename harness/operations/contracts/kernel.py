@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.contracts.changes import changes
+from narrowgauge.harness.operations.contracts.changes import Change, changes
 from narrowgauge.harness.operations.contracts.results import stored_results
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.program import Program, Step
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 
 _RELATIONS = {">": torch.gt, ">=": torch.ge, "<": torch.lt, "<=": torch.le}
 _FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
@@ -54,17 +57,17 @@ class Kernel:
                 continue
             scale = tensors[self.program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
             values.append(quantize(_in(values[step.operands[0]], step.dtype), step.recipe, scale=scale))
-        outputs = {name: values[number] for name, number in self.program.outputs.items()}
-        return {
-            name: value if isinstance(value, Quantized) else _in(value, self.program.steps[number].dtype)
-            for (name, number), value in zip(self.program.outputs.items(), outputs.values(), strict=True)
-        }
+        found: dict[str, torch.Tensor | Quantized] = {}
+        for name, number in self.program.outputs.items():
+            value = values[number]
+            found[name] = value if isinstance(value, Quantized) else _in(value, self.program.steps[number].dtype)
+        return found
 
     def _value(
         self, step: Step, values: list[Any], tensors: Mapping[str, torch.Tensor], draw: torch.Generator | None
     ) -> torch.Tensor:
         """The numbers of a step, float64; of a comparison bool."""
-        operands = [values[number] for number in step.operands]
+        operands: list[torch.Tensor] = [values[number] for number in step.operands]
         name, options = step.function, dict(step.options)
         if name == "argument":
             return tensors[options["name"]].double()
@@ -76,7 +79,7 @@ class Kernel:
             return _in(operands[0], step.dtype).double()
         if name == "any_of":
             of = 0 if draw is None else int(torch.randint(len(operands), (), generator=draw))
-            return operands[of].expand(torch.broadcast_shapes(*(x.shape for x in operands)))
+            return torch.broadcast_tensors(*operands)[of]  # type: ignore[no-untyped-call,no-any-return]
         if name in _FUNCTIONS and (name == "divide" or not options):
             value = _FUNCTIONS[name](*operands)
         else:
@@ -109,6 +112,34 @@ def _middle(x: Interval) -> torch.Tensor:
     return torch.where(finite, x.low + (x.high - x.low) / 2, torch.where(x.low.isfinite(), x.high, x.low))
 
 
+# ---- changes as kernels ----------------------------------------------------------------------------------------------
+
+
+def formulas(program: Program) -> list[str]:
+    """A text for each step that is equal for steps with the same formula of the arguments."""
+    found: list[str] = []
+    for step in program.steps:
+        operands = [found[operand] for operand in step.operands]
+        formula = f"{step.function} {operands} {step.options} {step.dtype}"
+        found.append(hashlib.sha256(formula.encode()).hexdigest())
+    return found
+
+
+def wrong_programs(program: Program) -> list[Change]:
+    """The changes that a kernel can have. Of several admitted formulas, the changed ones are the only ones left."""
+    known, found = set(formulas(program)), []
+    for change in changes(program):
+        steps = list(change.program.steps)
+        texts = formulas(change.program)
+        for number, step in enumerate(steps):
+            new = tuple(operand for operand in step.operands if texts[operand] not in known)
+            if step.function == "any_of" and new:
+                steps[number] = replace(step, operands=new)
+        if all(step.recipe is None or problem(find_recipe(step.recipe)) is None for step in steps):
+            found.append(replace(change, program=replace(change.program, steps=tuple(steps))))
+    return found
+
+
 def mutants(program: Program) -> Iterator[tuple[str, Kernel]]:
     """A wrong kernel for each change of a contract, by the name of the change, for tests of a test suite."""
-    return ((change.name, Kernel(change.program)) for change in changes(program))
+    return ((change.name, Kernel(change.program)) for change in wrong_programs(program))
