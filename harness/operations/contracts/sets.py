@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,22 +113,36 @@ class Sets:
         low, step = self.ends[name].low, self.program.steps[self.program.outputs[name]]
         return low if step.recipe is None else quantize(low, step.recipe, scale=self._scale(name))
 
-    def parts(self, name: str, shown: torch.Tensor | Quantized) -> Iterator[tuple[str, Part, ByteSet]]:
-        """The parts of a result, with their sets, each given the parts before it."""
+    @cached_property
+    def numbers(self) -> Mapping[str, ByteSet]:
+        """The numbers of every result, before a quantization."""
+        return {name: ByteSet.of_ends(ends) for name, ends in self.ends.items()}
+
+    @cached_property
+    def free(self) -> Mapping[str, torch.Tensor]:
+        """For each quantization the blocks whose scales have no order."""
+        quantized = (name for name, number in self.program.outputs.items() if self.program.steps[number].recipe)
+        return {name: _free_blocks(self.ends[name], recipe_of(self.program, name)) for name in quantized}
+
+    def parts(self, name: str, shown: torch.Tensor | Quantized) -> Iterator[tuple[str, Part]]:
+        """The parts of a result, each judged given the parts before it."""
         ends = self.ends[name]
-        if not isinstance(shown, Quantized):
-            yield name, judge_range(shown, ends.low, ends.high, ends.nan), ByteSet.of_ends(ends)
-            return
-        nan = torch.zeros_like(ends.low, dtype=torch.bool) if ends.nan is None else ends.nan
-        recipe = recipe_of(self.program, name)
-        for part_name, part in judge_quantized(ends, replace(shown, recipe=recipe), self._scale(name)):
-            if part_name in _HIDDEN:
-                free = _free_blocks(ends, nan, recipe)
-                free = free if free.shape == part.lower.shape else free.any().expand_as(part.lower)
-                yield part_name, part, ByteSet.of(part.lower, part.upper, free, part.fmt).widened(free)
-            else:
-                free = nan | ((ends.low < 0) & (ends.high > 0))  # 0 times an infinite factor
-                yield part_name, part, ByteSet.of(part.lower, part.upper, free, part.fmt)
+        if isinstance(shown, Quantized):
+            shown = replace(shown, recipe=recipe_of(self.program, name))
+            yield from judge_quantized(ends, shown, self._scale(name))
+        else:
+            yield name, judge_range(shown, ends.low, ends.high, ends.nan)
+
+    def bytes_of(self, name: str, part: str, judged_as: Part) -> ByteSet:
+        """The bytes of a part that is judged."""
+        ends = self.ends[name]
+        if part in _HIDDEN:
+            free = self.free[name]
+            free = free if free.shape == judged_as.lower.shape else free.any().expand_as(judged_as.lower)
+            return ByteSet.of(judged_as.lower, judged_as.upper, free, judged_as.fmt).widened(free)
+        free = (ends.low < 0) & (ends.high > 0)  # 0 times an infinite factor
+        free = free if ends.nan is None else free | ends.nan
+        return ByteSet.of(judged_as.lower, judged_as.upper, free, judged_as.fmt)
 
     def _scale(self, name: str) -> torch.Tensor | None:
         """The given scale of a quantization."""
@@ -135,18 +150,18 @@ class Sets:
         return self.tensors[self.program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
 
 
-def _free_blocks(ends: Ends, nan: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _free_blocks(ends: Ends, recipe: Recipe) -> torch.Tensor:
     """Blocks whose amax may be 0, infinite or NaN and may be another one, so that their scales have no order."""
 
     def of_blocks(mask: torch.Tensor) -> torch.Tensor:
         return block_amaxes(mask.float(), recipe) != 0
 
-    never = ends.never
-    apart = (ends.low > 0) | (ends.high < 0)
-    several = (ends.low != ends.high) & ~never
-    zero = ~of_blocks(apart & ~nan) & of_blocks(several | (nan & ~never))
-    infinite = (ends.low.isinf() | ends.high.isinf()) & several
-    return zero | of_blocks(infinite) | of_blocks(nan)
+    nan = torch.zeros_like(ends.low, dtype=torch.bool) if ends.nan is None else ends.nan
+    if ends.point:
+        return of_blocks(nan)
+    several = (ends.low != ends.high) & ~ends.never
+    zero = ~of_blocks(((ends.low > 0) | (ends.high < 0)) & ~nan) & of_blocks(several | nan)
+    return zero | of_blocks(((ends.low.isinf() | ends.high.isinf()) & several) | nan)
 
 
 def recipe_of(program: Program, name: str) -> Recipe:
@@ -181,28 +196,27 @@ def compared(plain: Sets, changed: Sets, name: str) -> Result:
     A set that depends on an earlier part counts if the part is the only one that is right under both contracts (apart),
     or under the change (inside). Raises ValueError if the parts under a contract are not known.
     """
-    a, b = plain.ends[name], changed.ends[name]
     steps = [sets.program.steps[sets.program.outputs[name]] for sets in (plain, changed)]
     if (steps[0].recipe, steps[0].dtype) == (steps[1].recipe, steps[1].dtype):  # sets grow with the ends
-        one, other = ByteSet.of_ends(a), ByteSet.of_ends(b)
+        one, other = plain.numbers[name], changed.numbers[name]
         if bool(other.inside(one).all()):
             return Result(False, True, bool(other.single().all()))
         if steps[0].recipe is None:
             return Result(bool(one.disjoint(other).any()), False, bool(other.single().all()))
-    settled = determined = held = torch.ones_like(a.low, dtype=torch.bool)
+    shape = plain.ends[name].low.shape
+    settled = determined = held = torch.ones(shape, dtype=torch.bool)
     shown = changed.example(name)
-    for (part, judged_as, one), (_, same, other) in zip(
-        plain.parts(name, shown), changed.parts(name, shown), strict=True
-    ):
+    for (part, right), (_, wrong) in zip(plain.parts(name, shown), changed.parts(name, shown), strict=True):
 
         def spread(mask: torch.Tensor, part: str = part) -> torch.Tensor:
-            return _of_elements(mask, recipe_of(plain.program, name), a.low.shape) if part in _HIDDEN else mask
+            return _of_elements(mask, recipe_of(plain.program, name), shape) if part in _HIDDEN else mask
 
-        if bool(different(judged_as.actual, same.actual, judged_as.fmt).any()):
+        if bool(different(right.actual, wrong.actual, right.fmt).any()):
             raise ValueError("the two contracts store elements in different places")
+        one, other = plain.bytes_of(name, part, right), changed.bytes_of(name, part, wrong)
         if bool((spread(one.disjoint(other)) & settled).any()):
             return Result(True, False, False)
         held = held & determined & spread(other.inside(one) & (~one.nan | (one.only & other.only)))
-        settled = settled & spread(one.meets_once(other) & ~judged_as.wrong)
+        settled = settled & spread(one.meets_once(other) & ~right.wrong)
         determined = determined & spread(other.single())
     return Result(False, bool(held.all()), bool(determined.all()))

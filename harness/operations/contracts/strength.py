@@ -100,14 +100,17 @@ def sampled(plain: Sets, change: Change) -> Cell:
     caught = 0
     for seed in range(SAMPLES):
         try:
-            shown = dict(Kernel(change.program, seed).results(plain.tensors))
-            for name, result in shown.items():
-                if isinstance(result, Quantized):
-                    shown[name] = replace(result, recipe=recipe_of(plain.program, name))
+            results = Kernel(change.program, seed).results(plain.tensors)
+            shown = {
+                name: replace(result, recipe=recipe_of(plain.program, name))
+                if isinstance(result, Quantized)
+                else result
+                for name, result in results.items()
+            }
             if len(shown) > 1:  # later results are judged given earlier ones
                 parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
             else:
-                parts = [part for name, result in shown.items() for _, part, _ in plain.parts(name, result)]
+                parts = [part for name, result in shown.items() for _, part in plain.parts(name, result)]
         except ValueError:
             return Cell("none")
         caught += any(bool(part.wrong.any()) for part in parts)
@@ -133,6 +136,11 @@ class StrengthRow:
     cells: Mapping[str, Cell]
     """By family."""
     remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the change."""
+        return f"{self.step}:{self.change}"
 
 
 def strength_table(
@@ -165,18 +173,18 @@ def strength_table(
             step, _, name = change.name.partition(":")
             shape = "x".join(map(str, sizes.values()))
             found.append(StrengthRow(step, name, change.sentence, _sums(change.program), shape, full))
+    order = {change.name: place for place, change in enumerate(wrong)}
+    found.sort(key=lambda row: order[row.name])
     return [replace(row, remark=_remark(row, found)) for row in found]
 
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
     """The changes that no inputs of a table show, and whether each is invisible: no kernel of the change is refused."""
-    shown = {(row.step, row.change) for row in rows if any(cell.seen for cell in row.cells.values())}
     hidden: dict[str, bool] = {}
-    for row in rows:
-        if (row.step, row.change) not in shown:
-            name = f"{row.step}:{row.change}"
-            no = all(cell.verdict in ("no", "none") for cell in row.cells.values())
-            hidden[name] = hidden.get(name, True) and no
+    for name in dict.fromkeys(row.name for row in rows):
+        cells = [cell for row in rows if row.name == name for cell in row.cells.values()]
+        if not any(cell.seen for cell in cells):
+            hidden[name] = all(cell.verdict in ("no", "none") for cell in cells)
     return hidden
 
 
@@ -223,7 +231,7 @@ def _sums(program: Program) -> str:
 
 
 def _remark(row: StrengthRow, rows: Sequence[StrengthRow]) -> str:
-    invisible = unseen([other for other in rows if (other.step, other.change) == (row.step, row.change)])
+    invisible = unseen([other for other in rows if other.name == row.name])
     if invisible:
         return "invisible: within the bound" if all(invisible.values()) else "not shown: aim at it"
     surely = any(cell.verdict == "surely" for cell in row.cells.values())
