@@ -19,6 +19,7 @@ from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import Format
 from narrowgauge.spec.program import Program
@@ -128,8 +129,9 @@ class Sets:
         """The parts of a result, each judged given the parts before it."""
         ends = self.ends[name]
         if isinstance(shown, Quantized):
-            shown = replace(shown, recipe=recipe_of(self.program, name))
-            yield from judge_quantized(ends, shown, self._scale(name))
+            recipe, scale = recipe_of(self.program, name), self._scale(name)
+            scales = shown.scales if scale is None else block_scales(scale.view(1, 1), scale, recipe, ends.low.dtype)
+            yield from judge_quantized(ends, replace(shown, recipe=recipe, scales=scales), scale)
         else:
             yield name, judge_range(shown, ends.low, ends.high, ends.nan)
 
@@ -206,13 +208,13 @@ def compared(plain: Sets, changed: Sets, name: str) -> Result:
     shape = plain.ends[name].low.shape
     settled = determined = held = torch.ones(shape, dtype=torch.bool)
     shown = changed.example(name)
-    for (part, right), (_, wrong) in zip(plain.parts(name, shown), changed.parts(name, shown), strict=True):
+    for (part, right), (same, wrong) in zip(plain.parts(name, shown), changed.parts(name, shown), strict=True):
 
         def spread(mask: torch.Tensor, part: str = part) -> torch.Tensor:
             return _of_elements(mask, recipe_of(plain.program, name), shape) if part in _HIDDEN else mask
 
-        if bool(different(right.actual, wrong.actual, right.fmt).any()):
-            raise ValueError("the two contracts store elements in different places")
+        if part != same or bool(different(right.actual, wrong.actual, right.fmt).any()):
+            raise ValueError("the two contracts store their results in different places")
         one, other = plain.bytes_of(name, part, right), changed.bytes_of(name, part, wrong)
         if bool((spread(one.disjoint(other)) & settled).any()):
             return Result(True, False, False)

@@ -18,10 +18,10 @@ from narrowgauge.harness.operations.contracts.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, contract_inputs
 from narrowgauge.harness.operations.contracts.judge import FREE
 from narrowgauge.harness.operations.contracts.kernel import Kernel, wrong_programs
-from narrowgauge.harness.operations.contracts.sets import Sets, compared, recipe_of
+from narrowgauge.harness.operations.contracts.results import named_results
+from narrowgauge.harness.operations.contracts.sets import Sets, compared
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.program import Program
-from narrowgauge.spec.quantized import Quantized
 
 SAMPLES = 32
 """Kernels of a change that are sampled if the sets do not decide."""
@@ -100,13 +100,8 @@ def sampled(plain: Sets, change: Change) -> Cell:
     caught = 0
     for seed in range(SAMPLES):
         try:
-            results = Kernel(change.program, seed).results(plain.tensors)
-            shown = {
-                name: replace(result, recipe=recipe_of(plain.program, name))
-                if isinstance(result, Quantized)
-                else result
-                for name, result in results.items()
-            }
+            results = Kernel(change.program, seed)(**plain.tensors)
+            shown = named_results(plain.program, plain.tensors, results)
             if len(shown) > 1:  # later results are judged given earlier ones
                 parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
             else:
@@ -149,10 +144,10 @@ def strength_table(
     """A row for each change of a contract and each shape: what would each family show?
 
     shapes: rows and columns; each axis of the arguments but the first has as many elements as there are columns.
-    families: also aimed ones. Kernels are sampled if no family surely shows a change at a shape. Raises ValueError for
-    a shape that the contract does not take.
+    families: also aimed ones. Kernels are sampled if no family surely shows a change at this or an earlier shape.
+    Raises ValueError for a shape that the contract does not take.
     """
-    wrong, found = wrong_programs(program), list[StrengthRow]()
+    wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
     for place, (height, columns) in enumerate(shapes):
         sizes = sizes_of(program, height, columns)
         plain = {
@@ -165,9 +160,10 @@ def strength_table(
             cells = {
                 family: decided(sets, change) if family in judging else Cell("none") for family, sets in plain.items()
             }
-            surely = any(cell is not None and cell.verdict == "surely" for cell in cells.values())
+            if any(cell is not None and cell.verdict == "surely" for cell in cells.values()):
+                sure.add(change.name)
             full = {
-                family: cell or (Cell("perhaps") if surely else sampled(plain[family], change))
+                family: cell or (Cell("perhaps") if change.name in sure else sampled(plain[family], change))
                 for family, cell in cells.items()
             }
             step, _, name = change.name.partition(":")
@@ -179,7 +175,8 @@ def strength_table(
 
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
-    """The changes that no inputs of a table show, and whether each is invisible: no kernel of the change is refused."""
+    """The changes that no inputs of a table show, and whether each is invisible on them: no kernel of the change is ever
+    refused. Other inputs may show it (`harness.operations.contracts.aim`)."""
     hidden: dict[str, bool] = {}
     for name in dict.fromkeys(row.name for row in rows):
         cells = [cell for row in rows if row.name == name for cell in row.cells.values()]
@@ -233,6 +230,6 @@ def _sums(program: Program) -> str:
 def _remark(row: StrengthRow, rows: Sequence[StrengthRow]) -> str:
     invisible = unseen([other for other in rows if other.name == row.name])
     if invisible:
-        return "invisible: within the bound" if all(invisible.values()) else "not shown: aim at it"
+        return "invisible here: within the bound" if all(invisible.values()) else "not shown: aim at it"
     surely = any(cell.verdict == "surely" for cell in row.cells.values())
     return "" if surely else "none surely"
