@@ -1,13 +1,15 @@
 """Inputs of contracts: the tensors of each family by the types of the arguments.
 
 A matrix has the numbers of a generator (`harness.inputs.generators`), and a row or a scale has numbers that fit them.
-`RULES` has the numbers of each family, `KINDS` the shape and the maker of each type.
+`RULES` has the numbers of each family, `KINDS` the maker of each type. A family `aimed:<change>:<seed>` has numbers of
+`Aimed`, which `harness.operations.contracts.aim` looks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -100,6 +102,71 @@ RULES: Mapping[str, Rule] = {
 """Rules of families; others have `Rule()`."""
 
 
+# ---- aimed families --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Aimed:
+    """Numbers with a few parameters, each a place in its list; the first place is the simplest."""
+
+    choices: tuple[int, ...]
+    """Places in `LISTS`."""
+    stream: int = 0
+    """Number of the random stream."""
+
+    LISTS: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "magnitude": (0, -4, 4, -8, 8, -12, 12, -20, 20, -32, 32, -48, 48, -62, 62),
+        "spread": (0, 3, 12),
+        "offset": (0, 8, -8, 64),
+        "density": (1, 2, 16, 256),
+        "row": (0, 1),
+    }
+    """Exponent of all numbers, range of their exponents, mean in deviations, one in so many elements is not 0, and
+    whether rows have integers and powers of two."""
+
+    @property
+    def seed(self) -> int:
+        """The parameters and the stream as one number."""
+        seed = self.stream
+        for values, choice in zip(self.LISTS.values(), self.choices, strict=True):
+            seed = seed * len(values) + choice
+        return seed
+
+    @staticmethod
+    def of(seed: int) -> Aimed:
+        """The parameters of a number."""
+        choices = []
+        for values in reversed(list(Aimed.LISTS.values())):
+            seed, choice = divmod(seed, len(values))
+            choices.append(choice)
+        return Aimed(tuple(reversed(choices)), seed)
+
+    def matrix(self, draw: Draw, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix of these numbers, float32."""
+        values = zip(self.LISTS.values(), self.choices, strict=True)
+        magnitude, spread, offset, density, _ = (places[choice] for places, choice in values)
+        exponent = magnitude + draw.below(spread + 1, rows, columns)
+        if dtype == torch.float16:
+            exponent = exponent.clamp(-14, 7)
+        kept = draw.one_in(density, rows, columns)
+        return torch.where(kept, (draw.normal(rows, columns) + offset) * power_of_two(exponent), 0.0)
+
+    @property
+    def rule(self) -> Rule:
+        """The numbers of the other arguments."""
+        return Rule(row=_integers, number=_power) if self.choices[-1] else Rule()
+
+
+def _aimed(family: str) -> Aimed | None:
+    """The parameters of a family `aimed:<change>:<seed>`; None for other families."""
+    prefix, _, rest = family.partition(":")
+    seed = rest.rpartition(":")[2]
+    return Aimed.of(int(seed)) if prefix == "aimed" and seed.isdecimal() else None
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """An argument to make."""
@@ -109,6 +176,7 @@ class _Wanted:
     family: str
     rule: Rule
     draw: Draw
+    aimed: Aimed | None
     before: Mapping[str, torch.Tensor]
     """The matrices before it, float32."""
 
@@ -118,6 +186,8 @@ def _matrix(want: _Wanted) -> torch.Tensor:
     number = len(want.before)
     role = want.rule.roles[min(number, 1)]
     dtype = DTYPES[want.argument.dtype]
+    if want.aimed is not None:
+        return want.aimed.matrix(want.draw, rows, columns, dtype)
     x = generate(want.family, want.draw, (rows, columns), dtype, role, find_recipe("nvfp4")).float()
     first = next((other for other in want.before.values() if other.shape == x.shape), None)
     if want.rule.cancels and first is not None:
@@ -148,16 +218,19 @@ def contract_inputs(
 
     `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
     of zeros. A row has numbers of both signs that tell where they lie, a scalar and a scale are positive and finite;
-    some families have others (`RULES`). Raises ValueError for an unknown family and an axis without a size.
+    some families have others (`RULES`). An aimed family has the same bytes for every draw. Raises ValueError for an
+    unknown family and an axis without a size.
     """
-    if family not in FAMILIES:
-        raise ValueError(
-            f"{family!r} is no input family of contracts{nearest(family, FAMILIES)}: {', '.join(FAMILIES)}"
-        )
-    rule, found, matrices = RULES.get(family, Rule()), {}, dict[str, torch.Tensor]()
+    aimed = _aimed(family)
+    if aimed is None and family not in FAMILIES:
+        known = ", ".join([*FAMILIES, "aimed:<change>:<seed>"])
+        raise ValueError(f"{family!r} is no input family of contracts{nearest(family, FAMILIES)}: {known}")
+    rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
+    draw = draw if aimed is None else Draw(family)
+    found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for argument in arguments:
         shape = tuple(size_of(axis, sizes) for axis in argument.axes)
-        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, matrices))
+        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices))
         found[argument.name] = made.to(DTYPES[argument.dtype]).contiguous()
         if argument.kind == "Matrix":
             matrices[argument.name] = made

@@ -1,0 +1,224 @@
+"""The bytes that a contract accepts, of all results at once, and the comparison of a contract with a changed one.
+
+Bytes that a kernel shows decide what is accepted of later ones. Here every result is hidden, so a set holds the bytes
+that right kernels can give, whatever they show before; the parts of a quantization alone are judged in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.operations.contracts.kernel import formulas
+from narrowgauge.reference.contracts.accepted import Ends, Part, different, is_nan_of, judge_range, order_of
+from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation
+from narrowgauge.reference.contracts.quantized import judge_quantized
+from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.reference.quantize.scaling import block_scales
+from narrowgauge.reference.quantize.steps import block_amaxes
+from narrowgauge.spec.formats import Format
+from narrowgauge.spec.program import Program
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+_HIDDEN = ("amax", "scales")
+"""Parts of a quantization that codes are judged by."""
+_ALL = (torch.tensor(-(2**31), dtype=torch.int32), torch.tensor(2**31 - 1, dtype=torch.int32))
+"""The least and the greatest number in an order of values."""
+
+
+@dataclass(frozen=True)
+class ByteSet:
+    """The accepted bytes of each element, as numbers in the order of their values."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    nan: torch.Tensor
+    """Where NaN is accepted."""
+    only: torch.Tensor
+    """Where nothing else is."""
+
+    @staticmethod
+    def of_ends(ends: Ends) -> ByteSet:
+        nan = torch.zeros_like(ends.low, dtype=torch.bool) if ends.nan is None else ends.nan
+        return ByteSet.of(ends.low, ends.high, nan, None)
+
+    @staticmethod
+    def of(low: torch.Tensor, high: torch.Tensor, nan: torch.Tensor, fmt: Format | None) -> ByteSet:
+        no_low, no_high = is_nan_of(low, fmt), is_nan_of(high, fmt)
+        first, last = order_of(low, fmt), order_of(high, fmt)
+        only = no_low & no_high
+        return ByteSet(
+            torch.where(no_low, last, first), torch.where(no_high, first, last), nan | no_low | no_high, only
+        )
+
+    def widened(self, free: torch.Tensor) -> ByteSet:
+        """The set with every byte in free elements."""
+        low, high = (torch.where(free, end, x) for end, x in zip(_ALL, (self.low, self.high), strict=True))
+        return ByteSet(low, high, self.nan | free, self.only & ~free)
+
+    def disjoint(self, other: ByteSet) -> torch.Tensor:
+        """Where no byte is in both sets."""
+        apart = self.only | other.only | (self.high < other.low) | (other.high < self.low)
+        return apart & ~(self.nan & other.nan)
+
+    def inside(self, other: ByteSet) -> torch.Tensor:
+        """Where the other set holds this one."""
+        numbers = self.only | (~other.only & (other.low <= self.low) & (self.high <= other.high))
+        return numbers & (other.nan | ~self.nan)
+
+    def single(self) -> torch.Tensor:
+        """Where there is one byte."""
+        return self.only | (~self.nan & (self.low == self.high))
+
+    def meets_once(self, other: ByteSet) -> torch.Tensor:
+        """Where at most one byte is in both sets."""
+        numbers = torch.minimum(self.high, other.high) <= torch.maximum(self.low, other.low)
+        return (self.only & other.only) | (numbers & ~(self.nan & other.nan))
+
+
+@dataclass(frozen=True)
+class Sets:
+    """A contract with inputs: the ends of every result, all of them hidden, and the values of its steps."""
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+    """Intervals by the formula of the step."""
+    ends: Mapping[str, Ends]
+
+    @staticmethod
+    def of(program: Program, tensors: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> Sets:
+        """`known`: values of another contract with the same inputs, by formula; equal formulas are evaluated once.
+
+        Raises ValueError for sizes that a step does not take.
+        """
+        evaluation, values, ends = Evaluation(program, tensors, {}), dict[str, Any](), dict[str, Ends]()
+        names = {number: name for name, number in program.outputs.items()}
+        for number, (step, formula) in enumerate(zip(program.steps, formulas(program), strict=True)):
+            if step.recipe is None:
+                value = known[formula] if formula in known else STEPS[step.function](evaluation, step)
+                values[formula] = evaluation.values[number] = value
+            if number in names:
+                hidden = evaluation.values[number if step.recipe is None else step.operands[0]]
+                ends[names[number]] = Ends.of(hidden, DTYPES[step.dtype])
+        return Sets(program, tensors, values, ends)
+
+    def example(self, name: str) -> torch.Tensor | Quantized:
+        """A right result: that of the least numbers. Raises ValueError for numbers that the recipe does not take."""
+        low, step = self.ends[name].low, self.program.steps[self.program.outputs[name]]
+        return low if step.recipe is None else quantize(low, step.recipe, scale=self._scale(name))
+
+    @cached_property
+    def numbers(self) -> Mapping[str, ByteSet]:
+        """The numbers of every result, before a quantization."""
+        return {name: ByteSet.of_ends(ends) for name, ends in self.ends.items()}
+
+    @cached_property
+    def free(self) -> Mapping[str, torch.Tensor]:
+        """For each quantization the blocks whose scales have no order."""
+        quantized = (name for name, number in self.program.outputs.items() if self.program.steps[number].recipe)
+        return {name: _free_blocks(self.ends[name], recipe_of(self.program, name)) for name in quantized}
+
+    def parts(self, name: str, shown: torch.Tensor | Quantized) -> Iterator[tuple[str, Part]]:
+        """The parts of a result, each judged given the parts before it."""
+        ends = self.ends[name]
+        if isinstance(shown, Quantized):
+            recipe, scale = recipe_of(self.program, name), self._scale(name)
+            scales = shown.scales if scale is None else block_scales(scale.view(1, 1), scale, recipe, ends.low.dtype)
+            yield from judge_quantized(ends, replace(shown, recipe=recipe, scales=scales), scale)
+        else:
+            yield name, judge_range(shown, ends.low, ends.high, ends.nan)
+
+    def bytes_of(self, name: str, part: str, judged_as: Part) -> ByteSet:
+        """The bytes of a part that is judged."""
+        ends = self.ends[name]
+        if part in _HIDDEN:
+            free = self.free[name]
+            free = free if free.shape == judged_as.lower.shape else free.any().expand_as(judged_as.lower)
+            return ByteSet.of(judged_as.lower, judged_as.upper, free, judged_as.fmt).widened(free)
+        free = (ends.low < 0) & (ends.high > 0)  # 0 times an infinite factor
+        free = free if ends.nan is None else free | ends.nan
+        return ByteSet.of(judged_as.lower, judged_as.upper, free, judged_as.fmt)
+
+    def _scale(self, name: str) -> torch.Tensor | None:
+        """The given scale of a quantization."""
+        step = self.program.steps[self.program.outputs[name]]
+        return self.tensors[self.program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+
+
+def _free_blocks(ends: Ends, recipe: Recipe) -> torch.Tensor:
+    """Blocks whose amax may be 0, infinite or NaN and may be another one, so that their scales have no order."""
+
+    def of_blocks(mask: torch.Tensor) -> torch.Tensor:
+        return block_amaxes(mask.float(), recipe) != 0
+
+    nan = torch.zeros_like(ends.low, dtype=torch.bool) if ends.nan is None else ends.nan
+    if ends.point:
+        return of_blocks(nan)
+    several = (ends.low != ends.high) & ~ends.never
+    zero = ~of_blocks(((ends.low > 0) | (ends.high < 0)) & ~nan) & of_blocks(several | nan)
+    return zero | of_blocks(((ends.low.isinf() | ends.high.isinf()) & several) | nan)
+
+
+def recipe_of(program: Program, name: str) -> Recipe:
+    """The recipe of a result that is a quantization."""
+    return find_recipe(program.steps[program.outputs[name]].recipe or "")
+
+
+def _of_elements(mask: torch.Tensor, recipe: Recipe, shape: torch.Size) -> torch.Tensor:
+    """A mask of scales or of amaxes as a mask of elements (M, K)."""
+    if mask.dim() == 1:
+        return mask.unsqueeze(1).expand(shape)
+    height = shape[0] if recipe.whole else recipe.stored_rows
+    width = shape[1] if recipe.whole or recipe.spans_k else recipe.block[1]
+    return mask.repeat_interleave(height, 0).repeat_interleave(width, 1)[: shape[0], : shape[1]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the sets of a result say under a contract and under its change."""
+
+    apart: bool
+    """Whether an element has no byte that is right under both."""
+    inside: bool
+    """Whether every set of the change lies inside the plain one."""
+    determined: bool
+    """Whether all kernels of the change give the same bytes, as far as it was looked at."""
+
+
+def compared(plain: Sets, changed: Sets, name: str) -> Result:
+    """Compare the sets of a result.
+
+    A set that depends on an earlier part counts if the part is the only one that is right under both contracts (apart),
+    or under the change (inside). Raises ValueError if the parts under a contract are not known.
+    """
+    steps = [sets.program.steps[sets.program.outputs[name]] for sets in (plain, changed)]
+    if (steps[0].recipe, steps[0].dtype) == (steps[1].recipe, steps[1].dtype):  # sets grow with the ends
+        one, other = plain.numbers[name], changed.numbers[name]
+        if bool(other.inside(one).all()):
+            return Result(False, True, bool(other.single().all()))
+        if steps[0].recipe is None:
+            return Result(bool(one.disjoint(other).any()), False, bool(other.single().all()))
+    shape = plain.ends[name].low.shape
+    settled = determined = held = torch.ones(shape, dtype=torch.bool)
+    shown = changed.example(name)
+    for (part, right), (same, wrong) in zip(plain.parts(name, shown), changed.parts(name, shown), strict=True):
+
+        def spread(mask: torch.Tensor, part: str = part) -> torch.Tensor:
+            return _of_elements(mask, recipe_of(plain.program, name), shape) if part in _HIDDEN else mask
+
+        if part != same or bool(different(right.actual, wrong.actual, right.fmt).any()):
+            raise ValueError("the two contracts store their results in different places")
+        one, other = plain.bytes_of(name, part, right), changed.bytes_of(name, part, wrong)
+        if bool((spread(one.disjoint(other)) & settled).any()):
+            return Result(True, False, False)
+        held = held & determined & spread(other.inside(one) & (~one.nan | (one.only & other.only)))
+        settled = settled & spread(one.meets_once(other) & ~right.wrong)
+        determined = determined & spread(other.single())
+    return Result(False, bool(held.all()), bool(determined.all()))

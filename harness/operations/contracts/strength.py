@@ -1,0 +1,235 @@
+"""Strength of inputs: which changes of a contract would they show?
+
+A contract and the contract with one change have a set of bytes for each element of the results. If the sets of an
+element are disjoint, then the inputs surely show the change: no kernel is right under both contracts. If every set of
+the change lies inside the plain one, no right kernel of the change is ever refused. Else kernels of the change are
+sampled. Sets are those of `narrowgauge.reference.contracts`, of results that are judged given earlier results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.changes import Change
+from narrowgauge.harness.operations.contracts.inputs import FAMILIES, contract_inputs
+from narrowgauge.harness.operations.contracts.judge import FREE
+from narrowgauge.harness.operations.contracts.kernel import Kernel, wrong_programs
+from narrowgauge.harness.operations.contracts.results import named_results
+from narrowgauge.harness.operations.contracts.sets import Sets, compared
+from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.spec.program import Program
+
+SAMPLES = 32
+"""Kernels of a change that are sampled if the sets do not decide."""
+SHAPES = ((16, 136), (4, 4096))
+"""Rows and columns of the table: a tail behind blocks of 16, 32 and 128 elements, and long rows."""
+SPECIAL = ("subnormal", "zeros", "negative-zeros", "nan", "inf", "amax-largest-first")
+"""Families that are tried at the first shape alone: a longer row shows nothing else."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether inputs show a change."""
+
+    verdict: Literal["surely", "perhaps", "no", "none"]
+    """none: the inputs give no verdict on kernels of this contract, or no kernel of the change takes them."""
+    caught: int | None = None
+    """Wrong kernels that were refused, of `SAMPLES`, if the verdict is perhaps. None: not counted."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether at least one kernel of the change is refused."""
+        return self.verdict == "surely" or bool(self.caught)
+
+    @property
+    def text(self) -> str:
+        """The cell in the table: yes, no, the number of refused kernels, `?` if they are not counted, or `-`."""
+        words = {"surely": "yes", "no": "no", "none": "-"}
+        return words.get(self.verdict, "?" if self.caught is None else str(self.caught))
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def judges(plain: Sets) -> bool:
+    """Whether the inputs give a verdict on kernels of the contract: as `harness.operations.contracts.judge`."""
+    finite = all(bool(tensor.isfinite().all()) for tensor in plain.tensors.values())
+    try:
+        shown = Kernel(plain.program).results(plain.tensors)
+        parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
+    except ValueError:
+        return False
+    return not finite or all(part.undetermined <= FREE * part.actual.numel() for part in parts)
+
+
+def decided(plain: Sets, change: Change) -> Cell | None:
+    """What the sets say of a change. None: nothing."""
+    inside = alone = True
+    try:
+        changed = Sets.of(change.program, plain.tensors, plain.values)
+        for name in plain.program.outputs:
+            found = compared(plain, changed, name)
+            if found.apart:
+                return Cell("surely")
+            inside &= alone and found.inside
+            alone &= found.determined
+    except ValueError:  # the sets of the change are not known: a hidden amax under a rule that does not increase
+        return None
+    return Cell("no") if inside else None
+
+
+def outside(plain: Sets, change: Change) -> float:
+    """The share of numbers that a change moves out of the ends of the contract, before a quantization."""
+    try:
+        changed = Sets.of(change.program, plain.tensors, plain.values)
+    except ValueError:
+        return 0.0
+    shares = []
+    for name, a in plain.ends.items():
+        b = changed.ends[name]
+        shares.append(float(((b.low.double() < a.low.double()) | (b.high.double() > a.high.double())).double().mean()))
+    return max(shares)
+
+
+def sampled(plain: Sets, change: Change) -> Cell:
+    """How many of `SAMPLES` kernels with a change are refused."""
+    caught = 0
+    for seed in range(SAMPLES):
+        try:
+            results = Kernel(change.program, seed)(**plain.tensors)
+            shown = named_results(plain.program, plain.tensors, results)
+            if len(shown) > 1:  # later results are judged given earlier ones
+                parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
+            else:
+                parts = [part for name, result in shown.items() for _, part in plain.parts(name, result)]
+        except ValueError:
+            return Cell("none")
+        caught += any(bool(part.wrong.any()) for part in parts)
+    return Cell("perhaps", caught)
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StrengthRow:
+    """What the inputs of a shape show of a change."""
+
+    step: str
+    """The step that is changed, such as `mean-4`."""
+    change: str
+    """What is changed, such as `by-k-minus-1`."""
+    sentence: str
+    sum: str
+    """Orders of sums that the contract admits: any, depth 40; empty without sums."""
+    shape: str
+    """Sizes of the axes, such as `4x4096`."""
+    cells: Mapping[str, Cell]
+    """By family."""
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the change."""
+        return f"{self.step}:{self.change}"
+
+
+def strength_table(
+    program: Program, shapes: Sequence[tuple[int, int]] = SHAPES, families: Sequence[str] = tuple(FAMILIES)
+) -> list[StrengthRow]:
+    """A row for each change of a contract and each shape: what would each family show?
+
+    shapes: rows and columns; each axis of the arguments but the first has as many elements as there are columns.
+    families: also aimed ones. Kernels are sampled if no family surely shows a change at this or an earlier shape.
+    Raises ValueError for a shape that the contract does not take.
+    """
+    wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
+    for place, (height, columns) in enumerate(shapes):
+        sizes = sizes_of(program, height, columns)
+        plain = {
+            family: Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(f"strength|{family}")), {})
+            for family in families
+            if place == 0 or family not in SPECIAL
+        }
+        judging = {family for family, sets in plain.items() if judges(sets)}
+        for change in wrong:
+            cells = {
+                family: decided(sets, change) if family in judging else Cell("none") for family, sets in plain.items()
+            }
+            if any(cell is not None and cell.verdict == "surely" for cell in cells.values()):
+                sure.add(change.name)
+            full = {
+                family: cell or (Cell("perhaps") if change.name in sure else sampled(plain[family], change))
+                for family, cell in cells.items()
+            }
+            step, _, name = change.name.partition(":")
+            shape = "x".join(map(str, sizes.values()))
+            found.append(StrengthRow(step, name, change.sentence, _sums(change.program), shape, full))
+    order = {change.name: place for place, change in enumerate(wrong)}
+    found.sort(key=lambda row: order[row.name])
+    return [replace(row, remark=_remark(row, found)) for row in found]
+
+
+def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
+    """The changes that no inputs of a table show, and whether each is invisible on them: no kernel of the change is ever
+    refused. Other inputs may show it (`harness.operations.contracts.aim`)."""
+    hidden: dict[str, bool] = {}
+    for name in dict.fromkeys(row.name for row in rows):
+        cells = [cell for row in rows if row.name == name for cell in row.cells.values()]
+        if not any(cell.seen for cell in cells):
+            hidden[name] = all(cell.verdict in ("no", "none") for cell in cells)
+    return hidden
+
+
+def strength_text(rows: Sequence[StrengthRow]) -> str:
+    """The table as text: yes (surely), no, `?` or the number of 32 sampled kernels that were refused (perhaps), or `-`
+    (no verdict)."""
+    families = list(dict.fromkeys(family for row in rows for family in row.cells))
+    left = ("step", "change", "sum", "shape")
+    lines = [(row.step, row.change, row.sum, row.shape) for row in rows]
+    widths = [max(map(len, column)) for column in zip(left, *lines, strict=True)]
+
+    def line(values: Sequence[str]) -> str:
+        return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=True))
+
+    margin = " " * len(line(left))
+    header = [f"{margin}{'    |' * number}    {family}" for number, family in enumerate(families)]
+    header.append(line(left) + "    |" * len(families))
+    body = [
+        line(values)
+        + "".join(f"{row.cells[f].text if f in row.cells else '':>5}" for f in families)
+        + f"  {row.remark}"
+        for row, values in zip(rows, lines, strict=True)
+    ]
+    return "\n".join(text.rstrip() for text in [*header, *body])
+
+
+def strength_json(rows: Sequence[StrengthRow]) -> str:
+    """The rows as JSON: a list of objects with the fields of `StrengthRow`."""
+    return json.dumps([asdict(row) for row in rows], indent=1)
+
+
+def sizes_of(program: Program, height: int, columns: int) -> dict[str, int]:
+    """Sizes of the named axes of the arguments: the first one has `height` elements, each other one `columns`."""
+    matrix = next((argument for argument in program.arguments if len(argument.axes) > 1), program.arguments[0])
+    names = dict.fromkeys(axis for argument in (matrix, *program.arguments) for axis in argument.axes if axis != "1")
+    rows = matrix.axes[0] if len(matrix.axes) > 1 else ""
+    return {name: height if name == rows else columns for name in names}
+
+
+def _sums(program: Program) -> str:
+    """Orders of the sums of a contract."""
+    depths = [step.options.get("depth") for step in program.steps if step.function in ("sum", "mean", "sum_of")]
+    return ", ".join(dict.fromkeys("any" if depth is None else f"depth {depth}" for depth in depths))
+
+
+def _remark(row: StrengthRow, rows: Sequence[StrengthRow]) -> str:
+    invisible = unseen([other for other in rows if other.name == row.name])
+    if invisible:
+        return "invisible here: within the bound" if all(invisible.values()) else "not shown: aim at it"
+    surely = any(cell.verdict == "surely" for cell in row.cells.values())
+    return "" if surely else "none surely"
