@@ -2,7 +2,7 @@
 
 A matrix has the numbers of a generator (`harness.inputs.generators`), and a row or a scale has numbers that fit them.
 `RULES` has the numbers of each family, `KINDS` the maker of each type. A family `aimed:<change>:<seed>` has numbers of
-`Aimed`, which `harness.operations.contracts.aim` looks for.
+`Aimed`, which `harness.operations.contracts.strength.aim` looks for.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.contracts.causes import changed_causes
+from narrowgauge.harness.operations.contracts.causes.search import changed_causes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in

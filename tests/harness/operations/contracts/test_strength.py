@@ -13,13 +13,13 @@ import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.contract import Contract, Program
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.operations.contracts.aim import aim
-from narrowgauge.harness.operations.contracts.changes import Change
+from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, Aimed, contract_inputs
-from narrowgauge.harness.operations.contracts.kernel import Kernel, mutants, wrong_programs
 from narrowgauge.harness.operations.contracts.results import named_results
-from narrowgauge.harness.operations.contracts.sets import Sets
-from narrowgauge.harness.operations.contracts.strength import (
+from narrowgauge.harness.operations.contracts.strength.aim import aim
+from narrowgauge.harness.operations.contracts.strength.kernel import Kernel, mutants, wrong_programs
+from narrowgauge.harness.operations.contracts.strength.sets import Sets
+from narrowgauge.harness.operations.contracts.strength.table import (
     Cell,
     decided,
     judges,

@@ -15,7 +15,13 @@ import torch
 import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.spec.recipes import find_recipe
-from tests.reference.contracts.contracts import add_rmsnorm, clamped_swiglu, layernorm, rmsnorm_quantize, silu_mul_quantize
+from tests.reference.contracts.contracts import (
+    add_rmsnorm,
+    clamped_swiglu,
+    layernorm,
+    rmsnorm_quantize,
+    silu_mul_quantize,
+)
 
 bf16, f32, f16 = torch.bfloat16, torch.float32, torch.float16
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
-from narrowgauge.harness.operations.contracts.edits import Site
+from narrowgauge.harness.operations.contracts.causes.edits import Site
 from narrowgauge.reference.contracts.changed_steps import ROUNDINGS
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.formats import E8M0, FP32, Format

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.operations.contracts.changes import Change
+from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import Aimed, contract_inputs
-from narrowgauge.harness.operations.contracts.sets import Sets
-from narrowgauge.harness.operations.contracts.strength import Cell, decided, judges, outside, sampled, sizes_of
+from narrowgauge.harness.operations.contracts.strength.sets import Sets
+from narrowgauge.harness.operations.contracts.strength.table import Cell, decided, judges, outside, sampled, sizes_of
 from narrowgauge.spec.program import Program
 
 TRIES = 300

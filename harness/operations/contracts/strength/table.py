@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.operations.contracts.changes import Change
+from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, contract_inputs
 from narrowgauge.harness.operations.contracts.judge import FREE
-from narrowgauge.harness.operations.contracts.kernel import Kernel, wrong_programs
 from narrowgauge.harness.operations.contracts.results import named_results
-from narrowgauge.harness.operations.contracts.sets import Sets, compared
+from narrowgauge.harness.operations.contracts.strength.kernel import Kernel, wrong_programs
+from narrowgauge.harness.operations.contracts.strength.sets import Sets, compared
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.program import Program
 
@@ -176,7 +176,7 @@ def strength_table(
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
     """The changes that no inputs of a table show, and whether each is invisible on them: no kernel of the change is ever
-    refused. Other inputs may show it (`harness.operations.contracts.aim`)."""
+    refused. Other inputs may show it (`harness.operations.contracts.strength.aim`)."""
     hidden: dict[str, bool] = {}
     for name in dict.fromkeys(row.name for row in rows):
         cells = [cell for row in rows if row.name == name for cell in row.cells.values()]

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.contracts.changes import Change, changes
-from narrowgauge.harness.operations.contracts.equal_programs import equal_programs
-from narrowgauge.harness.operations.contracts.replay import Evidence, Keys, Replay, Shown, as_shown, has_rows, rows_of
+from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
+from narrowgauge.harness.operations.contracts.causes.equal_programs import equal_programs
+from narrowgauge.harness.operations.contracts.causes.replay import (
+    Evidence,
+    Keys,
+    Replay,
+    Shown,
+    as_shown,
+    has_rows,
+    rows_of,
+)
 from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE, Cause, Limit, PossibleCause
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.program import BEHIND, Program

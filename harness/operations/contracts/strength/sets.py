@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.contracts.kernel import formulas
+from narrowgauge.harness.operations.contracts.strength.kernel import formulas
 from narrowgauge.reference.contracts.accepted import Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.contracts.changes import Change, changes
+from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
 from narrowgauge.harness.operations.contracts.results import stored_results
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation

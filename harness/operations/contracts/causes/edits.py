@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from narrowgauge.contract.values import Trace, Value
-from narrowgauge.harness.operations.contracts.formulas import formula
+from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.spec.program import Axes, Program, Step
 
 OUTPUT = -1

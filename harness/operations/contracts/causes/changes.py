@@ -13,9 +13,9 @@ from typing import Any
 
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
-from narrowgauge.harness.operations.contracts.changed_recipes import changed_quantizations
-from narrowgauge.harness.operations.contracts.edits import OUTPUT, Editor, Scope, Site
-from narrowgauge.harness.operations.contracts.formulas import formula
+from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
+from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site
+from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.program import QUANTIZE, Program, Tensor
 

@@ -1,0 +1,1 @@
+"""Causes of wrong bytes under a contract: the same contract with one mistake, or with two."""
