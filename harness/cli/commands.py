@@ -14,6 +14,7 @@ from narrowgauge.harness.cli.bench import bench
 from narrowgauge.harness.cli.build import build
 from narrowgauge.harness.cli.checkpoint import checkpoint
 from narrowgauge.harness.cli.compare import compare_runs
+from narrowgauge.harness.cli.contract import contract_strength
 from narrowgauge.harness.cli.dialect import which_dialect
 from narrowgauge.harness.cli.doctor import doctor
 from narrowgauge.harness.cli.gate import gate_run
@@ -75,6 +76,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "doctor": doctor,
     },
     "Judge one thing": {
+        "contract": contract_strength,
         "dialect": which_dialect,
         "order": find_order,
         "predict": predict,

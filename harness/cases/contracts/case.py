@@ -162,9 +162,8 @@ class ContractCase(Case):
     def shapes_of(cls, recipe: str | None, dtype: str) -> list[tuple[int, ...]]:
         """Shapes of the usual cases: some whole blocks, a single row, rows and columns that fill no tile, and many
         columns."""
-        example = cls._made(recipe, dtype, (0,) * len(_sizes(cls.declared)), {})
         try:
-            unit = example._units
+            unit = cls.example(recipe, dtype)._units
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
@@ -227,10 +226,14 @@ class ContractCase(Case):
         return list(found.items())
 
     @classmethod
+    def example(cls, recipe: str | None, dtype: str) -> ContractCase:
+        """A case with the defaults of the options, of no elements."""
+        return cls._made(recipe, dtype, (0,) * len(_sizes(cls.declared)), {})
+
+    @classmethod
     def _has_product(cls, recipe: str | None, dtype: str) -> bool:
         """Whether a step is a product of matrices."""
-        example = cls._made(recipe, dtype, (0,) * len(_sizes(cls.declared)), {})
-        return any(step.function == GEMM for step in example.program.steps)
+        return any(step.function == GEMM for step in cls.example(recipe, dtype).program.steps)
 
     @classmethod
     def recipe_choices(cls, recipes: Sequence[str]) -> list[str | None]:
