@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.contracts.strength.kernel import formulas
+from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.reference.contracts.accepted import Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation
+from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, judged_numbers, of_rows
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import block_scales
@@ -88,26 +88,28 @@ class Sets:
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
-    values: Mapping[str, Any]
-    """Intervals by the formula of the step."""
+    keys: Keys
+    values: Mapping[int, Any]
+    """Values of the steps by their keys."""
     ends: Mapping[str, Ends]
 
     @staticmethod
-    def of(program: Program, tensors: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> Sets:
-        """`known`: values of another contract with the same inputs, by formula; equal formulas are evaluated once.
+    def of(program: Program, tensors: Mapping[str, torch.Tensor], other: Sets | None = None) -> Sets:
+        """`other`: another contract with the same inputs; a step of both is evaluated once.
 
-        Raises ValueError for sizes that a step does not take.
+        Raises ValueError for sizes that a step does not take, and for a hidden quantization that is not determined.
         """
-        evaluation, values, ends = Evaluation(program, tensors, {}), dict[str, Any](), dict[str, Ends]()
-        names = {number: name for name, number in program.outputs.items()}
-        for number, (step, formula) in enumerate(zip(program.steps, formulas(program), strict=True)):
+        keys, known = (Keys(), {}) if other is None else (other.keys, other.values)
+        evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
+        names, values, ends = {n: name for name, n in program.outputs.items()}, dict[int, Any](), dict[str, Ends]()
+        for number, (step, key) in enumerate(zip(program.steps, keys.of(program), strict=True)):
             if step.recipe is None:
-                value = known[formula] if formula in known else STEPS[step.function](evaluation, step)
-                values[formula] = evaluation.values[number] = value
+                value = known[key] if key in known else STEPS[step.function](evaluation, step)
+                values[key] = evaluation.values[number] = value
             if number in names:
-                hidden = evaluation.values[number if step.recipe is None else step.operands[0]]
-                ends[names[number]] = Ends.of(hidden, DTYPES[step.dtype])
-        return Sets(program, tensors, values, ends)
+                source = judged_numbers(program, number)[0]
+                ends[names[number]] = Ends.of(evaluation.values[source], DTYPES[program.steps[source].dtype])
+        return Sets(program, tensors, keys, values, ends)
 
     def example(self, name: str) -> torch.Tensor | Quantized:
         """A right result: that of the least numbers. Raises ValueError for numbers that the recipe does not take."""

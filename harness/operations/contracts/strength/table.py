@@ -21,7 +21,7 @@ from narrowgauge.harness.operations.contracts.results import named_results
 from narrowgauge.harness.operations.contracts.strength.kernel import Kernel, wrong_programs
 from narrowgauge.harness.operations.contracts.strength.sets import Sets, compared
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import ONCE, Program
 
 SAMPLES = 32
 """Kernels of a change that are sampled if the sets do not decide."""
@@ -70,7 +70,7 @@ def decided(plain: Sets, change: Change) -> Cell | None:
     """What the sets say of a change. None: nothing."""
     inside = alone = True
     try:
-        changed = Sets.of(change.program, plain.tensors, plain.values)
+        changed = Sets.of(change.program, plain.tensors, plain)
         for name in plain.program.outputs:
             found = compared(plain, changed, name)
             if found.apart:
@@ -79,13 +79,14 @@ def decided(plain: Sets, change: Change) -> Cell | None:
             alone &= found.determined
     except ValueError:  # the sets of the change are not known: a hidden amax under a rule that does not increase
         return None
-    return Cell("no") if inside else None
+    scoped = any(step.function == ONCE for step in plain.program.steps)  # one number has to explain a row
+    return Cell("no") if inside and not scoped else None
 
 
 def outside(plain: Sets, change: Change) -> float:
     """The share of numbers that a change moves out of the ends of the contract, before a quantization."""
     try:
-        changed = Sets.of(change.program, plain.tensors, plain.values)
+        changed = Sets.of(change.program, plain.tensors, plain)
     except ValueError:
         return 0.0
     shares = []
@@ -97,12 +98,12 @@ def outside(plain: Sets, change: Change) -> float:
 
 def sampled(plain: Sets, change: Change) -> Cell:
     """How many of `SAMPLES` kernels with a change are refused."""
-    caught = 0
+    caught, scoped = 0, any(step.function == ONCE for step in plain.program.steps)
     for seed in range(SAMPLES):
         try:
             results = Kernel(change.program, seed)(**plain.tensors)
             shown = named_results(plain.program, plain.tensors, results)
-            if len(shown) > 1:  # later results are judged given earlier ones
+            if len(shown) > 1 or scoped:  # later results are judged given earlier ones
                 parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
             else:
                 parts = [part for name, result in shown.items() for _, part in plain.parts(name, result)]
@@ -151,7 +152,7 @@ def strength_table(
     for place, (height, columns) in enumerate(shapes):
         sizes = sizes_of(program, height, columns)
         plain = {
-            family: Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(f"strength|{family}")), {})
+            family: Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(f"strength|{family}")))
             for family in families
             if place == 0 or family not in SPECIAL
         }
@@ -175,7 +176,7 @@ def strength_table(
 
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
-    """The changes that no inputs of a table show, and whether each is invisible on them: no kernel of the change is ever
+    """The changes that no inputs of a table show, and whether each is invisible on them: none of its kernels is ever
     refused. Other inputs may show it (`harness.operations.contracts.strength.aim`)."""
     hidden: dict[str, bool] = {}
     for name in dict.fromkeys(row.name for row in rows):
