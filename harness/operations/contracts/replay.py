@@ -151,7 +151,7 @@ class Replay:
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
         evaluation = Evaluation(program, self.inputs, {})
         for number, step in enumerate(program.steps):
-            name = names.get(number)
+            name = names.get(number, "")
             if step.recipe is not None:
                 if name in shown:
                     ends = ends_of_quantized(evaluation, step)
@@ -160,7 +160,7 @@ class Replay:
             value = self.known.get(keys[number])
             if value is None or name in shown:
                 value = STEPS[step.function](evaluation, step)
-            if name is not None and name in shown:
+            if name in shown:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
                 ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
