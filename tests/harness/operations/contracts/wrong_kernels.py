@@ -671,7 +671,7 @@ WRONG: list[Wrong] = [
             "gate clamped below": "is limited to −",
             "up above alone": "no lower limit",
             "up not clamped": "no upper limit&no lower limit",
-            "alpha 1": "1 in place of 1.702|silu",
+            "alpha 1": "1 in place of 1.702|is not multiplied by 1.702",
             "alpha 1.7": "1.7 in place of 1.702",
             "sigmoid in bf16": "rounded to bfloat16",
             "exp2": "exp2 in place of",
