@@ -410,8 +410,7 @@ def _report(
 def _group_lines(
     entry: Group, failed: list[dict[str, Any]], function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """A group of failures: cause, sentence and elements of the first case that shows the cause, names of further cases.
-    """
+    """A group of failures: cause, sentence and elements of the first case that shows it, names of further cases."""
     members = [record for record in failed if record in entry.records]
     first = next((record for record in members if entry.explanation in record["explanations"]), members[0])
     others = [record["case"] for record in failed if record in entry.records and record is not first]

@@ -26,9 +26,7 @@ def contract_strength(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of contracts.")],
     recipes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--recipe", callback=divided, help="Recipe of the contracts; may be given again, or with commas."
-        ),
+        typer.Option("--recipe", callback=divided, help="Recipe of the contracts; may be given again, or with commas."),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32: dtype of the tensors.")] = "bf16",
     form: Annotated[Form, typer.Option("--format", help="Form of the result.")] = Form.TABLE,

@@ -62,9 +62,8 @@ CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
 
 def some_columns(columns: tuple[float, float | None, int], size: int) -> slice:
     """The columns (first, last, step) of `size`; a fraction counts from the size."""
-    first, last, step = columns
-    ends = [end if end is None or isinstance(end, int) else int(end * size) for end in (first, last)]
-    return slice(*ends, step)
+    first, last = (int(end * size) if isinstance(end, float) else end for end in columns[:2])
+    return slice(first, last, columns[2])
 
 
 def divisor(rule: tuple[str, float], size: int) -> int:

@@ -278,9 +278,7 @@ def _judge_codes(
     `bounded`: whether the amaxes are those of the numbers.
     """
     recipe, columns = kernel.recipe, kernel.shape[1]
-    lower = elements(
-        encode_elements(y.low, scales, tensor, recipe, blocks=own[1], rounding=rounding), columns, recipe
-    )
+    lower = elements(encode_elements(y.low, scales, tensor, recipe, blocks=own[1], rounding=rounding), columns, recipe)
     actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
     uncertain = _uncertain(y, own, recipe)
     if uncertain is None or not uncertain.numel():

@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
-from narrowgauge.harness.operations.contracts.causes.edits import Site
+from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, Site
 from narrowgauge.reference.contracts.changed_steps import ROUNDINGS
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.formats import E8M0, FP32, Format
@@ -136,7 +136,8 @@ def _other_amaxes(recipe: Recipe) -> Iterator[Quantization]:
         return None if x is None else _of(site, x, site.a)
 
     yield amaxes("before-cast", "the elements before they are rounded to the dtype", before_cast)
-    yield "codes-before-cast", "the codes are those of the elements before they are rounded to the dtype", codes_before_cast
+    codes = "the codes are those of the elements before they are rounded to the dtype"
+    yield "codes-before-cast", codes, codes_before_cast
     yield amaxes("signed", "positive elements alone", lambda s, x: c.maximum(c.float32(x), 0.0))
     for dtype in ("bfloat16", "float16"):
         yield amaxes(f"in-{dtype}", f"the elements rounded to {dtype}", partial(_cast_of, dtype))
@@ -147,10 +148,8 @@ def _other_amaxes(recipe: Recipe) -> Iterator[Quantization]:
             yield amaxes(f"{name}-block", f"the {name} block", partial(_rolled, columns))
     if not recipe.whole:
         yield amaxes("tensor", "the tensor", lambda s, x: s.made("amax_of_all", x))
-        yield from (
-            (f"amax-row-{name}", f"the amaxes are those of {phrase}", partial(_amax_of_row, row))
-            for row, name, phrase in ((1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0"))
-        )
+        for row, name, phrase in OTHER_ROWS:
+            yield f"amax-row-{name}", f"the amaxes are those of {phrase}", partial(_amax_of_row, row)
     whole = "a row" if block is None else "a block"
     some: tuple[tuple[str, str, tuple[float, float | None, int]], ...] = (
         ("first-half", f"the first half of {whole}", (0, 0.5, 1)),

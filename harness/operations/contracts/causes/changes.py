@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
-from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site
+from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.program import QUANTIZE, Program, Tensor
@@ -116,7 +116,7 @@ def _other_constants(site: Site) -> list[float]:
     for family in _CONSTANTS:
         if any(abs(value / other - 1) < 1e-3 for other in family):
             found += family
-    unlike = {}
+    unlike: dict[str, float] = {}
     for other in found:
         if abs(other - value) > 1e-7 * abs(value):
             unlike.setdefault(f"{other:.7g}", other)
@@ -182,13 +182,12 @@ _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "relu_squared": lambda x: c.square(c.maximum(x, 0.0)),
     "identity": lambda x: x,
 }
-_ROW_OFFSETS = ((1, "1", "the next row"), (-1, "-1", "the previous row"), ("first", "first", "row 0"))
 
 
 def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
     """Rows from which a number of each row may be taken."""
     has_rows = len(site.step.axes) > 1 and site.step.axes[0] != "1"
-    return [(name, phrase, row) for row, name, phrase in _ROW_OFFSETS] if has_rows else []
+    return [(name, phrase, row) for row, name, phrase in OTHER_ROWS] if has_rows else []
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
@@ -220,7 +219,9 @@ def _added_constant(site: Site) -> tuple[Value, Value] | None:
     if step.function != "add":
         return None
     one, other = (Value(site.editor, operand) for operand in step.operands)
-    return (one, other) if other.step.function == "constant" else (other, one) if one.step.function == "constant" else None
+    if other.step.function == "constant":
+        return one, other
+    return (other, one) if one.step.function == "constant" else None
 
 
 def _with_constant(form: Callable[[Site, Value, Value], Value]) -> Callable[[Site, Any], Value | None]:

@@ -14,6 +14,8 @@ from narrowgauge.spec.program import Axes, Program, Step
 
 OUTPUT = -1
 """The user of a result that a kernel shows."""
+OTHER_ROWS = ((1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0"))
+"""Rows from which a number of each row may be taken: offset, name and phrase."""
 Use = tuple[int, int]
 """A step that takes a value, and the place of the value among its operands; `OUTPUT` and the number of an output."""
 
@@ -133,7 +135,8 @@ class Site:
     def line(self) -> int:
         """The line of the step; of an argument, the line of its first user."""
         users = [user for user, _ in self.editor.uses(self.number) if user != OUTPUT]
-        return self.editor.program.steps[min(users)].line if self.step.function == "argument" and users else self.step.line
+        number = min(users) if self.step.function == "argument" and users else self.number
+        return self.editor.program.steps[number].line
 
     @property
     def old(self) -> Value:

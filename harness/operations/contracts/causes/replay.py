@@ -151,7 +151,7 @@ class Replay:
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
         evaluation = Evaluation(program, self.inputs, rows=slice(0, 0))
         for number, step in enumerate(program.steps):
-            name = names.get(number)
+            name = names.get(number, "")
             if step.recipe is not None:
                 if name in shown:
                     numbers = judged_numbers(program, number)
@@ -162,7 +162,7 @@ class Replay:
             value = self.known.get(keys[number])
             if value is None or name in shown:
                 value = STEPS[step.function](evaluation, step)
-            if name is not None and name in shown:
+            if name in shown:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
                 ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]

@@ -183,7 +183,7 @@ class _Search:
                 yield change.name, sentence
 
     def _unlike(self) -> list[Change]:
-        """The found changes; of those that are equal on every input, the plainest one: fewest steps, shortest sentence."""
+        """The found changes; of those that are equal on every input, the one with the fewest steps."""
         found: list[Change] = []
         for change in sorted(self.found, key=lambda change: (len(change.program.steps), len(change.sentence))):
             if not any(equal_programs(change.program, other.program, self.tensors) for other in found):

@@ -1,0 +1,109 @@
+"""Causes of wrong kernels that are written by hand, and the table of changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from narrowgauge.harness.operations.contracts.causes.changes import changes
+from narrowgauge.harness.operations.contracts.causes.replay import Keys
+
+import narrowgauge
+from narrowgauge import contract as c
+from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
+from tests.reference.contracts.contracts import CONTRACTS
+
+FEW = (
+    "rmsnorm-quantize: last vector", "rmsnorm-quantize: eps 1e-5", "rmsnorm-quantize: rs of the next row",
+    "rmsnorm-quantize: amax before cast", "rmsnorm-quantize: 240", "rmsnorm-quantize: truncated codes",
+    "add-rmsnorm: residual is x", "add-rmsnorm: norm of the unrounded sum", "add-rmsnorm: squares of x",
+    "layernorm: mean square", "silu-mul-quantize: interleaved", "silu-mul-quantize: gelu tanh",
+    "silu-mul-quantize: act in bf16", "clamped-swiglu: limit 6", "clamped-swiglu: up above alone",
+    "softmax: sum in bf16", "router: sum of rounded", "relu-squared-quantize: not squared",
+)  # fmt: skip
+"""Kernels of each contract; the others are tested by `test_a_certain_cause_is_right`."""
+
+PASSED = {"gelu-mul-quantize: ties away", "softmax: exp in fp16 for the sum"}
+"""Mistakes that these inputs do not show."""
+NOT_NAMED = {
+    "rmsnorm-quantize: squares in bf16", "rmsnorm-quantize: no eps", "rmsnorm-quantize: amax without tail",
+    "rmsnorm-quantize: scaled in bf16", "rmsnorm-quantize: amax/448", "gelu-mul-quantize: 0.0447",
+    "gelu-mul-quantize: erf", "gelu-mul-quantize: up in fp16 act", "gelu-mul-quantize: nibbles",
+    "gelu-mul-quantize: no −0", "clamped-swiglu: gate not clamped", "relu-squared-quantize: scale rounded down",
+}  # fmt: skip
+"""Mistakes that are caught, and whose bytes other changes give too, or almost."""
+
+
+def sentences(wrong: Wrong, *, exact: bool = True) -> list[str]:
+    return [str(each["sentence"]) for each in wrong.verdict().explanations if each["exact"] or not exact]
+
+
+def named(wrong: Wrong, found: str) -> bool:
+    """Whether a sentence names the mistake of a kernel."""
+    return any(all(word in found for word in words.split("&")) for words in wrong.words.split("|") if wrong.words)
+
+
+@pytest.mark.parametrize("wrong", {each.contract.name: each for each in WRONG}.values(), ids=str)
+def test_the_right_kernels_pass(wrong: Wrong) -> None:
+    assert replace(wrong, mistake="").verdict().passed
+
+
+@pytest.mark.parametrize("wrong", [each for each in WRONG if str(each) in FEW], ids=str)
+def test_a_mistake_is_named(wrong: Wrong) -> None:
+    found = sentences(wrong)
+    assert len(found) == 1, found
+    assert named(wrong, found[0]), found
+
+
+@pytest.mark.parametrize("mistake", ["bias after", "softplus"])
+def test_no_cause_is_certain_of_a_mistake_outside_of_the_list(mistake: str) -> None:
+    wrong = next(each for each in WRONG if str(each) == f"router: {mistake}")
+    assert not sentences(wrong)
+    assert any(found.startswith("none of ") and "pairs" in found for found in sentences(wrong, exact=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_certain_cause_is_right(wrong: Wrong) -> None:
+    """All mistakes within the list are named, but those of `NOT_NAMED`; those outside of the list have no cause."""
+    verdict = wrong.verdict()
+    found = [str(each["sentence"]) for each in verdict.explanations if each["exact"]]
+    assert verdict.passed == (str(wrong) in PASSED)
+    assert bool(wrong.words and str(wrong) not in NOT_NAMED | PASSED) == (len(found) == 1), found
+    assert len(found) != 1 or named(wrong, found[0]), found
+
+
+def test_a_few_rows_are_no_certain_cause() -> None:
+    """Ten wrong elements in eight rows exclude a contract; a kernel of four rows shows at most a possible cause."""
+    wrong = next(each for each in WRONG if str(each) == "rmsnorm-quantize: 1 + w")
+    x, w = wrong.inputs
+    found = sentences(replace(wrong, inputs=(x[:4].contiguous(), w)), exact=False)
+    assert any("the factor is 1 + weight" in each and "too few" in each for each in found), found
+    assert not sentences(replace(wrong, inputs=(x[:4].contiguous(), w)))
+
+
+def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
+    @c.contract
+    def difference(x: c.Matrix, y: c.Matrix):
+        return c.cast(c.square(c.float32(x) - c.float32(y)) + 1.0, x.dtype)
+
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(32, 64, generator=draw).bfloat16() for _ in range(2))
+    wrong = ((x.float() + y.float()).square() + 1).bfloat16()
+    verdict = narrowgauge.explain(narrowgauge.assert_result, difference, wrong, x, y, diagnose="full")
+    found = [each["sentence"] for each in verdict.explanations if each["exact"]]
+    assert len(found) == 1, found
+    assert "y is added to x" in found[0] or "is added" in found[0]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_changes_can_run_and_have_names_of_their_own(contract: c.Contract) -> None:
+    program = contract.trace(dict.fromkeys(contract.tensors, "bfloat16"), dict.fromkeys(contract.recipes, "nvfp4"), {})
+    found = list(changes(program))
+    assert len({change.name for change in found}) == len(found)
+    assert len({Keys().of_outputs(change.program) for change in found}) > 1
+    for change in found:
+        assert all(operand < number for number, step in enumerate(change.program.steps) for operand in step.operands)
+        assert "{" not in change.sentence
+        assert "(line " in change.sentence
