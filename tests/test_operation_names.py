@@ -16,8 +16,12 @@ SEARCHED = ("harness", "narrowgauge/spec", "narrowgauge/adapt")
 """Other code: `reference` and `native` have the arithmetic of the operations."""
 EXEMPT = ("harness/api/", "harness/backends/adapters/", "harness/operations/modules/")
 """Public functions with an operation in their name, libraries with their methods, and what the modules share."""
-HOMONYMS = {("narrowgauge/adapt/conventions.py", "linear"), ("narrowgauge/spec/program.py", "quantize")}
-"""Words of users that mean something else: the layout of scales `linear`, and the step of a contract."""
+HOMONYMS = {
+    ("narrowgauge/adapt/conventions.py", "linear"),
+    ("narrowgauge/spec/program.py", "gemm"),
+    ("narrowgauge/spec/program.py", "quantize"),
+}
+"""Words of users that mean something else: the layout of scales `linear`, and steps of a contract."""
 
 
 def named(text: str) -> Iterator[str]:

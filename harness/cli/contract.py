@@ -30,11 +30,15 @@ def contract_strength(
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32: dtype of the tensors.")] = "bf16",
     form: Annotated[Form, typer.Option("--format", help="Form of the result.")] = Form.TABLE,
-    details: Annotated[bool, typer.Option("--details", help="Every change, also those that the inputs show.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="All mistakes and families.")] = False,
+    search: Annotated[
+        bool, typer.Option("--aim", help="Search inputs for the mistakes that no family shows; 10 s for each.")
+    ] = False,
 ) -> None:
-    """Print the steps of each contract of a file, and which mistakes its input families would show.
+    """Print which mistakes the inputs of a contract would show.
 
-    Exit status: 1 if kernels with a mistake differ from right ones and neither a family nor an aimed input shows it.
+    The mistakes are the changes of its steps that also explain wrong bytes. Exit status: 1 if kernels with a mistake
+    may differ from right ones, and no input shows it; else 0.
     """
     from narrowgauge.harness.cases.keys import DTYPES, one_of
     from narrowgauge.harness.cases.operations import OperationError, contracts_in
@@ -47,13 +51,16 @@ def contract_strength(
         programs = [(cls, recipe, cls.example(recipe, dtype).program) for cls, recipe in chosen]
     except (OperationError, ContractError, ValueError) as error:
         stop(str(error))
-    shown = [_shown(cls, recipe, dtype, program, form, details=details) for cls, recipe, program in programs]
+    shown = [
+        _shown(cls, recipe, dtype, program, form, details=details, search=search) for cls, recipe, program in programs
+    ]
     raise typer.Exit(0 if all(shown) else 1)
 
 
 def _shown(
-    cls: type[ContractCase], recipe: str | None, dtype: str, program: Program, form: Form, *, details: bool
-) -> bool:
+    cls: type[ContractCase], recipe: str | None, dtype: str, program: Program, form: Form, *, details: bool,
+    search: bool,
+) -> bool:  # fmt: skip
     """Print the table of a contract. Whether every mistake that can be seen is seen."""
     import json
 
@@ -72,10 +79,10 @@ def _shown(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices
     try:
-        rows = strength_table(program)
+        rows = strength_table(program, whole=details or form is Form.JSON)
         hidden = unseen(rows)
         missed = [change for change in wrong_programs(program) if hidden.get(change.name) is False]
-        aimed = {change.name: aim(program, change, SHAPES[0]) for change in missed}
+        aimed = {change.name: aim(program, change, SHAPES[0]) if search else None for change in missed}
     finally:
         torch.set_num_threads(threads)
     label = " ".join(filter(None, (cls.operation, recipe, dtype)))
@@ -93,6 +100,6 @@ def _shown(
         typer.echo(strength_text(some))
     for change in missed:
         found = aimed[change.name]
-        text = "no inputs were found that show it" if found is None else f"inputs that show it: {found.family}"
-        typer.echo(f"{change.sentence}: {text}")
+        words = "no inputs were found that show it" if search else "no family shows it; --aim searches inputs"
+        typer.echo(f"{change.sentence}: {words if found is None else f'inputs that show it: {found.family}'}")
     return None not in aimed.values()

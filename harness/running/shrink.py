@@ -177,7 +177,10 @@ class _Search:
             return False
         if _first_wrong(outcome) != self.stage:
             return False
-        if self.cause:
+        if self.cause and outcome.confirms is not None:
+            if not outcome.confirms(self.cause):
+                return False
+        elif self.cause:
             explanations = explained(outcome, self.backend, part=True)
             if self.cause not in [entry["cause"] for entry in explanations if entry["exact"]]:
                 return False

@@ -13,7 +13,7 @@ from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.contracts.causes.search import changed_causes
+from narrowgauge.harness.operations.contracts.causes.search import changed_causes, gives_bytes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
@@ -55,6 +55,7 @@ def judge_contract(
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
     outcome.parts = judged_parts
+    outcome.confirms = partial(gives_bytes, program, tensors, shown)
     _add_figures(outcome)
     return outcome
 

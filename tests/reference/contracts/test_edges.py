@@ -182,7 +182,7 @@ def silu_mul_quantize(x: c.Matrix, recipe: c.Recipe):
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current-e4m3"])
-def test_a_hidden_amax_of_the_tensor_is_one_number_for_all_blocks(recipe: str) -> None:
+def test_a_hidden_amax_is_one_number_for_all_blocks(recipe: str) -> None:
     """The largest element is a tie in float32, and above it in float64: each amax has codes of its own."""
     gate, up = torch.full((4, 64), 2.0**-32), torch.ones(4, 64)
     gate[2, 5], up[2, 5] = (1 + 2.0**-7) * 2.0**-30, 1.5

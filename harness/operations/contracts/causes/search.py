@@ -50,6 +50,19 @@ def changed_causes(
     return search.causes()
 
 
+def gives_bytes(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, cause: str) -> bool:
+    """Whether the change with this name, or the pair with these names, accepts all results of a kernel."""
+    for name in cause.split(","):
+        change = next((change for change in changes(program) if change.name == name), None)
+        if change is None:
+            return False
+        program = change.program
+    try:
+        return not any(bool(part.wrong.any()) for _, part in judged(program, tensors, as_shown(program, shown)))
+    except ValueError:  # the change hides the amax of the tensor
+        return False
+
+
 _LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
 
 

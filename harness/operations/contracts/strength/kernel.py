@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
+from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.harness.operations.contracts.results import stored_results
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
@@ -119,13 +120,20 @@ def _middle(x: Interval) -> torch.Tensor:
 
 def wrong_programs(program: Program) -> list[Change]:
     """The changes that a kernel of this module can have: all but those of the rounding and of the storing inside of a
-    quantization, and of recipes that no contract takes."""
+    quantization, and of recipes that no contract takes. Of changes that are computed in the same way, the first one."""
 
     def can_run(step: Step) -> bool:
         plain = not {"rounding", "view", "statistics"} & set(step.options)
         return step.recipe is None or (plain and problem(find_recipe(step.recipe)) is None)
 
-    return [change for change in changes(program) if all(map(can_run, change.program.steps))]
+    keys, found = Keys(), list[Change]()
+    known = {keys.of_outputs(program)}
+    for change in changes(program):
+        key = keys.of_outputs(change.program)
+        if key not in known and all(map(can_run, change.program.steps)):
+            known.add(key)
+            found.append(change)
+    return found
 
 
 def mutants(program: Program) -> Iterator[tuple[str, Kernel]]:

@@ -31,6 +31,11 @@ SPECIAL = ("subnormal", "zeros", "negative-zeros", "nan", "inf", "amax-largest-f
 """Families that are tried at the first shape alone: a longer row shows nothing else."""
 
 
+_FIRST = ("position", "ladder", "normal")
+"""Families that show most changes."""
+_SAMPLED = 2
+
+
 @dataclass(frozen=True)
 class Cell:
     """Whether inputs show a change."""
@@ -140,14 +145,20 @@ class StrengthRow:
 
 
 def strength_table(
-    program: Program, shapes: Sequence[tuple[int, int]] = SHAPES, families: Sequence[str] = tuple(FAMILIES)
+    program: Program,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    families: Sequence[str] = tuple(FAMILIES),
+    *,
+    whole: bool = True,
 ) -> list[StrengthRow]:
     """A row for each change of a contract and each shape: what would each family show?
 
     shapes: rows and columns; each axis of the arguments but the first has as many elements as there are columns.
     families: also aimed ones. Kernels are sampled if no family surely shows a change at this or an earlier shape.
-    Raises ValueError for a shape that the contract does not take.
+    whole: whether each change has all cells; else only until a family surely shows it, and kernels are sampled for
+    `_SAMPLED` families. Raises ValueError for a shape that the contract does not take.
     """
+    families = sorted(families, key=lambda family: family not in _FIRST) if not whole else families
     wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
     for place, (height, columns) in enumerate(shapes):
         sizes = sizes_of(program, height, columns)
@@ -158,13 +169,17 @@ def strength_table(
         }
         judging = {family for family, sets in plain.items() if judges(sets)}
         for change in wrong:
-            cells = {
-                family: decided(sets, change) if family in judging else Cell("none") for family, sets in plain.items()
-            }
-            if any(cell is not None and cell.verdict == "surely" for cell in cells.values()):
-                sure.add(change.name)
+            cells: dict[str, Cell | None] = {}
+            for family, sets in plain.items():
+                if change.name in sure and not whole:
+                    break
+                cells[family] = cell = decided(sets, change) if family in judging else Cell("none")
+                if cell is not None and cell.verdict == "surely":
+                    sure.add(change.name)
+            unknown = [family for family, cell in cells.items() if cell is None]
+            counted = () if change.name in sure else unknown if whole else unknown[:_SAMPLED]
             full = {
-                family: cell or (Cell("perhaps") if change.name in sure else sampled(plain[family], change))
+                family: cell or (sampled(plain[family], change) if family in counted else Cell("perhaps"))
                 for family, cell in cells.items()
             }
             step, _, name = change.name.partition(":")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from narrowgauge.harness.operations.contracts.causes.changes import changes
-from narrowgauge.harness.operations.contracts.causes.replay import Keys
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.harness.operations.contracts.causes.changes import changes
+from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
 from tests.reference.contracts.contracts import CONTRACTS
 
@@ -31,6 +31,7 @@ NOT_NAMED = {
     "rmsnorm-quantize: scaled in bf16", "rmsnorm-quantize: amax/448", "gelu-mul-quantize: 0.0447",
     "gelu-mul-quantize: erf", "gelu-mul-quantize: up in fp16 act", "gelu-mul-quantize: nibbles",
     "gelu-mul-quantize: no −0", "clamped-swiglu: gate not clamped", "relu-squared-quantize: scale rounded down",
+    "silu-mul-quantize: no activation",
 }  # fmt: skip
 """Mistakes that are caught, and whose bytes other changes give too, or almost."""
 
