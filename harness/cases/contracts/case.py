@@ -62,11 +62,14 @@ class ContractCase(Case):
 
     def declared_program(self, fields: Mapping[str, Any]) -> Program:
         """The steps of a kernel with these values of the fields of the contract, where the case has the defaults."""
-        request, defaults = self.request, self.declared.options
-        changed = {name: v for name, v in fields.items() if request.options[name] == defaults[name]}
-        return (
-            self.declared.program(replace(request, options={**request.options, **changed})) if changed else self.program
-        )
+        options, defaults = self.request.options, self.declared.options
+        return self.with_fields({name: v for name, v in fields.items() if options[name] == defaults[name]})
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Program:
+        """The steps of a kernel with these values of the fields of the contract."""
+        if not fields:
+            return self.program
+        return self.declared.program(replace(self.request, options={**self.request.options, **fields}))
 
     @property
     def request(self) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
+from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import Shown, accepted_table, judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, result_tensors, stored_results
@@ -39,7 +40,18 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     shown, outcome = called(case, inputs, backend)
     if case.declared.rows and has_rows(case.program) and len(next(iter(inputs.tensors.values()))) > 1:
         outcome.stages.append(_rows(case, inputs, backend, shown))
-    return judge_contract(case.declared_program(fields), inputs.tensors, shown, outcome)
+    program, others = case.declared_program(fields), list(_other_fields(case, fields))
+    return judge_contract(program, inputs.tensors, shown, outcome, others)
+
+
+def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Change]:
+    """The contract with another value of each field: a kernel may follow it without a declaration."""
+    own = {name: case.request.options[name] for name in case.declared.fields} | dict(fields)
+    for name, value in own.items():
+        for other in case.declared.choices[name]:
+            if other != value:
+                sentence = f"{name} is {other!r}, which the backend can declare (docs/contracts.md)"
+                yield Change(f"field:{name}={other}", sentence, case.with_fields({**own, name: other}))
 
 
 def has_rows(program: Program) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.causes.search import changed_causes, gives_bytes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
@@ -31,12 +32,16 @@ FREE = 0.01
 
 
 def judge_contract(
-    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, outcome: Outcome | None = None
+    program: Program,
+    tensors: Mapping[str, torch.Tensor],
+    shown: Shown,
+    outcome: Outcome | None = None,
+    others: Sequence[Change] = (),
 ) -> Outcome:
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
-    `outcome`: gets the stages; None: a new one. Raises ValueError for tensors that do not fit the contract, and for
-    results whose elements are almost all free.
+    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps.
+    Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
     """
     parts = dict(judged(program, tensors, shown))
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
@@ -53,9 +58,9 @@ def judge_contract(
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
         stage.assumes = assumed(program) if stage.rule == "bound" else ""
         outcome.stages.append(stage)
-        outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown)
+        outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
     outcome.parts = judged_parts
-    outcome.confirms = partial(gives_bytes, program, tensors, shown)
+    outcome.confirms = partial(gives_bytes, program, tensors, shown, others)
     _add_figures(outcome)
     return outcome
 

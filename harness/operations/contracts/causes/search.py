@@ -7,6 +7,7 @@ give the same bytes, so the sentence says how many changes were tried.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,11 +38,19 @@ _NEAREST = 8
 
 
 def changed_causes(
-    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult, limit: Limit
+    program: Program,
+    tensors: Mapping[str, torch.Tensor],
+    shown: Shown,
+    others: Sequence[Change],
+    stage: StageResult,
+    limit: Limit,
 ) -> Iterable[Cause | PossibleCause]:
-    """The changes under which all results of the kernel are right, or a sentence that there is none."""
+    """The changes under which all results of the kernel are right, or a sentence that there is none.
+
+    `others`: further changes, such as other values of the fields of the contract.
+    """
     search = _Search(program, tensors, shown, stage, limit)
-    search.try_singles()
+    search.try_singles(others)
     if not search.found:
         search.try_pairs(search.nearest())
     else:
@@ -50,10 +59,12 @@ def changed_causes(
     return search.causes()
 
 
-def gives_bytes(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, cause: str) -> bool:
+def gives_bytes(
+    program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, others: Sequence[Change], cause: str
+) -> bool:
     """Whether the change with this name, or the pair with these names, accepts all results of a kernel."""
     for name in cause.split(","):
-        change = next((change for change in changes(program) if change.name == name), None)
+        change = next((change for change in (*others, *changes(program)) if change.name == name), None)
         if change is None:
             return False
         program = change.program
@@ -75,6 +86,8 @@ class _Search:
     shown: Shown
     stage: StageResult
     limit: Limit
+    others: Sequence[Change] = ()
+    """Changes that are no changes of steps: values of the fields of the contract."""
     found: list[Change] = field(default_factory=list)
     """Changes, and pairs of changes, that accept all results."""
     near: list[Change] = field(default_factory=list)
@@ -100,9 +113,10 @@ class _Search:
         found.remember(self.program)
         return found
 
-    def try_singles(self) -> None:
-        """Judge the results under every single change."""
-        for change in self._new(changes(self.program)):
+    def try_singles(self, others: Sequence[Change]) -> None:
+        """Judge the results under every single change, the others first."""
+        self.others = others
+        for change in itertools.chain(self._new(others), self._new(changes(self.program))):
             if not self.limit.may_try():
                 break
             evidence = self._evidence(change.program)
@@ -196,9 +210,14 @@ class _Search:
                 yield change.name, sentence
 
     def _unlike(self) -> list[Change]:
-        """The found changes; of those that are equal on every input, the one with the fewest steps."""
+        """The found changes; of those that are equal on every input a field, else the one with the fewest steps."""
         found: list[Change] = []
-        for change in sorted(self.found, key=lambda change: (len(change.program.steps), len(change.sentence))):
+        names = {change.name for change in self.others}
+
+        def plainness(change: Change) -> tuple[bool, int, int]:
+            return change.name not in names, len(change.program.steps), len(change.sentence)
+
+        for change in sorted(self.found, key=plainness):
             if not any(equal_programs(change.program, other.program, self.tensors) for other in found):
                 found.append(change)
         return found

@@ -173,7 +173,9 @@ def test_a_case_file_has_the_parameters_as_keys(folder: Path) -> None:
 
 
 def test_a_kernel_declares_the_fields_that_it_follows() -> None:
-    assert record("Unrounded")["verdict"] == "fail"
+    found = record("Unrounded")
+    assert found["verdict"] == "fail"
+    assert "rounded is False, which the backend can declare" in found["explanations"][0]["sentence"]
     assert record("Declared")["verdict"] == "pass"
     assert record("Declared", f"{ID}/no-rounded")["verdict"] == "pass"
     fitted = command("dialect", "kernels:Unrounded", "--contract", "contracts.py")
