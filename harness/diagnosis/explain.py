@@ -16,7 +16,8 @@ from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quan
 from narrowgauge.harness.diagnosis.quantize.further_inputs import FurtherRun
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
-from narrowgauge.harness.operations.stages.outcome import Outcome, PossibleCause
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.possible_cause import PossibleCause
 
 
 def explain(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE
+from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
 
 UNTRIED_RIVALS = f"{GIVES_EVERY_BYTE}the diagnosis stopped before all known deviations were tried"
 """End of the sentence of a deviation that would be exact if the time limit had not ended its search."""

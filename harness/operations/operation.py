@@ -24,7 +24,8 @@ from narrowgauge.harness.checks.exact import exact_floats, exact_integers
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import CaseT, Inputs, Maker, default_inputs, laid_out
 from narrowgauge.harness.machine.timing import count_seconds
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit, Outcome
+from narrowgauge.harness.operations.stages.outcome import Limit, Outcome
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.harness.operations.stages.quantized import float_views
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.stages.table import Place, Table, compared_table

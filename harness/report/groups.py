@@ -12,7 +12,7 @@ from typing import Any
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.diagnosis.explanation import gives_every_byte
-from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE
+from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report.tables import recipe_family
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural, sentence

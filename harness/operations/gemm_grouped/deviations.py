@@ -8,7 +8,8 @@ import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit
+from narrowgauge.harness.operations.stages.outcome import Limit
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.recipes import Recipe
 

@@ -21,8 +21,9 @@ from narrowgauge.harness.operations.quantize.judge import columnwise_subject
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
-from narrowgauge.harness.operations.stages.outcome import Cause, CauseSearch, Formula, Limit, Outcome, Product
+from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Limit, Outcome, Product
 from narrowgauge.harness.operations.stages.output import output_stage
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.operations.update_scale.deviations import wrong_histories, wrong_scales
 from narrowgauge.harness.operations.update_scale.judge import history_stage, scale_stage

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.stages.possible_cause import Cause, PossibleCause
 from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import Summation
-
-Cause = tuple[str, str]
-"""Name of a cause and its sentence."""
-
-
-GIVES_EVERY_BYTE = "; gives every byte, but "
-"""Words in the sentence of a cause that gives the bytes and is not certain; the reason follows."""
-
-
-class PossibleCause(NamedTuple):
-    """A cause that other mistakes rival (`GIVES_EVERY_BYTE`), or a sentence about a search that found none."""
-
-    name: str
-    sentence: str
-    exact: bool = False
 
 
 class Limit(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit
+from narrowgauge.harness.operations.stages.outcome import Limit
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.layout import pad_scales, swizzle
 
 SWIZZLE_READS = {

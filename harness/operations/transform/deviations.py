@@ -13,7 +13,8 @@ from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit
+from narrowgauge.harness.operations.stages.outcome import Limit
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.hadamard import butterfly, coefficient, signs, transform
 from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import RHT_GROUPS, RHT_SIGNS, Recipe

@@ -9,7 +9,8 @@ import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.outcome import Cause, Limit
+from narrowgauge.harness.operations.stages.outcome import Limit
+from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.delayed import FLT_MAX, update_scale
 from narrowgauge.reference.quantize.scaling import divide
 from narrowgauge.spec.formats import E4M3, E5M2

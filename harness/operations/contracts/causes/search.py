@@ -25,7 +25,8 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
     has_rows,
     rows_of,
 )
-from narrowgauge.harness.operations.stages.outcome import GIVES_EVERY_BYTE, Cause, Limit, PossibleCause
+from narrowgauge.harness.operations.stages.outcome import Limit
+from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.program import BEHIND, Program
 

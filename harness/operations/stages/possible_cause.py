@@ -1,0 +1,20 @@
+"""Causes of wrong results, certain and possible. This module does not import torch: reports read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Cause = tuple[str, str]
+"""Name of a cause and its sentence."""
+
+
+GIVES_EVERY_BYTE = "; gives every byte, but "
+"""Words in the sentence of a cause that gives the bytes and is not certain; the reason follows."""
+
+
+class PossibleCause(NamedTuple):
+    """A cause that other mistakes rival (`GIVES_EVERY_BYTE`), or a sentence about a search that found none."""
+
+    name: str
+    sentence: str
+    exact: bool = False
