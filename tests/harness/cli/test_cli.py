@@ -510,7 +510,8 @@ def test_recipes_of_captured_tensors(one_process, folder):
     assert [line.split("/")[1] for line in listed.stdout.splitlines()] == ["nvfp4-2d"] * 4
     reason = "recipe nvfp4-rht rotates bf16 alone, not fp32"
     assert f"captured.npz: up makes no quantize case: {reason}\n" in listed.stderr
-    assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file or for contracts, and none is given"
+    words = "--recipe names recipes for an --input file or for contracts, and none is given"
+    assert refused("list", "--recipe", "nvfp4") == words
     assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
     (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
     arguments = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
