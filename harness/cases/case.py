@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
 from narrowgauge.harness.cases.families import Family, Kind, families_for
-from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, keys_of, sizes_of
+from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, keys_of, one_of, sizes_of
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -130,6 +130,11 @@ class Case:
     def families(cls) -> Mapping[str, Family]:
         """Input families of the operation by name."""
         return families_for(cls.kinds, cls.own_families)
+
+    @classmethod
+    def family_problem(cls, name: Any) -> str | None:
+        """Why a value of the key `inputs` is no input family, or None."""
+        return one_of(cls.families())(name)
 
     @classmethod
     def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Any, inputs: str, file: str) -> Iterable[Self]:

@@ -321,8 +321,10 @@ def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
     name = next((extra.name for extra in extras if isinstance(extra, Named)), field)
     flag = next((extra for extra in extras if isinstance(extra, Flag)), None)
     check = next((extra for extra in extras if callable(extra)), None)
-    if check is None and field != "shape":
-        check = one_of(choices) if choices or field == "inputs" else _CHECKS.get(plain)
+    if field == "inputs":
+        check = cls.family_problem
+    elif check is None and field != "shape":
+        check = one_of(choices) if choices else _CHECKS.get(plain)
     if flag is None and field not in _LABELLED:
         # Two cases with different values of a key have different ids.
         flag = Flag.ALWAYS if default is MISSING else Flag.CHANGED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _OPTION = "option_"
 """Beginning of the names of fields with options: an option may have the name of any attribute of a case."""
+_AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
+"""Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "repeats", "concurrency", "recipe")
@@ -111,6 +114,13 @@ class ContractCase(Case):
         return find_recipe(name) if name else find_recipe("nvfp4")
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def family_problem(cls, name: Any) -> str | None:
+        """Why a value is no input family: the families of the types, and those that `narrowgauge contract --aim`
+        prints, or None."""
+        aimed = isinstance(name, str) and _AIMED.fullmatch(name)
+        return None if aimed else super().family_problem(name)
 
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
