@@ -129,7 +129,9 @@ def _by(function: Function, form: Form, x: Interval) -> Interval:
     low, high = form.applied(*results)
     if form.ulps_of_argument:
         extra = form.ulps_of_argument * torch.fmax(x.low.abs(), x.high.abs()) * 2 * UNIT
-        low, high = low - results[0].abs() * extra, high + results[1].abs() * extra
+        # An infinite result is infinite in every form.
+        low, high = (torch.where(result.isinf(), end, end + sign * result.abs() * extra)
+                     for end, sign, result in ((low, -1, results[0]), (high, 1, results[1])))  # fmt: skip
     known = (x.low == x.high) | x.low.isinf() | x.high.isinf()
     exact = [torch.isin(end, end.new_tensor(function.exact_at)) & (known | end.isinf()) for end in ends]
     low = torch.where(exact[0], function.evaluate(ends[0]), low).clamp(*function.range)

@@ -193,3 +193,15 @@ def test_a_hidden_amax_is_one_number_for_all_blocks(recipe: str) -> None:
         y[2, 5] = tie + neighbour
         q = narrowgauge.quantize(y, recipe)
         assert judged(silu_mul_quantize, (q.codes, q.scales), x, recipe=recipe).passed is right
+
+
+def fast_exp(x: c.Matrix):
+    return c.cast(c.exp(c.float32(x), "__expf"), x.dtype)
+
+
+def test_fast_exp_of_a_large_argument_is_infinite() -> None:
+    x = torch.tensor([[1000.0, 88.0, -1000.0, 3e38, 1.0]]).bfloat16()
+    right = torch.exp(x.float()).bfloat16()
+    assert judged(fast_exp, right, x).passed
+    right[0, 0] = 1.0
+    assert not judged(fast_exp, right, x).passed
