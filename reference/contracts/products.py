@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.contracts.accepted import Ends
+from narrowgauge.reference.contracts.accepted import Ends, different
 from narrowgauge.reference.contracts.interval import Interval, exactly
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
@@ -18,7 +18,8 @@ def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Qu
 
     Raises ValueError unless every element is one number: the kernel has to show the quantization of others.
     """
-    if not y.point and not torch.equal(y.low, y.high):
+    free = y.nan is not None and bool((y.nan & ~y.never).any())
+    if free or bool(different(y.low, y.high, None).any()):
         raise ValueError(
             f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
             "let the kernel return the quantization"

@@ -210,7 +210,7 @@ def _place(path: str) -> Path:
 
 
 def _kept(path: str) -> dict[str, Any] | None:
-    """What is kept about a file; None if there is nothing, or a file that it imports has changed."""
+    """The kept answers of a file; None without answers, and after a change of an imported file."""
     try:
         known: dict[str, Any] = json.loads(_place(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -227,7 +227,7 @@ class _Search:
 def _wrong_rows(
     program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, stage: StageResult
 ) -> torch.Tensor | None:
-    """Some rows, wrong ones if there are any. None if rows cannot be judged alone."""
+    """At most `_ROWS` rows, wrong rows first. None if rows cannot be judged alone."""
     first = tensors[program.arguments[0].name]
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]

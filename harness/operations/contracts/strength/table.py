@@ -230,7 +230,7 @@ def strength_json(rows: Sequence[StrengthRow]) -> str:
 
 
 def sizes_of(program: Program, height: int, columns: int) -> dict[str, int]:
-    """Sizes of the named axes of the arguments: the first one has `height` elements, each other one `columns`."""
+    """Sizes of the named axes: the axis of rows has `height` elements, every further axis `columns`."""
     matrix = next((argument for argument in program.arguments if len(argument.axes) > 1), program.arguments[0])
     names = dict.fromkeys(axis for argument in (matrix, *program.arguments) for axis in argument.axes if axis != "1")
     rows = matrix.axes[0] if len(matrix.axes) > 1 else ""
