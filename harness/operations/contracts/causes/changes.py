@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
 from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
+from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.program import QUANTIZE, Program, Tensor
 
@@ -191,7 +194,13 @@ def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
-    return None if site.source(site.number).dtype == dtype else _rounded(site, site.old, dtype)
+    source = site.source(site.number)
+    if source.function == "constant":
+        value = torch.tensor(source.options["value"], dtype=torch.float64)
+        exact = bool(value == value.to(DTYPES[dtype]).double())
+    else:
+        exact = source.dtype == dtype
+    return None if exact else _rounded(site, site.old, dtype)
 
 
 def _rounded(site: Site, x: Value, dtype: str, **options: Any) -> Value:
