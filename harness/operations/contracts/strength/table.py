@@ -160,7 +160,7 @@ def strength_table(
     for place, (height, columns) in enumerate(shapes):
         sizes = sizes_of(program, height, columns)
         inputs["x".join(map(str, sizes.values()))] = {
-            family: contract_inputs(program.arguments, sizes, family, Draw(f"strength|{family}"))
+            family: contract_inputs(program, sizes, family, Draw(f"strength|{family}"))
             for family in families
             if place == 0 or family not in SPECIAL
         }
