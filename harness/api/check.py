@@ -348,8 +348,8 @@ def _records(
     )  # fmt: skip
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
-    # The diagnosis of a small failing case tries all deviations within its time.
-    for case, optional in sorted(selected, key=lambda pair: pair[0].work):
+    # Causes of earlier cases are tried first, and the diagnosis of a small case tries all deviations.
+    for case, optional in sorted(selected, key=lambda pair: pair[0].work if pair[0].smallest_first else 0):
         backend.raised = None
         record = run_case(case, backend, device=options["device"], seed=options["seed"], sharing=sharing)
         raised = backend.raised

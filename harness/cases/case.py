@@ -31,6 +31,8 @@ class Case:
     """Name of the operation in case files and ids."""
     kinds: ClassVar[tuple[Kind, ...]] = ()
     """Kinds of inputs: the operation takes the shared input families of these kinds."""
+    smallest_first: ClassVar[bool] = True
+    """Whether the smallest case of several tells its cause best."""
     own_families: ClassVar[tuple[Family, ...]] = ()
     """Input families of this operation, behind the shared ones."""
     methods: ClassVar[Mapping[str, Method]] = {}

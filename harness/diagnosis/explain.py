@@ -17,7 +17,11 @@ from narrowgauge.harness.diagnosis.quantize.further_inputs import FurtherRun
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.harness.operations.stages.possible_cause import PossibleCause
+from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, PossibleCause
+
+
+_SEARCHES = 2
+"""Searches of all pairs of changes, seconds each, that find no exact cause."""
 
 
 def explain(
@@ -44,7 +48,7 @@ def explain(
     deviations = explain_quantize(outcome, wrong_stage, history, limit, further)
     deviations += explain_fused_output(outcome, wrong_stage)
     deviations += explain_gemm(outcome, wrong_stage, history, limit)
-    deviations += _known_mistakes(outcome, wrong_stage, limit)
+    deviations += _known_mistakes(outcome, wrong_stage, history, limit)
     deviations += explain_formula(outcome, wrong_stage, limit)
     deviations += explain_decoding(outcome, wrong_stage, limit)
     # Deviations that were not tried may give the bytes too.
@@ -60,11 +64,33 @@ def explain(
     return [*explanations, *signatures(outcome, wrong_stage)]
 
 
-def _known_mistakes(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
-    """Mistakes of the wrong stage that its operation knows (`Outcome.causes`), if they give the kernel's result."""
-    search = outcome.causes.get(wrong_stage.stage)
+def _known_mistakes(
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
+) -> list[Explanation]:
+    """Mistakes of the wrong stage that its operation knows (`Outcome.causes`), if they give the kernel's result.
+
+    If one mistake can be confirmed without a search, the causes of earlier cases are tried first: an exact one is the
+    cause, and after `_SEARCHES` searches without an exact cause the others are possible causes.
+    """
+    confirms, stage = outcome.confirms, wrong_stage.stage
+    if confirms is not None:
+        for earlier, exact in sorted(history.confirmable.items(), key=lambda item: not item[1]):
+            given_up = history.searches["confirmable", stage, False] >= _SEARCHES
+            if (exact or given_up) and (sentence := confirms(earlier)):
+                doubt = "" if exact else f"{GIVES_EVERY_BYTE}too few bytes exclude another change"
+                words = f"{sentence}: the bytes are those of this change, as in an earlier case{doubt}"
+                return [Explanation(earlier, words, stage, exact)]
+        if history.searches["confirmable", stage, False] >= _SEARCHES:
+            return []
+    search = outcome.causes.get(stage)
     explanations: dict[str, Explanation] = {}
     for cause in search(wrong_stage, limit) if search is not None else ():
         exact = not isinstance(cause, PossibleCause) or cause.exact
-        explanations.setdefault(cause[0], Explanation(cause[0], cause[1], wrong_stage.stage, exact=exact))
-    return list(explanations.values())
+        explanations.setdefault(cause[0], Explanation(cause[0], cause[1], stage, exact=exact))
+    found = list(explanations.values())
+    if confirms is not None and not limit.note:
+        alone = len([each for each in found if each.exact]) == 1
+        history.searches["confirmable", stage, alone] += 1
+        for each in found if alone or len(found) == 1 else ():
+            history.confirmable[each.cause] = each.exact
+    return found

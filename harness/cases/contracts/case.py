@@ -46,6 +46,7 @@ class ContractCase(Case):
     """A contract on a family of inputs. `case_class` adds the fields of its parameters."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (Kind.CONTRACT,)
+    smallest_first: ClassVar[bool] = False
     seconds: ClassVar[tuple[float, float]] = (20e-3, 300e-9)
     """A contract has about 20 steps, each on two ends in float64."""
     bytes_per_element: ClassVar[int] = 160

@@ -14,7 +14,7 @@ from narrowgauge.harness.checks.finding import float_view, make_finding, sentenc
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.contracts.causes.changes import Change
-from narrowgauge.harness.operations.contracts.causes.search import changed_causes, gives_bytes
+from narrowgauge.harness.operations.contracts.causes.search import changed_causes, confirmed
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
@@ -27,6 +27,12 @@ from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
 
 Shown = Mapping[str, torch.Tensor | Quantized]
+
+
+class UndeterminedError(ValueError):
+    """Almost any bytes are right on these inputs, so that no verdict is possible. The message says what to declare."""
+
+
 FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
@@ -41,26 +47,29 @@ def judge_contract(
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
     `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps.
-    Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
+    Raises ValueError for tensors that do not fit the contract, and UndeterminedError if no element is wrong and more
+    than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
     parts = dict(judged(program, tensors, shown))
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
     if outcome is None:
         outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
+    free = [name for name, part in parts.items() if finite and part.undetermined > FREE * part.actual.numel()]
+    if free and not any(bool(part.wrong.any()) for part in parts.values()):
+        part = parts[free[0]]
+        raise UndeterminedError(
+            f"{free[0]}: {part.undetermined} of {part.actual.numel()} elements may be almost anything under this "
+            "contract on these inputs, and no other element is wrong, so nothing would be judged; give the depth of "
+            "sums and the form of divisions and functions, or return the result of an earlier step"
+        )
     for name, part in parts.items():
-        if finite and part.undetermined > FREE * part.actual.numel():
-            raise ValueError(
-                f"{name}: {part.undetermined} of {part.actual.numel()} elements may be almost anything under this "
-                "contract, so nothing would be judged; give the depth of sums and the form of divisions and functions, "
-                "or return the result of an earlier step"
-            )
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
         stage.assumes = assumed(program) if stage.rule == "bound" else ""
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
     outcome.parts = judged_parts
-    outcome.confirms = partial(gives_bytes, program, tensors, shown, others)
+    outcome.confirms = partial(confirmed, program, tensors, shown, others)
     _add_figures(outcome)
     return outcome
 

@@ -33,7 +33,11 @@ def named_results(
         step = program.steps[number]
         shape = _shape(program, tensors, step)
         whole = given.pop(output, None)
-        parts = {name: given.pop(name, None) for name in _parts(program, output) if name != output}
+        names = [name for name in _parts(program, output) if name != output]
+        if step.recipe is not None and isinstance(whole, tuple | list) and len(whole) <= len(names):
+            given |= dict(zip(names, whole, strict=False))
+            whole = None
+        parts = {name: given.pop(name, None) for name in names}
         if whole is None and not any(part is not None for part in parts.values()):
             continue
         if step.recipe is not None:

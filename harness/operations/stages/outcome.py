@@ -92,8 +92,9 @@ class Outcome:
     """The matrix that dequantize was given."""
     causes: dict[str, CauseSearch] = field(default_factory=dict)
     """Known mistakes of a stage, by its name."""
-    confirms: Callable[[str], bool] | None = None
-    """Whether the mistake with this name gives the bytes, without a search for others. None: only a search can tell."""
+    confirms: Callable[[str], str] | None = None
+    """The sentence of the mistake with this name if it gives the bytes, without a search for others; else empty. None:
+    only a search can tell."""
     formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Least and greatest right output of a transform with a free order of summation."""

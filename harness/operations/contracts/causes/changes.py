@@ -126,6 +126,29 @@ def _other_constants(site: Site) -> list[float]:
     return list(unlike.values())
 
 
+def _factors(product: Value) -> list[tuple[str, str, Value, Value]]:
+    """The factors of a product, each with the other one."""
+    step, trace = product.step, product.trace
+    if step.function != "multiply":
+        return []
+    a, b = (Value(trace, number) for number in step.operands)
+    return [("second", _named(b), a, b), ("first", _named(a), b, a)]
+
+
+def _named(value: Value) -> str:
+    assert isinstance(value.trace, Editor)
+    return formula(value.trace.program, value.number)
+
+
+def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Value]]:
+    """The constant of a factor that is a sum, moved to the other factor."""
+    step, trace = summed.step, summed.trace
+    operands = [Value(trace, number) for number in step.operands] if step.function == "add" else []
+    constants = [value for value in operands if value.step.function == "constant"]
+    rest = [value for value in operands if value.step.function != "constant"]
+    return [("", _named(constants[0]), other, constants[0], rest[0])] if len(constants) == len(rest) == 1 else []
+
+
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
     """Columns of a row that a sum may take alone."""
     found: list[tuple[str, str, tuple[float, float | None, int]]] = []
@@ -294,6 +317,10 @@ ROWS: tuple[Row, ...] = (
     Row(("subtract",), "added", "{b} is added to {a}", lambda s, _: s.a + s.b),
     Row(_SUMS, "second-twice", "{b} is taken twice in {self}", lambda s, _: s.as_function(s.step.function, s.old, s.b)),
     Row(("add",), "first-twice", "{a} is taken twice in {self}", lambda s, _: s.old + s.a),
+    Row(("add",), "factor-behind", "{b} is added before the multiplication by {v}",
+        lambda s, v: (v[2] + s.b) * v[3], lambda s: _factors(s.a)),
+    Row(("multiply",), "constant-moved", "{v} is added to the other factor of {self}",
+        lambda s, v: (v[2] + v[3]) * v[4], lambda s: [*_moved(s.a, s.b), *_moved(s.b, s.a)]),
     Row(_SUMS, "product", "{a} and {b} are multiplied in place of {self}", lambda s, _: s.a * s.b),
     # products
     Row(("multiply",), "second-left-out", "{a} is not multiplied by {b}", lambda s, _: s.alone(s.a), apart=True),

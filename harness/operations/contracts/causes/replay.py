@@ -28,6 +28,10 @@ Shown = Mapping[str, torch.Tensor | Quantized]
 Tensors = Mapping[str, torch.Tensor]
 WRONG, SCOPES = 10, 8
 """Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
+_NARROW = 4
+"""Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
+_SOME = 1 << 12
+"""Wrong elements whose bytes are kept."""
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 
@@ -77,6 +81,10 @@ class Evidence:
     """Sum over the results of the share of wrong elements."""
     distance: float = 0.0
     """Sum over the results of the mean of log2(1 + distance in codes)."""
+    determined: float = 0.0
+    """Sum over the results of the share of elements with a single accepted byte."""
+    bits: frozenset[int] = frozenset()
+    """Some of the different bytes of wrong elements."""
     judged: bool = True
     """Whether the contract determines enough to be a cause: at least half of the codes, and no result is free."""
 
@@ -93,12 +101,16 @@ class Evidence:
     def add(self, part: Part) -> None:
         """Add the elements of a result."""
         free = part.undetermined > 0.01 * part.actual.numel()
+        self.determined += part.determined / max(1, part.actual.numel())
+        fmt = None if part.fmt is FP32 else part.fmt
+        order, low, high = (order_of(x, fmt).long() for x in (part.actual, part.lower, part.upper))
         known = part.determined * 2 >= part.actual.numel() or part.actual.dtype == torch.float32
+        if not known and part.actual.is_floating_point():
+            known = int((high - low <= _NARROW).sum()) * 2 >= part.actual.numel()
         self.judged &= known and not free
         if not bool(part.wrong.any()):
             return
-        fmt = None if part.fmt is FP32 else part.fmt
-        order, low, high = (order_of(x, fmt).long() for x in (part.actual, part.lower, part.upper))
+        self.bits |= frozenset(order[part.wrong][:_SOME].tolist())
         distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~part.wrong, 0)
         far = (distance > high - low) | is_nan_of(part.actual, fmt)
         strong = part.wrong & far

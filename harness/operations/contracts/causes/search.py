@@ -34,6 +34,8 @@ _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4
 """Rows on which pairs are tried first."""
+_BYTES = 3
+"""Different bytes of wrong elements of a certain cause: many mistakes give ±0 everywhere, or NaN."""
 _NEAREST = 8
 """Single changes that pairs begin with: those whose results are nearest to the kernel's."""
 
@@ -60,19 +62,23 @@ def changed_causes(
     return search.causes()
 
 
-def gives_bytes(
+def confirmed(
     program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, others: Sequence[Change], cause: str
-) -> bool:
-    """Whether the change with this name, or the pair with these names, accepts all results of a kernel."""
+) -> str:
+    """The sentence of the change with this name, or of the pair with these names, if it accepts all results of a
+    kernel; else empty."""
+    sentences = []
     for name in cause.split(","):
         change = next((change for change in (*others, *changes(program)) if change.name == name), None)
         if change is None:
-            return False
+            return ""
         program = change.program
+        sentences.append(change.sentence)
     try:
-        return not any(bool(part.wrong.any()) for _, part in judged(program, tensors, as_shown(program, shown)))
+        wrong = any(bool(part.wrong.any()) for _, part in judged(program, tensors, as_shown(program, shown)))
     except ValueError:  # the change hides the amax of the tensor
-        return False
+        return ""
+    return "" if wrong else ", and ".join(sentences)
 
 
 _LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
@@ -199,16 +205,22 @@ class _Search:
         found, plain = self._unlike(), self._of_all_rows(self.program)
         rivals = (change for change in self.near if not self._of_all_rows(change.program).excluded)
         rival = next(rivals, None)
-        for change in found:
+        for change in sorted(found, key=self._width) if len(found) > 1 else found:
             sentence = f"{change.sentence}: the bytes are those of this change, among {tried} that were tried"
             if rival is not None:
                 doubt = f"too few bytes exclude another change: {rival.sentence}"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
-            elif not plain.excluded:
+            elif not plain.excluded or len(plain.bits) < _BYTES:
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
+                if plain.excluded:
+                    few = "the wrong elements have too few different bytes to be certain"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{few}")
             else:
                 yield change.name, sentence
+
+    def _width(self, change: Change) -> float:
+        """How many results a change leaves open."""
+        return -self._of_all_rows(change.program).determined
 
     def _unlike(self) -> list[Change]:
         """The found changes; of those that are equal on every input a field, else the one with the fewest steps."""
