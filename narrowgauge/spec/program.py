@@ -22,6 +22,12 @@ ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
 
 
+SUBNORMALS = "subnormals"
+"""The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
+KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
+"""Values of the option `subnormals`."""
+
+
 class ContractError(ValueError):
     """A function that is no contract. The message begins with file and line."""
 
@@ -74,12 +80,21 @@ class Program:
     steps: tuple[Step, ...]
     outputs: Mapping[str, int]
     """Numbers of the steps with the results, in the order in which a kernel returns them."""
+    subnormals: str = KEPT
+    """"flushed": each step may take a subnormal operand or give a subnormal result as a zero of its sign."""
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a kernel may flush subnormal numbers."""
+        return self.subnormals == FLUSHED
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything that decides a verdict: neither the file nor the lines."""
         steps = [[step.function, step.operands, step.options, step.axes, step.dtype] for step in self.steps]
         data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
+        if self.flushes:  # a contract that keeps subnormals has the digest of earlier versions
+            data.append(self.subnormals)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:

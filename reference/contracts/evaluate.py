@@ -30,7 +30,7 @@ from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
 from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, Program, Step
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.summation import UNIT
+from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 Tensors = Mapping[str, torch.Tensor]
 Shown = Mapping[str, torch.Tensor | Quantized]
@@ -81,7 +81,7 @@ class Evaluation:
             self.known[number] = own
             self.values.pop(number, None)
         else:
-            self.values[number] = handed_on(step, self.values[number], own)
+            self.values[number] = handed_on(self.program, step, self.values[number], own)
         self.replaced.add(number)
 
     def leaf(self, number: int) -> torch.Tensor | Interval | None:
@@ -127,7 +127,7 @@ class _Values(dict[int, Any]):
         here = self._evaluation
         step = here.program.steps[number]
         if number in here.known:
-            return i.exactly(here.known[number])
+            return closed(here.program, i.exactly(here.known[number]))
         if step.recipe is not None:
             return here.whole.values[number] if here.whole is not None else _quantized(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
@@ -135,8 +135,22 @@ class _Values(dict[int, Any]):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
         if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
-            return Interval.joined([STEPS[step.function](slab, step) for slab in here.slabs()])
-        return STEPS[step.function](here, step)
+            return Interval.joined([evaluated(slab, step) for slab in here.slabs()])
+        return evaluated(here, step)
+
+
+def evaluated(evaluation: Evaluation, step: Step) -> Any:
+    """The value of a step: the interval of what its kernels may hold, or of a comparison two masks."""
+    value = STEPS[step.function](evaluation, step)
+    return closed(evaluation.program, value) if isinstance(value, Interval) else value
+
+
+def closed(program: Program, value: Interval) -> Interval:
+    """The numbers of a step, and those of them that a kernel may flush as zeros too.
+
+    A value holds its own flushed numbers, so a step needs no rule for operands that it flushes.
+    """
+    return i.flushed(value) if program.flushes else value
 
 
 def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
@@ -234,7 +248,7 @@ class _Result:
         if not all(tensor.numel() for tensor in evaluation.tensors.values()):
             return None
         try:
-            result, places = Estimator(self._program.steps, evaluation.leaf).cast(self._number)
+            result, places = Estimator(self._program, evaluation.leaf).cast(self._number)
         except Unknown:
             return None
         if places.numel() * _DOUBTFUL > result.numel():
@@ -276,7 +290,7 @@ def _operands_of(
             continue
         leaf = None if number in through else evaluation.leaf(number)
         if isinstance(leaf, torch.Tensor):
-            found[number] = i.exactly(chosen(leaf))
+            found[number] = closed(program, i.exactly(chosen(leaf)))
         elif leaf is not None:
             found[number] = leaf.arranged(chosen)
         else:
@@ -296,7 +310,9 @@ def judge_output(
     given = step.operands[len(ends) :]
     scale = tensors[program.steps[given[0]].options["name"]] if given else None
     rounding, view = changed_quantize(step.options)
-    for part, judgement in judge_quantized(ends[0], view(result), scale, statistics=ends[-1], rounding=rounding):
+    for part, judgement in judge_quantized(
+        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes
+    ):
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
@@ -309,17 +325,18 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
     return step.operands if step.options.get("statistics") else step.operands[:1]
 
 
-def handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
+def handed_on(program: Program, step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     """The numbers that a kernel that shows `shown` may go on with: after a cast this one, else every number of the step
     that rounds to it, since a kernel may keep a wider one. A number outside of the interval is the kernel's own."""
     number = i.exactly(shown)
     if step.function in ("cast", "argument", "float32") or value.point:
-        return number
+        return closed(program, number)
     beside = [torch.nextafter(shown, shown.new_tensor(end)).double() for end in (-torch.inf, torch.inf)]
     low, high = ((number.low + end) / 2 for end in beside)
     low, high = torch.maximum(low, value.low), torch.minimum(high, value.high)
     inside = (low <= high) & shown.isfinite()
-    return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
+    low, high = torch.where(inside, low, number.low), torch.where(inside, high, number.low)
+    return closed(program, Interval(low, high, shown.isnan()))
 
 
 _SLAB = 1 << 18
@@ -418,7 +435,8 @@ def _sum_of(evaluation: Evaluation, step: Step) -> Interval:
         ends[1] = ends[0]
     nan = torch.stack([value.may_be_nan.expand(shape) for value in values], -1)
     terms = Interval(ends[0], ends[1], None if ends[0] is ends[1] else nan)
-    return sums.total(terms, **step.options).arranged(lambda t: t.squeeze(-1))
+    flushes = evaluation.program.flushes
+    return sums.total(terms, **step.options, flushes=flushes).arranged(lambda t: t.squeeze(-1))
 
 
 def _any_of(evaluation: Evaluation, step: Step) -> Interval:
@@ -442,7 +460,8 @@ def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     count = step.options["count"]
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * 2.0**-150)
+    absolute = SMALLEST_NORMAL if evaluation.program.flushes else 2.0**-150
+    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -455,6 +474,8 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         columns, rule = options.pop("columns", None), options.pop("divisor", None)
         if step.function == "mean":
             options["count"] = size if rule is None else divisor(rule, size)
+        if step.function in ("sum", "mean"):
+            options["flushes"] = evaluation.program.flushes
         if columns is not None:
             some = some_columns(columns, size)
             value = value.arranged(lambda t: t[..., some])
@@ -471,18 +492,29 @@ def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
     return lambda evaluation, step: function(*(evaluation.values[n] for n in step.operands), **step.options)
 
 
+def _divide(evaluation: Evaluation, step: Step) -> Interval:
+    a, b = (evaluation.values[number] for number in step.operands)
+    return i.divide(a, b, **step.options, flushes=evaluation.program.flushes)
+
+
 def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
-    return lambda evaluation, step: apply(name, evaluation.values[step.operands[0]], step.options.get("forms", ()))
+    def function(evaluation: Evaluation, step: Step) -> Interval:
+        x, forms = evaluation.values[step.operands[0]], step.options.get("forms", ())
+        return apply(name, x, forms, flushes=evaluation.program.flushes)
+
+    return function
 
 
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     "part": _part, "roundings": _roundings,
-    DEQUANTIZE: lambda evaluation, step: products.values_of(evaluation.values[step.operands[0]], DTYPES[step.dtype]),
+    DEQUANTIZE: lambda evaluation, step: products.values_of(
+        evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
+    ),
     GEMM: lambda evaluation, step: products.product(*(evaluation.values[n] for n in step.operands), **step.options),
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
-    "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
+    "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _divide,
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),

@@ -22,10 +22,14 @@ from narrowgauge.reference.quantize.scaling import block_scales, element_factors
 from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements, row_amax
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 _MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away")
 _FEW = 64
 """Amaxes between two ends that are tried one by one."""
+_TINY = 2.0**-96
+"""Blocks with a smaller amax may have subnormal numbers on the way to their scales and codes: a recipe divides an amax
+by at most 57344·256, and no reciprocal of these numbers is subnormal."""
 
 
 def problem(recipe: Recipe) -> str | None:
@@ -43,12 +47,13 @@ def problem(recipe: Recipe) -> str | None:
 
 def judge_quantized(
     y: Ends, kernel: Quantized, scale: torch.Tensor | None, *, statistics: Ends | None = None,
-    rounding: Scaled | None = None,
+    rounding: Scaled | None = None, flushes: bool = False,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """What is accepted of the quantization of `y` (M, K), and the kernel's results.
 
     `statistics`: another matrix, whose amaxes give the scales; `rounding`: a function of the scaled elements before
-    they are rounded. No correct kernel has either; they explain wrong bytes.
+    they are rounded. No correct kernel has either; they explain wrong bytes. `flushes`: subnormal numbers may be
+    flushed, so the scale and the codes of a block with a tiny amax are free.
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
@@ -62,7 +67,35 @@ def judge_quantized(
     kernels = [kernel] if uncertain else _with_amax(kernel, blocks, y.low.dtype)
     tried = (list(_parts(y, one, scale, blocks, statistics, rounding)) for one in kernels)
     best = min(tried, key=lambda parts: sum(int(part.wrong.sum()) for _, part in parts))
-    yield from ((name, part) for name, part in best if name != "amax" or kernel.amax is not None)
+    free = _flushed_blocks(blocks[1], scale) if flushes else None
+    for name, part in best:
+        if name != "amax" or kernel.amax is not None:
+            yield name, part if free is None or name == "amax" else _without(part, free, name, kernel.recipe)
+
+
+def _flushed_blocks(amax: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The blocks with numbers that a kernel may flush on the way to scales and codes. None: no block.
+
+    A given scale that is subnormal, or has a subnormal reciprocal, stands for the amaxes.
+    """
+    if scale is None:
+        found = (amax > 0) & (amax < _TINY)
+    else:
+        size = scale.abs().view(1, 1)
+        found = ((size > 0) & (size < SMALLEST_NORMAL)) | ((size > 1 / SMALLEST_NORMAL) & size.isfinite())
+    return found if bool(found.any()) else None
+
+
+def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
+    """The scales or the codes, of which those of the blocks `free` accept everything."""
+    if name == "codes":
+        row, column = (torch.arange(size, device=free.device) for size in part.actual.shape)
+        at = _blocks_of(row, column, recipe)
+        free = free[at[0]][:, at[1]]
+    free = free.expand_as(part.actual)
+    undetermined = max(part.undetermined, int(free.sum()))
+    return replace(part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).sum())),
+                   undetermined=undetermined, again=None)  # fmt: skip
 
 
 def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype) -> Iterator[Quantized]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,12 @@ from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import FLUSHED, GEMM, SUBNORMALS, Program
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 Shown = Mapping[str, torch.Tensor | Quantized]
+_PAGE = "docs/contracts.md"
 FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
@@ -40,16 +43,18 @@ def judge_contract(
 ) -> Outcome:
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
-    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps.
+    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps, to which flushed
+    subnormals are added.
     Raises ValueError for tensors that do not fit the contract, and for results whose elements are almost all free.
     """
     parts = dict(judged(program, tensors, shown))
-    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    others = [*others, *_flushed(program)]
+    ordinary = all(_is_ordinary(tensor, program) for tensor in tensors.values())
     judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
     if outcome is None:
         outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
     for name, part in parts.items():
-        if finite and part.undetermined > FREE * part.actual.numel():
+        if ordinary and part.undetermined > FREE * part.actual.numel():
             raise ValueError(
                 f"{name}: {part.undetermined} of {part.actual.numel()} elements may be almost anything under this "
                 "contract, so nothing would be judged; give the depth of sums and the form of divisions and functions, "
@@ -63,6 +68,21 @@ def judge_contract(
     outcome.confirms = partial(gives_bytes, program, tensors, shown, others)
     _add_figures(outcome)
     return outcome
+
+
+def _flushed(program: Program) -> Iterator[Change]:
+    """The contract with flushed subnormals, for a contract without the option too."""
+    if not program.flushes and not any(step.function == GEMM for step in program.steps):
+        sentence = f"subnormal numbers are flushed, which the option {SUBNORMALS} of a contract can say ({_PAGE})"
+        yield Change(f"field:{SUBNORMALS}={FLUSHED}", sentence, replace(program, subnormals=FLUSHED))
+
+
+def _is_ordinary(tensor: torch.Tensor, program: Program) -> bool:
+    """Whether a contract has to determine results of these inputs: they are finite, and no square is flushed."""
+    if not bool(tensor.isfinite().all()):
+        return False
+    size = tensor.float().abs()
+    return not program.flushes or not bool(((size > 0) & (size < SMALLEST_NORMAL**0.5)).any())
 
 
 def _add_figures(outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
 
 FIRST = ("normal", "ladder", "position")
-"""Families to which the fields are fitted; all others confirm them."""
+"""Families to which the fields are fitted; all others confirm them, and show fields that these families do not."""
 
 Fields = Mapping[str, Any]
 """Values of the fields of a contract by name."""
@@ -99,15 +99,18 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
     def wrong(values: Fields, cases: Sequence[Called]) -> int:
         return sum(one.wrong(one.case.declared_program(values)) for one in cases)
 
-    def best_of(names: Sequence[str]) -> dict[str, Any]:
+    def best_of(names: Sequence[str], cases: Sequence[Called] = first) -> dict[str, Any]:
         sets = (dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names)))
-        return min(({**fields, **chosen} for chosen in sets), key=lambda values: wrong(values, first))
+        return min(({**fields, **chosen} for chosen in sets), key=lambda values: wrong(values, cases))
 
     for name in choices:  # field by field; a field may show only beside the right value of another
         fields = best_of([name])
     if wrong(fields, first):
         for pair in itertools.combinations(choices, 2):
             fields = best_of(pair)
+    elif wrong(fields, ran):  # other families show a field, such as flushed subnormals
+        for name in choices:
+            fields = best_of([name], ran)
     others = {
         name: {value: wrong({**fields, name: value}, ran) for value in values if value != fields[name]}
         for name, values in choices.items()
