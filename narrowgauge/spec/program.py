@@ -18,6 +18,8 @@ QUANTIZE = "quantize"
 
 DEQUANTIZE, GEMM = BEHIND = ("dequantize", "gemm")
 """The steps behind a quantization: its values, and the product of two."""
+DIVISIONS = ("quotient", "reciprocal", "approximate")
+"""The forms of a division."""
 ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
 
@@ -26,6 +28,10 @@ SUBNORMALS = "subnormals"
 """The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
 """Values of the option `subnormals`."""
+
+
+HIDDEN, PER_ELEMENT = "hidden", "per-element"
+"""What a backend declares whose elements of a row may have hidden numbers of their own: it has no scopes."""
 
 
 class ContractError(ValueError):
@@ -82,6 +88,8 @@ class Program:
     """Numbers of the steps with the results, in the order in which a kernel returns them."""
     subnormals: str = KEPT
     """"flushed": each step may take a subnormal operand or give a subnormal result as a zero of its sign."""
+    hidden: str = ""
+    """"per-element": elements of a row may have hidden numbers of their own. Empty: scopes are judged."""
 
     @property
     def flushes(self) -> bool:
@@ -95,6 +103,8 @@ class Program:
         data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
         if self.flushes:  # a contract that keeps subnormals has the digest of earlier versions
             data.append(self.subnormals)
+        if self.hidden:
+            data.append(self.hidden)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
-from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, Program, Step
+from narrowgauge.reference.contracts.scopes import (
+    Scope,
+    dependent,
+    divisions_of,
+    judge_scope,
+    scopes_of,
+    with_form,
+)
+from narrowgauge.spec.program import BEHIND, DEQUANTIZE, DIVISIONS, GEMM, ONCE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
@@ -83,6 +91,13 @@ class Evaluation:
         else:
             self.values[number] = handed_on(self.program, step, self.values[number], own)
         self.replaced.add(number)
+
+    def with_program(self, program: Program, changed: Set[int]) -> Evaluation:
+        """The evaluation of all rows of a program whose first steps are those of this one, but for `changed` steps."""
+        found = Evaluation(program, self.tensors, self.known)
+        found.values.update({number: value for number, value in self.values.items() if number not in changed})
+        found.replaced = self.replaced
+        return found
 
     def leaf(self, number: int) -> torch.Tensor | Interval | None:
         """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
@@ -162,7 +177,8 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     evaluation = Evaluation(program, of_rows(program, tensors, slice(None)))
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         own, sources = shown[name], judged_numbers(program, number)
-        scopes = list(scopes_of(program, sources[0]))
+        scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
+        scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
         results = [_Result(program, source) for source in sources]
         for slab in evaluation.slabs():
             for result in results:
@@ -173,10 +189,10 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
         judgement = None
         for part, judgement in judge_output(program, number, ends, own, tensors):
             yield part, judgement
-        for once in scopes:
+        for judge in [] if program.hidden else scopes:
             assert judgement is not None
-            scope = _scope(evaluation, once, sources[0], ends[0], own, judgement)
-            line = f"-{program.steps[once].line}" if len(scopes) > 1 else ""
+            scope = judge(sources[0], ends[0], judgement)
+            line = f"-{scope.line}" if len(scopes) > 1 else ""
             yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
@@ -188,35 +204,80 @@ _ELEMENTS_OF_SCOPES = 1 << 18
 """Elements that are looked at for a scope. Fewer elements excuse more numbers."""
 
 
-def _scope(
-    evaluation: Evaluation, once: int, source: int, ends: Ends, own: torch.Tensor | Quantized, part: Part
-) -> Part:
+class _Doubtful:
+    """The elements of a result with more than one right number, and their judgement under further knowledge."""
+
+    def __init__(self, evaluation: Evaluation, source: int, ends: Ends, part: Part, through: Set[int]) -> None:
+        """`through`: steps that are evaluated for each element."""
+        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device) if ends.uncertain is None else ends.uncertain
+        self.places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
+        self._program, self._source, self._part = evaluation.program, source, part
+        self._operands = _operands_of(evaluation, source, self.places, part.actual.shape, through)
+
+    def ends(self, some: torch.Tensor, known: Mapping[int, Interval]) -> Ends:
+        """The ends of the elements `some`, with known values of steps."""
+        single = Evaluation(self._program, {"": self.places}, rows=slice(0, 0))
+        for number, value in self._operands.items():
+            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
+        single.values.update(known)
+        return Ends.of(single.values[self._source], DTYPES[self._program.steps[self._source].dtype])
+
+    def judge(self, some: torch.Tensor, ends: Ends) -> Part:
+        """What is accepted of the elements `some`."""
+        if self._part.again is not None:
+            return self._part.again(self.places[some], ends)
+        return judge_range(self._part.actual.flatten()[self.places[some]], ends.low, ends.high, ends.nan)
+
+
+def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Part) -> Scope:
     """Whether one number of the step `once` explains the elements of each row that have more than one result."""
     program = evaluation.program
-    shape = part.actual.shape
-    places = ends.uncertain
-    if places is None:
-        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device)
-    places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
-    operands = _operands_of(evaluation, source, places, shape, dependent(program, once))
-    dtype = DTYPES[program.steps[source].dtype]
-
-    def ends_at(h: torch.Tensor, some: torch.Tensor) -> Ends:
-        single = Evaluation(program, {"": h}, rows=slice(0, 0))
-        for number, value in operands.items():
-            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
-        single.values[once] = Interval(h, h.clone())
-        return Ends.of(single.values[source], dtype)
-
-    def judge(some: torch.Tensor, ends: Ends) -> Part:
-        if part.again is not None:
-            return part.again(places[some], ends)
-        return judge_range(part.actual.flatten()[places[some]], ends.low, ends.high, ends.nan)
-
-    wrong = part.wrong.flatten(1).any(1)
-    scope = judge_scope(evaluation.values[once], places // shape[1], ends_at, judge, wrong)
+    doubtful = _Doubtful(evaluation, source, ends, part, dependent(program, once))
+    rows, wrong = _rows_of(doubtful.places, evaluation.values[once], part)
+    scope = judge_scope(
+        evaluation.values[once], rows, lambda h, some: doubtful.ends(some, {once: Interval(h, h.clone())}),
+        doubtful.judge, wrong,
+    )  # fmt: skip
     function = program.steps[program.steps[once].operands[0]].function
     return replace(scope, line=program.steps[once].line, function=function)
+
+
+def _rows_of(places: torch.Tensor, numbers: Interval, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each element among `numbers` of the rows or of the call, and which hold elements that are wrong by
+    themselves."""
+    wrong = part.wrong.flatten(1).any(1)
+    if numbers.low.numel() == len(wrong):
+        return places // part.actual.shape[1], wrong
+    return torch.zeros_like(places), wrong.any().view(1)
+
+
+def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, part: Part) -> Scope:
+    """Whether one form of a division explains all elements of the call with more than one result.
+
+    The forms are tried in their order until one does. If none does, the rows are wrong that the best form leaves.
+    """
+    program, best = evaluation.program, None
+    divisor: Interval = evaluation.values[program.steps[division].operands[1]]
+    for form in DIVISIONS:
+        changed = with_form(program, division, form)
+        other = evaluation.with_program(changed, dependent(program, division))
+        if form == "approximate":
+            failed = _scope(other, len(changed.steps) - 1, source, ends, part).wrong
+        else:
+            doubtful = _Doubtful(other, source, ends, part, dependent(changed, division))
+            every = torch.arange(len(doubtful.places), device=doubtful.places.device)
+            rows, wrong = _rows_of(doubtful.places, divisor, part)
+            outside = doubtful.judge(every, doubtful.ends(every, {})).wrong
+            failed = (torch.zeros_like(wrong).index_fill_(0, rows[outside], True) & ~wrong).view(-1, 1)
+        if best is None or int(failed.sum()) < int(best.wrong.sum()):
+            lower, upper = (end.float().view(-1, 1) for end in (divisor.low, divisor.high))
+            explains = not bool(failed.any())
+            best = Scope(lower, lower, upper, failed, int((~failed).sum()), 0, line=program.steps[division].line,
+                         function="divide", form=form if explains else "")  # fmt: skip
+        if best.form:
+            break
+    assert best is not None
+    return best
 
 
 _DOUBTFUL = 3
@@ -280,7 +341,7 @@ def _operands_of(
     def chosen(x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 0:
             return x
-        return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
+        return x[column] if x.dim() == 1 and len(x) > 1 else x.expand(shape)[row, column]
 
     program, found = evaluation.program, dict[int, Interval]()
     waiting = [number]

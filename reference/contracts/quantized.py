@@ -93,9 +93,16 @@ def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
         at = _blocks_of(row, column, recipe)
         free = free[at[0]][:, at[1]]
     free = free.expand_as(part.actual)
-    undetermined = max(part.undetermined, int(free.sum()))
-    return replace(part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).sum())),
-                   undetermined=undetermined, again=None)  # fmt: skip
+
+    def again(places: torch.Tensor, ends: Ends) -> Part:
+        assert part.again is not None
+        found = part.again(places, ends)
+        return replace(found, wrong=found.wrong & ~free.flatten()[places])
+
+    return replace(
+        part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).sum())),
+        undetermined=max(part.undetermined, int(free.sum())), again=None if part.again is None else again,
+    )  # fmt: skip
 
 
 def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype) -> Iterator[Quantized]:

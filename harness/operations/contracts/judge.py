@@ -61,7 +61,7 @@ def judge_contract(
                 "or return the result of an earlier step"
             )
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
-        stage.assumes = assumed(program) if stage.rule == "bound" else ""
+        stage.assumes = assumed(program) if stage.rule == "bound" else stage.assumes
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
     outcome.parts = judged_parts
@@ -155,16 +155,27 @@ def stage_of(name: str, part: Part) -> StageResult:
     )  # fmt: skip
 
 
+_FORMS = {
+    "quotient": "a quotient", "reciprocal": "a product with the rounded reciprocal",
+    "approximate": "a product with an approximate reciprocal",
+}  # fmt: skip
+
+
 def stage_of_scope(name: str, scope: Scope) -> StageResult:
     """The stage of a hidden number that a kernel computes once for each row."""
     wrong = scope.wrong
     if not bool(wrong.any()):
-        return StageResult(name, "scope", wrong.numel())
+        form = f"that the division of line {scope.line} is {_FORMS[scope.form]}" if scope.form else ""
+        return StageResult(name, "scope", wrong.numel(), assumes=form)
     count = int(wrong.count_nonzero())
-    number = f"number of line {scope.line} ({scope.function})"
     first = int(wrong.flatten().nonzero()[0])
-    text = f"no single {number} explains {'row' if count == 1 else f'{count} rows, the first is row'} {first}"
-    text += "; its elements took different numbers, each within the bound"
+    if scope.function == "divide":
+        text = f"no single form of the division of line {scope.line} explains all bytes: neither a quotient, nor a "
+        text += f"product with the rounded or with one approximate reciprocal of each divisor; first in row {first}"
+    else:
+        number = f"number of line {scope.line} ({scope.function})"
+        text = f"no single {number} explains {'row' if count == 1 else f'{count} rows, the first is row'} {first}"
+        text += "; its elements took different numbers, each within the bound"
 
     def describe(row: int, column: int) -> dict[str, Any]:
         ends = {label: float_view(x[row, 0]) for label, x in (("lower", scope.lower), ("upper", scope.upper))}

@@ -14,7 +14,7 @@ from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.operations.contracts.as_operation import called
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import HIDDEN, Program
 from narrowgauge.spec.quantized import Quantized
 
 FIRST = ("normal", "ladder", "position")
@@ -94,10 +94,12 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
             unsupported += 1
     choices = {name: cls.declared.choices[name] for name in cls.declared.fields}
     fields = {name: cls.declared.options[name] for name in choices}
+    declared: Any = backend.declares.get(cls.operation, {})
+    hidden = {name: value for name, value in declared.items() if name == HIDDEN}
     first = [one for one in ran if one.case.inputs in FIRST]
 
     def wrong(values: Fields, cases: Sequence[Called]) -> int:
-        return sum(one.wrong(one.case.declared_program(values)) for one in cases)
+        return sum(one.wrong(one.case.declared_program({**hidden, **values})) for one in cases)
 
     def best_of(names: Sequence[str], cases: Sequence[Called] = first) -> dict[str, Any]:
         sets = (dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names)))

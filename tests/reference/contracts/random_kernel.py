@@ -114,15 +114,15 @@ class RandomKernel:
         return self.quotient(a, b, step.options.get("form"))
 
     def quotient(self, a: torch.Tensor, b: torch.Tensor, form: str | None) -> torch.Tensor:
-        forms = {
-            "quotient": lambda: self.stored(a / b),
-            "reciprocal": lambda: self.stored(a * (1 / b).float().double()),
-            "approximate": lambda: self.stored(a / b * (1 + self.signs(a / b) * 2 * ULP)),
-        }
-        if form is not None:
-            return forms[form]()
-        results = [make() for make in forms.values()]
-        return torch.where(self.coin(results[0]), results[0], torch.where(self.coin(results[0]), *results[1:]))
+        # A division has one form in the whole call, and a divisor one reciprocal.
+        form = form or ("quotient", "reciprocal", "approximate")[self.number(3)]
+        if form == "quotient":
+            return self.stored(a / b)
+        if form == "reciprocal":
+            return self.stored(a * (1 / b).float().double())
+        if b.numel() == a.numel():
+            return self.stored(a / b * (1 + self.signs(a / b) * 2 * ULP))
+        return self.stored(a * (1 / b * (1 + self.signs(b) * 1.5 * ULP)))
 
     def sum(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return self.total(x)

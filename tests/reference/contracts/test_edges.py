@@ -205,3 +205,14 @@ def test_fast_exp_of_a_large_argument_is_infinite() -> None:
     assert judged(fast_exp, right, x).passed
     right[0, 0] = 1.0
     assert not judged(fast_exp, right, x).passed
+
+
+def times_scale(x: c.Matrix, s: c.Scale):
+    return c.cast(c.float32(x) * s * 3.0, x.dtype)
+
+
+def test_a_scale_is_one_number_for_all_columns() -> None:
+    """Some elements are in doubt, and are evaluated by themselves."""
+    x, s = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([0.37])
+    for y in (x.float() * s * 3.0, x.double() * s * 3.0):
+        assert judged(times_scale, y.to(x.dtype), x, s).passed
