@@ -219,8 +219,9 @@ def _judge_scales(
     """The scales, and the least and the greatest amax of each block with the scale of the kernel.
 
     Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
-    amaxes with the kernel's scale are found by halving. Amaxes of 0, infinity and NaN are tried by themselves. `free`:
-    blocks that may hold NaN. Raises ValueError for many amaxes and a rule that does not increase.
+    amaxes with the kernel's scale are found by halving. A rule for zero blocks replaces the scales of the least amaxes
+    by one number, and increases from there on; halving finds the last of these amaxes. Amaxes of 0, infinity and NaN
+    are tried by themselves. `free`: blocks that may hold NaN.
     """
 
     def rule(amax: torch.Tensor) -> torch.Tensor:
@@ -240,16 +241,19 @@ def _judge_scales(
 
     first, last = least.clamp(min=1), most.clamp(max=grid.largest)
     span = int((last - first).max()) if first.numel() else 0
-    if span > _FEW and recipe.zero_block != "keep":
-        raise ValueError(
-            f"a hidden amax has {span + 1} possible values, and the scale rule of {recipe} does not increase with the "
-            "amax: cast the tensor to the dtype that the kernel quantizes, or return it"
-        )
-    tried = (
-        (first, last, *_numbers_with(order_at, first, last, found.wanted))
-        if span > _FEW
-        else (first + step for step in range(span + 1))
-    )
+    tried = (first + step for step in range(span + 1))
+    if span > _FEW:
+        start = first
+        if recipe.zero_block != "keep":
+            plain = replace(recipe, zero_block="keep")
+
+            def rises(number: torch.Tensor) -> torch.Tensor:
+                amax = grid.amax(number.clamp(0, grid.largest + 1))
+                return (block_scales(amax, tensor, plain, dtype) == rule(amax)).long()
+
+            start = _first_with(rises, first, last, torch.ones_like(first))
+        edges = torch.minimum(start, last), torch.maximum(start - 1, first)
+        tried = (number for number in (first, last, *edges, *_numbers_with(order_at, start, last, found.wanted)))
     for number in tried:
         found.add((first <= number) & (number <= last) & ~never, number, order_at(number))
     for special in (0, grid.largest + 1):  # amax 0, and infinity
@@ -276,18 +280,23 @@ def _numbers_with(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first and the last number in a span whose order is `wanted`, if one has it, of a rule that increases."""
 
-    def first_above(wanted: torch.Tensor) -> torch.Tensor:
-        low, high = first, last + 1
-        while bool((low < high).any()):
-            middle = (low + high) >> 1
-            reached, searching = order_at(middle) >= wanted, low < high
-            low, high = (
-                torch.where(searching & ~reached, middle + 1, low),
-                torch.where(searching & reached, middle, high),
-            )
-        return low
+    return _first_with(order_at, first, last, wanted), _first_with(order_at, first, last, wanted + 1) - 1
 
-    return first_above(wanted), first_above(wanted + 1) - 1
+
+def _first_with(
+    order_at: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """The first number in a span whose order is at least `wanted`, of a rule that increases; behind the span if none
+    is."""
+    low, high = first, last + 1
+    while bool((low < high).any()):
+        middle = (low + high) >> 1
+        reached, searching = order_at(middle) >= wanted, low < high
+        low, high = (
+            torch.where(searching & ~reached, middle + 1, low),
+            torch.where(searching & reached, middle, high),
+        )
+    return low
 
 
 class _Grid:
