@@ -19,7 +19,6 @@ from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, PossibleCause
 
-
 _SEARCHES = 2
 """Searches of all pairs of changes, seconds each, that find no exact cause."""
 

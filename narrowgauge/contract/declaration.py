@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
-from narrowgauge.spec.program import INDEX, Axes, ContractError, Program, Tensor
+from narrowgauge.spec.program import (
+    GEMM,
+    INDEX,
+    KEPT,
+    SUBNORMALS,
+    SUBNORMALS_CHOICES,
+    Axes,
+    ContractError,
+    Program,
+    Tensor,
+)
 from narrowgauge.spec.recipes import recipes
 
 
@@ -169,9 +179,13 @@ class Contract:
         missing = set(self.recipes) - set(chosen)
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
-        result = self.function(**given, **chosen, **{**self.options, **options})
-        outputs = self._outputs(trace, result)
-        return Program(self.name, self.file, tuple(arguments), tuple(trace.steps), outputs)
+        options = {**self.options, **options}
+        result = self.function(**given, **chosen, **options)
+        product = next((step for step in trace.steps if step.function == GEMM), None)
+        if product is not None and SUBNORMALS in options:
+            raise ContractError(f"{self.file}:{product.line}: c.gemm keeps subnormal numbers; leave {SUBNORMALS} out")
+        outputs, subnormals = self._outputs(trace, result), options.get(SUBNORMALS, KEPT)
+        return Program(self.name, self.file, tuple(arguments), tuple(trace.steps), outputs, subnormals)
 
     def _outputs(self, trace: Trace, result: Any) -> dict[str, int]:
         """Numbers of the steps with the results."""
@@ -214,9 +228,10 @@ def contract(
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
     may have a default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel
-    too; a bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of
-    values by name; names are those of the results of a kernel, in their order. Raises ContractError for another
-    signature.
+    too; a bool and a Literal say how kernels differ, and are not passed. The option `subnormals: Literal["kept",
+    "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers. The function returns a value,
+    or a mapping of values by name; names are those of the results of a kernel, in their order. Raises ContractError for
+    another signature.
     """
     if function is None:
         return lambda function: replace(contract(function), rows=rows or "")
@@ -240,6 +255,9 @@ def contract(
             values = get_args(annotation) if get_origin(annotation) is Literal else ()
             if isinstance(parameter.default, bool):
                 values = (False, True)
+            if name == SUBNORMALS and values != SUBNORMALS_CHOICES:
+                words = ", ".join(map(repr, SUBNORMALS_CHOICES))
+                raise ContractError(f"{at}: the option {name} has values of its own: Literal[{words}] = {KEPT!r}")
             if values and parameter.default not in values:
                 raise ContractError(f"{at}: the default of {name} is {parameter.default!r}, none of {values}")
             if not values and type(parameter.default) not in (int, float):

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
-from narrowgauge.spec.program import DEQUANTIZE, GEMM, ONCE, QUANTIZE
+from narrowgauge.spec.program import DEQUANTIZE, DIVISIONS, GEMM, ONCE, QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
 
 DTYPES = ("float32", "bfloat16", "float16")
-DIVISIONS = ("quotient", "reciprocal", "approximate")
 
 
 def float32(x: Value) -> Value:

@@ -22,8 +22,20 @@ TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
 INDEX = "int64"
 """Dtype of an index."""
+DIVISIONS = ("quotient", "reciprocal", "approximate")
+"""The forms of a division."""
 ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
+
+
+SUBNORMALS = "subnormals"
+"""The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
+KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
+"""Values of the option `subnormals`."""
+
+
+HIDDEN, PER_ELEMENT = "hidden", "per-element"
+"""What a backend declares whose elements of a row may have hidden numbers of their own: it has no scopes."""
 
 
 class ContractError(ValueError):
@@ -78,12 +90,25 @@ class Program:
     steps: tuple[Step, ...]
     outputs: Mapping[str, int]
     """Numbers of the steps with the results, in the order in which a kernel returns them."""
+    subnormals: str = KEPT
+    """"flushed": each step may take a subnormal operand or give a subnormal result as a zero of its sign."""
+    hidden: str = ""
+    """"per-element": elements of a row may have hidden numbers of their own. Empty: scopes are judged."""
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a kernel may flush subnormal numbers."""
+        return self.subnormals == FLUSHED
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything that decides a verdict: neither the file nor the lines."""
         steps = [[step.function, step.operands, step.options, step.axes, step.dtype] for step in self.steps]
         data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
+        if self.flushes:  # a contract that keeps subnormals has the digest of earlier versions
+            data.append(self.subnormals)
+        if self.hidden:
+            data.append(self.hidden)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -40,7 +40,7 @@ Rounding = Literal[
     "nearest-even-wrapping",
 ]  # fmt: skip
 NegativeZero = Literal["keep", "rounded", "never"]
-NanCode = Literal[7, 0, 8, 11, 12, 31, 127, 128]
+NanCode = Literal[7, 0, 8, 11, 12, 31, 126, 127, 128, 254]
 Packing = Literal["low-first", "high-first"]
 NanPolicy = Literal["ignore", "propagate"]
 Decode = Literal["(s*amax)*(1/max)", "s/enc", "s*dec", "s"]

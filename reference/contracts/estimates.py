@@ -17,8 +17,8 @@ import torch
 
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import APPROXIMATE_DIVISION, SIGNIFICAND_BITS, Interval
-from narrowgauge.spec.program import Step
-from narrowgauge.spec.summation import SMALLEST_SUBNORMAL, UNIT
+from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.summation import SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _LARGE = 2.0**100
 """Elements with a larger magnitude at any step are in doubt: a later step may overflow."""
@@ -75,10 +75,10 @@ Operand = Callable[[int], torch.Tensor | Interval | None]
 class Estimator:
     """Estimates of the steps of a contract, for the rows of one slab."""
 
-    def __init__(self, steps: tuple[Step, ...], leaf: Operand) -> None:
+    def __init__(self, program: Program, leaf: Operand) -> None:
         """`leaf`: the numbers that a step is known to have, the interval of a number for each row or column, or None of
         a step that is estimated from its operands."""
-        self._steps, self._leaf = steps, leaf
+        self._steps, self._flushes, self._leaf = program.steps, program.flushes, leaf
         self._found: dict[int, Any] = {}
         self._masks: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
@@ -145,6 +145,8 @@ class Estimator:
         """The estimate without centers beyond `limit`."""
         if not (x.relative <= _WIDE and x.absolute < 2.0**60):
             raise Unknown
+        if self._flushes:
+            x = self._flushed(x)
         if x.largest <= limit:
             return x
         smallest, largest = _extent(x.center)
@@ -152,6 +154,14 @@ class Estimator:
         if largest <= limit:
             return found
         return replace(self._without(found, ~(x.center.abs() <= limit)), largest=limit)
+
+    def _flushed(self, x: Estimate) -> Estimate:
+        """The estimate without centers near 0, and with numbers that are flushed if they are far from their centers."""
+        if x.smallest < 1 / _LARGE:
+            x = replace(x, smallest=_extent(x.center)[0])
+        if x.smallest < 1 / _LARGE:
+            x = replace(self._without(x, (x.center != 0) & (x.center.abs() < 1 / _LARGE)), smallest=1 / _LARGE)
+        return x if x.zeros and x.signed else replace(x, absolute=x.absolute + SMALLEST_NORMAL)
 
     def _divisor(self, x: Estimate) -> Estimate:
         """The estimate without centers near 0."""
@@ -304,7 +314,8 @@ class Estimator:
     def further(self, step: Step) -> Estimate:
         """A number with further roundings."""
         a, count = self._of(step.operands[0]), step.options["count"]
-        relative, absolute = a.relative + ((1 + UNIT) ** count - 1) * _SLACK, a.absolute + count * SMALLEST_SUBNORMAL
+        relative, smallest = (1 + UNIT) ** count - 1, SMALLEST_NORMAL if self._flushes else SMALLEST_SUBNORMAL
+        relative, absolute = a.relative + relative * _SLACK, a.absolute + count * smallest
         return replace(a, relative=relative, absolute=absolute, zeros=a.zeros and a.smallest >= _SMALL)
 
     def function(self, step: Step) -> Estimate:
@@ -329,9 +340,11 @@ class Estimator:
             )
         # tanh and erf: slopes are at most 1.13, and concave from 0 on, so a relative error of x is no less than theirs.
         absolute += 1.2 * a.absolute
+        zeros = a.zeros and absolute < 2.0**-140
+        absolute += SMALLEST_NORMAL if self._flushes else 0.0
         return Estimate(
             center, relative + (a.relative + inside) * _SLACK, absolute, min(1.0, 1.2 * a.largest),
-            min(a.smallest, 1.0) / 2, zeros=a.zeros and absolute < 2.0**-140, nonzero=a.nonzero, positive=a.positive,
+            min(a.smallest, 1.0) / 2, zeros=zeros, nonzero=a.nonzero, positive=a.positive,
         )  # fmt: skip
 
 

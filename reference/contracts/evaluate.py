@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,17 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
-from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, TAKE, Program, Step
+from narrowgauge.reference.contracts.scopes import (
+    Scope,
+    dependent,
+    divisions_of,
+    judge_scope,
+    scopes_of,
+    with_form,
+)
+from narrowgauge.spec.program import BEHIND, DEQUANTIZE, DIVISIONS, GEMM, ONCE, TAKE, Program, Step
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.summation import UNIT
+from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 Tensors = Mapping[str, torch.Tensor]
 Shown = Mapping[str, torch.Tensor | Quantized]
@@ -81,8 +89,15 @@ class Evaluation:
             self.known[number] = own
             self.values.pop(number, None)
         else:
-            self.values[number] = handed_on(step, self.values[number], own)
+            self.values[number] = handed_on(self.program, step, self.values[number], own)
         self.replaced.add(number)
+
+    def with_program(self, program: Program, changed: Set[int]) -> Evaluation:
+        """The evaluation of all rows of a program whose first steps are those of this one, but for `changed` steps."""
+        found = Evaluation(program, self.tensors, self.known)
+        found.values.update({number: value for number, value in self.values.items() if number not in changed})
+        found.replaced = self.replaced
+        return found
 
     def leaf(self, number: int) -> torch.Tensor | Interval | None:
         """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
@@ -127,7 +142,7 @@ class _Values(dict[int, Any]):
         here = self._evaluation
         step = here.program.steps[number]
         if number in here.known:
-            return i.exactly(here.known[number])
+            return closed(here.program, i.exactly(here.known[number]))
         if step.recipe is not None:
             return here.whole.values[number] if here.whole is not None else _quantized(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
@@ -135,8 +150,22 @@ class _Values(dict[int, Any]):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
         if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
-            return Interval.joined([STEPS[step.function](slab, step) for slab in here.slabs()])
-        return STEPS[step.function](here, step)
+            return Interval.joined([evaluated(slab, step) for slab in here.slabs()])
+        return evaluated(here, step)
+
+
+def evaluated(evaluation: Evaluation, step: Step) -> Any:
+    """The value of a step: the interval of what its kernels may hold, or of a comparison two masks."""
+    value = STEPS[step.function](evaluation, step)
+    return closed(evaluation.program, value) if isinstance(value, Interval) else value
+
+
+def closed(program: Program, value: Interval) -> Interval:
+    """The numbers of a step, and those of them that a kernel may flush as zeros too.
+
+    A value holds its own flushed numbers, so a step needs no rule for operands that it flushes.
+    """
+    return i.flushed(value) if program.flushes else value
 
 
 def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
@@ -148,7 +177,8 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
     evaluation = Evaluation(program, of_rows(program, tensors, slice(None)))
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         own, sources = shown[name], judged_numbers(program, number)
-        scopes = list(scopes_of(program, sources[0]))
+        scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
+        scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
         results = [_Result(program, source) for source in sources]
         for slab in evaluation.slabs():
             for result in results:
@@ -159,10 +189,10 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
         judgement = None
         for part, judgement in judge_output(program, number, ends, own, tensors):
             yield part, judgement
-        for once in scopes:
+        for judge in [] if program.hidden else scopes:
             assert judgement is not None
-            scope = _scope(evaluation, once, sources[0], ends[0], own, judgement)
-            line = f"-{program.steps[once].line}" if len(scopes) > 1 else ""
+            scope = judge(sources[0], ends[0], judgement)
+            line = f"-{scope.line}" if len(scopes) > 1 else ""
             yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
@@ -174,35 +204,80 @@ _ELEMENTS_OF_SCOPES = 1 << 18
 """Elements that are looked at for a scope. Fewer elements excuse more numbers."""
 
 
-def _scope(
-    evaluation: Evaluation, once: int, source: int, ends: Ends, own: torch.Tensor | Quantized, part: Part
-) -> Part:
+class _Doubtful:
+    """The elements of a result with more than one right number, and their judgement under further knowledge."""
+
+    def __init__(self, evaluation: Evaluation, source: int, ends: Ends, part: Part, through: Set[int]) -> None:
+        """`through`: steps that are evaluated for each element."""
+        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device) if ends.uncertain is None else ends.uncertain
+        self.places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
+        self._program, self._source, self._part = evaluation.program, source, part
+        self._operands = _operands_of(evaluation, source, self.places, part.actual.shape, through)
+
+    def ends(self, some: torch.Tensor, known: Mapping[int, Interval]) -> Ends:
+        """The ends of the elements `some`, with known values of steps."""
+        single = Evaluation(self._program, {"": self.places}, rows=slice(0, 0))
+        for number, value in self._operands.items():
+            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
+        single.values.update(known)
+        return Ends.of(single.values[self._source], DTYPES[self._program.steps[self._source].dtype])
+
+    def judge(self, some: torch.Tensor, ends: Ends) -> Part:
+        """What is accepted of the elements `some`."""
+        if self._part.again is not None:
+            return self._part.again(self.places[some], ends)
+        return judge_range(self._part.actual.flatten()[self.places[some]], ends.low, ends.high, ends.nan)
+
+
+def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Part) -> Scope:
     """Whether one number of the step `once` explains the elements of each row that have more than one result."""
     program = evaluation.program
-    shape = part.actual.shape
-    places = ends.uncertain
-    if places is None:
-        places = torch.zeros(0, dtype=torch.int64, device=ends.low.device)
-    places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
-    operands = _operands_of(evaluation, source, places, shape, dependent(program, once))
-    dtype = DTYPES[program.steps[source].dtype]
-
-    def ends_at(h: torch.Tensor, some: torch.Tensor) -> Ends:
-        single = Evaluation(program, {"": h}, rows=slice(0, 0))
-        for number, value in operands.items():
-            single.values[number] = value.arranged(lambda t: t if t.dim() == 0 else t[some])
-        single.values[once] = Interval(h, h.clone())
-        return Ends.of(single.values[source], dtype)
-
-    def judge(some: torch.Tensor, ends: Ends) -> Part:
-        if part.again is not None:
-            return part.again(places[some], ends)
-        return judge_range(part.actual.flatten()[places[some]], ends.low, ends.high, ends.nan)
-
-    wrong = part.wrong.flatten(1).any(1)
-    scope = judge_scope(evaluation.values[once], places // shape[1], ends_at, judge, wrong)
+    doubtful = _Doubtful(evaluation, source, ends, part, dependent(program, once))
+    rows, wrong = _rows_of(doubtful.places, evaluation.values[once], part)
+    scope = judge_scope(
+        evaluation.values[once], rows, lambda h, some: doubtful.ends(some, {once: Interval(h, h.clone())}),
+        doubtful.judge, wrong,
+    )  # fmt: skip
     function = program.steps[program.steps[once].operands[0]].function
     return replace(scope, line=program.steps[once].line, function=function)
+
+
+def _rows_of(places: torch.Tensor, numbers: Interval, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each element among `numbers` of the rows or of the call, and which hold elements that are wrong by
+    themselves."""
+    wrong = part.wrong.flatten(1).any(1)
+    if numbers.low.numel() == len(wrong):
+        return places // part.actual.shape[1], wrong
+    return torch.zeros_like(places), wrong.any().view(1)
+
+
+def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, part: Part) -> Scope:
+    """Whether one form of a division explains all elements of the call with more than one result.
+
+    The forms are tried in their order until one does. If none does, the rows are wrong that the best form leaves.
+    """
+    program, best = evaluation.program, None
+    divisor: Interval = evaluation.values[program.steps[division].operands[1]]
+    for form in DIVISIONS:
+        changed = with_form(program, division, form)
+        other = evaluation.with_program(changed, dependent(program, division))
+        if form == "approximate":
+            failed = _scope(other, len(changed.steps) - 1, source, ends, part).wrong
+        else:
+            doubtful = _Doubtful(other, source, ends, part, dependent(changed, division))
+            every = torch.arange(len(doubtful.places), device=doubtful.places.device)
+            rows, wrong = _rows_of(doubtful.places, divisor, part)
+            outside = doubtful.judge(every, doubtful.ends(every, {})).wrong
+            failed = (torch.zeros_like(wrong).index_fill_(0, rows[outside], True) & ~wrong).view(-1, 1)
+        if best is None or int(failed.sum()) < int(best.wrong.sum()):
+            lower, upper = (end.float().view(-1, 1) for end in (divisor.low, divisor.high))
+            explains = not bool(failed.any())
+            best = Scope(lower, lower, upper, failed, int((~failed).sum()), 0, line=program.steps[division].line,
+                         function="divide", form=form if explains else "")  # fmt: skip
+        if best.form:
+            break
+    assert best is not None
+    return best
 
 
 _DOUBTFUL = 3
@@ -234,7 +309,7 @@ class _Result:
         if not all(tensor.numel() for tensor in evaluation.tensors.values()):
             return None
         try:
-            result, places = Estimator(self._program.steps, evaluation.leaf).cast(self._number)
+            result, places = Estimator(self._program, evaluation.leaf).cast(self._number)
         except Unknown:
             return None
         if places.numel() * _DOUBTFUL > result.numel():
@@ -266,7 +341,7 @@ def _operands_of(
     def chosen(x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 0:
             return x
-        return x[column] if x.dim() == 1 else x.expand(shape)[row, column]
+        return x[column] if x.dim() == 1 and len(x) > 1 else x.expand(shape)[row, column]
 
     program, found = evaluation.program, dict[int, Interval]()
     waiting = [number]
@@ -276,7 +351,7 @@ def _operands_of(
             continue
         leaf = None if number in through else evaluation.leaf(number)
         if isinstance(leaf, torch.Tensor):
-            found[number] = i.exactly(chosen(leaf))
+            found[number] = closed(program, i.exactly(chosen(leaf)))
         elif leaf is not None:
             found[number] = leaf.arranged(chosen)
         else:
@@ -296,7 +371,9 @@ def judge_output(
     given = step.operands[len(ends) :]
     scale = tensors[program.steps[given[0]].options["name"]] if given else None
     rounding, view = changed_quantize(step.options)
-    for part, judgement in judge_quantized(ends[0], view(result), scale, statistics=ends[-1], rounding=rounding):
+    for part, judgement in judge_quantized(
+        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes
+    ):
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
@@ -309,17 +386,18 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
     return step.operands if step.options.get("statistics") else step.operands[:1]
 
 
-def handed_on(step: Step, value: Interval, shown: torch.Tensor) -> Interval:
+def handed_on(program: Program, step: Step, value: Interval, shown: torch.Tensor) -> Interval:
     """The numbers that a kernel that shows `shown` may go on with: after a cast this one, else every number of the step
     that rounds to it, since a kernel may keep a wider one. A number outside of the interval is the kernel's own."""
     number = i.exactly(shown)
     if step.function in ("cast", "argument", "float32") or value.point:
-        return number
+        return closed(program, number)
     beside = [torch.nextafter(shown, shown.new_tensor(end)).double() for end in (-torch.inf, torch.inf)]
     low, high = ((number.low + end) / 2 for end in beside)
     low, high = torch.maximum(low, value.low), torch.minimum(high, value.high)
     inside = (low <= high) & shown.isfinite()
-    return Interval(torch.where(inside, low, number.low), torch.where(inside, high, number.low), shown.isnan())
+    low, high = torch.where(inside, low, number.low), torch.where(inside, high, number.low)
+    return closed(program, Interval(low, high, shown.isnan()))
 
 
 _SLAB = 1 << 18
@@ -433,7 +511,8 @@ def _sum_of(evaluation: Evaluation, step: Step) -> Interval:
         ends[1] = ends[0]
     nan = torch.stack([value.may_be_nan.expand(shape) for value in values], -1)
     terms = Interval(ends[0], ends[1], None if ends[0] is ends[1] else nan)
-    return sums.total(terms, **step.options).arranged(lambda t: t.squeeze(-1))
+    flushes = evaluation.program.flushes
+    return sums.total(terms, **step.options, flushes=flushes).arranged(lambda t: t.squeeze(-1))
 
 
 def _any_of(evaluation: Evaluation, step: Step) -> Interval:
@@ -457,7 +536,8 @@ def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     count = step.options["count"]
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * 2.0**-150)
+    absolute = SMALLEST_NORMAL if evaluation.program.flushes else 2.0**-150
+    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -470,6 +550,8 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         columns, rule = options.pop("columns", None), options.pop("divisor", None)
         if step.function == "mean":
             options["count"] = size if rule is None else divisor(rule, size)
+        if step.function in ("sum", "mean"):
+            options["flushes"] = evaluation.program.flushes
         if columns is not None:
             some = some_columns(columns, size)
             value = value.arranged(lambda t: t[..., some])
@@ -486,19 +568,30 @@ def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
     return lambda evaluation, step: function(*(evaluation.values[n] for n in step.operands), **step.options)
 
 
+def _divide(evaluation: Evaluation, step: Step) -> Interval:
+    a, b = (evaluation.values[number] for number in step.operands)
+    return i.divide(a, b, **step.options, flushes=evaluation.program.flushes)
+
+
 def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
-    return lambda evaluation, step: apply(name, evaluation.values[step.operands[0]], step.options.get("forms", ()))
+    def function(evaluation: Evaluation, step: Step) -> Interval:
+        x, forms = evaluation.values[step.operands[0]], step.options.get("forms", ())
+        return apply(name, x, forms, flushes=evaluation.program.flushes)
+
+    return function
 
 
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     TAKE: _taken_values,
     "part": _part, "roundings": _roundings,
-    DEQUANTIZE: lambda evaluation, step: products.values_of(evaluation.values[step.operands[0]], DTYPES[step.dtype]),
+    DEQUANTIZE: lambda evaluation, step: products.values_of(
+        evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
+    ),
     GEMM: lambda evaluation, step: products.product(*(evaluation.values[n] for n in step.operands), **step.options),
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
-    "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _plain(i.divide),
+    "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _divide,
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.reference.contracts.interval import Interval, hull, rounded, widened
-from narrowgauge.spec.summation import SMALLEST_SUBNORMAL, UNIT
+from narrowgauge.spec.summation import SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _GUIDE = "CUDA C++ Programming Guide 13.0, section 17.1, table 17"
 _INTRINSICS = "CUDA C++ Programming Guide 13.0, section 17.2, table 18"
@@ -36,11 +36,14 @@ class Form:
     """Relative error of the argument, such as of x·log2 e."""
     source: str = ""
 
-    def applied(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ends of the exact function, moved outward by the error of the result."""
+    def applied(self, low: torch.Tensor, high: torch.Tensor, *, flushes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ends of the exact function, moved outward by the error of the result.
+
+        `flushes`: a subnormal term of the last sum may be 0, such as 0.128·x of erf x = x + 0.128·x.
+        """
         relative = max((2 * self.ulps + 1) * UNIT if self.ulps else 0.0, self.relative)
         subnormal = (self.ulps + 0.5) * SMALLEST_SUBNORMAL if self.ulps else 0.0
-        return widened(low, high, relative, self.absolute + subnormal)
+        return widened(low, high, relative, self.absolute + subnormal + (SMALLEST_NORMAL if flushes else 0.0))
 
 
 @dataclass(frozen=True)
@@ -108,25 +111,26 @@ FUNCTIONS: dict[str, Function] = {
 the whole error, so these steps lie inside."""
 
 
-def apply(name: str, x: Interval, forms: Sequence[str] = ()) -> Interval:
+def apply(name: str, x: Interval, forms: Sequence[str] = (), *, flushes: bool = False) -> Interval:
     """A function of every number of `x`, by any of the named forms; none: the forms of `Function.default`.
 
-    Raises ValueError for an unknown form. A number outside of the domain gives NaN.
+    `flushes`: subnormal numbers may be flushed. Raises ValueError for an unknown form. A number outside of the domain
+    gives NaN.
     """
     function = FUNCTIONS[name]
     unknown = set(forms) - set(function.forms)
     if unknown:
         raise ValueError(f"{name} has no form {', '.join(sorted(unknown))}; forms: {', '.join(function.forms)}")
-    return hull([_by(function, function.forms[form], x) for form in forms or function.default])
+    return hull([_by(function, function.forms[form], x, flushes) for form in forms or function.default])
 
 
-def _by(function: Function, form: Form, x: Interval) -> Interval:
+def _by(function: Function, form: Form, x: Interval, flushes: bool) -> Interval:
     """The function in one form."""
     ends = (x.low, x.high) if function.increasing else (x.high, x.low)
     outward = (-1, 1) if function.increasing else (1, -1)
     moved = [_moved(end, sign, form.argument) for end, sign in zip(ends, outward, strict=True)]
     results = [function.evaluate(end) for end in moved]
-    low, high = form.applied(*results)
+    low, high = form.applied(*results, flushes=flushes)
     if form.ulps_of_argument:
         extra = form.ulps_of_argument * torch.fmax(x.low.abs(), x.high.abs()) * 2 * UNIT
         # An infinite result is infinite in every form.

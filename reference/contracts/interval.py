@@ -131,6 +131,15 @@ def rounded(
     return Interval(torch.minimum(low, number), torch.maximum(low, number), nan)
 
 
+def flushed(x: Interval, limit: float = SMALLEST_NORMAL) -> Interval:
+    """The numbers, and a zero of their sign for those below a limit: subnormal numbers, as -ftz=true flushes them."""
+    above = (x.low > 0) & (x.low < limit)
+    below = (x.high < 0) & (x.high > -limit)
+    if not bool((above | below).any()):
+        return x
+    return Interval(torch.where(above, 0.0, x.low), torch.where(below, -0.0, x.high), x.nan, x.bits)
+
+
 def hull(intervals: Sequence[Interval]) -> Interval:
     """The numbers of any of the intervals, which have one shape."""
     found = intervals[0]
@@ -208,14 +217,15 @@ def absolute(a: Interval) -> Interval:
     return Interval(low, torch.fmax(one, other), a.nan, a.bits)
 
 
-def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
+def divide(a: Interval, b: Interval, form: str | None = None, *, flushes: bool = False) -> Interval:
     """a/b in a form: "quotient" rounds once, "reciprocal" is a·fl(1/b), "approximate" has 2.5 ulp. None: any of them.
 
     The reciprocal of a power of two is exact, so a quotient by such a constant, as in a mean, is taken as one in every
-    form. Raises ValueError for an unknown form.
+    form. `flushes`: a subnormal reciprocal may be 0. Raises ValueError for an unknown form.
     """
     if form == "reciprocal":
-        return multiply(a, _quotient(exactly(1.0, b.low.device), b))
+        reciprocal = _quotient(exactly(1.0, b.low.device), b)
+        return multiply(a, flushed(reciprocal) if flushes else reciprocal)
     quotient, size = _quotient(a, b), absolute(b)
     if form == "quotient":
         return quotient
@@ -227,7 +237,7 @@ def divide(a: Interval, b: Interval, form: str | None = None) -> Interval:
         return quotient
     if form == "approximate" or usual:
         return _approximate(quotient, size)
-    return hull([_approximate(quotient, size), divide(a, b, "reciprocal"), quotient])
+    return hull([_approximate(quotient, size), divide(a, b, "reciprocal", flushes=flushes), quotient])
 
 
 def _approximate(quotient: Interval, divisor: Interval) -> Interval:

@@ -6,11 +6,12 @@ import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.contracts.accepted import Ends, different
-from narrowgauge.reference.contracts.interval import Interval, exactly
+from narrowgauge.reference.contracts.interval import Interval, exactly, flushed
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 
 def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
@@ -27,9 +28,15 @@ def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Qu
     return quantize(y.low, find_recipe(recipe), scale=scale)
 
 
-def values_of(q: Quantized, dtype: torch.dtype) -> Interval:
-    """The values (M, K) of codes and scales, rounded to a dtype once: docs/numerics.md#nvfp4, Dequantize."""
-    return exactly(dequantize(q, dtype))
+def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Interval:
+    """The values (M, K) of codes and scales, rounded to a dtype once: docs/numerics.md#nvfp4, Dequantize.
+
+    `flushes`: a scale of the tensor or of a block, or their product, may be subnormal and become 0. The value is then
+    below 2^-126 times the largest code and, of two scales, the largest block scale.
+    """
+    values = exactly(dequantize(q, dtype))
+    largest = 1.0 if q.recipe.tensor_scale == "none" else q.recipe.scale.max
+    return flushed(values, SMALLEST_NORMAL * q.recipe.element.max * largest) if flushes else values
 
 
 def product(a: Quantized, b: Quantized, order: str | None) -> Interval:

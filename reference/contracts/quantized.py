@@ -22,10 +22,14 @@ from narrowgauge.reference.quantize.scaling import block_scales, element_factors
 from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements, row_amax
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 _MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away")
 _FEW = 64
 """Amaxes between two ends that are tried one by one."""
+_TINY = 2.0**-96
+"""Blocks with a smaller amax may have subnormal numbers on the way to their scales and codes: a recipe divides an amax
+by at most 57344·256, and no reciprocal of these numbers is subnormal."""
 
 
 def problem(recipe: Recipe) -> str | None:
@@ -43,12 +47,13 @@ def problem(recipe: Recipe) -> str | None:
 
 def judge_quantized(
     y: Ends, kernel: Quantized, scale: torch.Tensor | None, *, statistics: Ends | None = None,
-    rounding: Scaled | None = None,
+    rounding: Scaled | None = None, flushes: bool = False,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """What is accepted of the quantization of `y` (M, K), and the kernel's results.
 
     `statistics`: another matrix, whose amaxes give the scales; `rounding`: a function of the scaled elements before
-    they are rounded. No correct kernel has either; they explain wrong bytes.
+    they are rounded. No correct kernel has either; they explain wrong bytes. `flushes`: subnormal numbers may be
+    flushed, so the scale and the codes of a block with a tiny amax are free.
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
@@ -62,7 +67,42 @@ def judge_quantized(
     kernels = [kernel] if uncertain else _with_amax(kernel, blocks, y.low.dtype)
     tried = (list(_parts(y, one, scale, blocks, statistics, rounding)) for one in kernels)
     best = min(tried, key=lambda parts: sum(int(part.wrong.sum()) for _, part in parts))
-    yield from ((name, part) for name, part in best if name != "amax" or kernel.amax is not None)
+    free = _flushed_blocks(blocks[1], scale) if flushes else None
+    for name, part in best:
+        if name != "amax" or kernel.amax is not None:
+            yield name, part if free is None or name == "amax" else _without(part, free, name, kernel.recipe)
+
+
+def _flushed_blocks(amax: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The blocks with numbers that a kernel may flush on the way to scales and codes. None: no block.
+
+    A given scale that is subnormal, or has a subnormal reciprocal, stands for the amaxes.
+    """
+    if scale is None:
+        found = (amax > 0) & (amax < _TINY)
+    else:
+        size = scale.abs().view(1, 1)
+        found = ((size > 0) & (size < SMALLEST_NORMAL)) | ((size > 1 / SMALLEST_NORMAL) & size.isfinite())
+    return found if bool(found.any()) else None
+
+
+def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
+    """The scales or the codes, of which those of the blocks `free` accept everything."""
+    if name == "codes":
+        row, column = (torch.arange(size, device=free.device) for size in part.actual.shape)
+        at = _blocks_of(row, column, recipe)
+        free = free[at[0]][:, at[1]]
+    free = free.expand_as(part.actual)
+
+    def again(places: torch.Tensor, ends: Ends) -> Part:
+        assert part.again is not None
+        found = part.again(places, ends)
+        return replace(found, wrong=found.wrong & ~free.flatten()[places])
+
+    return replace(
+        part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).sum())),
+        undetermined=max(part.undetermined, int(free.sum())), again=None if part.again is None else again,
+    )  # fmt: skip
 
 
 def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype) -> Iterator[Quantized]:
@@ -179,8 +219,9 @@ def _judge_scales(
     """The scales, and the least and the greatest amax of each block with the scale of the kernel.
 
     Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
-    amaxes with the kernel's scale are found by halving. Amaxes of 0, infinity and NaN are tried by themselves. `free`:
-    blocks that may hold NaN. Raises ValueError for many amaxes and a rule that does not increase.
+    amaxes with the kernel's scale are found by halving. A rule for zero blocks replaces the scales of the least amaxes
+    by one number, and increases from there on; halving finds the last of these amaxes. Amaxes of 0, infinity and NaN
+    are tried by themselves. `free`: blocks that may hold NaN.
     """
 
     def rule(amax: torch.Tensor) -> torch.Tensor:
@@ -200,16 +241,19 @@ def _judge_scales(
 
     first, last = least.clamp(min=1), most.clamp(max=grid.largest)
     span = int((last - first).max()) if first.numel() else 0
-    if span > _FEW and recipe.zero_block != "keep":
-        raise ValueError(
-            f"a hidden amax has {span + 1} possible values, and the scale rule of {recipe} does not increase with the "
-            "amax: cast the tensor to the dtype that the kernel quantizes, or return it"
-        )
-    tried = (
-        (first, last, *_numbers_with(order_at, first, last, found.wanted))
-        if span > _FEW
-        else (first + step for step in range(span + 1))
-    )
+    tried = (first + step for step in range(span + 1))
+    if span > _FEW:
+        start = first
+        if recipe.zero_block != "keep":
+            plain = replace(recipe, zero_block="keep")
+
+            def rises(number: torch.Tensor) -> torch.Tensor:
+                amax = grid.amax(number.clamp(0, grid.largest + 1))
+                return (block_scales(amax, tensor, plain, dtype) == rule(amax)).long()
+
+            start = _first_with(rises, first, last, torch.ones_like(first))
+        edges = torch.minimum(start, last), torch.maximum(start - 1, first)
+        tried = (number for number in (first, last, *edges, *_numbers_with(order_at, start, last, found.wanted)))
     for number in tried:
         found.add((first <= number) & (number <= last) & ~never, number, order_at(number))
     for special in (0, grid.largest + 1):  # amax 0, and infinity
@@ -236,18 +280,23 @@ def _numbers_with(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first and the last number in a span whose order is `wanted`, if one has it, of a rule that increases."""
 
-    def first_above(wanted: torch.Tensor) -> torch.Tensor:
-        low, high = first, last + 1
-        while bool((low < high).any()):
-            middle = (low + high) >> 1
-            reached, searching = order_at(middle) >= wanted, low < high
-            low, high = (
-                torch.where(searching & ~reached, middle + 1, low),
-                torch.where(searching & reached, middle, high),
-            )
-        return low
+    return _first_with(order_at, first, last, wanted), _first_with(order_at, first, last, wanted + 1) - 1
 
-    return first_above(wanted), first_above(wanted + 1) - 1
+
+def _first_with(
+    order_at: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """The first number in a span whose order is at least `wanted`, of a rule that increases; behind the span if none
+    is."""
+    low, high = first, last + 1
+    while bool((low < high).any()):
+        middle = (low + high) >> 1
+        reached, searching = order_at(middle) >= wanted, low < high
+        low, high = (
+            torch.where(searching & ~reached, middle + 1, low),
+            torch.where(searching & reached, middle, high),
+        )
+    return low
 
 
 class _Grid:

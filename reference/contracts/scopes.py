@@ -1,4 +1,5 @@
-"""Scopes: a hidden number that a kernel computes once for each row explains every result of the row.
+"""Scopes: a hidden number that a kernel computes once for each row explains every result of the row, and one form of
+a division by such a number explains every result of a call.
 
 Each element has an interval of its own, so a row whose elements took different numbers may lie inside. With one number
 h of the hidden interval the ends of an element are much nearer, and they move with h in one direction. So an element
@@ -9,13 +10,13 @@ a row, or two elements without a common number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from narrowgauge.reference.contracts.accepted import Ends, Part, order_of
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.program import ONCE, Program
+from narrowgauge.spec.program import ONCE, Axes, Program, Step
 
 _MONOTONE = ("float32", "cast", "multiply", "divide", "add", "subtract", "negative", "maximum", "minimum")
 """Steps that move in one direction with an operand, whatever number of its interval the other operand is."""
@@ -33,7 +34,9 @@ class Scope(Part):
     line: int = 0
     """Line of the step of the hidden number."""
     function: str = ""
-    """The step that computes it, such as "rsqrt"."""
+    """The step that computes it, such as "rsqrt"; "divide" of a division, whose divisor is the number."""
+    form: str = ""
+    """The form of a division that explains all results of the call."""
 
 
 def scopes_of(program: Program, number: int) -> Iterator[int]:
@@ -46,15 +49,53 @@ def scopes_of(program: Program, number: int) -> Iterator[int]:
             found = dependent(program, once)
             if number not in found:
                 continue
-            for other in found & _before(program, number):
-                later = program.steps[other]
-                operands = [operand for operand in later.operands if operand in found]
-                if other != once and (later.function not in _MONOTONE or len(operands) > 1):
-                    raise ValueError(
-                        f"{program.file}:{step.line}: the number of c.once reaches {later.function} (line {later.line})"
-                        f", where no one direction is known; leave out c.once"
-                    )
+            later = _turn(program, once, number)
+            if later is not None:
+                raise ValueError(
+                    f"{program.file}:{step.line}: the number of c.once reaches {later.function} (line {later.line})"
+                    f", where no one direction is known; leave out c.once"
+                )
             yield once
+
+
+def divisions_of(program: Program, number: int) -> Iterator[int]:
+    """The divisions of a matrix by a number of each row or by one number, in no declared form, on which the result of a
+    step depends in one direction. Of other divisions every element may have a reciprocal of its own."""
+    rows = {("1",), (), (program.arguments[0].axes[0], "1")} if program.arguments[0].axes else set[Axes]()
+    for division, step in enumerate(program.steps):
+        if step.function == "divide" and "form" not in step.options and len(step.axes) == 2 and step.axes[1] != "1":
+            divisor = program.steps[step.operands[1]]
+            reached = number in dependent(program, division) and _turn(program, division, number) is None
+            if reached and divisor.axes in rows and divisor.function != ONCE:
+                yield division
+
+
+def with_form(program: Program, division: int, form: str) -> Program:
+    """The program with a division in one form; "approximate" is the product with one reciprocal for each divisor, the
+    last step, as rcp.approx gives. PTX documents 2 ulps for div.approx and div.full; all of 2^32 pairs that were
+    measured equal fl(a·rcp.approx(b)). A kernel with another approximation declares this form of its division."""
+    steps, step = list(program.steps), program.steps[division]
+    if form == "approximate":
+        dividend, divisor = step.operands
+        axes, last = program.steps[divisor].axes, len(steps)
+        steps.append(Step("constant", (), {"value": 1.0}, (), "float32", step.line))
+        steps.append(Step("divide", (last, divisor), {"form": form}, axes, "float32", step.line))
+        steps.append(Step(ONCE, (last + 1,), {}, axes, "float32", step.line))
+        steps[division] = replace(step, function="multiply", operands=(dividend, last + 2))
+    else:
+        steps[division] = replace(step, options={"form": form})
+    return replace(program, steps=tuple(steps))
+
+
+def _turn(program: Program, start: int, number: int) -> Step | None:
+    """The first step between two steps whose result has no one direction with the number of the first one."""
+    found = dependent(program, start)
+    for other in sorted(found & _before(program, number)):
+        step = program.steps[other]
+        several = sum(operand in found for operand in step.operands) > 1
+        if other != start and (step.function not in _MONOTONE or several):
+            return step
+    return None
 
 
 def dependent(program: Program, once: int) -> set[int]:

@@ -6,20 +6,23 @@ import torch
 
 from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
 from narrowgauge.reference.numbers.exact import lowest_bit
-from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_SUBNORMAL, UNIT
+from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _FLOAT64_UNIT = 2.0**-52
 _FIRST = 32
 """Terms of a row whose lowest bits are looked at first."""
 
 
-def total(x: Interval, depth: int | None = None) -> Interval:
+def total(x: Interval, depth: int | None = None, *, flushes: bool = False) -> Interval:
     """Σ of the numbers of each row, (…, K) to (…, 1), in float32 or better.
 
     Any order (`depth` None): (n − 1)·(u + 2^-52)·A + n·2^-149 on both sides, n the terms that may differ from 0 and A
     the sum of their largest magnitudes (Jeannerod and Rump, 2013: no term of higher order). `depth`: every term passes
     through at most so many roundings, which gives ((1 + u)^depth − 1)·A. A sum is exact if no partial sum can round:
     all terms are multiples of a power of two q, and A ≤ 2^24·q. The sign of a zero sum is free.
+
+    `flushes`: n terms and n − 1 sums may be subnormal and become 0, which is 2n·2^-126 at most. Partial sums are
+    multiples of q too, so none of them is subnormal if q ≥ 2^-126.
     """
     count = x.shape[-1]
     # The sign is the highest bit: a minimum of integers takes a tenth of the time of `signbit`.
@@ -37,12 +40,13 @@ def total(x: Interval, depth: int | None = None) -> Interval:
     else:
         terms = magnitude.count_nonzero(-1).unsqueeze(-1).double()
     relative = (terms - 1).clamp_(min=0) * (UNIT + _FLOAT64_UNIT) if depth is None else _growth(depth, count)
-    error = relative * size + terms * SMALLEST_SUBNORMAL
+    error = relative * size + terms * (SMALLEST_SUBNORMAL + (2 * SMALLEST_NORMAL if flushes else 0.0))
     low = size if finite is x.low else x.low.sum(-1, keepdim=True)
     high = low if x.point else x.high.sum(-1, keepdim=True)
     exact = terms <= 1
     if x.point:
-        exact |= size <= 2.0**ACCUMULATOR_BITS * _quantum(finite, size)
+        quantum = _quantum(finite, size)
+        exact |= (size <= 2.0**ACCUMULATOR_BITS * quantum) & (quantum >= (SMALLEST_NORMAL if flushes else 0.0))
     exact &= size <= FLT_MAX
     if x.point and bool((exact & (low != 0) | low.isinf()).all()):
         return Interval(low, low)
@@ -86,9 +90,17 @@ def _growth(depth: int, count: int) -> float:
     return float((1 + UNIT) ** depth - 1) + count * _FLOAT64_UNIT
 
 
-def mean(x: Interval, depth: int | None = None, *, count: int | None = None, division: str | None = None) -> Interval:
+def mean(
+    x: Interval,
+    depth: int | None = None,
+    *,
+    count: int | None = None,
+    division: str | None = None,
+    flushes: bool = False,
+) -> Interval:
     """Σ of each row divided by `count`, by default K: (…, K) to (…, 1). The division has the forms of `divide`."""
-    return divide(total(x, depth), exactly(float(x.shape[-1] if count is None else count), x.low.device), division)
+    divisor = exactly(float(x.shape[-1] if count is None else count), x.low.device)
+    return divide(total(x, depth, flushes=flushes), divisor, division)
 
 
 def largest(x: Interval) -> Interval:

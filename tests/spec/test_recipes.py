@@ -316,7 +316,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 DECODE_SCALE = {"largest_scale": "float32", "block_scale": "amax/max", "element_scale": "x/s", "zero_scale": "infinity"}
 DOWN = {"scale_rounding": "down"}  # up, 448·2^k rounds the same by a product and by a quotient
 ELSEWHERE: dict[str, tuple[str, dict[str | int, dict[str, Any]]]] = {
-    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 127, 128)}),
+    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 126, 127, 128, 254)}),
     "largest_scale": (BLOCK, {"float32": {}, "input": {}, "none": {}}),
     "columnwise": (MX, {"transposed": {}, "in-place": {}}),
 }

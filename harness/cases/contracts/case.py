@@ -27,7 +27,7 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.program import GEMM, QUANTIZE, ContractError, Program
+from narrowgauge.spec.program import GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -61,19 +61,21 @@ class ContractCase(Case):
     @classmethod
     def may_declare(cls, key: str, value: object) -> bool:
         """Whether a backend may say this of its kernel: values of the fields of the contract by name."""
-        fields = {name: cls.declared.choices[name] for name in cls.declared.fields}
+        fields = {name: cls.declared.choices[name] for name in cls.declared.fields} | {HIDDEN: (PER_ELEMENT,)}
         return isinstance(value, Mapping) and all(v in fields.get(name, ()) for name, v in value.items())
 
     def declared_program(self, fields: Mapping[str, Any]) -> Program:
         """The steps of a kernel with these values of the fields of the contract, where the case has the defaults."""
         options, defaults = self.request.options, self.declared.options
-        return self.with_fields({name: v for name, v in fields.items() if options[name] == defaults[name]})
+        return self.with_fields({n: v for n, v in fields.items() if n == HIDDEN or options[n] == defaults[n]})
 
     def with_fields(self, fields: Mapping[str, Any]) -> Program:
         """The steps of a kernel with these values of the fields of the contract."""
         if not fields:
             return self.program
-        return self.declared.program(replace(self.request, options={**self.request.options, **fields}))
+        chosen = {name: value for name, value in fields.items() if name != HIDDEN}
+        program = self.declared.program(replace(self.request, options={**self.request.options, **chosen}))
+        return replace(program, hidden=fields.get(HIDDEN, ""))
 
     @property
     def request(self) -> Request:
@@ -328,14 +330,14 @@ def case_class(declared: Declared) -> type[ContractCase]:
         checks = () if isinstance(default, bool) or not values else (_among(values),)
         flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
-    taken = {*_RESERVED, *(f"{name}_dtype" for name in free[1:])}
+    taken = {*_RESERVED, HIDDEN, *(f"{name}_dtype" for name in free[1:])}
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
     texts = tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
-        "declarations": {declared.name: texts} if texts else {},
+        "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"
     return dataclasses.make_dataclass(

@@ -52,7 +52,8 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
 def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Change]:
     """The contract with another value of each field: a kernel may follow it without a declaration."""
     own = {name: case.request.options[name] for name in case.declared.fields} | dict(fields)
-    for name, value in own.items():
+    for name in case.declared.fields:
+        value = own[name]
         for other in case.declared.choices[name]:
             if other == value:
                 continue

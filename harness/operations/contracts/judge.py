@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,9 @@ from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import FLUSHED, GEMM, SUBNORMALS, Program
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 Shown = Mapping[str, torch.Tensor | Quantized]
 
@@ -33,6 +35,7 @@ class UndeterminedError(ValueError):
     """Almost any bytes are right on these inputs, so that no verdict is possible. The message says what to declare."""
 
 
+_PAGE = "docs/contracts.md"
 FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
@@ -46,16 +49,18 @@ def judge_contract(
 ) -> Outcome:
     """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
 
-    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps.
+    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps, to which flushed
+    subnormals are added.
     Raises ValueError for tensors that do not fit the contract, and UndeterminedError if no element is wrong and more
     than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
     parts = dict(judged(program, tensors, shown))
-    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    others = [*others, *_flushed(program)]
+    ordinary = all(_is_ordinary(tensor, program) for tensor in tensors.values())
     judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
     if outcome is None:
         outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
-    free = [name for name, part in parts.items() if finite and part.undetermined > FREE * part.actual.numel()]
+    free = [name for name, part in parts.items() if ordinary and part.undetermined > FREE * part.actual.numel()]
     if free and not any(bool(part.wrong.any()) for part in parts.values()):
         part = parts[free[0]]
         raise UndeterminedError(
@@ -65,13 +70,28 @@ def judge_contract(
         )
     for name, part in parts.items():
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
-        stage.assumes = assumed(program) if stage.rule == "bound" else ""
+        stage.assumes = assumed(program) if stage.rule == "bound" else stage.assumes
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
     outcome.parts = judged_parts
     outcome.confirms = partial(confirmed, program, tensors, shown, others)
     _add_figures(outcome)
     return outcome
+
+
+def _flushed(program: Program) -> Iterator[Change]:
+    """The contract with flushed subnormals, for a contract without the option too."""
+    if not program.flushes and not any(step.function == GEMM for step in program.steps):
+        sentence = f"subnormal numbers are flushed, which the option {SUBNORMALS} of a contract can say ({_PAGE})"
+        yield Change(f"field:{SUBNORMALS}={FLUSHED}", sentence, replace(program, subnormals=FLUSHED))
+
+
+def _is_ordinary(tensor: torch.Tensor, program: Program) -> bool:
+    """Whether a contract has to determine results of these inputs: they are finite, and no square is flushed."""
+    if not bool(tensor.isfinite().all()):
+        return False
+    size = tensor.float().abs()
+    return not program.flushes or not bool(((size > 0) & (size < SMALLEST_NORMAL**0.5)).any())
 
 
 def _add_figures(outcome: Outcome) -> None:
@@ -144,16 +164,27 @@ def stage_of(name: str, part: Part) -> StageResult:
     )  # fmt: skip
 
 
+_FORMS = {
+    "quotient": "a quotient", "reciprocal": "a product with the rounded reciprocal",
+    "approximate": "a product with an approximate reciprocal",
+}  # fmt: skip
+
+
 def stage_of_scope(name: str, scope: Scope) -> StageResult:
     """The stage of a hidden number that a kernel computes once for each row."""
     wrong = scope.wrong
     if not bool(wrong.any()):
-        return StageResult(name, "scope", wrong.numel())
+        form = f"that the division of line {scope.line} is {_FORMS[scope.form]}" if scope.form else ""
+        return StageResult(name, "scope", wrong.numel(), assumes=form)
     count = int(wrong.count_nonzero())
-    number = f"number of line {scope.line} ({scope.function})"
     first = int(wrong.flatten().nonzero()[0])
-    text = f"no single {number} explains {'row' if count == 1 else f'{count} rows, the first is row'} {first}"
-    text += "; its elements took different numbers, each within the bound"
+    if scope.function == "divide":
+        text = f"no single form of the division of line {scope.line} explains all bytes: neither a quotient, nor a "
+        text += f"product with the rounded or with one approximate reciprocal of each divisor; first in row {first}"
+    else:
+        number = f"number of line {scope.line} ({scope.function})"
+        text = f"no single {number} explains {'row' if count == 1 else f'{count} rows, the first is row'} {first}"
+        text += "; its elements took different numbers, each within the bound"
 
     def describe(row: int, column: int) -> dict[str, Any]:
         ends = {label: float_view(x[row, 0]) for label, x in (("lower", scope.lower), ("upper", scope.upper))}

@@ -14,11 +14,11 @@ from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.operations.contracts.as_operation import called
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import HIDDEN, Program
 from narrowgauge.spec.quantized import Quantized
 
 FIRST = ("normal", "ladder", "position")
-"""Families to which the fields are fitted; all others confirm them."""
+"""Families to which the fields are fitted; all others confirm them, and show fields that these families do not."""
 
 Fields = Mapping[str, Any]
 """Values of the fields of a contract by name."""
@@ -94,20 +94,25 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
             unsupported += 1
     choices = {name: cls.declared.choices[name] for name in cls.declared.fields}
     fields = {name: cls.declared.options[name] for name in choices}
+    declared: Any = backend.declares.get(cls.operation, {})
+    hidden = {name: value for name, value in declared.items() if name == HIDDEN}
     first = [one for one in ran if one.case.inputs in FIRST]
 
     def wrong(values: Fields, cases: Sequence[Called]) -> int:
-        return sum(one.wrong(one.case.declared_program(values)) for one in cases)
+        return sum(one.wrong(one.case.declared_program({**hidden, **values})) for one in cases)
 
-    def best_of(names: Sequence[str]) -> dict[str, Any]:
+    def best_of(names: Sequence[str], cases: Sequence[Called] = first) -> dict[str, Any]:
         sets = (dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names)))
-        return min(({**fields, **chosen} for chosen in sets), key=lambda values: wrong(values, first))
+        return min(({**fields, **chosen} for chosen in sets), key=lambda values: wrong(values, cases))
 
     for name in choices:  # field by field; a field may show only beside the right value of another
         fields = best_of([name])
     if wrong(fields, first):
         for pair in itertools.combinations(choices, 2):
             fields = best_of(pair)
+    elif wrong(fields, ran):  # other families show a field, such as flushed subnormals
+        for name in choices:
+            fields = best_of([name], ran)
     others = {
         name: {value: wrong({**fields, name: value}, ran) for value in values if value != fields[name]}
         for name, values in choices.items()

@@ -114,15 +114,15 @@ class RandomKernel:
         return self.quotient(a, b, step.options.get("form"))
 
     def quotient(self, a: torch.Tensor, b: torch.Tensor, form: str | None) -> torch.Tensor:
-        forms = {
-            "quotient": lambda: self.stored(a / b),
-            "reciprocal": lambda: self.stored(a * (1 / b).float().double()),
-            "approximate": lambda: self.stored(a / b * (1 + self.signs(a / b) * 2 * ULP)),
-        }
-        if form is not None:
-            return forms[form]()
-        results = [make() for make in forms.values()]
-        return torch.where(self.coin(results[0]), results[0], torch.where(self.coin(results[0]), *results[1:]))
+        # A division has one form in the whole call, and a divisor one reciprocal.
+        form = form or ("quotient", "reciprocal", "approximate")[self.number(3)]
+        if form == "quotient":
+            return self.stored(a / b)
+        if form == "reciprocal":
+            return self.stored(a * (1 / b).float().double())
+        if b.numel() == a.numel():
+            return self.stored(a / b * (1 + self.signs(a / b) * 2 * ULP))
+        return self.stored(a * (1 / b * (1 + self.signs(b) * 1.5 * ULP)))
 
     def sum(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return self.total(x)
@@ -168,5 +168,43 @@ class RandomKernel:
             ulps = form.ulps + (form.ulps_of_argument * x.abs() if form.ulps_of_argument else 0)
             error = error + ulps * ULP * exact.abs()
         free = exact.isfinite() & ~torch.isin(x, x.new_tensor(FUNCTIONS[name].exact_at))
-        moved = exact + self.signs(exact) * torch.where(free, error, 0.0)
+        moved = torch.where(free, exact + self.signs(exact) * error, exact)  # −0 stays
         return self.stored(moved.clamp(*FUNCTIONS[name].range))
+
+
+class FlushingKernel(RandomKernel):
+    """A kernel whose steps flush subnormal operands and results, each number by a coin, or all of them."""
+
+    def flushed(self, x: torch.Tensor) -> torch.Tensor:
+        tiny = x.abs() < 2.0**-126
+        return torch.where(tiny & self.coin(x) if self.flavour == "mixed" else tiny, torch.copysign(x * 0, x), x)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        return self.flushed(super().stored(self.flushed(x)))
+
+    def float32(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.flushed(x)
+
+    def cast(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return super().cast(step, self.flushed(x))
+
+    def compare(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return super().compare(step, self.flushed(a), self.flushed(b))
+
+    def amax(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return super().amax(step, self.flushed(x))
+
+    def maximum(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.flushed(super().maximum(step, a, b))
+
+    def quotient(self, a: torch.Tensor, b: torch.Tensor, form: str | None) -> torch.Tensor:
+        a, b = self.flushed(a), self.flushed(b)
+        if form == "reciprocal":
+            return self.stored(a * self.stored((1 / b).float().double()))
+        return super().quotient(a, b, form)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return super().total(self.flushed(x))
+
+    def form(self, name: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+        return super().form(name, form, self.flushed(x))

@@ -205,3 +205,45 @@ def test_fast_exp_of_a_large_argument_is_infinite() -> None:
     assert judged(fast_exp, right, x).passed
     right[0, 0] = 1.0
     assert not judged(fast_exp, right, x).passed
+
+
+def times_scale(x: c.Matrix, s: c.Scale):
+    return c.cast(c.float32(x) * s * 3.0, x.dtype)
+
+
+def test_a_scale_is_one_number_for_all_columns() -> None:
+    """Some elements are in doubt, and are evaluated by themselves."""
+    x, s = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([0.37])
+    for y in (x.float() * s * 3.0, x.double() * s * 3.0):
+        assert judged(times_scale, y.to(x.dtype), x, s).passed
+
+
+ZERO_BLOCKS = (
+    "nvfp4@modelopt", "nvfp4@compressed-tensors", "nvfp4@quark", "nvfp4@qwix", "mxfp8-e4m3@mlx",
+    "fp8-block-1x128-e4m3-pow2@compressed-tensors",
+)  # fmt: skip
+"""A recipe for each rule of blocks whose scale is 0."""
+
+
+def weighted_norm(x: c.Matrix, w: c.Row, recipe: c.Recipe):
+    z = c.float32(x)
+    return c.quantize(z * c.float32(w) * c.rsqrt(c.mean(c.square(z)) + 1e-6), recipe)
+
+
+@pytest.mark.parametrize("recipe", ZERO_BLOCKS)
+def test_hidden_amaxes_of_zero_block_rules(recipe: str) -> None:
+    """Amaxes from 0 to infinity: the scale falls once, from that of a zero block, and increases from there on."""
+    draw = torch.Generator().manual_seed(1)
+    powers = torch.randint(-140, 3, (32, 1), generator=draw).float()
+    x = torch.randn(32, 256, generator=draw) * torch.exp2(powers)
+    x[3], x[4, :32], x[5, 7], x[6, 9] = 0.0, 0.0, INF, NAN
+    w = torch.exp2(torch.randint(-20, 20, (256,), generator=draw).float() / 2)
+    w[::64] = 3e38
+    for z in (x, x.double()):
+        y = (z * w.to(z.dtype) * torch.rsqrt((z * z).mean(1, keepdim=True) + 1e-6)).float()
+        q = narrowgauge.quantize(y, recipe)
+        assert judged(weighted_norm, q, x, w, recipe=recipe).passed
+    x, w = x[7:], torch.exp2(torch.arange(256) / 64)  # a finite amax of the tensor
+    q = narrowgauge.quantize((x * w * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)), recipe)
+    assert judged(weighted_norm, q, x, w, recipe=recipe).passed
+    assert not judged(weighted_norm, (q.codes, q.scales.roll(1, 1), q.amax), x, w, recipe=recipe).passed

@@ -86,5 +86,5 @@ def test_few_elements_are_in_doubt(contract: Contract) -> None:
     step = program.steps[number]
     for slab in Evaluation(program, tensors).slabs():
         cast = step.operands[0] if step.recipe is not None else number
-        result, places = Estimator(program.steps, slab.leaf).cast(cast)
+        result, places = Estimator(program, slab.leaf).cast(cast)
         assert places.numel() < (0.15 if contract.name == "gelu-mul" else 0.05) * result.numel()

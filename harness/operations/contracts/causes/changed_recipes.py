@@ -26,7 +26,7 @@ _SENTENCES = {
     "zero_block": "a scale of 0 becomes {}", "smallest_scale": "no scale is below {}",
     "zero_scale": "a block whose scale is 0 gets {}", "statistics": "amaxes are used in the dtype {}",
     "largest_scale": "the largest scale is that of {}", "packing": "the two codes of a byte are stored {}",
-    "nan": "NaN in amaxes: {}",
+    "nan": "NaN in amaxes: {}", "nan_code": "NaN becomes the code {:#x}",
 }  # fmt: skip
 _EPSILONS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5)
 _LARGEST = (2.0, 3.0, 4.0, 6.0, 8.0, 127.0, 128.0, 224.0, 240.0, 256.0, 384.0, 416.0, 448.0, 480.0, 49152.0, 57344.0)

@@ -20,7 +20,7 @@ from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OU
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import INDEX, QUANTIZE, Program, Tensor
+from narrowgauge.spec.program import DIVISIONS, INDEX, QUANTIZE, Program, Tensor
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ ROWS: tuple[Row, ...] = (
     Row(("divide",), "reciprocal-in", "the reciprocal of {b} is rounded to {v}",
         lambda s, v: s.a * c.float32(_rounded(s, 1.0 / s.b, v)), lambda s: _NARROW),
     Row(("divide",), "form", "{self} is computed in the form {v}", lambda s, v: s.changed(form=v),
-        lambda s: [form for form in c.DIVISIONS if s.option("form") not in (None, form)]),
+        lambda s: [form for form in DIVISIONS if s.option("form") not in (None, form)]),
     # sums and maxima of rows
     Row(_REDUCED, "over", "{self} {v}", lambda s, v: s.changed(columns=v[2]), _some_columns),
     Row(("mean",), "by", "{self} divides by {v}", lambda s, v: s.changed(divisor=v[2]), _divisors),

@@ -88,7 +88,7 @@ class Editor(Trace):
         for number in outputs:
             visit(number)
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
-        return Program(self.program.name, self.file, self.program.arguments, tuple(steps), numbers)
+        return replace(self.program, steps=tuple(steps), outputs=numbers)
 
     def _in_float32(self, operands: dict[int, list[int]], value: int) -> int:
         """A value that the steps take as float32."""

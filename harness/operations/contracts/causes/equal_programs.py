@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
+from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, of_rows
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.spec.program import INDEX, Program
 
@@ -60,7 +60,7 @@ def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Inte
         if step.recipe is not None:
             found += [evaluation.values[operand] for operand in step.operands]
             continue
-        evaluation.values[number] = STEPS[step.function](evaluation, step)
+        evaluation.values[number] = evaluated(evaluation, step)
         if number in shown:
             found.append(evaluation.values[number])
     return found

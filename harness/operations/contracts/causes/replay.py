@@ -12,8 +12,8 @@ import torch
 from narrowgauge.reference.contracts.accepted import Ends, Part, is_nan_of, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import (
-    STEPS,
     Evaluation,
+    evaluated,
     handed_on,
     judge_output,
     judged_numbers,
@@ -57,7 +57,7 @@ class Keys:
             if step.function in _COMMUTE:
                 operands.sort()
             options = repr(step.options) if step.options else ""
-            key = (step.function, *operands, options, step.dtype, names.get(number))
+            key = (step.function, *operands, options, step.dtype, names.get(number), program.subnormals)
             found.append(self._numbers.setdefault(key, len(self._numbers)))
         return found
 
@@ -178,13 +178,13 @@ class Replay:
                 continue
             value = self.known.get(keys[number])
             if value is None or name in shown:
-                value = STEPS[step.function](evaluation, step)
+                value = evaluated(evaluation, step)
             if name in shown:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
                 ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
                 yield from judge_output(program, number, ends, result, self.tensors)
-                value = handed_on(step, value, result)
+                value = handed_on(program, step, value, result)
             elif keep:
                 self.known[keys[number]] = value
             evaluation.values[number] = value

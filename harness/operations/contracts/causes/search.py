@@ -97,6 +97,8 @@ class _Search:
     """Changes that are no changes of steps: values of the fields of the contract."""
     found: list[Change] = field(default_factory=list)
     """Changes, and pairs of changes, that accept all results."""
+    free: set[str] = field(default_factory=set)
+    """Names of found values of fields under which almost any bytes are right."""
     near: list[Change] = field(default_factory=list)
     """Single changes that do not, but that some rows do not exclude either."""
     singles: list[Change] = field(default_factory=list)
@@ -127,11 +129,13 @@ class _Search:
             if not self.limit.may_try(self.some.work(change.program)):
                 break
             evidence = self._evidence(change.program)
-            if not evidence.judged and not evidence.excluded:
+            if not evidence.judged and not evidence.excluded and change not in others:
                 continue
             self.singles.append(change)
             if evidence.fits:
                 self.found.append(change)
+                if not evidence.judged:
+                    self.free.add(change.name)
             elif not evidence.excluded:
                 self.near.append(change)
 
@@ -209,6 +213,9 @@ class _Search:
             sentence = f"{change.sentence}: the bytes are those of this change, among {tried} that were tried"
             if rival is not None:
                 doubt = f"too few bytes exclude another change: {rival.sentence}"
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
+            elif change.name in self.free:
+                doubt = "under it these inputs have almost any bytes"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
             elif not plain.excluded or len(plain.bits) < _BYTES:
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"

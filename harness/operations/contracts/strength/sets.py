@@ -16,7 +16,7 @@ import torch
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.reference.contracts.accepted import Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, judged_numbers, of_rows
+from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, judged_numbers, of_rows
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import block_scales
@@ -104,7 +104,7 @@ class Sets:
         names, values, ends = {n: name for name, n in program.outputs.items()}, dict[int, Any](), dict[str, Ends]()
         for number, (step, key) in enumerate(zip(program.steps, keys.of(program), strict=True)):
             if step.recipe is None:
-                value = known[key] if key in known else STEPS[step.function](evaluation, step)
+                value = known[key] if key in known else evaluated(evaluation, step)
                 values[key] = evaluation.values[number] = value
             if number in names:
                 source = judged_numbers(program, number)[0]

@@ -192,6 +192,75 @@ def test_a_kernel_declares_the_fields_that_it_follows() -> None:
     assert not report["wrong"]
 
 
+FLUSHED = """
+import torch
+from typing import Literal
+from narrowgauge import contract as c
+
+
+@c.contract
+def gated(x: c.Matrix, w: c.Row, *, subnormals: Literal["kept", "flushed"] = "kept"):
+    return c.cast(c.float32(x) * c.float32(w) * 2.0**60, x.dtype)
+
+
+def flush(x):
+    return torch.where(x.abs() < 2.0**-126, x * 0, x)
+
+
+class Backend:
+    def gated(self, x, w):
+        y = flush(flush(x.float()) * flush(w.float()))
+        return (y * 2.0**60).to(x.dtype)
+
+
+class Declared(Backend):
+    declares = {"gated": {"subnormals": "flushed"}}
+"""
+
+
+def test_a_kernel_declares_that_it_flushes(folder: Path) -> None:
+    (folder / "flushing.py").write_text(FLUSHED, encoding="utf-8")
+    given = ("--contract", "flushing.py", "--no-history", "-n", "1", "--report-dir", "run")
+    failed = command("run", *given, "--backend", "flushing.py:Backend", "-k", "bf16", status=1)
+    assert "subnormals is 'flushed', which the backend can declare" in failed
+    assert "cases passed" in command("run", *given, "--backend", "flushing.py:Declared")
+    fitted = command("dialect", "flushing.py:Backend", "--contract", "flushing.py")
+    assert "declares = {'gated': {'subnormals': 'flushed'}}" in fitted
+
+
+FORMS = """
+import torch
+from narrowgauge import contract as c
+
+
+@c.contract
+def scaled(x: c.Matrix):
+    z = c.float32(x)
+    return {"y": c.cast(z / c.amax(z), "float32")}
+
+
+class Backend:
+    def scaled(self, x):
+        z, half = x.float(), x.shape[1] // 2
+        amax = z.abs().amax(1, keepdim=True)
+        return torch.cat([z[:, :half] / amax, z[:, half:] * ((1 / amax) * (1 + 2.0**-23))], 1)
+
+
+class Declared(Backend):
+    declares = {"scaled": {"hidden": "per-element"}}
+"""
+
+
+def test_a_kernel_declares_two_forms_of_a_division(folder: Path) -> None:
+    (folder / "forms.py").write_text(FORMS, encoding="utf-8")
+    given = ("--contract", "forms.py", "--no-history", "-n", "1", "--report-dir", "run", "-k", "64x256 and normal")
+    failed = command("run", *given, "--backend", "forms.py:Backend", status=1)
+    assert "no single form of the division of line 9 explains all bytes" in failed
+    assert "cases passed" in command("run", *given, "--backend", "forms.py:Declared")
+    command("dialect", "forms.py:Backend", "--contract", "forms.py", status=1)
+    assert "explains all" in command("dialect", "forms.py:Declared", "--contract", "forms.py")
+
+
 def test_independent_rows_have_the_same_bytes_alone() -> None:
     found = record("FewRows")
     assert (found["verdict"], found["stage"]) == ("fail", "rows")

@@ -11,6 +11,7 @@ import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.harness.operations.contracts.causes.changes import changes
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
 from tests.reference.contracts.contracts import CONTRACTS
 
@@ -93,6 +94,29 @@ def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
     found = [each["sentence"] for each in verdict.explanations if each["exact"]]
     assert len(found) == 1, found
     assert "y is added to x" in found[0] or "is added" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "codes"),
+    [("fp8-row-e4m3", (126, 254, 0)), ("nvfp4", (0, 8)), ("nvfp4@torchao", (7,)), ("mxfp8-e4m3", (126,))],
+)
+def test_another_code_of_nan_is_named(recipe: str, codes: tuple[int, ...]) -> None:
+    """NaN gives 7E or FE in kernels that clamp before they round, 7F in others."""
+
+    @c.contract
+    def twice(x: c.Matrix, recipe: c.Recipe):
+        return c.quantize(c.cast(c.float32(x) * 2.0, x.dtype), recipe)
+
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[:, 5] = torch.nan
+    own = find_recipe(recipe)
+    right = narrowgauge.quantize(x * 2, recipe)
+    narrowgauge.assert_result(twice, right, x, recipe=recipe)
+    for code in codes:
+        wrong = replace(narrowgauge.quantize(x * 2, replace(own, nan_code=code)), recipe=own)
+        verdict = narrowgauge.explain(narrowgauge.assert_result, twice, wrong, x, recipe=recipe, diagnose="full")
+        found = [str(each["sentence"]) for each in verdict.explanations]
+        assert found[0].startswith(f"NaN becomes the code {code:#x} (line "), found
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
