@@ -217,7 +217,7 @@ class _Search:
             elif change.name in self.free:
                 doubt = "under it these inputs have almost any bytes"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
-            elif not plain.excluded or len(plain.bits) < _BYTES:
+            elif not plain.excluded or (len(plain.bits) < _BYTES and change not in self.others):
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
                 if plain.excluded:
                     few = "the wrong elements have too few different bytes to be certain"
