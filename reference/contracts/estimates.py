@@ -304,6 +304,11 @@ class Estimator:
     def further(self, step: Step) -> Estimate:
         """A number with further roundings."""
         a, count = self._of(step.operands[0]), step.options["count"]
+        if len(step.operands) > 1:
+            of = self._of(step.operands[1])
+            largest = (of.largest * (1 + of.relative) + of.absolute) * ((1 + UNIT) ** count - 1) * _SLACK
+            absolute = a.absolute + largest + count * SMALLEST_SUBNORMAL
+            return replace(a, absolute=absolute, zeros=False, nonzero=False, positive=False)
         relative, absolute = a.relative + ((1 + UNIT) ** count - 1) * _SLACK, a.absolute + count * SMALLEST_SUBNORMAL
         return replace(a, relative=relative, absolute=absolute, zeros=a.zeros and a.smallest >= _SMALL)
 

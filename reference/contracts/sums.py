@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
@@ -91,10 +93,56 @@ def mean(x: Interval, depth: int | None = None, *, count: int | None = None, div
     return divide(total(x, depth), exactly(float(x.shape[-1] if count is None else count), x.low.device), division)
 
 
+def merged(statistic: Interval, x: Interval, *, squares: bool = False) -> Interval:
+    """The mean of each row of x, (…, K) to (…, 1), or its mean square deviation (`squares`), with every number that
+    Welford's updates of parts of the row, merged in a tree, may give.
+
+    Proof: `reference.high_precision.norm`, `_mean` and `_variance`. A row that is not finite keeps its numbers; its
+    mean may be NaN.
+    """
+    count, size = x.shape[-1], torch.maximum(x.low.abs(), x.high.abs())
+    if not count:
+        return statistic
+    together, most = size.sum(-1, keepdim=True), size.amax(-1, keepdim=True)
+    low, high = statistic.low, statistic.high
+    if x.point:  # about the exact number
+        mean = x.low.mean(-1, keepdim=True)
+        low = high = (x.low - mean).square().mean(-1, keepdim=True) if squares else mean
+    second = 1 + 2.0**-10
+    """Covers the terms of second order, and the products with 1/K."""
+    if squares:
+        of_mean = UNIT * torch.minimum(4 * together, together + 128 * most) * second
+        weights, s = max(1.0, math.log2(count) / 2) * count, high * count
+        moved = 4 * of_mean * (weights * s).sqrt() + 4 * of_mean * of_mean * weights
+        error = (moved + (count + 12) * UNIT * (s + moved)) / count * second
+    else:
+        error = UNIT * min(4.0, 1 + 128 / count) * together * second
+    finite = together.isfinite()
+    error = torch.where(together == 0, 0.0, error.nan_to_num(torch.inf) + SMALLEST_SUBNORMAL)
+    low = torch.minimum(statistic.low, low - error)
+    high = torch.maximum(statistic.high, high + error)
+    low, high = (low.clamp(min=0.0), high) if squares else (low, high)
+    nan = statistic.may_be_nan | ~finite | error.isinf()
+    if not bool(nan.any()):
+        return Interval(low, high)
+    low, high = torch.where(finite, low, statistic.low), torch.where(finite, high, statistic.high)
+    return Interval(low, high, nan)
+
+
 def largest(x: Interval) -> Interval:
-    """The largest number of each row, (…, K) to (…, 1); NaN is ignored."""
-    low, high = (torch.where(end.isnan(), -torch.inf, end).amax(-1, keepdim=True) for end in (x.low, x.high))
-    return Interval(low, low if x.point else high, x.may_be_nan.any(-1, keepdim=True), x.bits)
+    """The largest number of each row, (…, K) to (…, 1). NaN is ignored, or makes the result NaN; of two zeros a kernel
+    may take either."""
+    low, high = (torch.where(end.isnan(), -torch.inf, end) for end in (x.low, x.high))
+    found, most = low.amax(-1, keepdim=True), high.amax(-1, keepdim=True)
+    nan = x.may_be_nan.any(-1, keepdim=True)
+    if bool(((found == 0) | (most == 0)).any()):
+        either = [(zeros & sign).any(-1, keepdim=True) for zeros in (low == 0, high == 0)
+                  for sign in (low.signbit(), ~high.signbit())]  # fmt: skip
+        found = torch.where((found == 0) & either[0], -0.0, found)
+        most = torch.where((most == 0) & either[3], 0.0, most)
+    elif x.point and not bool(nan.any()):
+        return Interval(found, found, bits=x.bits)
+    return Interval(found, most, nan if bool(nan.any()) else None, x.bits)
 
 
 def amax(x: Interval) -> Interval:

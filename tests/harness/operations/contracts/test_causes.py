@@ -12,7 +12,7 @@ from narrowgauge import contract as c
 from narrowgauge.harness.operations.contracts.causes.changes import changes
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
-from tests.reference.contracts.contracts import CONTRACTS
+from tests.reference.contracts.contracts import COMPOSED, CONTRACTS
 
 FEW = (
     "rmsnorm-quantize: last vector", "rmsnorm-quantize: eps 1e-5", "rmsnorm-quantize: rs of the next row",
@@ -98,7 +98,7 @@ def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
     assert "y is added to x" in found[0] or "is added" in found[0]
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED], ids=lambda contract: contract.name)
 def test_changes_can_run_and_have_names_of_their_own(contract: c.Contract) -> None:
     program = contract.trace(dict.fromkeys(contract.tensors, "bfloat16"), dict.fromkeys(contract.recipes, "nvfp4"), {})
     found = list(changes(program))
