@@ -117,12 +117,12 @@ def merged(statistic: Interval, x: Interval, *, squares: bool = False) -> Interv
         error = (moved + (count + 12) * UNIT * (s + moved)) / count * second
     else:
         error = UNIT * min(4.0, 1 + 128 / count) * together * second
-    finite = together.isfinite()
-    error = torch.where(together == 0, 0.0, error.nan_to_num(torch.inf) + SMALLEST_SUBNORMAL)
-    low = torch.minimum(statistic.low, low - error)
-    high = torch.maximum(statistic.high, high + error)
-    low, high = (low.clamp(min=0.0), high) if squares else (low, high)
-    nan = statistic.may_be_nan | ~finite | error.isinf()
+    # A difference x − m, or its square, may overflow, and the next update is ∞ − ∞.
+    free = error.isnan() | (most > FLT_MAX / 4) | (squares & (high > FLT_MAX / 2))
+    error = torch.where(together == 0, 0.0, error + SMALLEST_SUBNORMAL).masked_fill(free, torch.inf)
+    low, high = torch.minimum(statistic.low, low - error), torch.maximum(statistic.high, high + error)
+    low, finite = low.clamp(min=0.0) if squares else low, together.isfinite()
+    nan = statistic.may_be_nan | ~finite | free
     if not bool(nan.any()):
         return Interval(low, high)
     low, high = torch.where(finite, low, statistic.low), torch.where(finite, high, statistic.high)

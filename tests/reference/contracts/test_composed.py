@@ -12,7 +12,7 @@ from narrowgauge import contract as c
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.reference.contracts.interval import exactly
+from narrowgauge.reference.contracts.interval import exactly, square
 from narrowgauge.reference.high_precision.norm import norm_forward
 from tests.reference.bounds.test_bounds import ordinal
 from tests.reference.contracts.contracts import columns, layer_norm
@@ -90,6 +90,12 @@ def test_a_row_of_zeros_has_no_error_of_merges() -> None:
     for squares in (False, True):
         found = sums.merged(sums.mean(zeros), zeros, squares=squares)
         assert not bool(found.low.any() | found.high.any())
+
+
+def test_a_variance_that_overflows_may_be_anything_from_0_on() -> None:
+    x = exactly(torch.tensor([[3e38, -3e38]]))
+    found = sums.merged(sums.mean(square(x)), x, squares=True)
+    assert (float(found.low), float(found.high), bool(found.may_be_nan)) == (0.0, INF, True)
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "largest"])
