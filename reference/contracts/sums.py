@@ -105,9 +105,12 @@ def merged(statistic: Interval, x: Interval, *, squares: bool = False) -> Interv
         return statistic
     together, most = size.sum(-1, keepdim=True), size.amax(-1, keepdim=True)
     low, high = statistic.low, statistic.high
-    if x.point:  # about the exact number
-        mean = x.low.mean(-1, keepdim=True)
-        low = high = (x.low - mean).square().mean(-1, keepdim=True) if squares else mean
+    if x.point:  # about the exact number, unless the statistic is another one, as that of a changed contract
+        middle = x.low.mean(-1, keepdim=True)
+        if squares:
+            middle = (x.low - middle).square().mean(-1, keepdim=True)
+        inside = (middle >= low) & (middle <= high)
+        low, high = torch.where(inside, middle, low), torch.where(inside, middle, high)
     second = 1 + 2.0**-10
     """Covers the terms of second order, and the products with 1/K."""
     if squares:

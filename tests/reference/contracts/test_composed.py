@@ -92,6 +92,14 @@ def test_a_row_of_zeros_has_no_error_of_merges() -> None:
         assert not bool(found.low.any() | found.high.any())
 
 
+def test_another_statistic_does_not_reach_the_right_one() -> None:
+    """A contract with a changed mean accepts numbers about this mean alone."""
+    x = exactly(drawn(4, 64))
+    for squares in (False, True):
+        found = sums.merged(exactly(torch.full((4, 1), 5.0)), x, squares=squares)
+        assert bool(((found.low > 4.99) & (found.high < 5.01)).all())
+
+
 def test_a_variance_that_overflows_may_be_anything_from_0_on() -> None:
     x = exactly(torch.tensor([[3e38, -3e38]]))
     found = sums.merged(sums.mean(square(x)), x, squares=True)
