@@ -12,7 +12,7 @@ from narrowgauge import contract as c
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.reference.contracts.interval import exactly, square
+from narrowgauge.reference.contracts.interval import Interval, divide, exactly, multiply, square
 from narrowgauge.reference.high_precision.norm import norm_forward
 from tests.reference.bounds.test_bounds import ordinal
 from tests.reference.contracts.contracts import columns, layer_norm
@@ -104,6 +104,14 @@ def test_a_variance_that_overflows_may_be_anything_from_0_on() -> None:
     x = exactly(torch.tensor([[3e38, -3e38]]))
     found = sums.merged(sums.mean(square(x)), x, squares=True)
     assert (float(found.low), float(found.high), bool(found.may_be_nan)) == (0.0, INF, True)
+
+
+def test_a_number_of_any_size_times_zero_may_be_zero() -> None:
+    anything, zero = Interval(torch.tensor([-INF]).double(), torch.tensor([INF]).double()), exactly(torch.zeros(1))
+    infinity = exactly(torch.tensor([INF]))
+    for found in (multiply(anything, zero), divide(anything, infinity, "quotient")):
+        assert (float(found.low), float(found.high), bool(found.may_be_nan)) == (0.0, 0.0, True)
+    assert bool(multiply(infinity, zero).never)
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "largest"])
