@@ -21,15 +21,19 @@ from narrowgauge.contract.steps import (
     gelu,
     gemm,
     halves,
+    largest,
+    layer_norm,
     maximum,
     mean,
     minimum,
     once,
     quantize,
+    rms_norm,
     roundings,
     rsqrt,
     sigmoid,
     silu,
+    softmax,
     sqrt,
     square,
     sum,
@@ -40,9 +44,9 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Contract", "ContractError", "Flag", "Index", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax",
-    "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm", "halves",
-    "maximum", "mean", "minimum", "once", "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square",
-    "sum", "tanh", "where",
+    "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm",
+    "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "rms_norm", "roundings",
+    "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip
 
 

@@ -30,10 +30,13 @@ def square(x: Value) -> Value:
     return x.trace.add("square", (in_float32(x),), x.axes, "float32")
 
 
-def sum(x: Value | Sequence[Value], *, depth: int | None = None) -> Value:
-    """Σ along the last axis, or of a list of values, in any order, or with at most `depth` roundings of each term."""
+def sum(x: Value | Sequence[Value], *, depth: int | None = None, axis: int = -1) -> Value:
+    """Σ along an axis, or of a list of values, in any order, or with at most `depth` roundings of each term.
+
+    `axis`: the last, (M, K) to (M, 1), or 0, (M, K) to (K,).
+    """
     if isinstance(x, Value):
-        return _reduced("sum", x, depth=depth)
+        return _reduced("sum", in_float32(x), axis, depth=depth)
     values = [in_float32(value) for value in x]
     axes = values[0].axes
     for value in values[1:]:
@@ -41,15 +44,20 @@ def sum(x: Value | Sequence[Value], *, depth: int | None = None) -> Value:
     return values[0].trace.add("sum_of", tuple(values), axes, "float32", **({} if depth is None else {"depth": depth}))
 
 
-def mean(x: Value, *, depth: int | None = None, division: str | None = None) -> Value:
-    """Σ along the last axis, divided by its size: `sum`, then `divide`."""
+def mean(x: Value, *, depth: int | None = None, division: str | None = None, axis: int = -1) -> Value:
+    """Σ along an axis, divided by its size: `sum`, then `divide`."""
     _check_division(x, division)
-    return _reduced("mean", x, depth=depth, division=division)
+    return _reduced("mean", in_float32(x), axis, depth=depth, division=division)
 
 
-def amax(x: Value) -> Value:
-    """The largest magnitude along the last axis."""
-    return x.trace.add("amax", (x,), (*x.axes[:-1], "1"), x.dtype)
+def amax(x: Value, *, axis: int = -1) -> Value:
+    """The largest magnitude along an axis."""
+    return _reduced("amax", x, axis)
+
+
+def largest(x: Value, *, axis: int = -1) -> Value:
+    """The largest number along an axis."""
+    return _reduced("largest", x, axis)
 
 
 def divide(x: Value | float, y: Value | float, form: str | None = None) -> Value:
@@ -166,6 +174,40 @@ def gelu(x: Value, form: str = "tanh") -> Value:
     return any_of(x * 0.5 * (inner + 1.0), x * ((inner + 1.0) * 0.5))
 
 
+def softmax(x: Value) -> Value:
+    """e^(x − m)/Σ e^(x − m) along the last axis, m the largest number of the row."""
+    e = exp(x - largest(x))
+    return e / sum(e)
+
+
+def rms_norm(x: Value, weight: Value | None = None, eps: float = 1e-6) -> Value:
+    """x/√(mean x² + eps) along the last axis, times the weight: the products in any order."""
+    return _weighted(x * rsqrt(mean(square(in_float32(x))) + eps), weight)
+
+
+def layer_norm(x: Value, weight: Value | None = None, bias: Value | None = None, eps: float = 1e-5) -> Value:
+    """(x − m)/√(mean (x − m)² + eps) along the last axis, m its mean, times the weight, plus the bias.
+
+    Mean and variance in two passes or by Welford's updates, merged in a tree; x·r − m·r in place of (x − m)·r. Not
+    mean x² − m².
+    """
+    m = _merged(mean(x), x)
+    d = x - m
+    r = rsqrt(_merged(mean(square(d)), x, squares=True) + eps)
+    of_parts = (abs(x) + abs(m)) * r
+    y = _weighted(x.trace.add("roundings", (d * r, of_parts), x.axes, "float32", count=3), weight)
+    return y if bias is None else y + float32(bias)
+
+
+def _weighted(y: Value, weight: Value | None) -> Value:
+    return y if weight is None else roundings(y * float32(weight), 1)
+
+
+def _merged(statistic: Value, x: Value, **options: bool) -> Value:
+    """A mean of x, or its mean square deviation (`squares`), that a kernel may merge from those of parts."""
+    return x.trace.add("merged", (statistic, x), statistic.axes, "float32", **options)
+
+
 def halves(x: Value) -> tuple[Value, Value]:
     """The first and the second half of the last axis."""
     axes = (*x.axes[:-1], f"{x.axes[-1]}/2")
@@ -222,9 +264,13 @@ def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:
     return x.trace.add(name, (in_float32(x),), x.axes, "float32", **({"forms": list(forms)} if forms else {}))
 
 
-def _reduced(name: str, x: Value, **options: object) -> Value:
+def _reduced(name: str, x: Value, axis: int, **options: object) -> Value:
     given = {key: value for key, value in options.items() if value is not None}
-    return x.trace.add(name, (in_float32(x),), (*x.axes[:-1], "1"), "float32", **given)
+    if axis == -1:
+        return x.trace.add(name, (x,), (*x.axes[:-1], "1"), x.dtype, **given)
+    if axis != 0 or len(x.axes) != 2:
+        x.trace.fail(f"c.{name} along axis {axis} of ({', '.join(x.axes)}); the axis is -1, or 0 of a matrix")
+    return x.trace.add(name, (x,), x.axes[1:], x.dtype, axis=0, **given)
 
 
 def _check_division(x: Value, form: str | None) -> None:

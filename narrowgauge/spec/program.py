@@ -75,6 +75,11 @@ class Step:
     """Line of the file."""
 
     @property
+    def across_rows(self) -> bool:
+        """Whether it reduces the first axis, so that rows cannot be judged alone."""
+        return self.options.get("axis") == 0
+
+    @property
     def recipe(self) -> str | None:
         """Name of the recipe of a quantization; None of every other step."""
         return self.options.get("recipe") if self.function == QUANTIZE else None

@@ -54,8 +54,8 @@ def kept(x: Interval, columns: tuple[float, float | None, int], period: int | No
 
 
 CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
-    "expanded": expanded, "rolled": rolled, "rearranged": rearranged, "largest": sums.largest,
-    "amax_of_all": amax_of_all, "kept": kept,
+    "expanded": expanded, "rolled": rolled, "rearranged": rearranged, "amax_of_all": amax_of_all,
+    "kept": kept,
 }  # fmt: skip
 """Functions of intervals and options by the name of the step."""
 

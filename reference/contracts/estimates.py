@@ -315,6 +315,11 @@ class Estimator:
         """A number with further roundings."""
         a, count = self._of(step.operands[0]), step.options["count"]
         relative, smallest = (1 + UNIT) ** count - 1, SMALLEST_NORMAL if self._flushes else SMALLEST_SUBNORMAL
+        if len(step.operands) > 1:
+            of = self._of(step.operands[1])
+            largest = (of.largest * (1 + of.relative) + of.absolute) * relative * _SLACK
+            absolute = a.absolute + largest + count * smallest
+            return replace(a, absolute=absolute, zeros=False, nonzero=False, positive=False)
         relative, absolute = a.relative + relative * _SLACK, a.absolute + count * smallest
         return replace(a, relative=relative, absolute=absolute, zeros=a.zeros and a.smallest >= _SMALL)
 

@@ -537,6 +537,15 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     count = step.options["count"]
     absolute = SMALLEST_NORMAL if evaluation.program.flushes else 2.0**-150
+    if len(step.operands) > 1:  # of numbers of another size
+        of = i.absolute(evaluation.values[step.operands[1]])
+        error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
+        nan = value.may_be_nan | of.may_be_nan
+        low, high = (
+            torch.where(error.isfinite(), end, value_end)
+            for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
+        )
+        return Interval(low, high, nan)
     low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
@@ -548,6 +557,8 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         value: Interval = evaluation.values[step.operands[0]]
         options, size = dict(step.options), value.shape[-1]
         columns, rule = options.pop("columns", None), options.pop("divisor", None)
+        if options.pop("axis", -1) == 0:
+            value, size = value.arranged(lambda t: t.T), value.shape[0]
         if step.function == "mean":
             options["count"] = size if rule is None else divisor(rule, size)
         if step.function in ("sum", "mean"):
@@ -555,12 +566,13 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         if columns is not None:
             some = some_columns(columns, size)
             value = value.arranged(lambda t: t[..., some])
-        return function(value, **options)
+        found = function(value, **options)
+        return found.arranged(lambda t: t.squeeze(-1)) if step.across_rows else found
 
     return reduce
 
 
-_REDUCTIONS = ("sum", "mean", "amax", "maximum_of")
+_REDUCTIONS = ("sum", "mean", "amax", "largest", "merged")
 
 
 def _plain(function: Callable[..., Any]) -> Callable[[Evaluation, Step], Any]:
@@ -595,6 +607,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "negative": _plain(i.negative), "absolute": _plain(i.absolute), "square": _plain(i.square),
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
+    "largest": _reduced(sums.largest), "merged": _plain(sums.merged),
     **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip

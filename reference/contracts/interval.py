@@ -189,6 +189,7 @@ def multiply(a: Interval, b: Interval) -> Interval:
     if a.finite and b.finite:
         return rounded(low, high)
     invalid = (_holds_zero(a) & _infinite(b)) | (_infinite(a) & _holds_zero(b))
+    low, high = _between_infinities(low, high, a, b)
     return rounded(low, high, a.may_be_nan | b.may_be_nan | invalid)
 
 
@@ -330,6 +331,7 @@ def _quotient(a: Interval, b: Interval) -> Interval:
     invalid = (_holds_zero(a) & _holds_zero(b)) | (_infinite(a) & _infinite(b))
     if bool(inside.any()):
         low, high = low.masked_fill(inside, -torch.inf), high.masked_fill(inside, torch.inf)
+    low, high = _between_infinities(low, high, a, b)
     nan = a.may_be_nan | b.may_be_nan | invalid
     return rounded(low, high, nan if bool(nan.any()) else None)
 
@@ -364,6 +366,17 @@ def _corners(a: Interval, b: Interval, function: Function, *, exact: bool) -> tu
             torch.where((end == 0) | end.isinf(), end, moved) for end, moved in ((low, lower), (high, upper))
         )
     return lower, upper
+
+
+def _between_infinities(
+    low: torch.Tensor, high: torch.Tensor, a: Interval, b: Interval
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends of 0 where −∞ and ∞ times 0, or divided by ∞, are NaN: the numbers between them give a zero."""
+    lost = low.isnan() & high.isnan()
+    if not bool(lost.any()):
+        return low, high
+    lost &= ~a.never & ~b.never & ((a.low != a.high) | (b.low != b.high))
+    return torch.where(lost, -0.0, low), torch.where(lost, 0.0, high)
 
 
 def _least(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

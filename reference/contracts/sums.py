@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
@@ -103,10 +105,59 @@ def mean(
     return divide(total(x, depth, flushes=flushes), divisor, division)
 
 
+def merged(statistic: Interval, x: Interval, *, squares: bool = False) -> Interval:
+    """The mean of each row of x, (…, K) to (…, 1), or its mean square deviation (`squares`), with every number that
+    Welford's updates of parts of the row, merged in a tree, may give.
+
+    Proof: `reference.high_precision.norm`, `_mean` and `_variance`. A row that is not finite keeps its numbers; its
+    mean may be NaN.
+    """
+    count, size = x.shape[-1], torch.maximum(x.low.abs(), x.high.abs())
+    if not count:
+        return statistic
+    together, most = size.sum(-1, keepdim=True), size.amax(-1, keepdim=True)
+    low, high = statistic.low, statistic.high
+    if x.point:  # about the exact number, unless the statistic is another one, as that of a changed contract
+        middle = x.low.mean(-1, keepdim=True)
+        if squares:
+            middle = (x.low - middle).square().mean(-1, keepdim=True)
+        inside = (middle >= low) & (middle <= high)
+        low, high = torch.where(inside, middle, low), torch.where(inside, middle, high)
+    second = 1 + 2.0**-10
+    """Covers the terms of second order, and the products with 1/K."""
+    if squares:
+        of_mean = UNIT * torch.minimum(4 * together, together + 128 * most) * second
+        weights, s = max(1.0, math.log2(count) / 2) * count, high * count
+        moved = 4 * of_mean * (weights * s).sqrt() + 4 * of_mean * of_mean * weights
+        error = (moved + (count + 12) * UNIT * (s + moved)) / count * second
+    else:
+        error = UNIT * min(4.0, 1 + 128 / count) * together * second
+    # A difference x − m, or its square, may overflow, and the next update is ∞ − ∞.
+    free = error.isnan() | (most > FLT_MAX / 4) | (squares & (high > FLT_MAX / 2))
+    error = torch.where(together == 0, 0.0, error + SMALLEST_SUBNORMAL).masked_fill(free, torch.inf)
+    low, high = torch.minimum(statistic.low, low - error), torch.maximum(statistic.high, high + error)
+    low, finite = low.clamp(min=0.0) if squares else low, together.isfinite()
+    nan = statistic.may_be_nan | ~finite | free
+    if not bool(nan.any()):
+        return Interval(low, high)
+    low, high = torch.where(finite, low, statistic.low), torch.where(finite, high, statistic.high)
+    return Interval(low, high, nan)
+
+
 def largest(x: Interval) -> Interval:
-    """The largest number of each row, (…, K) to (…, 1); NaN is ignored."""
-    low, high = (torch.where(end.isnan(), -torch.inf, end).amax(-1, keepdim=True) for end in (x.low, x.high))
-    return Interval(low, low if x.point else high, x.may_be_nan.any(-1, keepdim=True), x.bits)
+    """The largest number of each row, (…, K) to (…, 1). NaN is ignored, or makes the result NaN; of two zeros a kernel
+    may take either."""
+    low, high = (torch.where(end.isnan(), -torch.inf, end) for end in (x.low, x.high))
+    found, most = low.amax(-1, keepdim=True), high.amax(-1, keepdim=True)
+    nan = x.may_be_nan.any(-1, keepdim=True)
+    if bool(((found == 0) | (most == 0)).any()):
+        either = [(zeros & sign).any(-1, keepdim=True) for zeros in (low == 0, high == 0)
+                  for sign in (low.signbit(), ~high.signbit())]  # fmt: skip
+        found = torch.where((found == 0) & either[0], -0.0, found)
+        most = torch.where((most == 0) & either[3], 0.0, most)
+    elif x.point and not bool(nan.any()):
+        return Interval(found, found, bits=x.bits)
+    return Interval(found, most, nan if bool(nan.any()) else None, x.bits)
 
 
 def amax(x: Interval) -> Interval:

@@ -71,7 +71,7 @@ def has_rows(program: Program) -> bool:
         recipe = None if step.recipe is None else find_recipe(step.recipe)
         if step.axes[:1] != axis or (recipe is not None and _shared_by_rows(recipe)):
             return False
-    return not any(axis[0] in step.axes[1:] for step in program.steps)
+    return not any(axis[0] in step.axes[1:] or step.across_rows for step in program.steps)
 
 
 def _shared_by_rows(recipe: Recipe) -> bool:

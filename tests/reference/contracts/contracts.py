@@ -151,6 +151,34 @@ def serving_silu_static(x: c.Matrix, scale: c.Scale):
     return c.quantize(c.cast(c.float32(y) * c.float32(up), x.dtype), "fp8-static-e4m3@vllm", scale)
 
 
+@c.contract
+def layer_norm(x: c.Matrix, weight: c.Row, bias: c.Row):
+    """LayerNorm by any algorithm."""
+    return c.cast(c.layer_norm(c.float32(x), weight, bias), x.dtype)
+
+
+@c.contract
+def rms_norm(x: c.Matrix, weight: c.Row):
+    """RMSNorm with 1 + weight."""
+    return c.cast(c.rms_norm(c.float32(x), c.float32(weight) + 1.0), x.dtype)
+
+
+@c.contract
+def softmax(x: c.Matrix):
+    """Softmax of rows."""
+    return c.cast(c.softmax(c.float32(x)), x.dtype)
+
+
+@c.contract
+def columns(x: c.Matrix):
+    """Statistics of columns, and the rows without them."""
+    z = c.float32(x)
+    total, mean = c.sum(z, axis=0), c.mean(z, axis=0)
+    parts = {"total": total, "mean": mean, "amax": c.amax(z, axis=0), "largest": c.largest(z, axis=0)}
+    return {**{name: c.cast(part, x.dtype) for name, part in parts.items()}, "rest": c.cast(z - mean, x.dtype)}
+
+
+COMPOSED = (layer_norm, rms_norm, softmax, columns)
 CONTRACTS = (
     rmsnorm_quantize, add_rmsnorm, silu_mul_quantize, gelu_mul, clamped_swiglu, layernorm, relu_squared, scaled_rows,
 )  # fmt: skip

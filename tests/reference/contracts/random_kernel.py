@@ -105,10 +105,32 @@ class RandomKernel:
             first = torch.where(self.coin(first), first, other)
         return first
 
-    def roundings(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+    def roundings(self, step: Any, x: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         for _ in range(step.options["count"]):
-            x = x * (1 + self.signs(x) * ULP / 2)
+            x = x * (1 + self.signs(x) * ULP / 2) if of is None else x + of * self.signs(x) * ULP / 2
         return x
+
+    def merged(self, step: Any, statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The statistic in two passes, or by Welford's updates of some columns each, merged two by two."""
+        if self.number(2):
+            return statistic
+        parts = []
+        for part in x.split(1 + self.number(x.shape[-1]), -1):
+            mean, squares = part[..., :1], torch.zeros_like(part[..., :1])
+            for count, column in enumerate(part.split(1, -1)[1:], 2):
+                delta = self.stored(column - mean)
+                mean = self.stored(mean + self.stored(delta / count))
+                squares = self.stored(squares + self.stored(delta * self.stored(column - mean)))
+            parts.append((part.shape[-1], mean, squares))
+        while len(parts) > 1:
+            (n, mean, squares), (m, other, more) = parts[:2]
+            delta = self.stored(other - mean)
+            mean = self.stored(mean + self.stored(delta * (m / (n + m))))
+            squares = self.stored(
+                self.stored(squares + more) + self.stored(self.stored(delta * delta) * (n * m / (n + m)))
+            )
+            parts = [*parts[2:], (n + m, mean, squares)]
+        return self.stored(parts[0][2] / x.shape[-1]) if step.options.get("squares") else parts[0][1]
 
     def divide(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return self.quotient(a, b, step.options.get("form"))
@@ -125,17 +147,26 @@ class RandomKernel:
         return self.stored(a * (1 / b * (1 + self.signs(b) * 1.5 * ULP)))
 
     def sum(self, step: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.total(x)
+        return self.along(step, x, self.total)
+
+    def along(self, step: Any, x: torch.Tensor, reduce: Any) -> torch.Tensor:
+        return reduce(x.T).squeeze(-1) if step.options.get("axis") == 0 else reduce(x)
 
     def sum_of(self, step: Any, *values: torch.Tensor) -> torch.Tensor:
         return self.total(torch.stack(torch.broadcast_tensors(*values), -1)).squeeze(-1)
 
     def mean(self, step: Any, x: torch.Tensor) -> torch.Tensor:
-        count = torch.tensor(float(x.shape[-1]), dtype=torch.float64, device=self.device)
-        return self.quotient(self.total(x), count, step.options.get("division"))
+        size = x.shape[step.options.get("axis", -1)]
+        form = step.options.get("division") if size & (size - 1) else "quotient"  # every form of a power of two
+        count = torch.tensor(float(size), dtype=torch.float64, device=self.device)
+        return self.quotient(self.along(step, x, self.total), count, form)
 
     def amax(self, step: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.abs().nan_to_num(0.0, torch.inf).amax(-1, keepdim=True)
+        return self.along(step, x.abs().nan_to_num(0.0, torch.inf), lambda t: t.amax(-1, keepdim=True))
+
+    def largest(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        ignored = torch.where(x.isnan(), -torch.inf, x)
+        return self.along(step, x if self.number(2) else ignored, lambda t: t.amax(-1, keepdim=True))
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Columns in a random order, joined two by two, in runs, or by random pairs."""

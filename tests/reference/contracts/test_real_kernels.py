@@ -14,10 +14,13 @@ from narrowgauge.contract import Contract
 from tests.reference.contracts.contracts import (
     add_rmsnorm,
     gelu_mul,
+    layer_norm,
     relu_squared,
+    rms_norm,
     scaled_rows,
     serving_activation,
     serving_rmsnorm,
+    softmax,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -52,6 +55,10 @@ TORCH: list[tuple[Contract, Kernel, dict[str, Any]]] = [
     (gelu_mul, lambda x: (F.gelu(halves(x)[0].float(), approximate="tanh") * halves(x)[1].float()).to(x.dtype), {}),
     (gelu_mul, lambda x: (F.gelu(halves(x)[0].double(), approximate="tanh") * halves(x)[1].double()).to(x.dtype), {}),
     (relu_squared, lambda x: F.relu(x.float()).square().to(x.dtype), {}),
+    (layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5), {}),
+    (layer_norm, lambda x, w, b: F.layer_norm(x.double(), w.shape, w.double(), b.double(), 1e-5).to(x.dtype), {}),
+    (rms_norm, lambda x, w: F.rms_norm(x.float(), w.shape, 1 + w.float(), 1e-6).to(x.dtype), {}),
+    (softmax, lambda x: F.softmax(x, 1), {}),
     (scaled_rows, lambda x: (x.float() / x.float().abs().amax(1, keepdim=True).clamp(min=1e-10)).to(x.dtype), {}),
 ]  # fmt: skip
 

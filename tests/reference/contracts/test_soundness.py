@@ -10,7 +10,7 @@ import torch
 from narrowgauge.contract import Contract, Program
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.quantize.quantize import quantize
-from tests.reference.contracts.contracts import CONTRACTS
+from tests.reference.contracts.contracts import COMPOSED, CONTRACTS
 from tests.reference.contracts.random_kernel import DTYPES, RandomKernel
 
 RECIPES = (
@@ -91,14 +91,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED], ids=lambda contract: contract.name)
 def test_random_kernels_are_right(contract: Contract, flavour: str, device: str) -> None:
     assert check(contract, flavour, (16, 96), 0, device)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED], ids=lambda contract: contract.name)
 def test_many_random_kernels_are_right(contract: Contract, device: str) -> None:
     """On a GPU, 10^9 elements over all contracts."""
     rows, least = (1024, 130_000_000) if device == "cuda" else (64, 1_000_000)

@@ -150,20 +150,21 @@ def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Va
 
 
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """Columns of a row that a sum may take alone."""
+    """Elements of a row, or of a column, that a sum may take alone."""
+    row = "column" if site.step.across_rows else "row"
     found: list[tuple[str, str, tuple[float, float | None, int]]] = []
     for count in _LEFT_OUT:
         elements = f"{count} elements" if count > 1 else "element"
         found += [
-            (f"last-{count}-left-out", f"leaves out the last {elements} of a row", (0, -count, 1)),
-            (f"first-{count}-left-out", f"leaves out the first {elements} of a row", (count, None, 1)),
+            (f"last-{count}-left-out", f"leaves out the last {elements} of a {row}", (0, -count, 1)),
+            (f"first-{count}-left-out", f"leaves out the first {elements} of a {row}", (count, None, 1)),
         ]
     return [
         *found,
-        ("first-half", "takes the first half of a row alone", (0, 0.5, 1)),
-        ("second-half", "takes the second half of a row alone", (0.5, None, 1)),
-        ("even", "takes every second element of a row alone", (0, None, 2)),
-        ("odd", "takes every second element of a row alone, from the second on", (1, None, 2)),
+        ("first-half", f"takes the first half of a {row} alone", (0, 0.5, 1)),
+        ("second-half", f"takes the second half of a {row} alone", (0.5, None, 1)),
+        ("even", f"takes every second element of a {row} alone", (0, None, 2)),
+        ("odd", f"takes every second element of a {row} alone, from the second on", (1, None, 2)),
     ]
 
 
@@ -281,7 +282,7 @@ def _about_mean(site: Site, _: Any) -> Value | None:
     if square.function != "square":
         return None
     x = Value(site.editor, square.operands[0])
-    if x.step.function == "subtract" and site.editor.steps[x.step.operands[1]].function == "mean":
+    if x.step.function == "subtract" and site.editor.steps[x.step.operands[1]].function in ("mean", "merged"):
         return c.mean(c.square(Value(site.editor, x.step.operands[0])))
     return c.mean(c.square(x - c.mean(x)))
 
@@ -289,7 +290,7 @@ def _about_mean(site: Site, _: Any) -> Value | None:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 _SUMS = ("add", "subtract")
-_REDUCED = ("sum", "mean", "amax")
+_REDUCED = ("sum", "mean", "amax", "largest")
 _ROUNDED = ("add", "subtract", "multiply", "divide", "square", "sum", "sum_of", "any_of", "mean", *FUNCTIONS)
 """Steps with results that float32 rounds."""
 
@@ -358,7 +359,8 @@ ROWS: tuple[Row, ...] = (
     Row(("amax",), "without-magnitude", "{self} is the largest number and not the largest magnitude",
         lambda s, _: s.as_function("largest")),
     Row(("amax",), "smallest", "{self} is the magnitude of the smallest number",
-        lambda s, _: -s.made("largest", -s.a, axes=s.step.axes)),
+        lambda s, _: -s.as_function("largest", -s.a)),
+    Row(("largest",), "magnitude", "{self} is the largest magnitude", lambda s, _: s.as_function("amax")),
     Row((*_REDUCED, "argument"), "of-row", "{self} is that of {v}",
         lambda s, v: s.in_row(v[2]), _other_rows, apart=True),
     # functions

@@ -178,8 +178,9 @@ class Site:
         return self.editor.add(self.step.function, tuple(self.operands), self.step.axes, self.dtype, **given)
 
     def as_function(self, function: str, *operands: Value) -> Value:
-        """The step with another function, without options."""
-        return self.editor.add(function, operands or tuple(self.operands), self.step.axes, self.dtype)
+        """The step with another function, without options but the axis."""
+        axis = {"axis": 0} if self.step.across_rows else {}
+        return self.editor.add(function, operands or tuple(self.operands), self.step.axes, self.dtype, **axis)
 
     def alone(self, operand: Value) -> Value:
         """An operand in the shape of the step."""

@@ -26,7 +26,7 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", ONCE):
+    if step.function in ("float32", "cast", "merged", ONCE):
         return _text(program, step.operands[0], depth)
     if step.function == "argument":
         return str(step.options["name"]), _ATOM

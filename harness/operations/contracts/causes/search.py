@@ -250,7 +250,8 @@ def _wrong_rows(
     first = tensors[program.arguments[0].name]
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
-    hidden = any(step.function in BEHIND for step in program.steps)  # a quantization may have an amax of all rows
+    # A hidden quantization may have an amax of all rows.
+    hidden = any(step.function in BEHIND or step.across_rows for step in program.steps)
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
     wrong = stage.wrong_elements

@@ -13,7 +13,7 @@ from narrowgauge.harness.operations.contracts.causes.changes import changes
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
-from tests.reference.contracts.contracts import CONTRACTS
+from tests.reference.contracts.contracts import COMPOSED, CONTRACTS, layer_norm
 
 FEW = (
     "rmsnorm-quantize: rs of the next row", "rmsnorm-quantize: amax before cast", "rmsnorm-quantize: truncated codes",
@@ -41,6 +41,12 @@ def sentences(wrong: Wrong, *, exact: bool = True) -> list[str]:
 def named(wrong: Wrong, found: str) -> bool:
     """Whether a sentence names the mistake of a kernel."""
     return any(all(word in found for word in words.split("&")) for words in wrong.words.split("|") if wrong.words)
+
+
+@c.contract
+def row_sums(x: c.Matrix):
+    """The sum of the rows."""
+    return c.cast(c.sum(c.float32(x), axis=0), x.dtype)
 
 
 @pytest.mark.parametrize("wrong", {each.contract.name: each for each in WRONG}.values(), ids=str)
@@ -71,6 +77,28 @@ def test_a_certain_cause_is_right(wrong: Wrong) -> None:
     assert verdict.passed == (str(wrong) in PASSED)
     assert bool(wrong.words and str(wrong) not in NOT_NAMED | PASSED) == (len(found) == 1), found
     assert len(found) != 1 or named(wrong, found[0]), found
+
+
+SIZES: tuple[tuple[int, ...], ...] = ((64, 128), (128,), (128,))
+X, W, B = (torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16() for size in SIZES)
+Z, MEAN = X.float(), X.float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("contract", "result", "words"),
+    [
+        (layer_norm, (Z - MEAN) * (Z.var(1, keepdim=True) + 1e-5).rsqrt() * W + B, "divides by K − 1"),
+        (layer_norm, Z * (Z.square().mean(1, keepdim=True) + 1e-5).rsqrt() * W + B, "mean(x) is not subtracted from x"),
+        (row_sums, Z[:-8].sum(0), "sum(x) leaves out the last 8 elements of a column"),
+        (row_sums, Z.mean(0), "sum(x) is divided by K"),
+    ],
+)
+def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: torch.Tensor, words: str) -> None:
+    given = (X, W, B)[: len(contract.tensors)]
+    verdict = narrowgauge.explain(narrowgauge.assert_result, contract, result.bfloat16(), *given, diagnose="full")
+    found = [str(each["sentence"]) for each in verdict.explanations if each["exact"]]
+    assert len(found) == 1, found
+    assert words in found[0]
 
 
 def test_a_few_rows_are_no_certain_cause() -> None:
@@ -119,7 +147,7 @@ def test_another_code_of_nan_is_named(recipe: str, codes: tuple[int, ...]) -> No
         assert found[0].startswith(f"NaN becomes the code {code:#x} (line "), found
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED], ids=lambda contract: contract.name)
 def test_changes_can_run_and_have_names_of_their_own(contract: c.Contract) -> None:
     program = contract.trace(dict.fromkeys(contract.tensors, "bfloat16"), dict.fromkeys(contract.recipes, "nvfp4"), {})
     found = list(changes(program))
