@@ -210,8 +210,7 @@ def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tm
 
 @pytest.mark.long
 def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[str, Path], tmp_path: Path) -> None:
-    """From an empty folder: doctor, the mistakes of an operation, and a new repository. Root can write everywhere, so the
-    files count."""
+    """Doctor, the mistakes of an operation, and a new repository. Root can write everywhere, so the files count."""
     python = environments["wheel"]
     command, before = python.with_name("narrowgauge"), installed(python, tmp_path)
     folders = [path for path in (_packages(python, tmp_path) / "narrowgauge").rglob("*") if path.is_dir()]
