@@ -11,7 +11,7 @@ import pytest
 
 import narrowgauge as ng
 
-REFUSED = ("pandas", "pyarrow", "jinja2", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
+REFUSED = ("pandas", "pyarrow", "jinja2", "msgspec", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
 """Packages that a user of the public names need not have."""
 PREAMBLE = f"""
 import json
