@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.machine.plain_text import plain_text, plain_value
+from narrowgauge.harness.machine.plain_text import plain_text, plain_value, unique_keys
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
 from narrowgauge.harness.records.loaded_sources import LoadedSources, differences
 from narrowgauge.harness.records.record import SCHEMA, Record
@@ -177,7 +177,7 @@ def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        entry = plain_value(json.loads(line.decode(), object_pairs_hook=_object))
+        entry = plain_value(json.loads(line.decode(), object_pairs_hook=unique_keys))
     except RecursionError as error:
         raise JournalError(f"{file}: line {number} is nested too deep, so no line of a run") from error
     except ValueError as error:
@@ -185,15 +185,6 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise JournalError(f"{file}: line {number} is {type(entry).__name__}, and not an object")
     return entry
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError if a key occurs twice: programs differ in the value that they take."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
-    return value
 
 
 @cache
