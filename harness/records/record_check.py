@@ -16,7 +16,7 @@ from narrowgauge.harness.cases.keys import TIERS
 from narrowgauge.harness.cases.operations import is_composed
 from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
-from narrowgauge.harness.records.typed import COUNT, INT64, object_type, shown, type_problem, types_of
+from narrowgauge.harness.records.typed import COUNT, INT64, NUMBER, object_type, shown, type_problem, types_of
 
 RULES = ("exact", "bound", "boundary", "statistics", "scope", *PROTECTING)
 """Rules of stages. All but `PROTECTING` compare with an expected value."""
@@ -37,7 +37,7 @@ _OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "bas
 _BINS, _SWEEP = 11, 6
 """Lengths of `budget_histogram` and of `sweep`, if they are not empty."""
 _ENTRY_TYPES: dict[str, dict[str, Any]] = {
-    "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), float | None) | {"tensor": str},
+    "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), NUMBER | None) | {"tensor": str},
     "stages": {
         "stage": str, "rule": str, "compared": COUNT, "mismatches": COUNT, "max_ulp": COUNT | None, "excused": COUNT,
         "unbounded": COUNT | None, "sentence": str,

@@ -9,11 +9,13 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 INT64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+NUMBER = INT64 | float
+"""An int is a float. The bounds keep an int that no float holds from msgspec, of which versions before 0.22 fail."""
 COUNT = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _WIDTH = 80
 """Largest number of characters of a value in a message."""
 _FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
-_WORDS = {"array": "list", "null": "None", "Number out of range": "float"}
+_WORDS = {"array": "list", "null": "None", "int | float": "float", "float | int": "float"}
 
 
 def shown(value: Any) -> str:
@@ -24,7 +26,7 @@ def shown(value: Any) -> str:
 
 def types_of(cls: type) -> dict[str, Any]:
     """Types of the fields of a dataclass in JSON: an int has 64 bits."""
-    return get_type_hints(cls, localns={"int": INT64}, include_extras=True)
+    return get_type_hints(cls, localns={"int": INT64, "float": NUMBER}, include_extras=True)
 
 
 def object_type(name: str, types: Mapping[str, Any], *, optional: Iterable[str] = (), unknown: bool = False) -> type:
@@ -50,8 +52,9 @@ def type_problem(value: Any, kind: Any, noun: str = "key") -> str:
         place = path.rstrip("`").removesuffix("[...]").removeprefix(".")
         for step in re.findall(r"\w+", place):
             value = value[int(step) if isinstance(value, list) else step]
-        expected = expected.partition(", got ")[0].removeprefix("Expected ").replace("`", "").replace(" | ", " or ")
-        expected = re.sub("array|null|Number out of range", lambda word: _WORDS[word[0]], expected)
+        expected = expected.partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+        for word, ours in _WORDS.items():
+            expected = expected.replace(word, ours)
         inside = "with a value that is " if "[...]" in path else ""
-        return f"{place or 'it'} is {shown(value)}, {inside}not {expected}"
+        return f"{place or 'it'} is {shown(value)}, {inside}not {expected.replace(' | ', ' or ')}"
     return ""
