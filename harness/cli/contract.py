@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ from narrowgauge.harness.cli.options import divided, stop
 
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.contracts.case import ContractCase
-    from narrowgauge.spec.program import Program
+    from narrowgauge.harness.operations.contracts.strength.summary import Summary
 
 
 class Form(StrEnum):
@@ -34,6 +35,10 @@ def contract_strength(
     search: Annotated[
         bool, typer.Option("--aim", help="Search inputs for the mistakes that no family shows; 10 s for each.")
     ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="Report of a run: ask of its cases, and add the table to its page."),
+    ] = None,
 ) -> None:
     """Print which mistakes the inputs of a contract would show.
 
@@ -46,60 +51,61 @@ def contract_strength(
 
     if wrong := one_of(DTYPES)(dtype):
         stop(f"--dtype {wrong}")
+    if run is not None and recipes:
+        stop("--run takes the recipes of its cases; --recipe does not go with it")
+    whole = details or form is Form.JSON
     try:
-        chosen = [(cls, recipe) for cls in contracts_in(file) for recipe in cls.recipe_choices(recipes or [])]
-        programs = [(cls, recipe, cls.example(recipe, dtype).program) for cls, recipe in chosen]
+        contracts = contracts_in(file)
+        if run is None:
+            from narrowgauge.harness.operations.contracts.strength.summary import of_families
+
+            chosen = [(cls, recipe) for cls in contracts for recipe in cls.recipe_choices(recipes or [])]
+            found = [of_families(cls, recipe, dtype, whole=whole, search=search) for cls, recipe in chosen]
+        else:
+            found = _of_run(run, file, contracts, whole=whole, search=search)
     except (OperationError, ContractError, ValueError) as error:
         stop(str(error))
-    shown = [
-        _shown(cls, recipe, dtype, program, form, details=details, search=search) for cls, recipe, program in programs
-    ]
-    raise typer.Exit(0 if all(shown) else 1)
+    from narrowgauge.harness.operations.contracts.strength.table import strength_text
+
+    for summary in found:
+        if form is Form.JSON:
+            typer.echo(json.dumps(summary.data))
+        else:
+            table = strength_text(summary.rows) if details else ""
+            parts = (f"{summary.label}\n{summary.program.text()}\n\n{summary.count}", table, summary.text)
+            typer.echo("\n".join(filter(None, parts)))
+    raise typer.Exit(0 if all(summary.complete for summary in found) else 1)
 
 
-def _shown(
-    cls: type[ContractCase], recipe: str | None, dtype: str, program: Program, form: Form, *, details: bool,
-    search: bool,
-) -> bool:  # fmt: skip
-    """Print the table of a contract. Whether every mistake that can be seen is seen."""
-    import json
+def _of_run(
+    directory: Path, file: Path, contracts: list[type[ContractCase]], *, whole: bool, search: bool
+) -> list[Summary]:
+    """What the cases of a run show; the report of the run is written again with it."""
+    from narrowgauge.harness.cases.contracts.case import ContractCase
+    from narrowgauge.harness.cases.operations import case_from_id
+    from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
+    from narrowgauge.harness.operations.contracts.strength.summary import of_cases
+    from narrowgauge.harness.records.environment import CONTRACT
+    from narrowgauge.harness.records.history import path_beside, update
+    from narrowgauge.harness.records.journal import JournalError, read
+    from narrowgauge.harness.report.report import write
 
-    import torch
-
-    from narrowgauge.harness.operations.contracts.strength.aim import aim
-    from narrowgauge.harness.operations.contracts.strength.kernel import wrong_programs
-    from narrowgauge.harness.operations.contracts.strength.table import (
-        SHAPES,
-        strength_json,
-        strength_table,
-        strength_text,
-        unseen,
-    )
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices
     try:
-        rows = strength_table(program, whole=details or form is Form.JSON)
-        hidden = unseen(rows)
-        missed = [change for change in wrong_programs(program) if hidden.get(change.name) is False]
-        aimed = {change.name: aim(program, change, SHAPES[0]) if search else None for change in missed}
-    finally:
-        torch.set_num_threads(threads)
-    label = " ".join(filter(None, (cls.operation, recipe, dtype)))
-    if form is Form.JSON:
-        families = {name: None if found is None else found.family for name, found in aimed.items()}
-        data = {"contract": cls.operation, "recipe": recipe, "dtype": dtype, "digest": program.digest}
-        typer.echo(json.dumps({**data, "rows": json.loads(strength_json(rows)), "aimed": families}))
-        return None not in aimed.values()
-    names = list(dict.fromkeys(row.name for row in rows))
-    seen = len(names) - len(hidden)
-    typer.echo(f"{label}\n{program.text()}\n")
-    typer.echo(f"{seen} of {len(names)} mistakes are shown by a family of inputs")
-    some = [row for row in rows if details or row.name in hidden]
-    if some:
-        typer.echo(strength_text(some))
-    for change in missed:
-        found = aimed[change.name]
-        words = "no inputs were found that show it" if search else "no family shows it; --aim searches inputs"
-        typer.echo(f"{change.sentence}: {words if found is None else f'inputs that show it: {found.family}'}")
-    return None not in aimed.values()
+        run = read(directory)
+    except JournalError as error:
+        stop(str(error))
+    for cls in contracts:
+        source = run.sources.get(f"{CONTRACT}{cls.operation}")
+        if source is not None and source.partition(" in ")[0] != cls.declared.digest:
+            stop(f"{directory}: contract {cls.operation} has changed since the run; run its cases again")
+    every = map(case_from_id, run.cases)
+    cases = [case for case in every if isinstance(case, ContractCase) and isinstance(case, tuple(contracts))]
+    if not cases:
+        names = ", ".join(cls.operation for cls in contracts)
+        stop(f"{directory}: the run has no case of {names}; narrowgauge run --contract {file} runs them")
+    found = of_cases(cases, run.seed, whole=whole, search=search)
+    blocks = [{"contract": each.label, "sentence": each.count, "text": each.text} for each in found]
+    add_baseline_notes(run.records, run.environment)
+    _, past = update(run, path_beside(directory), complete=False)
+    write(run.records, run.environment, directory, elapsed=run.elapsed, past=past, strength=blocks)
+    return found

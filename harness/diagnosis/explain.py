@@ -15,7 +15,7 @@ from narrowgauge.harness.diagnosis.patterns.signatures import signatures
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quantize
 from narrowgauge.harness.diagnosis.quantize.further_inputs import FurtherRun
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.possible_cause import PossibleCause
 
@@ -25,7 +25,7 @@ def explain(
     history: SearchHistory,
     *,
     runs: Callable[[], tuple[Run, Run] | None] | None = None,
-    limit: TimeLimit | None = None,
+    limit: WorkLimit | None = None,
     further: FurtherRun | None = None,
 ) -> list[Explanation]:
     """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
@@ -33,12 +33,11 @@ def explain(
 
     `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
-    the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations and
-    replaces the limits of work of `history`; afterwards its `note` says what was left out, and no deviation is exact if
-    it left out any. None: the limits of work.
+    the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations;
+    afterwards its `note` says what was left out, and no deviation is exact if it left out any. None: no limit.
     `further`: runs the case on inputs of other families, which an exact deviation of a quantizer must explain too.
     """
-    limit = TimeLimit(bounds_work=True) if limit is None else limit
+    limit = WorkLimit() if limit is None else limit
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
         return []
@@ -47,7 +46,7 @@ def explain(
     deviations += explain_gemm(outcome, wrong_stage, history, limit)
     deviations += _known_mistakes(outcome, wrong_stage, limit)
     deviations += explain_formula(outcome, wrong_stage, limit)
-    deviations += explain_decoding(outcome, wrong_stage, history, limit)
+    deviations += explain_decoding(outcome, wrong_stage, limit)
     # Deviations that were not tried may give the bytes too.
     if limit.note:
         deviations = [each.with_untried_rivals() for each in deviations]
@@ -61,7 +60,7 @@ def explain(
     return [*explanations, *signatures(outcome, wrong_stage)]
 
 
-def _known_mistakes(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit) -> list[Explanation]:
+def _known_mistakes(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
     """Mistakes of the wrong stage that its operation knows (`Outcome.causes`), if they give the kernel's result."""
     search = outcome.causes.get(wrong_stage.stage)
     explanations: dict[str, Explanation] = {}

@@ -12,8 +12,7 @@ from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swap_code_pairs
-from narrowgauge.harness.diagnosis.search.history import WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.dequantize import dequantize
@@ -34,9 +33,7 @@ _NOT_BY_ROWS = frozenset({
 """Causes for which values depend on the scales of other rows. They are not tried on a single tile of rows."""
 
 
-def explain_decoding(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: TimeLimit
-) -> list[Explanation]:
+def explain_decoding(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
     """Deviations that give the bits of every dequantized value. None unless the first wrong stage is `values`."""
     values = outcome.outputs.get("values")
     if wrong_stage.stage != "values" or values is None or not outcome.judged:
@@ -44,19 +41,14 @@ def explain_decoding(
     q = _stored_along_rows(outcome.decoded or outcome.judged[0].kernel)
     tile = _first_wrong_tile(q, values, wrong_stage.wrong_elements)
     explanations: dict[str, Explanation] = {}
-    work = 0
     for cause, sentence, compute in decoding_deviations():
-        cost = values.numel()
-        if limit.bounds_work and (work + cost > WORK_PER_CASE or history.work + cost > WORK_PER_BACKEND):
-            break
-        work, history.work = work + cost, history.work + cost
-        if not limit.may_try():
+        if not limit.may_try(0 if tile is None else tile[1].numel()):
             continue
         if tile is not None and cause not in _NOT_BY_ROWS:
             of_tile = compute(tile[0], values.dtype)
             if of_tile is None or not equal_bits(of_tile, tile[1]):
                 continue
-        if not limit.may_verify(cause):
+        if not limit.may_verify(cause, values.numel()):
             continue
         deviating_values = compute(q, values.dtype)
         if deviating_values is not None and equal_bits(deviating_values, values):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,15 @@ def write(
     elapsed: float | None,
     link: str = "",
     past: Sequence[dict[str, Any]] = (),
+    strength: Sequence[Mapping[str, str]] = (),
 ) -> Path:
     """Write `index.html`, `records.parquet`, `records.csv` and `summary.md` into `directory`. Returns the page's path.
 
     `records` are results of `Record.to_dict`. `environment` is shown in its order. `elapsed` is the run's wall time in
     seconds, or None for a run in several places. `past`: rows of the history, which the page draws
-    (`harness.records.history.update`). The summary ends with `link`, or with a link to the page. An earlier
-    report is replaced only when the new report is complete. Further files in the folder stay.
+    (`harness.records.history.update`). `strength`: for each contract a `sentence`, and a `text` of the mistakes that
+    its inputs do not show (`harness.cli.contract`). The summary ends with `link`, or with a link to the
+    page. An earlier report is replaced only when the new report is complete. Further files in the folder stay.
     """
     from narrowgauge.harness.report import markdown, tables
     from narrowgauge.harness.report.page import page
@@ -38,7 +40,7 @@ def write(
         (new_files / "summary.md").write_text(
             markdown.render(records, environment, elapsed, link=link), encoding="utf-8"
         )
-        (new_files / PAGE).write_text(page.render(records, environment, elapsed, past), encoding="utf-8")
+        (new_files / PAGE).write_text(page.render(records, environment, elapsed, past, strength), encoding="utf-8")
     return directory / PAGE
 
 

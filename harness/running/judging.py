@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.case import Case
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.explain_memory import Run
-    from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+    from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
     from narrowgauge.harness.inputs.inputs import Inputs
     from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -39,7 +39,7 @@ def explained(
     backend: Backend,
     *,
     runs: Callable[[], tuple[Run, Run] | None] | None = None,
-    limit: TimeLimit | None = None,
+    limit: WorkLimit | None = None,
     further: Callable[[str], Outcome | None] | None = None,
     part: bool = False,
 ) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import KEPT, home_of, shortage
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import CASE, WorkLimit
 from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.process import wait_for_gpus_asleep
@@ -35,8 +35,6 @@ COMPARING = ("exact", "bound", "boundary", "statistics", "scope")
 _RESULTS = 1 << 28
 """Bytes that results may have beyond the memory of the case."""
 _PART = 1 << 17
-DIAGNOSIS_SECONDS = 2.0
-"""Seconds of a core after which the search for the causes of a failing case stops. `narrowgauge show` has no limit."""
 _WITHOUT_LIMIT = "narrowgauge show has no limit"
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
@@ -64,7 +62,7 @@ def run_case(
     timeout: float = float("inf"),
     untrusted: bool = False,
     options: str = "",
-    diagnosis: float = DIAGNOSIS_SECONDS,
+    diagnosis: float = CASE,
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
 
@@ -73,7 +71,8 @@ def run_case(
     `on_outcome` is called with the inputs and the outcome of a judged case. `sharing`: number of cases that share the
     false alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
     `untrusted`: a failing case runs on the inputs of another seed, too, and equal results are a finding. `options`: the
-    column of this name. `diagnosis`: seconds of a core after which the search for causes stops.
+    column of this name. `diagnosis`: work after which the search for causes stops, as of
+    `harness.diagnosis.search.work_limit`.
     """
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed, options=options)
@@ -159,7 +158,7 @@ def _measure(
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
                 further = FurtherCases(case, inputs, backend, seed)
-                limit = TimeLimit(diagnosis, bounds_work=True, of_process=True, remedy=_WITHOUT_LIMIT)
+                limit = WorkLimit(diagnosis, remedy=_WITHOUT_LIMIT)
                 record.explanations = explained(outcome, backend, runs=again, limit=limit, further=further)
                 if limit.note:
                     record.notes.append({"cause": "diagnosis-stopped", "sentence": limit.note})

@@ -7,7 +7,7 @@ This package does not import torch.
 
 from typing import NoReturn
 
-from narrowgauge.contract.declaration import Contract, Flag, Matrix, Recipe, Row, Scalar, Scale, contract
+from narrowgauge.contract.declaration import Contract, Flag, Index, Matrix, Recipe, Row, Scalar, Scale, contract
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -39,8 +39,8 @@ from narrowgauge.contract.steps import (
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Contract", "ContractError", "Flag", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax", "any_of",
-    "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm", "halves",
+    "Contract", "ContractError", "Flag", "Index", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax",
+    "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm", "halves",
     "maximum", "mean", "minimum", "once", "quantize", "roundings", "rsqrt", "sigmoid", "silu", "sqrt", "square",
     "sum", "tanh", "where",
 ]  # fmt: skip

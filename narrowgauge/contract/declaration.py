@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
-from narrowgauge.spec.program import Axes, ContractError, Program, Tensor
+from narrowgauge.spec.program import INDEX, Axes, ContractError, Program, Tensor
 from narrowgauge.spec.recipes import recipes
 
 
@@ -50,7 +50,14 @@ class Scale(Argument):
     dtypes = ("float32",)
 
 
-TYPES = (Matrix, Row, Scalar, Scale)
+class Index(Argument):
+    """Numbers of rows of another argument, which `table[index]` takes: int64 (M,)."""
+
+    own_axes = ("M",)
+    dtypes = (INDEX,)
+
+
+TYPES = (Matrix, Row, Scalar, Scale, Index)
 """Types of tensors."""
 
 
@@ -205,10 +212,11 @@ def contract(
     `@contract(rows="independent")` also says that a row has the same bytes alone, beside any other rows and in any
     place, so that a sum has the same order for every number of rows. Kernels are then run on such rows too.
 
-    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`) or `Recipe`, which may have a
-    default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel too; a
-    bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of values
-    by name; names are those of the results of a kernel, in their order. Raises ContractError for another signature.
+    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
+    may have a default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel
+    too; a bool and a Literal say how kernels differ, and are not passed. The function returns a value, or a mapping of
+    values by name; names are those of the results of a kernel, in their order. Raises ContractError for another
+    signature.
     """
     if function is None:
         return lambda function: replace(contract(function), rows=rows or "")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.spec.program import Axes, ContractError, Step
+from narrowgauge.spec.program import INDEX, TAKE, Axes, ContractError, Step
 
 _FOLDER = str(Path(__file__).parent)
 
@@ -25,6 +25,8 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
+            if operand.dtype == INDEX and function != TAKE:
+                self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
         numbers = tuple(operand.number for operand in operands)
         number = self._numbers.setdefault(repr((function, numbers, options, axes, dtype)), len(self.steps))
         if number == len(self.steps):
@@ -108,6 +110,19 @@ class Value:
 
     def __le__(self, other: Value | float) -> Value:
         return combined("compare", self, other, relation="<=")
+
+    def __getitem__(self, index: Value) -> Value:
+        if not isinstance(index, Value) or index.dtype != INDEX:
+            self.trace.fail("a tensor is indexed by an argument of the type Index, which takes its rows: table[index]")
+        rows, first = self.axes[:1], self.trace.steps[0].axes[:1]
+        if self.step.function != "argument" or len(self.axes) != 2 or rows in (index.axes, first):
+            self.trace.fail(
+                f"an index takes rows of an argument with rows of its own, not of ({', '.join(self.axes)}): declare "
+                'table: Annotated[c.Matrix, ("N", "K")], behind the matrix with the rows of the results'
+            )
+        return self.trace.add(TAKE, (self, index), (*index.axes, *self.axes[1:]), self.dtype)
+
+    __iter__ = None
 
     def __bool__(self) -> bool:  # noqa: PLE0304  # it raises
         self.trace.fail("a contract cannot branch on a tensor; c.where(condition, a, b) takes one of two values")

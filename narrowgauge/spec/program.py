@@ -18,6 +18,10 @@ QUANTIZE = "quantize"
 
 DEQUANTIZE, GEMM = BEHIND = ("dequantize", "gemm")
 """The steps behind a quantization: its values, and the product of two."""
+TAKE = "take"
+"""The step that gives the rows of an argument that an index names."""
+INDEX = "int64"
+"""Dtype of an index."""
 ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
 
@@ -40,7 +44,7 @@ class Tensor:
     """Name of its type, such as Matrix."""
     axes: Axes
     dtype: str
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16 or float16; int64 of an index."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,12 @@ class Program:
         steps = [[step.function, step.operands, step.options, step.axes, step.dtype] for step in self.steps]
         data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def tables(self) -> dict[str, str]:
+        """The axis whose elements each index names, by the name of the index."""
+        taken = (step.operands for step in self.steps if step.function == TAKE)
+        return {self.steps[index].options["name"]: self.steps[table].axes[0] for table, index in taken}
 
     def to_json(self) -> str:
         """The program as JSON; `from_json` reads it."""

@@ -28,7 +28,7 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import dependent, judge_scope, scopes_of
-from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, Program, Step
+from narrowgauge.spec.program import BEHIND, DEQUANTIZE, GEMM, ONCE, TAKE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import UNIT
 
@@ -105,12 +105,12 @@ class Evaluation:
             return self.known[number]
         if step.function == "argument":
             return self.tensors[_key(step)]
-        if number in self.replaced or step.function not in ("float32", "part"):
+        if number in self.replaced or step.function not in ("float32", "part", TAKE):
             return None
         tensor = self._tensor(step.operands[0])
         if tensor is None or step.function == "float32":
             return tensor
-        return _part_of(tensor, step)
+        return _taken(self, step, tensor) if step.function == TAKE else _part_of(tensor, step)
 
 
 class _Values(dict[int, Any]):
@@ -377,6 +377,11 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             known, owner = sizes.setdefault(axis, (size, argument.name))
             if known != size:
                 raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
+    for name, axis in program.tables.items():
+        index, count = tensors[name], sizes[axis][0]
+        wrong = index[(index < 0) | (index >= count)]
+        if wrong.numel():
+            raise ValueError(f"{name} holds {int(wrong[0])}; it names rows from 0 to {count - 1}, those of {axis}")
 
 
 def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
@@ -396,6 +401,16 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
 
 def _argument(evaluation: Evaluation, step: Step) -> Interval:
     return i.exactly(evaluation.tensors[_key(step)])
+
+
+def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
+    """The rows of a table that an index names."""
+    return table[evaluation.tensors[_key(evaluation.program.steps[step.operands[1]])]]
+
+
+def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
+    value: Interval = evaluation.values[step.operands[0]]
+    return value.arranged(lambda t: _taken(evaluation, step, t))
 
 
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
@@ -477,6 +492,7 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
+    TAKE: _taken_values,
     "part": _part, "roundings": _roundings,
     DEQUANTIZE: lambda evaluation, step: products.values_of(evaluation.values[step.operands[0]], DTYPES[step.dtype]),
     GEMM: lambda evaluation, step: products.product(*(evaluation.values[n] for n in step.operands), **step.options),

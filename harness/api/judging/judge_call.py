@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
@@ -18,16 +17,13 @@ from narrowgauge.harness.api.verdict import Verdict, WrongResult
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import ASSERTION, PER_ELEMENT, WorkLimit
 from narrowgauge.harness.machine.plain_text import plain_value
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.spec.arguments import dtype_name
 
 P = ParamSpec("P")
 DIAGNOSES = ("quick", "full")
-ANSWER = 1.5
-"""Seconds after which a quick diagnosis stops, from the start of the judgement. After a long judgement, of a large
-result or on a busy machine, the diagnosis has half as long as the judgement."""
 
 
 @dataclass
@@ -91,7 +87,6 @@ _apart_from_graphs: Callable[..., tuple[Verdict, Judgement]] | None = None
 
 
 def _judge(judge: Judge, args: Any, kwargs: Mapping[str, Any]) -> tuple[Verdict, Judgement]:
-    start = time.monotonic()
     with default_settings():
         if type(torch.empty(0)) is not torch.Tensor:
             raise TypeError(
@@ -104,7 +99,7 @@ def _judge(judge: Judge, args: Any, kwargs: Mapping[str, Any]) -> tuple[Verdict,
         outcome = judgement.outcome
         decide(outcome.stages)
         wrong = [stage for stage in outcome.stages if not stage.passed]
-        explanations, note = _diagnose(outcome, _limit(judgement.diagnose, start)) if wrong else ([], "")
+        explanations, note = _diagnose(outcome, _limit(judgement.diagnose, outcome)) if wrong else ([], "")
     subject = judgement.subject
     verdict = Verdict(
         judge.__name__,
@@ -118,15 +113,14 @@ def _judge(judge: Judge, args: Any, kwargs: Mapping[str, Any]) -> tuple[Verdict,
     return verdict, judgement
 
 
-def _limit(diagnose: str, start: float) -> TimeLimit:
-    """Limit of the diagnosis of a judgement that began at `start`."""
+def _limit(diagnose: str, outcome: Outcome) -> WorkLimit:
+    """Limit of the diagnosis of an outcome."""
     if diagnose == "full":
-        return TimeLimit()
-    elapsed = time.monotonic() - start
-    return TimeLimit(round(max(ANSWER - elapsed, elapsed / 2), 1))
+        return WorkLimit()
+    return WorkLimit(ASSERTION + PER_ELEMENT * sum(tensor.numel() for tensor in outcome.outputs.values()))
 
 
-def _diagnose(outcome: Outcome, limit: TimeLimit) -> tuple[list[dict[str, Any]], str]:
+def _diagnose(outcome: Outcome, limit: WorkLimit) -> tuple[list[dict[str, Any]], str]:
     """Explanations of a wrong outcome, and the reason if not all deviations were tried. The diagnosis of a call does
     not depend on earlier calls. A diagnosis that fails costs itself, not the verdict."""
     try:

@@ -131,7 +131,10 @@ class ContractCase(Case):
     def axes(self) -> Mapping[str, Axis]:
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
-        return {name: Axis(extent, units.get(name, 1)) for name, extent in self.extents.items()}
+        named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
+        return {
+            name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
+        }
 
     @property
     def _units(self) -> dict[str, int]:

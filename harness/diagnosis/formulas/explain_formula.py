@@ -21,7 +21,7 @@ from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     norm_deviations,
     residual_deviations,
 )
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.high_precision.attention import Softmax, causal, scores, weighted_mean
 from narrowgauge.reference.high_precision.bounded import Bounded, half_ulp
@@ -34,19 +34,23 @@ FORMULAS: dict[str, Callable[..., Iterator[WrongFormula]]] = {
 """Wrong formulas by the name of the correct formula."""
 
 
-def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit) -> list[Explanation]:
+_STEPS = 64
+"""Work of an element of a formula: about as many operations in float64, on values and on their errors."""
+
+
+def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
     """Wrong formulas with bounds that contain every element of the output. The right formula's bound does not."""
     formula = outcome.formula
     if formula is None or formula.stage != wrong_stage.stage:
         return []
     explanations: dict[str, Explanation] = {}
     for cause, sentence, compute in FORMULAS[formula.name](**formula.given):
-        if limit.may_try() and _fits(formula.found, compute()):
+        if limit.may_try(_STEPS * formula.found.numel()) and _fits(formula.found, compute()):
             explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
     if (
         formula.name == "attention"
         and not explanations
-        and limit.may_try()
+        and limit.may_try(_STEPS * formula.found.numel())
         and _rows_scaled(formula.found, formula.given)
     ):
         sentence = "each query and head has its expected output times one number: the sum of the weights is wrong"

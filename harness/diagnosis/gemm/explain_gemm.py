@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -35,7 +36,7 @@ from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, 
 from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 6, 24
@@ -65,7 +66,7 @@ _SHARES_VERIFIED = 3
 
 
 def explain_gemm(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: TimeLimit
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
 ) -> list[Explanation]:
     """Deviations that fit every output, if `wrong_stage` is the output of a GEMM.
 
@@ -167,7 +168,7 @@ class _Search:
     """Search for the deviations that fit the products of an outcome."""
 
     products: list[GemmParts]
-    limit: TimeLimit
+    limit: WorkLimit
     _sums: dict[tuple[int, str | int], Sums] = field(default_factory=dict)
     """Sums of unchanged products, by index of the product, and name of the pass or first row of the slab."""
     _wrong_products: set[int] = field(init=False)
@@ -180,7 +181,7 @@ class _Search:
 
     def fits(self, deviation: GemmDeviation) -> bool:
         """Whether the deviation can give every output. False if the time limit is reached before all were tried."""
-        if not self.limit.may_try():
+        if not self.limit.may_try(self._of_samples):
             return False
         changed = [deviation.change(parts) for parts in self.products]
         applicable = [parts for parts in changed if parts is not None]
@@ -193,10 +194,26 @@ class _Search:
             for parts in applicable
             if parts.order.accepts_reference or pass_name != _SAMPLE_PASSES[0]  # without loose bounds
         ) and all(
-            self.limit.may_verify(deviation.cause) and self._part_fits(deviation, parts, slab, start)
+            self.limit.may_verify(deviation.cause, self._work(slab, *slab.output.shape))
+            and self._part_fits(deviation, parts, slab, start)
             for parts in applicable
             for start, slab in _slabs(parts)
         )
+
+    @staticmethod
+    def _work(parts: GemmParts, rows: int, columns: int) -> float:
+        """Work of so many rows and columns of outputs: 128 products take as long as an element of a quantizer."""
+        return rows * columns * (1 + parts.left.shape[1] / 128)
+
+    @cached_property
+    def _of_all(self) -> float:
+        """Work of all outputs."""
+        return sum(self._work(parts, *parts.output.shape) for parts in self.products)
+
+    @cached_property
+    def _of_samples(self) -> float:
+        """Work of the samples."""
+        return sum(self._work(parts, *map(len, self._sample(parts))) for parts in self.products)
 
     def _part_fits(self, deviation: GemmDeviation, parts: GemmParts, selected: GemmParts, key: str | int) -> bool:
         """Whether the deviation can give the selected outputs of `parts`. `key`: name of the pass, or row of the slab.
@@ -260,9 +277,11 @@ class _Search:
         """The declarations under which all outputs are correct."""
         found: list[Match] = []
         for declaration in other_declarations():
-            if self.limit.may_try() and (wrong := wrong_reference_outputs(declaration, products)) is not None:
+            if not self.limit.may_try(self._of_all):
+                break
+            if (wrong := wrong_reference_outputs(declaration, products)) is not None:
                 found.append((*declaration[:2], wrong >= _LEAST_SEPARATED))
-        if not found and self.limit.may_try() and (wrong := decoded_to_float16(self.products)) is not None:
+        if not found and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
             sentence = "both operands are decoded to float16, with all their scales, before they are multiplied"
             found.append(("operands-decoded-first", sentence, wrong >= _LEAST_SEPARATED))
         return found
@@ -271,7 +290,7 @@ class _Search:
         """Explanations that are tried if no deviation fits."""
         if partial := self._partial_sums():
             return partial
-        if self.limit.may_try() and (gain := find_gain(self.products)) is not None:
+        if self.limit.may_try(self._of_all) and (gain := find_gain(self.products)) is not None:
             return [("gain", gain.sentence, True)]
         return list(self.narrow_accumulators())
 
@@ -285,7 +304,7 @@ class _Search:
             return []
         samples = [parts.select(*self._sample(parts)) for parts in self.products]
         for width in slice_widths(left.shape[1], 2 if left.recipe.whole else left.recipe.block[1]):
-            if not self.limit.may_try():
+            if not self.limit.may_try(self._of_all):
                 break
             of_samples = [slice_sums(parts, width) for parts in samples]
             kinds = [kind for kind in KINDS if _fit_partial(kind, samples, of_samples)]
@@ -308,13 +327,14 @@ class _Search:
         best: tuple[float, GemmDeviation] | None = None
         candidates = []
         for deviation in deviations:
-            if not self.limit.may_try():
+            if not self.limit.may_try(self._of_samples):
                 break
             shares = self._shares(deviation, sampled=True)
             if shares is not None and min(shares) >= _LEAST_SHARE:
                 candidates.append((min(shares), deviation))
         for _, deviation in sorted(candidates, key=lambda candidate: -candidate[0])[:_SHARES_VERIFIED]:
-            shares = self._shares(deviation, sampled=False) if self.limit.may_verify(deviation.cause) else None
+            verified = self.limit.may_verify(deviation.cause, self._of_all)
+            shares = self._shares(deviation, sampled=False) if verified else None
             if shares is not None and min(shares) >= _LEAST_SHARE and (best is None or shares[0] > best[0]):
                 best = shares[0], deviation
         if best is None:
@@ -346,7 +366,7 @@ class _Search:
         samples = [parts.select(*self._sample(parts)) for parts in self.products]
         for accumulator in accumulators(self.products[0].left.recipe.block[1]):
             if (
-                self.limit.may_try()
+                self.limit.may_try(self._of_all)
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in samples)
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in self.products)
             ):

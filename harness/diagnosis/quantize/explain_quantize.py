@@ -18,12 +18,10 @@ from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STA
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
 from narrowgauge.harness.diagnosis.search.history import (
     SEARCHES,
-    WORK_PER_BACKEND,
-    WORK_PER_CASE,
     Name,
     SearchHistory,
 )
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MAX_EXPLANATIONS = 5
@@ -34,7 +32,7 @@ def explain_quantize(
     outcome: Outcome,
     wrong_stage: StageResult,
     history: SearchHistory,
-    limit: TimeLimit,
+    limit: WorkLimit,
     further: FurtherRun | None = None,
 ) -> list[Explanation]:
     """Deviations of a quantizer that give the bytes of all matrices with the stage `wrong_stage`.
@@ -81,7 +79,7 @@ def simplest_of_causes(deviations: Sequence[QuantizeDeviation]) -> list[Quantize
     return [each for each in deviations if first[each.cause] is each][:MAX_EXPLANATIONS]
 
 
-def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: TimeLimit) -> _Search | None:
+def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: WorkLimit) -> _Search | None:
     """The search for the matrices whose stages begin with `prefix`, or None if all of them are empty."""
     all_matrices = [kernel_matrix(judged) for judged in outcome.judged if judged.prefix == prefix]
     matrices = [matrix for matrix in all_matrices if matrix.element_count]
@@ -130,11 +128,10 @@ class _Search:
     """Search for the deviations that give the bytes of matrices with the same recipe."""
 
     def __init__(
-        self, matrices: list[KernelMatrix], failed_stages: list[str], history: SearchHistory, limit: TimeLimit
+        self, matrices: list[KernelMatrix], failed_stages: list[str], history: SearchHistory, limit: WorkLimit
     ) -> None:
         self.matrices, self.history, self.limit = matrices, history, limit
         self.recipe = matrices[0].subject.recipe
-        self.work = 0
         self.is_exhausted = False
         """Whether enough searches of this recipe and stage found nothing."""
         self._masks: dict[str, list[torch.Tensor]] = {}
@@ -258,15 +255,16 @@ class _Search:
         """Whether the deviation gives the kernel's bytes in `stages`; with `all_stages`, in every stage it changes."""
         if not set(stages) <= deviation.stages | deviation.optional_stages:
             return False
-        if not self.limit.may_try():
+        probe = self._probe if self._probe is not None and can_replay_rows(deviation, self._probe[1]) else None
+        if not self.limit.may_try(0 if probe is None else probe[1].element_count):
             return False
         # If the kernel makes its own random bits, its codes cannot equal the reference's codes byte for byte.
         random_stages = {"codes"} if self.matrices[0].subject.own else set()
         further = deviation.stages - random_stages if all_stages else frozenset()
         compared = [stage for stage in STAGES if stage in stages or stage in further]
         try:
-            if self._probe is not None and can_replay_rows(deviation, self._probe[1]):
-                stage, tile = self._probe
+            if probe is not None:
+                stage, tile = probe
                 if stage in compared and not self._matches(deviation, tile, [stage]):
                     return False
             return all(self._matches_in_slabs(deviation, matrix, compared) for matrix in self.matrices)
@@ -276,24 +274,21 @@ class _Search:
     def _matches_in_slabs(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
         """Whether the deviation gives the bytes of the matrix: first of stages without rows, then slab by slab."""
         if not can_replay_rows(deviation, matrix):
-            return self._matches(deviation, matrix, stages)
+            return self._verifies(deviation, matrix, stages)
         row_stages = [stage for stage in stages if stage in ROW_STAGES]
         tensor_stages = [stage for stage in stages if stage not in ROW_STAGES]
-        if tensor_stages and not self._matches(deviation, matrix, tensor_stages):
+        if tensor_stages and not self._verifies(deviation, matrix, tensor_stages):
             return False
         slabs = (matrix.select_rows(rows) for rows in matrix.slabs())
-        return not row_stages or all(
-            self.limit.may_verify(deviation.cause) and self._matches(deviation, slab, row_stages) for slab in slabs
-        )
+        return not row_stages or all(self._verifies(deviation, slab, row_stages) for slab in slabs)
+
+    def _verifies(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
+        """`_matches`, or False if the limit is reached."""
+        may_verify = self.limit.may_verify(deviation.cause, matrix.element_count)
+        return may_verify and self._matches(deviation, matrix, stages)
 
     def _matches(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
-        """Whether the deviation gives the bytes of `stages`. False if the work limits are reached."""
-        cost = max(1, matrix.element_count)
-        too_much = self.work + cost > WORK_PER_CASE or self.history.work + cost > WORK_PER_BACKEND
-        if too_much and self.limit.bounds_work:
-            return False
-        self.work += cost
-        self.history.work += cost
+        """Whether the deviation gives the bytes of `stages`."""
         replay = Replay(matrix, deviation)
         shown = [stage for stage in stages if stage in matrix.kernel_stages]
         return all(equal_bits(replay.compute_stage(stage), matrix.kernel_stages[stage]) for stage in shown)

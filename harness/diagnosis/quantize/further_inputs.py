@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import STAGES, kernel_matrix
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 ORDINARY = ("normal", "near-ties", "e4m3-ties", "ties", "uniform", "outliers", "tiles")
@@ -21,6 +21,8 @@ SPECIAL = ("low-rows", "amax-2m120-row-end", "huge", "subnormal", "nan")
 values."""
 LARGEST = 1 << 18
 """Largest number of elements of matrices with further inputs."""
+_RUN = 1 << 21
+"""Work of a run and a judgement of at most so many elements."""
 PROOFS = 4
 """Number of recipes and dtypes in which further inputs confirm a deviation of a backend. The deviation then counts as
 confirmed for every recipe."""
@@ -28,14 +30,14 @@ FurtherRun = Callable[[str], Outcome | None]
 """Function from a family to the outcome of the case on inputs of this family. None: the case has no outcome."""
 
 
-def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit) -> list[str]:
+def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: WorkLimit) -> list[str]:
     """The first ordinary family whose outcome refutes a deviation, for each deviation; empty without refutation.
 
     `prefix`: prefix of the matrices. No family is tried after `limit`.
     """
     found = [""] * len(deviations)
     for family in ORDINARY:
-        if all(found) or not limit.may_compare():
+        if all(found) or not limit.may_compare(_RUN):
             break
         if (outcome := run(family)) is None:
             continue
@@ -46,12 +48,12 @@ def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: Furth
 
 
 def separated(
-    deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: TimeLimit
+    deviations: Sequence[QuantizeDeviation], prefix: str, run: FurtherRun, limit: WorkLimit
 ) -> list[QuantizeDeviation]:
     """The deviations that remain after the special families have separated several deviations."""
     remaining = list(deviations)
     for family in SPECIAL:
-        if len(remaining) == 1 or not limit.may_compare():
+        if len(remaining) == 1 or not limit.may_compare(_RUN):
             break
         if (outcome := run(family)) is not None:
             remaining = [each for each in remaining if _explains(each, outcome, prefix)] or remaining

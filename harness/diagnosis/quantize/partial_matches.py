@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import STAGES, KernelMatrix
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.reference.quantize.layout import elements
 
 CANDIDATES = 16
@@ -35,7 +35,7 @@ class PartialMatch:
 
 
 def partial_matches(
-    matrices: Sequence[KernelMatrix], deviations: Sequence[QuantizeDeviation], limit: TimeLimit
+    matrices: Sequence[KernelMatrix], deviations: Sequence[QuantizeDeviation], limit: WorkLimit
 ) -> list[PartialMatch]:
     """The `CANDIDATES` deviations that explain most, best first. Empty for large matrices and own random bits."""
     if sum(matrix.element_count for matrix in matrices) > LARGEST or matrices[0].subject.own:
@@ -44,7 +44,7 @@ def partial_matches(
     right, probe = _elements(matrices, right_stages, None), _probe(matrices)
     matches = []
     for deviation in deviations:
-        if not limit.may_compare():
+        if not limit.may_compare(kernel.numel()):
             break
         try:
             if not deviation.exact or not probe.explains_some(deviation):

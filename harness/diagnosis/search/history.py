@@ -1,4 +1,4 @@
-"""Causes that explained earlier cases of a backend, and the work that the diagnosis spent on the backend."""
+"""Causes that explained earlier cases of a backend, and how often searches found none."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ RECENT_CAUSES = 8
 """Causes that a search tries first. After `SEARCHES` full searches it tries only these causes."""
 SEARCHES = 6
 """Full searches of a stage of a recipe that find nothing, and as many full searches that find a cause."""
-WORK_PER_CASE = 1 << 30
-"""Elements times deviations for the wrong stage of a case: 10 s on a CPU core; 0.1 s for a matrix of 256x1024."""
-WORK_PER_BACKEND = 1 << 34
-"""Elements times deviations for all cases of a backend."""
-
-
 Name = tuple[str, str, int]
 """Cause and sentence of a deviation, and number among the deviations with the same cause and sentence."""
 
 
 @dataclass
 class SearchHistory:
-    """Causes that explained earlier cases of a backend, number of its searches and their work."""
+    """Causes that explained earlier cases of a backend, and number of its searches."""
 
     recent_causes: list[str] = field(default_factory=list)
     searches: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
     """Number of full searches, by recipe, stage, and whether the search found a cause."""
-    work: int = 0
-    """Elements times deviations of all searches."""
     earlier_amaxes: frozenset[float] = frozenset()
     """Correct amaxes that a kernel may have kept from calls before those of the last case: of its first call, of the
     case before, and the largest of all."""

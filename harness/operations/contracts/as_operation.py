@@ -31,7 +31,7 @@ def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:
     case = make.case
-    return Inputs(contract_inputs(case.program.arguments, case.sizes, case.inputs, make.draw("contract")))
+    return Inputs(contract_inputs(case.program, case.sizes, case.inputs, make.draw("contract")))
 
 
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:

@@ -7,7 +7,7 @@ A matrix has the numbers of a generator (`harness.inputs.generators`), and a row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.spec.program import Tensor
+from narrowgauge.spec.program import Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -179,6 +179,8 @@ class _Wanted:
     aimed: Aimed | None
     before: Mapping[str, torch.Tensor]
     """The matrices before it, float32."""
+    rows: int
+    """Rows that an index can name."""
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
@@ -205,15 +207,21 @@ def _number(want: _Wanted) -> torch.Tensor:
     return torch.full(want.shape, want.rule.number(want.draw))
 
 
+def _index(want: _Wanted) -> torch.Tensor:
+    """Any rows in any order, with the last row first."""
+    index = want.draw.below(want.rows, *want.shape).long()
+    index[:1] = want.rows - 1
+    return index
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
     "Matrix": _matrix, "Row": _row, "Scalar": _number, "Scale": _number,
+    "Index": _index,
 }  # fmt: skip
-"""Makers of each type of `narrowgauge.contract`, float32."""
+"""Makers of each type of `narrowgauge.contract`: float32, and int64 of an index."""
 
 
-def contract_inputs(
-    arguments: Sequence[Tensor], sizes: Mapping[str, int], family: str, draw: Draw
-) -> dict[str, torch.Tensor]:
+def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
     `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
@@ -228,10 +236,11 @@ def contract_inputs(
     rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
     draw = draw if aimed is None else Draw(family)
     found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for argument in arguments:
+    for argument in program.arguments:
         shape = tuple(size_of(axis, sizes) for axis in argument.axes)
-        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices))
-        found[argument.name] = made.to(DTYPES[argument.dtype]).contiguous()
+        rows = sizes.get(program.tables.get(argument.name, ""), 1)
+        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))
+        found[argument.name] = made.to(DTYPES.get(argument.dtype, torch.int64)).contiguous()
         if argument.kind == "Matrix":
             matrices[argument.name] = made
     return found

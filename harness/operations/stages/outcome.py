@@ -19,17 +19,17 @@ from narrowgauge.spec.summation import Summation
 
 
 class Limit(Protocol):
-    """Limit of a diagnosis (`harness.diagnosis.search.time_limit`)."""
+    """Limit of a diagnosis (`harness.diagnosis.search.work_limit`)."""
 
     @property
     def reached(self) -> bool:
-        """Whether the time is over."""
+        """Whether the work is done."""
 
-    def may_try(self) -> bool:
-        """Whether a further mistake may be tried."""
+    def may_try(self, elements: float) -> bool:
+        """Whether a further mistake may be tried on so many elements."""
 
-    def may_verify(self, cause: str) -> bool:
-        """Whether the verification of a mistake may go on."""
+    def may_verify(self, cause: str, elements: float) -> bool:
+        """Whether the verification of a mistake may go on with so many elements."""
 
 
 CauseSearch = Callable[[StageResult, Limit], Iterable[Cause | PossibleCause]]

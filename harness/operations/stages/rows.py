@@ -74,5 +74,7 @@ def _padded(rows: torch.Tensor, number: float | None) -> torch.Tensor:
     """The rows with some rows of a number behind them; infinity stands for the largest finite number."""
     if number is None:
         return rows.contiguous()
+    if not rows.is_floating_point():
+        number = 0.0  # an index
     value = torch.finfo(rows.dtype).max if number == torch.inf else number
     return torch.cat([rows, rows.new_full((_PADDING, *rows.shape[1:]), value)])

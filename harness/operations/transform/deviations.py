@@ -166,7 +166,7 @@ def wrong_rotations(
     on_tile = _fitting_rotations(x[rows], output[rows], recipe, free=free)
     on_all = _fitting_rotations(x, output, recipe, free=free)
     for (cause, sentence, fits_tile), (_, _, fits_all) in zip(on_tile, on_all, strict=True):
-        if limit.may_try() and fits_tile() and limit.may_verify(cause) and fits_all():
+        if limit.may_try(x[rows].numel()) and fits_tile() and limit.may_verify(cause, x.numel()) and fits_all():
             yield cause, sentence
 
 

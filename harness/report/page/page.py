@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def render(
     environment: dict[str, str],
     elapsed: float | None,
     past: Sequence[dict[str, Any]] = (),
+    strength: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The whole page. Text from records and the environment is escaped. `past`: rows of the history of runs; a single
-    run has no section of its history."""
+    run has no section of its history. `strength`: as in `harness.report.report.write`."""
     from markupsafe import Markup
 
     rows = sorted_records(records)
@@ -58,6 +59,7 @@ def render(
         times=times,
         spent=times.rows(records, recipes=True),
         slowest=times.slowest(records),
+        strength=strength,
         past_runs=len(earlier_runs["runs"]),
         records=Markup(records_json(rows, groups, earlier_runs)),
     )

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS, explain_formula
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
@@ -75,7 +75,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
 
 def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torch.dtype, stage: str) -> list[str]:
     outcome = Outcome(formula=Formula(name, STAGE, given, value.to(dtype)))
-    found = explain_formula(outcome, StageResult(stage, "bound", 1), TimeLimit())
+    found = explain_formula(outcome, StageResult(stage, "bound", 1), WorkLimit())
     assert all(one.exact and one.stage == STAGE for one in found)
     return [one.cause for one in found]
 
@@ -100,7 +100,7 @@ def test_factors_of_rows_of_attention_are_a_place(dtype: torch.dtype) -> None:
 
     def found(value: torch.Tensor) -> list[tuple[str, bool]]:
         outcome = Outcome(formula=Formula(name, STAGE, given, value.to(dtype)))
-        explanations = explain_formula(outcome, StageResult(STAGE, "bound", 1), TimeLimit())
+        explanations = explain_formula(outcome, StageResult(STAGE, "bound", 1), WorkLimit())
         return [(one.cause, one.exact) for one in explanations]
 
     assert found(right * factors) == [("attention-row-sum", False)]

@@ -14,7 +14,7 @@ from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.gemm.product import add_output
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.swizzle.deviations import wrong_offsets
@@ -253,7 +253,7 @@ def test_forms_of_alpha():
             )
         output = factor(a, b) * exact_product(a, b).to_float32()
         assert f"alpha-order:{name}" in [
-            e.cause for e in explain_gemm(*judged(a, b, output), SearchHistory(), TimeLimit())
+            e.cause for e in explain_gemm(*judged(a, b, output), SearchHistory(), WorkLimit())
         ]
 
 
@@ -505,7 +505,7 @@ def test_what_nothing_explains_has_no_explanation(recipe):
     a, b = operands(recipe)
     output = reference.gemm(a, b, out_dtype=BF16)
     output[3, 5] = 3 * output[3, 5] + 1
-    assert explain_gemm(*judged(a, b, output), SearchHistory(), TimeLimit()) == []
+    assert explain_gemm(*judged(a, b, output), SearchHistory(), WorkLimit()) == []
 
 
 def test_searches_that_find_nothing_come_to_an_end():
@@ -515,13 +515,13 @@ def test_searches_that_find_nothing_come_to_an_end():
     odd = right.clone()
     odd[3, 5] = 3 * odd[3, 5] + 1
     for _ in range(SEARCHES):
-        assert explain_gemm(*judged(a, b, odd), history, TimeLimit()) == []
+        assert explain_gemm(*judged(a, b, odd), history, WorkLimit()) == []
     missing = exact_product(a, b).to_float32().bfloat16()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
-    assert explain_gemm(*judged(a, b, missing), history, TimeLimit()) == []  # no more searches
+    assert explain_gemm(*judged(a, b, missing), history, WorkLimit()) == []  # no more searches
     history.remember(["last-block-dropped"])
-    assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history, TimeLimit())] == ["last-block-dropped"]
-    assert explain_gemm(*judged(a, b, missing), history, TimeLimit()) == []
+    assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history, WorkLimit())] == ["last-block-dropped"]
+    assert explain_gemm(*judged(a, b, missing), history, WorkLimit()) == []
 
 
 def test_sums_in_another_order_than_the_declared_one():
@@ -531,7 +531,7 @@ def test_sums_in_another_order_than_the_declared_one():
     output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
     outcome, wrong = judged(a, b, output, "blocks")
     assert not wrong.passed
-    found = explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
+    found = explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())
     assert [(e.cause, e.exact) for e in found] == [("order-not-declared", False)]
 
 
@@ -720,7 +720,7 @@ def test_nan_read_as_number(recipe, codes, scales):
     output = (alpha(a, b).double() * (values @ operand(b).T)).float()
     outcome, wrong = judged(a, b, output)
     assert not wrong.passed
-    found = explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
+    found = explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())
     assert "nan-read-as-number" in [e.cause for e in found]
 
 
@@ -756,7 +756,7 @@ def test_flushed_subnormal_outputs():
             a = replace(a, scales=a.scales + 110)
         outcome, wrong = judged(a, b, gemm(a, b, out_dtype=dtype))
         assert not wrong.passed
-        assert cause in [e.cause for e in explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())]
+        assert cause in [e.cause for e in explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())]
 
 
 def test_zeros_of_the_wrong_sign_have_no_cause():
@@ -767,14 +767,14 @@ def test_zeros_of_the_wrong_sign_have_no_cause():
     assert not bool(output.any())
     outcome, wrong = judged(tiny, b, output)
     assert not wrong.passed
-    assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit()) == []
+    assert explain_gemm(outcome, wrong, SearchHistory(), WorkLimit()) == []
 
 
 def test_a_subnormal_alpha_that_is_flushed():
     a, b = (replace(q, amax=q.amax * 2.0**-61) for q in operands())
     outcome, wrong = judged(a, b, torch.zeros_like(reference.gemm(a, b, out_dtype=F32)))
     assert not wrong.passed
-    assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())[0].cause == "alpha-flushed"
+    assert explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())[0].cause == "alpha-flushed"
 
 
 def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):
@@ -785,7 +785,7 @@ def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):
     output = bounds(a, b, out_dtype=dtype, order=true).expected
     outcome, wrong = judged(a, b, output, declared)
     assert not wrong.passed
-    return explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
+    return explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from narrowgauge.harness.diagnosis.quantize.further_inputs import PROOFS
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.harness.running import runner
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.encode import encode
@@ -139,49 +141,46 @@ def spoiled(x, recipe, **options):
 @pytest.mark.parametrize(
     "recipe", ["nvfp4-rht-sr", "nvfp4", "mxfp8-e4m3-2d", "nvfp4-4over6-448-mse", "fp8-current-e4m3"]
 )
-def test_what_nothing_explains(recipe, history):
+def test_what_nothing_explains(recipe):
     recipe = recipe.replace("-e4m3-2d", "-2d")
     assert causes(record_of(case(recipe), quantize=spoiled)) == []
-    assert 0 < history.work < explain_quantize.WORK_PER_CASE
 
 
-def test_searches_that_find_nothing_are_few(history, monkeypatch):
+@pytest.fixture
+def work(monkeypatch):
+    """The limits of the diagnoses of a test."""
+    limits = []
+
+    class Limit(WorkLimit):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            limits.append(self)
+
+    monkeypatch.setattr(runner, "WorkLimit", Limit)
+    return limits
+
+
+def test_searches_that_find_nothing_are_few(work, monkeypatch):
     assert SEARCHES > 2
     monkeypatch.setattr(explain_quantize, "SEARCHES", 2)
-    spent = []
     for columns in range(4):
-        before = history.work
         assert causes(record_of(case("nvfp4", shape=(16, 64 + 16 * columns)), quantize=spoiled)) == []
-        spent.append(history.work - before)
-    assert all(spent[:2])
-    assert not any(spent[2:])
+    assert [limit.tried > 0 for limit in work] == [True, True, False, False]
     # Further recipes and stages have separate searches.
     assert causes(record_of(case("nvfp4-2d"), quantize=spoiled)) == []
-    assert history.work > sum(spent)
+    assert work[-1].tried
 
 
-def test_what_explained_a_case_is_tried_first(history):
+def test_what_explained_a_case_is_tried_first(history, work):
     door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
-    spent = []
     for _ in range(SEARCHES + 2):
-        before = history.work
         assert causes(record_of(case("nvfp4"), quantize=door)) == ["truncated"]
-        spent.append(history.work - before)
     assert history.recent_causes == ["truncated"]
-    assert spent[-1] < spent[0]
+    assert work[-1].spent < work[0].spent
     # A cause of no earlier case is still found: only the searches with a result are used up.
     record = record_of(case("nvfp4"), quantize=wrong(stored=exchanged))
     assert causes(record) == ["nibbles-swapped"]
     assert history.recent_causes == ["nibbles-swapped", "truncated"]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("limit", "value"), [("WORK_PER_CASE", 1 << 14), ("WORK_PER_BACKEND", 1 << 14)])
-def test_the_work_is_limited(limit, value, history, monkeypatch):
-    monkeypatch.setattr(explain_quantize, limit, value)
-    door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
-    assert causes(record_of(case("nvfp4", shape=(32, 512)), quantize=door)) == []
-    assert history.work <= value
 
 
 # Further inputs.

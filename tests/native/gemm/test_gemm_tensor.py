@@ -204,7 +204,10 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
 
 
 @ON_CPU_AND_HOPPER
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "mxfp4", "fp8-current-e4m3"])
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", *(pytest.param(name, marks=pytest.mark.long) for name in ("mxfp8-e4m3", "mxfp4", "fp8-current-e4m3"))],
+)
 def test_matrices_may_be_dequantized_beside_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every order of threads and number of workers: sections of one tile, of several, of no rows, of equal rows."""
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.ROWS_BESIDE", 0)

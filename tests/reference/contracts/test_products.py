@@ -41,7 +41,7 @@ def verdict(contract: c.Contract, result: Any, *inputs: torch.Tensor, recipe: st
     return narrowgauge.explain(narrowgauge.assert_result, contract, result, *inputs, recipe=recipe)
 
 
-@pytest.mark.parametrize("family", ["normal", "position", "zeros"])
+@pytest.mark.parametrize("family", ["normal", pytest.param("position", marks=pytest.mark.long), "zeros"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sums_of_any_order_lie_inside(recipe: str, family: str) -> None:
     x, w = operands(recipe, family)

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
 from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
+from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import QUANTIZE, Program, Tensor
+from narrowgauge.spec.program import INDEX, QUANTIZE, Program, Tensor
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,17 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
 
 def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the same axes."""
-    others = [a for a in site.editor.program.arguments if a.axes == site.step.axes and a.name != site.option("name")]
+    kind = site.dtype == INDEX
+    others = [
+        other
+        for other in site.editor.program.arguments
+        if other.axes == site.step.axes and other.name != site.option("name") and (other.dtype == INDEX) == kind
+    ]
     return [(other.name, other.name, other) for other in others]
+
+
+def _has_columns(site: Site) -> bool:
+    return site.dtype != INDEX and site.step.axes[-1:] not in ((), ("1",))
 
 
 def _activations(site: Site) -> Iterable[tuple[str, str, Callable[[Value], Value]]]:
@@ -186,12 +198,20 @@ _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
 
 def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
     """Rows from which a number of each row may be taken."""
-    has_rows = len(site.step.axes) > 1 and site.step.axes[0] != "1"
+    has_rows = (len(site.step.axes) > 1 or site.dtype == INDEX) and site.step.axes[0] != "1"
     return [(name, phrase, row) for row, name, phrase in OTHER_ROWS] if has_rows else []
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
-    return None if site.source(site.number).dtype == dtype else _rounded(site, site.old, dtype)
+    source = site.source(site.number)
+    if source.dtype == INDEX:
+        return None
+    if source.function == "constant":
+        value = torch.tensor(source.options["value"], dtype=torch.float64)
+        exact = bool(value == value.to(DTYPES[dtype]).double())
+    else:
+        exact = source.dtype == dtype
+    return None if exact else _rounded(site, site.old, dtype)
 
 
 def _rounded(site: Site, x: Value, dtype: str, **options: Any) -> Value:
@@ -353,7 +373,7 @@ ROWS: tuple[Row, ...] = (
     Row(("constant",), "other", "{v:.7g} in place of {self}", lambda s, v: s.changed(value=v), _other_constants,
         apart=True),
     Row(("argument",), "of-column", "{self} is that of the {v} column",
-        lambda s, v: s.made("rolled", s.old, columns=v[2]) if s.step.axes[-1:] not in ((), ("1",)) else None,
+        lambda s, v: s.made("rolled", s.old, columns=v[2]) if _has_columns(s) else None,
         lambda s: (("1", "next", 1), ("-1", "previous", -1)), apart=True),
     Row(("argument",), "other", "{v} is in place of {self}",
         lambda s, v: s.editor.add("argument", (), v[2].axes, v[2].dtype, name=v[0]), _other_arguments, apart=True),

@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import INDEX, Program
 
 _SIZES = ((64, 150), (96, 118))
 """Rows and columns of the inputs: sums over other widths tell rules apart that agree on one width."""
@@ -38,6 +38,9 @@ def _inputs(
     found = {}
     for argument in program.arguments:
         shape = [sizes.get(axis, width) for axis in argument.axes]
+        if argument.dtype == INDEX:
+            found[argument.name] = torch.randint(width, shape, generator=draw)
+            continue
         numbers = torch.randn(shape, generator=draw)
         if seed == 0:
             powers = torch.randint(-10, 11, shape[:1], generator=draw).float().view(*shape[:1], *[1] * (len(shape) - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,6 +131,10 @@ class Replay:
         for _ in self.parts(program, keep=True):
             pass
 
+    def work(self, program: Program) -> int:
+        """Elements times steps that a judgement evaluates at most."""
+        return len(program.steps) * sum(result_elements(result) for result in self.shown.values())
+
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
         """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
         that is wrong."""
@@ -181,6 +186,11 @@ def as_shown(program: Program, shown: Shown) -> Shown:
         if isinstance(result, Quantized):
             found[name] = replace(result, recipe=find_recipe(program.steps[number].recipe or ""))
     return found
+
+
+def result_elements(result: torch.Tensor | Quantized) -> int:
+    """Elements of a result."""
+    return result.numel() if isinstance(result, torch.Tensor) else math.prod(result.shape)
 
 
 def has_rows(result: torch.Tensor | Quantized) -> bool:

@@ -118,7 +118,7 @@ class _Search:
         """Judge the results under every single change, the others first."""
         self.others = others
         for change in itertools.chain(self._new(others), self._new(changes(self.program))):
-            if not self.limit.may_try():
+            if not self.limit.may_try(self.some.work(change.program)):
                 break
             evidence = self._evidence(change.program)
             if not evidence.judged and not evidence.excluded:
@@ -150,7 +150,7 @@ class _Search:
             for second in self._new(changes(first.program)):
                 if seconds is not None and second.sentence not in seconds:
                     continue
-                if not self.limit.may_try():
+                if not self.limit.may_try(self.probe.work(second.program)):
                     break
                 self.pairs += 1
                 if not self.probe.evidence(second.program, first=True).fits:

@@ -38,7 +38,7 @@ def aim(program: Program, change: Change, shape: tuple[int, int], tries: int = T
 
     def sets(aimed: Aimed) -> Sets | None:
         family = _family(change, aimed)
-        made = Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(family)))
+        made = Sets.of(program, contract_inputs(program, sizes, family, Draw(family)))
         return made if judges(made) else None
 
     def surely(aimed: Aimed) -> bool:

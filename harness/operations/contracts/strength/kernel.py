@@ -17,7 +17,7 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import ONCE, Program, Step
+from narrowgauge.spec.program import ONCE, TAKE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
@@ -25,7 +25,8 @@ _RELATIONS = {">": torch.gt, ">=": torch.ge, "<": torch.lt, "<=": torch.le}
 _FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "add": torch.add, "subtract": torch.sub, "multiply": torch.mul, "divide": torch.div, "square": torch.square,
     "negative": torch.neg, "absolute": torch.abs, "maximum": torch.maximum, "minimum": torch.minimum,
-    "where": torch.where, **{name: function.evaluate for name, function in FUNCTIONS.items()},
+    "where": torch.where, TAKE: lambda table, index: table[index.long()],
+    **{name: function.evaluate for name, function in FUNCTIONS.items()},
 }  # fmt: skip
 """Steps that torch has, in float64. The middle of the interval stands for every other step."""
 

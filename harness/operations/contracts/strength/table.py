@@ -20,7 +20,7 @@ from narrowgauge.harness.operations.contracts.judge import FREE
 from narrowgauge.harness.operations.contracts.results import named_results
 from narrowgauge.harness.operations.contracts.strength.kernel import Kernel, wrong_programs
 from narrowgauge.harness.operations.contracts.strength.sets import Sets, compared
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.evaluate import Tensors, judged
 from narrowgauge.spec.program import ONCE, Program
 
 SAMPLES = 32
@@ -154,19 +154,30 @@ def strength_table(
     """A row for each change of a contract and each shape: what would each family show?
 
     shapes: rows and columns; each axis of the arguments but the first has as many elements as there are columns.
-    families: also aimed ones. Kernels are sampled if no family surely shows a change at this or an earlier shape.
-    whole: whether each change has all cells; else only until a family surely shows it, and kernels are sampled for
-    `_SAMPLED` families. Raises ValueError for a shape that the contract does not take.
+    families: also aimed ones. whole: as in `table_of`. Raises ValueError for a shape that the contract does not take.
     """
-    families = sorted(families, key=lambda family: family not in _FIRST) if not whole else families
-    wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
+    inputs: dict[str, dict[str, Tensors]] = {}
     for place, (height, columns) in enumerate(shapes):
         sizes = sizes_of(program, height, columns)
-        plain = {
-            family: Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(f"strength|{family}")))
+        inputs["x".join(map(str, sizes.values()))] = {
+            family: contract_inputs(program, sizes, family, Draw(f"strength|{family}"))
             for family in families
             if place == 0 or family not in SPECIAL
         }
+    return table_of(program, inputs, whole=whole)
+
+
+def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, whole: bool = True) -> list[StrengthRow]:
+    """A row for each change of a contract and each shape: what would these inputs show?
+
+    inputs: the tensors by family by shape. Kernels are sampled if no family surely shows a change at this or an earlier
+    shape. whole: whether each change has all cells; else only until a family surely shows it, and kernels are sampled
+    for `_SAMPLED` families of the first shape.
+    """
+    wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
+    for place, (shape, given) in enumerate(inputs.items()):
+        families = sorted(given, key=lambda family: not whole and family not in _FIRST)
+        plain = {family: Sets.of(program, given[family]) for family in families}
         judging = {family for family, sets in plain.items() if judges(sets)}
         for change in wrong:
             cells: dict[str, Cell | None] = {}
@@ -177,13 +188,12 @@ def strength_table(
                 if cell is not None and cell.verdict == "surely":
                     sure.add(change.name)
             unknown = [family for family, cell in cells.items() if cell is None]
-            counted = () if change.name in sure else unknown if whole else unknown[:_SAMPLED]
+            counted = () if change.name in sure else unknown if whole else unknown[:_SAMPLED] if not place else ()
             full = {
                 family: cell or (sampled(plain[family], change) if family in counted else Cell("perhaps"))
                 for family, cell in cells.items()
             }
             step, _, name = change.name.partition(":")
-            shape = "x".join(map(str, sizes.values()))
             found.append(StrengthRow(step, name, change.sentence, _sums(change.program), shape, full))
     order = {change.name: place for place, change in enumerate(wrong)}
     found.sort(key=lambda row: order[row.name])

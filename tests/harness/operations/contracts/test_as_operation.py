@@ -128,6 +128,10 @@ def test_every_command_works_on_ten_lines(folder: Path, monkeypatch: pytest.Monk
     assert f"{ID}\n" in listed
     few = ("-k", "64x256 and (normal or ladder or plus_one) and not strided")
     assert "4 cases passed" in run("Backend", *few)
+    shown = command("contract", "contracts.py", "--run", "run")
+    assert "mistakes are shown by a case of the run" in shown
+    count = next(line for line in shown.splitlines() if "mistakes are shown" in line)
+    assert f"<p>{count}.</p>" in (folder / "run" / "index.html").read_text(encoding="utf-8")
     gate = ("--run", "run", "--baseline", "baseline.json")
     command("baseline", "accept", *gate)
     assert "gate holds" in command("gate", *gate)
@@ -137,6 +141,8 @@ def test_every_command_works_on_ten_lines(folder: Path, monkeypatch: pytest.Monk
     (folder / "contracts.py").write_text(text, encoding="utf-8")
     assert "contract scale-quantize has changed since the run" in command("gate", *gate, status=2)
     OPERATIONS.let_go()  # as in a new process
+    changed = command("contract", "contracts.py", "--run", "run", status=2)
+    assert "contract scale-quantize has changed since the run; run its cases again" in changed
     run("Backend", "-k", "64x256 and ladder", status=1)
     assert "another rule" in command("gate", *gate, status=1)
 

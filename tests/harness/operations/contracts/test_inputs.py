@@ -8,7 +8,7 @@ import torch
 from narrowgauge.contract.declaration import TYPES
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, KINDS, RULES, contract_inputs
-from narrowgauge.spec.program import Tensor
+from narrowgauge.spec.program import Program, Tensor
 
 SIZES = {"M": 29, "K": 96}
 ONE, ROW, SCALES = ("x", "Matrix", ("M", "K")), ("w", "Row", ("K",)), ("s", "Scale", ("1",))
@@ -19,7 +19,7 @@ def made(
     family: str, dtype: str = "bfloat16", key: str = "a", sizes: dict[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
     arguments = [Tensor(n, kind, axes, dtype if kind in ("Matrix", "Row") else "float32") for n, kind, axes in ALL]
-    return contract_inputs(arguments, sizes or SIZES, family, Draw(key))
+    return contract_inputs(Program("all", "", tuple(arguments), (), {}), sizes or SIZES, family, Draw(key))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

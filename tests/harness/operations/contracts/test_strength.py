@@ -67,7 +67,7 @@ def changed(program: Program, step: str, change: str) -> Change:
 
 def plain(program: Program, family: str, shape: tuple[int, int]) -> Sets:
     sizes = sizes_of(program, *shape)
-    return Sets.of(program, contract_inputs(program.arguments, sizes, family, Draw(f"test|{family}")))
+    return Sets.of(program, contract_inputs(program, sizes, family, Draw(f"test|{family}")))
 
 
 def verdict(program: Program, change: Change, family: str, shape: tuple[int, int] = SHAPE) -> str:
@@ -182,7 +182,7 @@ def test_aimed_inputs_show_what_families_miss() -> None:
     assert found.family.startswith(f"aimed:{change.name}:")
     assert verdict(program, change, found.family) == found.cell.verdict == "surely"
     sizes = sizes_of(program, *SHAPE)
-    one, other = (contract_inputs(program.arguments, sizes, found.family, Draw(key))["x"] for key in "ab")
+    one, other = (contract_inputs(program, sizes, found.family, Draw(key))["x"] for key in "ab")
     assert torch.equal(one, other)
     assert change.name not in unseen(strength_table(program, shapes=(SHAPE,), families=(*FAMILIES, found.family)))
     assert aim(program, changed(program, "amax", "in-bfloat16"), SHAPE, tries=20) is None

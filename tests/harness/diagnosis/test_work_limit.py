@@ -1,4 +1,4 @@
-"""A time limit removes explanations of a wrong result, leaves none exact, and reports the removed causes."""
+"""A limit of work removes explanations of a wrong result, leaves none exact, and reports the removed causes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
 from narrowgauge.harness.diagnosis.quantize import explain_quantize, kernel_matrix
-from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
-from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.work_limit import CALL, WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages, values_stage
@@ -86,7 +85,7 @@ CASES = {quantized: "nibbles-swapped", product: "nibbles-swapped", decoded: "nib
          rotation: "rotation-missing"}  # fmt: skip
 
 
-def exact_causes(outcome: Outcome, limit: TimeLimit | None = None) -> list[str]:
+def exact_causes(outcome: Outcome, limit: WorkLimit | None = None) -> list[str]:
     return [e.cause for e in explain(outcome, SearchHistory(), limit=limit) if e.exact]
 
 
@@ -98,7 +97,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_no_limit_tries_all(case) -> None:
-    limit = TimeLimit()
+    limit = WorkLimit()
     assert CASES[case] in exact_causes(case(), limit)
     assert exact_causes(case(), limit) == exact_causes(case())
     assert limit.tried
@@ -107,7 +106,7 @@ def test_no_limit_tries_all(case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_limit_of_0_claims_no_cause_and_says_so(case) -> None:
-    limit = TimeLimit(0)
+    limit = WorkLimit(0)
     assert exact_causes(case(), limit) == []
     assert limit.tried == 0
     assert f"0 of {limit.skipped} known deviations tried" in limit.note
@@ -116,14 +115,12 @@ def test_a_limit_of_0_claims_no_cause_and_says_so(case) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock moves on by 1 s with every reading, so the limit is reached at every point of the search."""
+def test_a_limit_only_removes_explanations(case) -> None:
+    """The matrices are small, so the work of a call tells how many calls there are."""
     outcome, complete = case(), exact_causes(case())
     notes, possible = [], set()
-    for seconds in (*range(1, 12), 20, 40, 80, 160, 320, 2000):
-        ticks = count()
-        monkeypatch.setattr(time_limit, "monotonic", lambda ticks=ticks: float(next(ticks)))
-        limit = TimeLimit(seconds)
+    for calls in (*range(1, 12), 20, 40, 80, 160, 320, 2000):
+        limit = WorkLimit(calls * CALL)
         found = explain(outcome, SearchHistory(), limit=limit)
         exact = [each.cause for each in found if each.exact]
         demoted = [each.cause for each in found if each.sentence.endswith(UNTRIED_RIVALS)]
@@ -137,32 +134,28 @@ def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time stands still during the search, and ends after the second slab of the deviation."""
-    now = 0.0
-    tried_slabs = count()
+    """The limit is reached after the second slab of the deviation."""
+    slabs = count()
 
-    def verify(self: TimeLimit, cause: str) -> bool:
-        nonlocal now
-        now = 100.0 if next(tried_slabs) == 2 else now
-        return may_verify(self, cause)
+    def verify(self: WorkLimit, cause: str, elements: float) -> bool:
+        return may_verify(self, cause, math.inf if next(slabs) == 1 else elements)
 
-    may_verify = TimeLimit.may_verify
-    monkeypatch.setattr(time_limit, "monotonic", lambda: now)
-    monkeypatch.setattr(TimeLimit, "may_verify", verify)
-    limit = TimeLimit(1)
+    may_verify = WorkLimit.may_verify
+    monkeypatch.setattr(WorkLimit, "may_verify", verify)
+    limit = WorkLimit(1e9)
     assert exact_causes(quantized(), limit) == []
     assert "nibbles-swapped fits the elements tried" in limit.note
 
 
 def test_a_cause_is_not_exact_before_its_further_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time ends when the search for deviations has ended; the inputs that could refute them are tried next time."""
-    now, families = 0.0, []
+    """The limit is reached when the search for deviations has ended; the inputs that could refute them are tried next
+    time."""
+    families = []
     confirm = explain_quantize._Search.confirm
 
-    def confirm_later(*args):
-        nonlocal now
-        now = 100.0
-        return confirm(*args)
+    def confirm_later(search, *args):
+        search.limit.spent = math.inf
+        return confirm(search, *args)
 
     def further(family: str) -> Outcome:
         families.append(family)
@@ -170,27 +163,26 @@ def test_a_cause_is_not_exact_before_its_further_inputs(monkeypatch: pytest.Monk
 
     history = SearchHistory()
     with monkeypatch.context() as patch:
-        patch.setattr(time_limit, "monotonic", lambda: now)
         patch.setattr(explain_quantize._Search, "confirm", confirm_later)
-        limit = TimeLimit(1)
+        limit = WorkLimit(1e9)
         stopped = explain(quantized(), history, limit=limit, further=further)
     assert (stopped[0].cause, stopped[0].exact, families) == ("nibbles-swapped", False, [])
     assert "further inputs" in limit.note
-    assert explain(quantized(), history, limit=TimeLimit(), further=further)[0].exact
+    assert explain(quantized(), history, limit=WorkLimit(), further=further)[0].exact
     assert families
 
 
 def test_a_search_that_was_stopped_does_not_count_as_a_search() -> None:
     for case in (quantized, product):
         history = SearchHistory()
-        explain(case(), history, limit=TimeLimit(0))
+        explain(case(), history, limit=WorkLimit(0))
         assert not sum(history.searches.values())
 
 
 def test_shared_memory_has_no_exact_cause_after_a_stop() -> None:
     outcome = quantized()
     outcome.aliases.append({"cause": "returns-its-input", "sentence": "codes share memory with x"})
-    for limit in (TimeLimit(0), TimeLimit()):
+    for limit in (WorkLimit(0), WorkLimit()):
         (alias,) = (e for e in explain(outcome, SearchHistory(), limit=limit) if e.cause == "returns-its-input")
         assert not alias.exact
 
@@ -224,6 +216,6 @@ def test_a_run_says_that_the_diagnosis_of_a_case_stopped() -> None:
     kernel = Backend.local("wrong", SimpleNamespace(quantize=quantize))
     (note,) = run_case(case, kernel, diagnosis=0.0).notes
     assert note["cause"] == "diagnosis-stopped"
-    assert "stopped after 0 s" in note["sentence"]
+    assert "stopped at its limit of work" in note["sentence"]
     assert note["sentence"].endswith("narrowgauge show has no limit")
     assert run_case(case, kernel, diagnosis=math.inf).notes == []
