@@ -205,12 +205,12 @@ def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tm
     printed = run(command, "run", "-k", TWENTY, "-n", "1", cwd=tmp_path)
     assert "20 cases passed" in printed
     assert (tmp_path / "reports" / "latest" / "index.html").is_file()
-    assert "layout     exact" in run(command, "show", listed[0], cwd=tmp_path)
+    assert "layout equal bytes 512" in " ".join(run(command, "show", listed[0], cwd=tmp_path).split())
 
 
 @pytest.mark.long
 def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[str, Path], tmp_path: Path) -> None:
-    """From an empty folder: doctor, a mutant, and a new repository. Root can write everywhere, so the files count."""
+    """Doctor, the mistakes of an operation, and a new repository. Root can write everywhere, so the files count."""
     python = environments["wheel"]
     command, before = python.with_name("narrowgauge"), installed(python, tmp_path)
     folders = [path for path in (_packages(python, tmp_path) / "narrowgauge").rglob("*") if path.is_dir()]
@@ -219,8 +219,9 @@ def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[st
         for path in folders:
             path.chmod(0o555)
         assert "C++ compiler" in run(command, "doctor", cwd=tmp_path)
-        printed = run(command, "mutants", "-k", "swizzle-32-4", "-n", "1", cwd=tmp_path)
-        assert "caught by narrowgauge 1 of 1" in printed
+        own = _packages(python, tmp_path) / "narrowgauge" / "examples" / "my_operations"
+        given = [own / "scale_columns.toml", "--operations", own / "scale_columns.py"]
+        assert "caught by narrowgauge 2 of 2" in run(command, "mutants", *given, "-n", "1", cwd=tmp_path)
         assert (tmp_path / "reports" / "latest" / "mutants.json").is_file()
         assert "written    narrowgauge_backend.py" in run(command, "init", "new", cwd=tmp_path)
         words = ["kernel_cases", "--backend", "narrowgauge_backend:Backend", "-k", "33x80 and zeros", "-n", "1"]
@@ -229,6 +230,15 @@ def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[st
         for path, mode in modes.items():
             path.chmod(mode)
     assert installed(python, tmp_path) == before
+
+
+@pytest.mark.long
+def test_the_wheel_says_where_the_wrong_kernels_are(environments: dict[str, Path], tmp_path: Path) -> None:
+    command = [environments["wheel"].with_name("narrowgauge"), "mutants"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert not [word for word in ("in its repository", "a checkout", "--operations FILE") if word not in said], said
 
 
 @pytest.mark.long

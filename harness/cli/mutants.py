@@ -25,8 +25,8 @@ def mutants(
 ) -> None:
     """Run wrong kernels, which the quick tier must catch.
 
-    With --operations, the known mistakes of these operations. Exit status 0 only if each is killed, or equivalent and
-    is not.
+    The kernels are in a checkout of narrowgauge. With --operations, the known mistakes of these operations. Exit status
+    0 only if each is killed, or equivalent and is not.
     """
     from narrowgauge.harness.cases.case import matching
     from narrowgauge.harness.cases.operations import OPERATIONS, outside_operations

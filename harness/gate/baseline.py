@@ -18,6 +18,7 @@ from typing import Any
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.gate.architecture import NAME, architecture, product_name
 from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
+from narrowgauge.harness.machine.plain_text import unique_keys
 from narrowgauge.harness.records.environment import CONTRACT, RULE
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
@@ -138,7 +139,9 @@ def write(baseline: Baseline, path: Path) -> None:
 def read(path: Path) -> Baseline:
     """The baseline in a file. Raises BaselineError if the file is no valid baseline."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        content = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys
+        )  # a merge leaves keys twice
     except FileNotFoundError as error:
         raise BaselineError(
             f"{path}: there is no such file; `narrowgauge baseline accept --baseline {path}` makes it of a run"
@@ -151,15 +154,6 @@ def read(path: Path) -> Baseline:
         return _checked(content)
     except ValueError as error:
         raise BaselineError(f"{path}: is no baseline: {error}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a duplicate key, which a merge of two baselines can leave."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return content
 
 
 def _checked(content: Any) -> Baseline:

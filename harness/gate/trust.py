@@ -18,7 +18,8 @@ from narrowgauge.harness.cases.contracts.traces import contracts_of
 from narrowgauge.harness.records.environment import CONTRACT, RULE, kernel_hash, source_hashes
 from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
 from narrowgauge.harness.records.loaded_sources import differences
-from narrowgauge.harness.records.record_check import DEVICES, record_problems, shown
+from narrowgauge.harness.records.record_check import DEVICES, record_problems
+from narrowgauge.harness.records.typed import shown
 from narrowgauge.harness.report.text import number
 from narrowgauge.spec.program import ContractError
 from narrowgauge.spec.recipes import OwnRule, RuleError, read_rules

@@ -76,3 +76,15 @@ def plain_value(value: Any) -> Any:
 _NUMBERS = frozenset((type(None), bool, int, float))
 _plain_key = lru_cache(plain_text)
 """Most keys occur in every record."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON: `object_pairs_hook` of json.loads. Raises ValueError if a key occurs twice: programs differ in
+    the value that they take."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)[:100]!r} occurs twice in an object"
+        )
+    return value

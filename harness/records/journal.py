@@ -17,10 +17,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.machine.plain_text import plain_text, plain_value
+from narrowgauge.harness.machine.plain_text import plain_text, plain_value, unique_keys
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
 from narrowgauge.harness.records.loaded_sources import LoadedSources, differences
 from narrowgauge.harness.records.record import SCHEMA, Record
@@ -122,6 +123,8 @@ def read(path: Path) -> RecordedRun:
 
 def _read(path: Path) -> tuple[RecordedRun, int]:
     """The run, and the number of bytes in complete lines of its journal."""
+    from narrowgauge.harness.records.typed import type_problem
+
     file = path / JOURNAL_NAME if path.is_dir() else path
     lines = _lines(path, file)
     header, size = next(lines, ({}, 0))
@@ -133,21 +136,17 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
             f"{file}: is a journal of version {versions[0]} with records of schema {versions[1]}; this narrowgauge "
             f"reads version {JOURNAL_VERSION} and schema {SCHEMA}: run the cases again"
         )
-    types = {column.name: str(column.type) for column in fields(RecordedRun) if column.name not in NOT_IN_HEADER}
-    if set(types) != set(header):
-        keys = ", ".join(sorted(set(types) ^ set(header)))
-        raise JournalError(f"{file}: line 1 is no header of a run: {keys} missing or unknown")
-    if wrong := [name for name, kind in types.items() if not _is_of(header[name], kind)]:
-        raise JournalError(f"{file}: line 1 is no header of a run: {wrong[0]} is not {types[wrong[0]]}")
+    if problem := type_problem(header, _line_type("Header")):
+        raise JournalError(f"{file}: line 1 is no header of a run: {problem}")
     latest: dict[str, dict[str, Any]] = {}
     elapsed, sources = 0.0, LoadedSources()
     for number, (entry, end) in enumerate(lines, 2):
         size = end
         if set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
             elapsed = entry["elapsed"]
-        elif set(entry) == _LOADED and all(_is_of(value, "dict[str, str]") for value in entry.values()):
+        elif set(entry) == _LOADED and not type_problem(entry, _line_type("Loaded")):
             sources = LoadedSources(entry["loaded"], entry["unverified"])
-        elif problem := _record_problem(entry):
+        elif problem := type_problem(entry, _line_type("Record"), "column"):
             raise JournalError(f"{file}: line {number} is no record: {problem}")
         else:
             latest[entry["case"]] = entry
@@ -178,7 +177,7 @@ def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        entry = plain_value(json.loads(line.decode(), object_pairs_hook=_object))
+        entry = plain_value(json.loads(line.decode(), object_pairs_hook=unique_keys))
     except RecursionError as error:
         raise JournalError(f"{file}: line {number} is nested too deep, so no line of a run") from error
     except ValueError as error:
@@ -188,37 +187,20 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     return entry
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError if a key occurs twice: programs differ in the value that they take."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
-    return value
+@cache
+def _line_type(kind: str) -> type:
+    """The type of a line: `Header`, `Loaded`, or `Record`, which may lack columns other than case and verdict."""
+    from narrowgauge.harness.records.typed import object_type, types_of
+
+    if kind == "Record":
+        types = types_of(Record)
+        return object_type(kind, types, optional=types.keys() - {"case", "verdict"}, unknown=True)
+    types = types_of(RecordedRun)
+    names = _LOADED if kind == "Loaded" else types.keys() - NOT_IN_HEADER
+    return object_type(kind, {name: types[name] for name in sorted(names)})
 
 
-def _record_problem(entry: dict[str, Any]) -> str:
-    """Why an object of a journal is no record. Empty for a record, which may lack columns."""
-    if not isinstance(entry.get("case"), str) or not isinstance(entry.get("verdict"), str):
-        return "it has no case or no verdict"
-    for name, kind in _COLUMNS.items():
-        if name in entry and not _is_of(entry[name], kind):
-            return f"its column {name} is not {kind}"
-    return ""
-
-
-_COLUMNS = {column.name: str(column.type) for column in fields(Record)}
-"""Type of each column of a record."""
-
-
-def _is_of(value: Any, kind: str) -> bool:
-    """Whether a value has the type of a field, given as text: `str`, `int | None`, `list[str]`, …"""
-    if kind.startswith("list"):
-        return isinstance(value, list) and all(_is_of(item, kind[len("list[") : -1]) for item in value)
-    if kind.startswith("dict"):
-        return isinstance(value, dict) and (kind != "dict[str, str]" or all(isinstance(v, str) for v in value.values()))
-    found = "None" if value is None else type(value).__name__
-    return found == kind or found in (names := kind.split(" | ")) or (found == "int" and "float" in names)
+_COLUMNS = tuple(column.name for column in fields(Record))
 
 
 class Journal:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from narrowgauge.harness.cases.keys import TIERS
 from narrowgauge.harness.cases.operations import is_composed
 from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
+from narrowgauge.harness.records.typed import COUNT, INT64, NUMBER, object_type, shown, type_problem, types_of
 
 RULES = ("exact", "bound", "boundary", "statistics", "scope", *PROTECTING)
 """Rules of stages. All but `PROTECTING` compare with an expected value."""
@@ -37,20 +36,17 @@ _OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "bas
 """Columns that are empty in the record of a pass."""
 _BINS, _SWEEP = 11, 6
 """Lengths of `budget_histogram` and of `sweep`, if they are not empty."""
-_INT64 = 1 << 63
-_WIDTH = 80
-"""Largest number of characters of a value in a message."""
 _ENTRY_TYPES: dict[str, dict[str, Any]] = {
-    "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), float | None) | {"tensor": str},
+    "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), NUMBER | None) | {"tensor": str},
     "stages": {
-        "stage": str, "rule": str, "compared": int, "mismatches": int, "max_ulp": int | None, "excused": int,
-        "unbounded": int | None, "sentence": str,
+        "stage": str, "rule": str, "compared": COUNT, "mismatches": COUNT, "max_ulp": COUNT | None, "excused": COUNT,
+        "unbounded": COUNT | None, "sentence": str,
     },
     "explanations": {"cause": str, "sentence": str, "stage": str, "exact": bool},
     "notes": {"cause": str, "sentence": str},
     "findings": {
         "stage": str, "rule": str, "sentence": str, "elements": list[dict[str, Any]], "modulo": dict[str, Any],
-        "heat": dict[str, Any], "steps": list[list[int]], "census": dict[str, Any],
+        "heat": dict[str, Any], "steps": list[list[INT64]], "census": dict[str, Any],
         "table": dict[str, Any],
     },
 }  # fmt: skip
@@ -59,70 +55,19 @@ _ENTRY_TYPES: dict[str, dict[str, Any]] = {
 
 def record_problems(record: dict[str, Any]) -> list[str]:
     """Reasons not to trust a record, as phrases with column and value. Empty if the record is consistent."""
-    return list(_columns(record)) or [*_entries(record)] or [*_ranges(record), *_labels(record)] or [*_verdict(record)]
-
-
-def _columns(record: dict[str, Any]) -> Iterator[str]:
-    """Missing and unknown columns, and values of a wrong type."""
-    types = _column_types()
-    if missing := [name for name in types if name not in record]:
-        yield f"column {missing[0]!r} is missing"
-    if unknown := [name for name in record if name not in types]:
-        yield f"column {shown(unknown[0])} is unknown"
-    for name, (has_type, text) in types.items():
-        if name in record and not has_type(record[name]):
-            yield f"{name} is {shown(record[name])}, not {text}"
+    if problem := type_problem(record, _record_type(), "column"):
+        return [problem]
+    return [*_ranges(record), *_labels(record)] or [*_verdict(record)]
 
 
 @cache
-def _column_types() -> dict[str, tuple[Callable[[Any], bool], str]]:
-    """Check of the type of each column, and the name of the type in messages."""
-    hints = get_type_hints(Record)
-    return {column.name: (_checker(hints[column.name]), str(column.type)) for column in fields(Record)}
-
-
-@cache
-def _checker(kind: Any) -> Callable[[Any], bool]:
-    """A function that says whether a value read from JSON has a type. An int has 64 bits. An int is a float; a bool is
-    neither."""
-    if kind is Any:
-        return lambda value: True
-    if isinstance(kind, UnionType):
-        options = [_checker(option) for option in get_args(kind)]
-        return lambda value: any(option(value) for option in options)
-    if get_origin(kind) is list:
-        of_item = _checker(get_args(kind)[0])
-        return lambda value: type(value) is list and all(map(of_item, value))
-    if get_origin(kind) is dict:
-        of_value = _checker(get_args(kind)[1])
-        return lambda value: type(value) is dict and all(map(of_value, value.values()))
-    if kind is int:
-        return lambda value: type(value) is int and -_INT64 <= value < _INT64
-    if kind is float:
-        of_int = _checker(int)
-        return lambda value: type(value) is float or of_int(value)
-    return lambda value: type(value) is kind
-
-
-def shown(value: Any) -> str:
-    """A value of a file in a message: ASCII, and not long."""
-    text = ascii(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
-
-
-def _entries(record: dict[str, Any]) -> Iterator[str]:
-    """Entries of columns with objects: missing and unknown keys, values of a wrong type."""
+def _record_type() -> type:
+    """The type of a record with its entries: each has all keys, and no other."""
+    lists: dict[str, Any] = {}
     for column, keys in ENTRIES.items():
-        types = {key: _ENTRY_TYPES[column][key] for key in keys}
-        checkers = {key: _checker(kind) for key, kind in types.items()}
-        for number, entry in enumerate(record[column]):
-            if differing := sorted(checkers.keys() ^ entry.keys()):
-                key = differing[0]
-                yield f"{column}[{number}]: key {shown(key)} is {'unknown' if key in entry else 'missing'}"
-            for key, has_type in checkers.items():
-                if key in entry and not has_type(entry[key]):
-                    kind = getattr(types[key], "__name__", types[key])
-                    yield f"{column}[{number}].{key} is {shown(entry[key])}, not {kind}"
+        entry = object_type(column, {key: _ENTRY_TYPES[column][key] for key in keys})
+        lists[column] = list[entry]  # type: ignore[valid-type]
+    return object_type("Record", types_of(Record) | lists)
 
 
 def _ranges(record: dict[str, Any]) -> Iterator[str]:
@@ -144,10 +89,6 @@ def _ranges(record: dict[str, Any]) -> Iterator[str]:
             yield f"{column} has {len(record[column])} numbers, not {length}"
     if any(count < 0 for count in record["budget_histogram"]):
         yield f"budget_histogram is {shown(record['budget_histogram'])}, with a negative count"
-    for number, stage in enumerate(record["stages"]):
-        for key in ("compared", "mismatches", "max_ulp", "excused", "unbounded"):
-            if stage[key] is not None and stage[key] < 0:
-                yield f"stages[{number}].{key} is {stage[key]}, not a number ≥ 0"
     for number, entry in enumerate(record["accuracy"]):
         for key, least, most in (("sqnr_db", -math.inf, math.inf), ("relative_error", 0, math.inf), ("cosine", -1, 1)):
             value = entry[key]

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks.distance import format_count
-from narrowgauge.harness.checks.exact import exact_codes, exact_floats
+from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.quantize.judge import columnwise_subject, only_half
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import split_random
-from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import Summation
@@ -131,55 +131,27 @@ def _judge_half(
     columnwise: bool,
     rotates_rows: bool = False,
 ) -> None:
-    """Judge a half, slice by slice. `rotates_rows`: the half is a result of `quantize`, which rotates rows;
-    `quantize_both` does not."""
+    """Judge a half by the stages of a quantized matrix, slice by slice. `rotates_rows`: the half is a result of
+    `quantize`, which rotates rows; `quantize_both` does not."""
     lines, length = x.shape[::-1] if columnwise else x.shape
     recipe = both_recipe if columnwise or rotates_rows else both_recipe.rowwise
     per_tensor = recipe.tensor_scale != "none" and recipe.granularity == "tensor"
-    name = "columnwise" if columnwise else "rowwise"
     if per_tensor and amax is None:
         amax = _largest(x, recipe, columnwise=columnwise)
-    if per_tensor:
-        assert amax is not None
-        verdict.equal(f"{name} amax", q.required_amax, amax)
     for rows in row_slices(lines, length):
-        random_words = None if random is None else _random_words(random, (lines, length), rows, x.device, recipe)
+        words = None if random is None else _random_words(random, (lines, length), rows, x.device, recipe)
         slice_amax = amax if per_tensor or amax is None else amax[rows]
+        given: dict[str, Any] = {"amax": slice_amax, "scale": scale, "random": words}
         if columnwise:
-            bits = None if random_words is None else (None, random_words)
-            expected = reference.quantize_both(
-                x[:, rows].contiguous(), both_recipe, rowwise=False, amax=(None, slice_amax), scale=scale, random=bits
-            )[1]
-            assert expected is not None
+            part = x[:, rows].contiguous()
+            given |= {"amax": (None, slice_amax), "random": None if words is None else (None, words)}
+            expected = only_half(reference.quantize_both(part, both_recipe, rowwise=False, **given))
+            subject = columnwise_subject(part.T.contiguous(), recipe, words, free=False, amax_given=True)
         else:
-            expected = reference.quantize(x[rows], recipe, amax=slice_amax, scale=scale, random=random_words)
-        _judge_part(verdict, name, q, expected, rows, per_tensor=per_tensor)
-
-
-def _judge_part(
-    verdict: Verdict, name: str, q: Quantized, expected: Quantized, rows: slice, *, per_tensor: bool
-) -> None:
-    recipe = expected.recipe
-    height = recipe.stored_rows
-    scaled = slice(None) if recipe.whole else slice(rows.start // height, -(-rows.stop // height))
-    codes, scales = (q.codes[:, rows], q.scales[:, scaled]) if q.transposed else (q.codes[rows], q.scales[scaled])
-    if not per_tensor and expected.amax is not None and q.amax is not None:
-        verdict.equal(f"{name} amax", q.amax[rows], expected.amax)
-    if recipe.scale is FP32:
-        verdict.equal(f"{name} scales", scales, expected.scales)
-    else:
-        verdict.add(
-            exact_codes(f"{name} scales", scales, expected.scales, recipe.scale, noun="scales", describe=_describe)
-        )
-    if torch.equal(codes, expected.codes):  # avoids a byte for every element
-        verdict.compared += expected.shape[0] * expected.shape[1]
-        return
-    actual_codes, expected_codes = (
-        unpack(packed, expected.shape[1]) if recipe.element.bits == 4 else packed for packed in (codes, expected.codes)
-    )
-    verdict.add(
-        exact_codes(f"{name} codes", actual_codes, expected_codes, recipe.element, noun="codes", describe=_describe)
-    )
+            expected = reference.quantize(x[rows], recipe, **given)
+            subject = Subject(x[rows], recipe, words, amax_given=True)
+        for stage in quantize_stages(subject, _rows(q, rows), expected, "columnwise " if columnwise else "rowwise ")[0]:
+            verdict.add(stage)
 
 
 def _largest(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> torch.Tensor:
@@ -258,12 +230,14 @@ def _judge_product(verdict: Verdict, output: torch.Tensor, a: Quantized, b: Quan
 
 
 def _rows(q: Quantized, rows: slice | torch.Tensor) -> Quantized:
-    """Some rows of an operand stored rowwise. An index tensor requires a scale for every row, or a single scale."""
+    """Some of the rows along which an operand is quantized. An index tensor requires a scale for every row, or a single
+    scale."""
     height = q.recipe.stored_rows
     scaled = rows if isinstance(rows, torch.Tensor) else slice(rows.start // height, -(-rows.stop // height))
     assert height == 1 or q.recipe.whole or isinstance(rows, slice)
-    scales = q.scales if q.recipe.whole else q.scales[scaled]
+    codes, scales = (q.codes[:, rows], q.scales[:, scaled]) if q.transposed else (q.codes[rows], q.scales[scaled])
     per_row = q.recipe.granularity == "row"
     amax, encode = (t[rows] if per_row and t is not None else t for t in (q.amax, q.tensor_scale))
-    codes = q.codes[rows]
-    return replace(q, codes=codes, scales=scales, amax=amax, tensor_scale=encode, shape=(len(codes), q.shape[1]))
+    shape = codes.shape[1 if q.transposed else 0], q.shape[1]
+    scales = q.scales if q.recipe.whole else scales
+    return replace(q, codes=codes, scales=scales, amax=amax, tensor_scale=encode, shape=shape)

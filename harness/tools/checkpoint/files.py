@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
+from narrowgauge.harness.machine.plain_text import unique_keys
+
 LARGEST_HEADER = 64 << 20
 """Bytes of the header of a .safetensors file, of the header of a .gguf file, and of a JSON file."""
 MOST_TENSORS = 1 << 20
@@ -216,7 +218,7 @@ def _safetensors(path: Path, file: BinaryIO, size: int) -> Iterator[StoredTensor
     if length > LARGEST_HEADER:
         raise CheckpointError(f"{path}: its header has {length} bytes, at most {LARGEST_HEADER}; save fewer tensors")
     try:
-        content = json.loads(file.read(length), object_pairs_hook=_once)
+        content = json.loads(file.read(length), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is damaged: {str(error)[:200]}; download it again") from error
     if not isinstance(content, dict) or len(content) > MOST_TENSORS:
@@ -231,15 +233,6 @@ def _safetensors(path: Path, file: BinaryIO, size: int) -> Iterator[StoredTensor
     if end != size:
         raise CheckpointError(f"{path}: its tensors end at byte {end}, and the file has {size}; download it again")
     yield from found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = next(name for name in content if names.count(name) > 1)
-        raise ValueError(f"the name {doubled[:100]!r} occurs twice")
-    return content
 
 
 def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:

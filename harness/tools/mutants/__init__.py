@@ -1,4 +1,4 @@
 """Mutants: wrong kernels that the quick tier must detect, each a declared change of a real kernel file.
 
-`changes/*.toml` hold the mutants by subject. `narrowgauge mutants` runs all mutants.
+`tests/mutants/kernels/*.toml` hold the mutants by subject. `narrowgauge mutants` runs all mutants.
 """

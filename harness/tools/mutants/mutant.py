@@ -15,8 +15,8 @@ from narrowgauge.native.runtime.sources import FOLDER, kernel_files
 from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import find_recipe
 
-MUTANTS = Path(__file__).parent / "changes"
-"""Folder with the files of mutants."""
+MUTANTS = Path(__file__).parents[4] / "tests" / "mutants" / "kernels"
+"""Folder of a checkout with the files of mutants. The wheel lacks it: it has the kernels, and no changes of them."""
 CLASSES = (
     "element rounding", "element scaling", "element range", "block scale", "tensor scale", "power-of-two scale",
     "zeros and limits", "amax", "NaN", "rotation", "stochastic rounding", "choice of 4 or 6", "tails and sections",
@@ -94,7 +94,14 @@ def load(path: Path) -> list[Mutant]:
 
 
 def load_all(folder: Path = MUTANTS) -> list[Mutant]:
-    """The mutants of all *.toml files of a folder. Raises MutantFileError for an invalid file or a duplicate name."""
+    """The mutants of all *.toml files of a folder. Raises MutantFileError for an invalid file or a duplicate name, and
+    outside of a checkout of narrowgauge."""
+    if not folder.is_dir():
+        raise MutantFileError(
+            f"{folder}: there is no such folder: the wrong kernels of narrowgauge are in its repository, not in the "
+            "installed package. Run `narrowgauge mutants` in a checkout, or with --operations FILE for the known "
+            "mistakes of your own operations"
+        )
     mutants: dict[str, Mutant] = {}
     for path in sorted(folder.glob("*.toml")):
         for mutant in load(path):

@@ -13,11 +13,12 @@ from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.tools.mutants.conventional_tests import Detections
+from narrowgauge.harness.tools.mutants.mutant import MUTANTS
 from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.native.runtime.sources import files_of
 
-PATH = Path(__file__).parent / "recorded.json"
-"""Recorded results by name of mutant, sorted. Written by `narrowgauge mutants --search`."""
+PATH = MUTANTS / "recorded.json"
+"""Recorded results, sorted, a line for each mutant. Written by `narrowgauge mutants --search`."""
 MOST = 2
 """Largest number of recorded cases of a mutant."""
 
@@ -78,4 +79,5 @@ def write(
         for name, entry in sorted(recorded.items())
         if name in known and entry.cases
     }
-    path.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in kept.items())
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

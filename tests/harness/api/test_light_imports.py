@@ -11,7 +11,7 @@ import pytest
 
 import narrowgauge as ng
 
-REFUSED = ("pandas", "pyarrow", "jinja2", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
+REFUSED = ("pandas", "pyarrow", "jinja2", "msgspec", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
 """Packages that a user of the public names need not have."""
 PREAMBLE = f"""
 import json
@@ -47,6 +47,14 @@ def fp8_checkpoint():
     return "w.safetensors"
 
 
+def own_contract():
+    text = "def square(x: c.Matrix):\\n    return c.cast(c.float32(x) * c.float32(x), x.dtype)\\n"
+    Path("own_contract.py").write_text("from narrowgauge import contract as c\\n\\n\\n@c.contract\\n" + text)
+    import own_contract
+
+    return own_contract.square
+
+
 def fails(call, *arguments, **options):
     try:
         call(*arguments, **options)
@@ -75,6 +83,7 @@ CALLS = {
     "assert_gemm": "ng.assert_gemm(q, q, y, out_dtype=y.dtype); fails(ng.assert_gemm, q, q, y * 2, out_dtype=y.dtype)",
     "assert_quantized": "ng.assert_quantized(x, q.codes, q.scales, amax=q.amax); "
     "fails(ng.assert_quantized, x, q.codes ^ 1, q.scales)",
+    "assert_result": "ng.assert_result(own_contract(), x * x, x); fails(ng.assert_result, own_contract(), x, x)",
     "assert_stochastic": "ng.assert_stochastic(x, draw); fails(ng.assert_stochastic, x, lambda seed: draw(0))",
     "assert_transformed": "ng.assert_transformed(x, rotated); fails(ng.assert_transformed, x, x)",
     "bounds": "ng.bounds(q, q, out_dtype=torch.float32)",

@@ -171,7 +171,7 @@ def test_a_file_that_is_no_baseline(content: Any, message: str, tmp_path: Path) 
         (b"\xff", "is no baseline: "),
         (
             json.dumps(GOOD).replace('"seed": 0', '"seed": 0, "seed": 1').encode(),
-            "is no baseline: 'seed' is there twice",
+            "is no baseline: the key 'seed' occurs twice",
         ),
     ],
 )

@@ -148,7 +148,6 @@ def values_for(column: str, kind: str) -> list[Any]:
     return ["x", True, math.nan, [], *signed, *([] if "None" in kind else [None])]
 
 
-NEEDED = ("case", "verdict")
 OF_ID = ("operation", "recipe", "dtype", "inputs", "flags")
 FREE = ("stage", "message", "known", "shrunk", "saved", "save_note", "baseline")
 """Columns of text that are empty in the record of a pass."""
@@ -158,8 +157,9 @@ def columns() -> Iterator[tuple[str, str, Edit]]:
     for column in fields(Record):
         yield f"without {column.name}", column.name, removed(column.name)
         for value in values_for(column.name, str(column.type)):
-            expected = f"{column.name} is " if value != [{}] else f"{column.name}[0]: key "
-            expected = "no case or no verdict" if column.name in NEEDED and type(value) is not str else expected
+            expected = f"{column.name}[0]: key " if value == [{}] else f"{column.name} is "
+            if isinstance(value, list) and str(column.type).startswith("list") and value != [{}]:
+                expected = f"{column.name}[0] is " if column.name != "sweep" or value == [None] else "sweep is nan"
             expected = "its columns are those of" if value == "" and column.name in OF_ID else expected
             yield f"{column.name} = {value!r:.20}", expected, replaced(column.name, value)
     for key in ENTRIES["stages"]:
@@ -342,7 +342,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
 }  # fmt: skip
 HEADER: dict[str, tuple[Edit, str]] = {
     **{
-        f"{name} = {value!r}": (lambda lines, name=name, value=value: lines[0].update({name: value}), f": {name} ")
+        f"{name} = {value!r}": (lambda lines, name=name, value=value: lines[0].update({name: value}), f": {name}")
         for name, values in {
             "backend": (7, None, "native"), "device": (7, "tpu", "cuda"), "seed": ("0", True, 0.5, 3),
             "cases": ("x", [7], None), "environment": ([], {"GPU": 7}), "sources": ([], {"harness": 7}),
@@ -381,7 +381,7 @@ FILES: dict[str, tuple[Edit, str]] = {
     "no header": (lambda lines: text_of(lines[1:]), "is a journal of version None"),
     "the header last": (lambda lines: text_of([*lines[1:], lines[0]]), "is a journal of version None"),
     "two headers": (lambda lines: text_of([lines[0], *lines]), "line 2 is no record"),
-    "a header without a key": (lambda lines: text_of([{**lines[0], "seeds": 0}, *lines[1:]]), "seeds missing or"),
+    "a header without a key": (lambda lines: text_of([{**lines[0], "seeds": 0}, *lines[1:]]), "'seeds' is unknown"),
     "another schema": (lambda lines: text_of([{**lines[0], "schema": 7}, *lines[1:]]), "with records of schema 7"),
     "a line of text": (lambda lines: text_of(lines) + b"ok\n", "is not JSON"),
     "an empty line": (lambda lines: text_of(lines) + b"\n{}\n", "is not JSON"),
@@ -390,7 +390,7 @@ FILES: dict[str, tuple[Edit, str]] = {
     "a record without a case": (lambda lines: text_of(lines) + b'{"verdict": "pass"}\n', "is no record"),
     "a record without a verdict": (lambda lines: text_of(lines) + b'{"case": "a"}\n', "is no record"),
     "a case that is a list": (
-        lambda lines: text_of(lines) + b'{"case": ["a"], "verdict": "pass"}\n', "it has no case or no verdict"
+        lambda lines: text_of(lines) + b'{"case": ["a"], "verdict": "pass"}\n', "case is ['a'], not str"
     ),
     "a verdict given twice": (
         lambda lines: text_of(lines).replace(b'"verdict": "fail"', b'"verdict": "fail", "verdict": "fail"'),

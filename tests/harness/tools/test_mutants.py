@@ -129,6 +129,8 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, 
 
 
 def test_two_of_one_name_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MutantFileError, match=r"no-checkout: there is no such folder.*checkout.*--operations FILE"):
+        mutants.load_all(tmp_path / "no-checkout")
     with pytest.raises(MutantFileError, match=re.escape(f"{tmp_path}: holds no *.toml file of mutants")):
         mutants.load_all(tmp_path)
     path = written(tmp_path, TABLE + TABLE)
