@@ -269,9 +269,11 @@ def _judge_scales(
     ends = [
         torch.where(never, nan, rule(grid.amax(end.clamp(0, grid.largest + 1)))) for end in (found.lower, found.upper)
     ]
-    count = int((most > least).sum())
+    several = most > least
+    if recipe.zero_block == "keep":  # a rule that increases: equal scales of the ends are those of all amaxes
+        several &= (least == 0) | (most > grid.largest) | different(ends[0], ends[1], recipe.scale)
     range_ = judge_range(scales, ends[0], ends[1], fmt=recipe.scale)
-    part = replace(range_, wrong=~fits, determined=scales.numel() - count)
+    part = replace(range_, wrong=~fits, determined=scales.numel() - int((several | maybe).sum()))
     return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
 
 

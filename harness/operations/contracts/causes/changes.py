@@ -20,7 +20,7 @@ from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OU
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import DIVISIONS, INDEX, QUANTIZE, Program, Tensor
+from narrowgauge.spec.program import DIVISIONS, GEMM, INDEX, QUANTIZE, Program, Tensor
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,69 @@ def _other_constants(site: Site) -> list[float]:
     return list(unlike.values())
 
 
-def _factors(product: Value) -> list[tuple[str, str, Value, Value]]:
-    """The factors of a product, each with the other one."""
-    step, trace = product.step, product.trace
-    if step.function != "multiply":
-        return []
-    a, b = (Value(trace, number) for number in step.operands)
-    return [("second", _named(b), a, b), ("first", _named(a), b, a)]
+_Later = tuple[str, str, int, list[tuple[int, int]]]
+"""Name, sentence, a step, and the steps before which it is: each with the place of the operand that leads to it."""
+_DEEPEST = 3
+"""Steps from a sum or a product to the step behind which a wrong kernel adds or multiplies."""
+
+
+def _main(program: Program, number: int) -> int | None:
+    """The place of the operand that is computed from others, or of the larger of two arguments; None: of neither."""
+    operands = program.steps[number].operands
+
+    def size(operand: int) -> tuple[bool, int]:
+        step = program.steps[operand]
+        while step.function in ("float32", "cast"):
+            step = program.steps[step.operands[0]]
+        return step.function not in ("argument", "constant"), len(step.axes)
+
+    if len(operands) == 1:
+        return 0
+    if len(operands) != 2 or size(operands[0]) == size(operands[1]):
+        return None
+    return int(size(operands[1]) > size(operands[0]))
+
+
+def _later(site: Site) -> list[_Later]:
+    """Sums and products with an argument or a constant that may come behind the step and not before it."""
+    program, found = site.editor.program, list[_Later]()
+    chain: list[tuple[int, int]] = []
+    number = site.number
+    for _ in range(_DEEPEST + 1):
+        step, place = program.steps[number], _main(program, number)
+        if place is None or step.dtype != "float32" or step.axes != site.step.axes:
+            break
+        if chain and step.function in ("add", "multiply"):
+            other = _named(Value(site.editor, step.operands[1 - place]))
+            if any(program.steps[before].function != step.function for before, _ in chain):
+                does = "added" if step.function == "add" else "a factor"
+                name = f"{step.function}-{number}"
+                found.append((name, f"{other} is {does} after {_NAMES.get(site.step.function, site.step.function)}",
+                              number, list(chain)))  # fmt: skip
+        if step.function not in _ELEMENTWISE or (chain and len(site.editor.uses(number)) != 1):
+            break
+        chain.append((number, place))
+        number = step.operands[place]
+    return found
+
+
+def _applied_later(site: Site, later: _Later) -> Value:
+    _, _, number, chain = later
+    steps = site.editor.program.steps
+
+    def rebuilt(of: int, place: int, value: Value) -> Value:
+        operands = [Value(site.editor, operand) for operand in steps[of].operands]
+        operands[place] = value
+        return site.editor.add(
+            steps[of].function, tuple(operands), steps[of].axes, steps[of].dtype, **steps[of].options
+        )
+
+    place = _main(site.editor.program, number)
+    assert place is not None
+    value = Value(site.editor, steps[number].operands[place])
+    for before, at in reversed(chain):
+        value = rebuilt(before, at, value)
+    return rebuilt(number, place, value)
 
 
 def _named(value: Value) -> str:
@@ -166,6 +222,18 @@ def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None,
         ("even", f"takes every second element of a {row} alone", (0, None, 2)),
         ("odd", f"takes every second element of a {row} alone, from the second on", (1, None, 2)),
     ]
+
+
+_SLICES = ("last-32-left-out", "last-64-left-out", "first-32-left-out", "first-half", "second-half")
+"""Parts of K that a product may take alone."""
+
+
+def _quantized_columns(site: Site, columns: tuple[float, float | None, int]) -> Value:
+    """The quantization of the first operand of a product, with 0 in place of the other columns."""
+    step = site.a.step
+    x, *scale = (Value(site.editor, operand) for operand in step.operands)
+    kept = site.made("kept", x, columns=columns)
+    return site.editor.add(step.function, (kept, *scale), step.axes, step.dtype, **step.options)
 
 
 def _divisors(site: Site) -> list[tuple[str, str, tuple[str, float]]]:
@@ -291,6 +359,8 @@ def _about_mean(site: Site, _: Any) -> Value | None:
 
 _SUMS = ("add", "subtract")
 _REDUCED = ("sum", "mean", "amax", "largest")
+_ELEMENTWISE = ("add", "multiply", "square", "maximum", "minimum", "negative", "absolute", *FUNCTIONS)
+_NAMES = {"add": "the addition", "multiply": "the multiplication", "square": "squaring", "negative": "the minus sign"}
 _ROUNDED = ("add", "subtract", "multiply", "divide", "square", "sum", "sum_of", "any_of", "mean", *FUNCTIONS)
 """Steps with results that float32 rounds."""
 
@@ -318,8 +388,7 @@ ROWS: tuple[Row, ...] = (
     Row(("subtract",), "added", "{b} is added to {a}", lambda s, _: s.a + s.b),
     Row(_SUMS, "second-twice", "{b} is taken twice in {self}", lambda s, _: s.as_function(s.step.function, s.old, s.b)),
     Row(("add",), "first-twice", "{a} is taken twice in {self}", lambda s, _: s.old + s.a),
-    Row(("add",), "factor-behind", "{b} is added before the multiplication by {v}",
-        lambda s, v: (v[2] + s.b) * v[3], lambda s: _factors(s.a)),
+    Row(_ELEMENTWISE, "later", "{v}", _applied_later, _later),
     Row(("multiply",), "constant-moved", "{v} is added to the other factor of {self}",
         lambda s, v: (v[2] + v[3]) * v[4], lambda s: [*_moved(s.a, s.b), *_moved(s.b, s.a)]),
     Row(_SUMS, "product", "{a} and {b} are multiplied in place of {self}", lambda s, _: s.a * s.b),
@@ -374,8 +443,6 @@ ROWS: tuple[Row, ...] = (
     Row(("tanh", "erf"), "other", "{v} in place of {self}", lambda s, v: s.as_function(v), lambda s: ("tanh", "erf")),
     Row(tuple(FUNCTIONS), "left-out", "{a} is in place of {self}", lambda s, _: s.a),
     Row(tuple(FUNCTIONS), "form", "{self} is {v}", lambda s, v: s.changed(forms=[v[0]]), _other_forms),
-    Row(("rsqrt", "sqrt"), "constant-outside", "the constant of {self} is added to the root",
-        _with_constant(lambda s, x, eps: s.as_function(s.step.function, x) + eps)),
     Row(("rsqrt",), "constant-beside", "{self} is 1/(√ + constant)",
         _with_constant(lambda s, x, eps: 1.0 / (c.sqrt(x) + eps))),
     Row(("rsqrt", "sqrt"), "constant-limits", "the constant of {self} is a lower limit and not added",
@@ -414,6 +481,8 @@ ROWS: tuple[Row, ...] = (
         lambda s: (("exchanged", "exchanged", "exchanged"),
                    ("interleaved", "its even and its odd columns", "interleaved")), of_operand=True),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
+    Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_quantized_columns(s, v[2])),
+        lambda s: [some for some in _some_columns(s) if some[0] in _SLICES]),
 )  # fmt: skip
 """The table of changes."""
 

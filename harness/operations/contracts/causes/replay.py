@@ -30,8 +30,6 @@ WRONG, SCOPES = 10, 8
 """Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
 _NARROW = 4
 """Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
-_SOME = 1 << 12
-"""Wrong elements whose bytes are kept."""
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 
@@ -83,8 +81,8 @@ class Evidence:
     """Sum over the results of the mean of log2(1 + distance in codes)."""
     determined: float = 0.0
     """Sum over the results of the share of elements with a single accepted byte."""
-    bits: frozenset[int] = frozenset()
-    """Some of the different bytes of wrong elements."""
+    telling: int = 0
+    """Wrong elements that are not 0, NaN or the largest code: many mistakes give these everywhere."""
     judged: bool = True
     """Whether the contract determines enough to be a cause: at least half of the codes, and no result is free."""
 
@@ -110,7 +108,11 @@ class Evidence:
         self.judged &= known and not free
         if not bool(part.wrong.any()):
             return
-        self.bits |= frozenset(order[part.wrong][:_SOME].tolist())
+        size = order[part.wrong]
+        size = torch.maximum(size, -1 - size)
+        largest = torch.iinfo(torch.int32).max if fmt is None else fmt.max_code
+        told = (size > 0) & (size < largest) & ~is_nan_of(part.actual[part.wrong], fmt)
+        self.telling += int(told.sum())
         distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~part.wrong, 0)
         far = (distance > high - low) | is_nan_of(part.actual, fmt)
         strong = part.wrong & far

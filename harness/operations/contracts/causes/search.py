@@ -17,6 +17,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
 from narrowgauge.harness.operations.contracts.causes.equal_programs import equal_programs
 from narrowgauge.harness.operations.contracts.causes.replay import (
+    WRONG,
     Evidence,
     Keys,
     Replay,
@@ -34,8 +35,6 @@ _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4
 """Rows on which pairs are tried first."""
-_BYTES = 3
-"""Different bytes of wrong elements of a certain cause: many mistakes give ±0 everywhere, or NaN."""
 _NEAREST = 8
 """Single changes that pairs begin with: those whose results are nearest to the kernel's."""
 
@@ -217,10 +216,10 @@ class _Search:
             elif change.name in self.free:
                 doubt = "under it these inputs have almost any bytes"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
-            elif not plain.excluded or (len(plain.bits) < _BYTES and change not in self.others):
+            elif not plain.excluded or (plain.telling < WRONG and change not in self.others):
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
                 if plain.excluded:
-                    few = "the wrong elements have too few different bytes to be certain"
+                    few = "almost all wrong elements are 0, NaN or the largest code, as with many mistakes"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{few}")
             else:
                 yield change.name, sentence

@@ -596,7 +596,7 @@ WRONG: list[Wrong] = [
             "no bias": "bias is not added",
             "bias of the next column": "bias is that of the next column",
             "bias twice": "bias is taken twice",
-            "bias first": "",
+            "bias first": "weight is a factor after the addition",
             "w and bias exchanged": "bias is in place of weight&weight is in place of bias",
             "half a warp": "half of a row alone and divides by K/2",
         },
