@@ -147,7 +147,7 @@ def judge_range(
         assert fmt is not None
         undetermined = high - low >= min(_MANY, (1 << fmt.bits) // 4)
     undetermined = undetermined & ~empty | (allowed & ~empty)
-    return Part(actual, lower, upper, wrong, int(determined.sum()), int(undetermined.sum()), fmt)
+    return Part(actual, lower, upper, wrong, int(determined.count_nonzero()), int(undetermined.count_nonzero()), fmt)
 
 
 def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) -> torch.Tensor:

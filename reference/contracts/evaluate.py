@@ -269,10 +269,10 @@ def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, pa
             rows, wrong = _rows_of(doubtful.places, divisor, part)
             outside = doubtful.judge(every, doubtful.ends(every, {})).wrong
             failed = (torch.zeros_like(wrong).index_fill_(0, rows[outside], True) & ~wrong).view(-1, 1)
-        if best is None or int(failed.sum()) < int(best.wrong.sum()):
+        if best is None or int(failed.count_nonzero()) < int(best.wrong.count_nonzero()):
             lower, upper = (end.float().view(-1, 1) for end in (divisor.low, divisor.high))
             explains = not bool(failed.any())
-            best = Scope(lower, lower, upper, failed, int((~failed).sum()), 0, line=program.steps[division].line,
+            best = Scope(lower, lower, upper, failed, int((~failed).count_nonzero()), 0, line=program.steps[division].line,
                          function="divide", form=form if explains else "")  # fmt: skip
         if best.form:
             break

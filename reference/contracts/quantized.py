@@ -66,7 +66,7 @@ def judge_quantized(
     uncertain = kernel.recipe.nan == "propagate" and y.nan is not None and bool((y.nan & ~y.never).any())
     kernels = [kernel] if uncertain else _with_amax(kernel, blocks, y.low.dtype)
     tried = (list(_parts(y, one, scale, blocks, statistics, rounding)) for one in kernels)
-    best = min(tried, key=lambda parts: sum(int(part.wrong.sum()) for _, part in parts))
+    best = min(tried, key=lambda parts: sum(int(part.wrong.count_nonzero()) for _, part in parts))
     free = _flushed_blocks(blocks[1], scale) if flushes else None
     for name, part in best:
         if name != "amax" or kernel.amax is not None:
@@ -100,8 +100,8 @@ def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
         return replace(found, wrong=found.wrong & ~free.flatten()[places])
 
     return replace(
-        part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).sum())),
-        undetermined=max(part.undetermined, int(free.sum())), again=None if part.again is None else again,
+        part, wrong=part.wrong & ~free, determined=min(part.determined, int((~free).count_nonzero())),
+        undetermined=max(part.undetermined, int(free.count_nonzero())), again=None if part.again is None else again,
     )  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def _judge_scales(
     if recipe.zero_block == "keep":  # a rule that increases: equal scales of the ends are those of all amaxes
         several &= (least == 0) | (most > grid.largest) | different(ends[0], ends[1], recipe.scale)
     range_ = judge_range(scales, ends[0], ends[1], fmt=recipe.scale)
-    part = replace(range_, wrong=~fits, determined=scales.numel() - int((several | maybe).sum()))
+    part = replace(range_, wrong=~fits, determined=scales.numel() - int((several | maybe).count_nonzero()))
     return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
 
 

@@ -155,4 +155,4 @@ def judge_scope(
         open_rows &= (wanted[0] | wanted[1]) & ~failed
         some = some[open_rows[rows[some]]]
     lower, upper = (end.float().view(-1, 1) for end in (hidden.low, hidden.high))
-    return Scope(lower, lower, upper, failed.view(-1, 1), int((~failed).sum()), 0)
+    return Scope(lower, lower, upper, failed.view(-1, 1), int((~failed).count_nonzero()), 0)

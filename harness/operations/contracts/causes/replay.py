@@ -104,7 +104,7 @@ class Evidence:
         order, low, high = (order_of(x, fmt).long() for x in (part.actual, part.lower, part.upper))
         known = part.determined * 2 >= part.actual.numel() or part.actual.dtype == torch.float32
         if not known and part.actual.is_floating_point():
-            known = int((high - low <= _NARROW).sum()) * 2 >= part.actual.numel()
+            known = int((high - low <= _NARROW).count_nonzero()) * 2 >= part.actual.numel()
         self.judged &= known and not free
         if not bool(part.wrong.any()):
             return
@@ -112,12 +112,12 @@ class Evidence:
         size = torch.maximum(size, -1 - size)
         largest = torch.iinfo(torch.int32).max if fmt is None else fmt.max_code
         told = (size > 0) & (size < largest) & ~is_nan_of(part.actual[part.wrong], fmt)
-        self.telling += int(told.sum())
+        self.telling += int(told.count_nonzero())
         distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~part.wrong, 0)
         far = (distance > high - low) | is_nan_of(part.actual, fmt)
         strong = part.wrong & far
-        self.wrong += int(part.wrong.sum())
-        self.strong += int(strong.sum())
+        self.wrong += int(part.wrong.count_nonzero())
+        self.strong += int(strong.count_nonzero())
         by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
         self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
         self.share += float(part.wrong.float().mean())
