@@ -78,7 +78,7 @@ def assert_quantized(
     of the kernel's own use `assert_stochastic`.
     rotation: "butterfly" if the kernel's Hadamard rotation adds in the order of the reference; "any" order is judged by
     the interval of all orders.
-    diagnose: "quick" stops looking for a cause about 1.5 s after the call; "full" tries every known deviation.
+    diagnose: "quick" stops looking for a cause after some work, about 1 s; "full" tries every known deviation.
 
     Source of the rules: docs/tolerance.md. Raises WrongResult for a wrong result, ValueError and TypeError for
     arguments that do not fit together.

@@ -71,7 +71,7 @@ def _has_bytes(record: dict[str, Any], cause: str = "") -> bool:
 
 
 def _complete_explanation(record: dict[str, Any], cause: str) -> dict[str, Any] | None:
-    """The exact explanation of the record with this cause. None: the time limit ended its diagnosis, for example."""
+    """The exact explanation of the record with this cause. None: the limit of work ended its diagnosis, for example."""
     return next((entry for entry in record["explanations"] if entry["exact"] and entry["cause"] == cause), None)
 
 

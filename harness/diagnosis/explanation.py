@@ -8,7 +8,7 @@ from typing import Any
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
 
 UNTRIED_RIVALS = f"{GIVES_EVERY_BYTE}the diagnosis stopped before all known deviations were tried"
-"""End of the sentence of a deviation that would be exact if the time limit had not ended its search."""
+"""End of the sentence of a deviation that would be exact if the limit of work had not ended its search."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Explanation:
     elements."""
 
     def with_untried_rivals(self) -> Explanation:
-        """The explanation after a search that a time limit ended: not exact, since other deviations may fit too."""
+        """The explanation after a search that reached its limit: not exact, since other deviations may fit too."""
         return replace(self, sentence=self.sentence + UNTRIED_RIVALS, exact=False) if self.exact else self
 
     def to_dict(self) -> dict[str, Any]:

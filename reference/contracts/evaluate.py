@@ -272,8 +272,10 @@ def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, pa
         if best is None or int(failed.count_nonzero()) < int(best.wrong.count_nonzero()):
             lower, upper = (end.float().view(-1, 1) for end in (divisor.low, divisor.high))
             explains = not bool(failed.any())
-            best = Scope(lower, lower, upper, failed, int((~failed).count_nonzero()), 0, line=program.steps[division].line,
-                         function="divide", form=form if explains else "")  # fmt: skip
+            best = Scope(
+                lower, lower, upper, failed, int((~failed).count_nonzero()), 0, line=program.steps[division].line,
+                function="divide", form=form if explains else "",
+            )  # fmt: skip
         if best.form:
             break
     assert best is not None

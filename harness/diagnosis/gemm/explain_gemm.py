@@ -180,7 +180,7 @@ class _Search:
         self._wrong_products = {parts.number for parts in self.products if bool(parts.wrong.any())}
 
     def fits(self, deviation: GemmDeviation) -> bool:
-        """Whether the deviation can give every output. False if the time limit is reached before all were tried."""
+        """Whether the deviation can give every output. False if the limit of work is reached before all were tried."""
         if not self.limit.may_try(self._of_samples):
             return False
         changed = [deviation.change(parts) for parts in self.products]

@@ -1,1 +1,1 @@
-"""The state of a search for causes: its history and its time limit."""
+"""The state of a search for causes: its history and its limit of work."""
