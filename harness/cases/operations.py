@@ -258,8 +258,9 @@ def contracts_in(file: str | os.PathLike[str]) -> list[type[ContractCase]]:
 
 
 def outside_contracts() -> dict[str, type[ContractCase]]:
-    """Case classes of a user's contracts by name."""
-    return {name: place.contract for name, place in OPERATIONS.places.items() if place.contract is not None}
+    """Case classes of the contracts in files of a user by name. Objects of this process are in no run."""
+    places = {name: place for name, place in OPERATIONS.places.items() if name not in _HELD}
+    return {name: place.contract for name, place in places.items() if place.contract is not None}
 
 
 def _places_in(folder: Path, package: str, only: str = "") -> Iterator[tuple[str, _Place]]:

@@ -50,7 +50,7 @@ def by_elements(x: c.Matrix, w: c.Row):
 
 
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long), "float32"])
 @pytest.mark.parametrize("contract", [softmax, by_amax, by_numbers, scaled], ids=lambda contract: contract.name)
 def test_right_kernels_have_one_form(contract: Contract, dtype: str, flavour: str) -> None:
     found = set()

@@ -28,6 +28,7 @@ from narrowgauge.harness.cases.operations import (
     use_operations,
 )
 from narrowgauge.harness.cli import app
+from narrowgauge.harness.records.environment import source_hashes
 from narrowgauge.harness.running.runner import run_case
 
 CONTRACT = '''\
@@ -218,6 +219,7 @@ class Declared(Backend):
 """
 
 
+@pytest.mark.long
 def test_a_kernel_declares_that_it_flushes(folder: Path) -> None:
     (folder / "flushing.py").write_text(FLUSHED, encoding="utf-8")
     given = ("--contract", "flushing.py", "--no-history", "-n", "1", "--report-dir", "run")
@@ -251,6 +253,7 @@ class Declared(Backend):
 """
 
 
+@pytest.mark.long
 def test_a_kernel_declares_two_forms_of_a_division(folder: Path) -> None:
     (folder / "forms.py").write_text(FORMS, encoding="utf-8")
     given = ("--contract", "forms.py", "--no-history", "-n", "1", "--report-dir", "run", "-k", "64x256 and normal")
@@ -279,6 +282,7 @@ def test_a_function_is_checked_by_a_contract() -> None:
 
     assert narrowgauge.check(kernel, times_two, recipe="mxfp8-e4m3", shapes=[(4, 64)]).passed > 10
     assert narrowgauge.check(kernel, times_two, recipe="times-two/nvfp4/2x32/fp16/nan").passed == 1
+    assert "contract times-two" not in source_hashes("reference")  # it is in no run of this process
     with pytest.raises(AssertionError, match="recipe='times-two/nvfp4"):
         narrowgauge.check(lambda x, recipe: kernel(x, recipe, 3.0), times_two, recipe=["nvfp4"], families=["normal"])
     with pytest.raises(ValueError, match="takes a recipe, and none is given"):

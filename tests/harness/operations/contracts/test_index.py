@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import pytest
@@ -9,6 +10,13 @@ import torch
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.harness.cases.operations import OPERATIONS
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    OPERATIONS.let_go()
 
 
 @c.contract(rows="independent")
