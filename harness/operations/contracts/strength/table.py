@@ -33,7 +33,8 @@ SPECIAL = ("subnormal", "zeros", "negative-zeros", "nan", "inf", "amax-largest-f
 
 _FIRST = ("position", "ladder", "normal")
 """Families that show most changes."""
-_SAMPLED = 2
+_SAMPLED, _FEW = 2, 8
+"""Families, and kernels of each, that are sampled for a table that is not whole."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def outside(plain: Sets, change: Change) -> float:
     return max(shares)
 
 
-def sampled(plain: Sets, change: Change) -> Cell:
-    """How many of `SAMPLES` kernels with a change are refused."""
+def sampled(plain: Sets, change: Change, samples: int = SAMPLES) -> Cell:
+    """How many kernels with a change are refused."""
     caught, scoped = 0, any(step.function == ONCE for step in plain.program.steps)
-    for seed in range(SAMPLES):
+    for seed in range(samples):
         try:
             results = Kernel(change.program, seed)(**plain.tensors)
             shown = named_results(plain.program, plain.tensors, results)
@@ -171,10 +172,11 @@ def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, w
     """A row for each change of a contract and each shape: what would these inputs show?
 
     inputs: the tensors by family by shape. Kernels are sampled if no family surely shows a change at this or an earlier
-    shape. whole: whether each change has all cells; else only until a family surely shows it, and kernels are sampled
-    for `_SAMPLED` families of the first shape.
+    shape. whole: whether each change has all cells; else only until a family surely shows it, and `_FEW` kernels are
+    sampled for `_SAMPLED` families of the first shape.
     """
     wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
+    samples = SAMPLES if whole else _FEW
     for place, (shape, given) in enumerate(inputs.items()):
         families = sorted(given, key=lambda family: not whole and family not in _FIRST)
         plain = {family: Sets.of(program, given[family]) for family in families}
@@ -190,7 +192,7 @@ def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, w
             unknown = [family for family, cell in cells.items() if cell is None]
             counted = () if change.name in sure else unknown if whole else unknown[:_SAMPLED] if not place else ()
             full = {
-                family: cell or (sampled(plain[family], change) if family in counted else Cell("perhaps"))
+                family: cell or (sampled(plain[family], change, samples) if family in counted else Cell("perhaps"))
                 for family, cell in cells.items()
             }
             step, _, name = change.name.partition(":")
