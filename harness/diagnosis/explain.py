@@ -71,15 +71,15 @@ def _known_mistakes(
     If one mistake can be confirmed without a search, the causes of earlier cases are tried first: an exact one is the
     cause, and after `_SEARCHES` searches without an exact cause the others are possible causes.
     """
-    confirms, stage = outcome.confirms, wrong_stage.stage
+    confirms, stage, subject = outcome.confirms, wrong_stage.stage, outcome.subject
+    given_up = history.searches[subject, stage, False] >= _SEARCHES
     if confirms is not None:
-        for earlier, exact in sorted(history.confirmable.items(), key=lambda item: not item[1]):
-            given_up = history.searches["confirmable", stage, False] >= _SEARCHES
-            if (exact or given_up) and (sentence := confirms(earlier)):
+        for (contract, earlier), exact in sorted(history.confirmable.items(), key=lambda item: not item[1]):
+            if contract == subject and (exact or given_up) and (sentence := confirms(earlier)):
                 doubt = "" if exact else f"{GIVES_EVERY_BYTE}too few bytes exclude another change"
                 words = f"{sentence}: the bytes are those of this change, as in an earlier case{doubt}"
                 return [Explanation(earlier, words, stage, exact)]
-        if history.searches["confirmable", stage, False] >= _SEARCHES:
+        if given_up:
             return []
     search = outcome.causes.get(stage)
     explanations: dict[str, Explanation] = {}
@@ -89,7 +89,7 @@ def _known_mistakes(
     found = list(explanations.values())
     if confirms is not None and not limit.note:
         alone = len([each for each in found if each.exact]) == 1
-        history.searches["confirmable", stage, alone] += 1
+        history.searches[subject, stage, alone] += 1
         for each in found if alone or len(found) == 1 else ():
-            history.confirmable[each.cause] = each.exact
+            history.confirmable[subject, each.cause] = each.exact
     return found

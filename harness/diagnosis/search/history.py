@@ -36,8 +36,9 @@ class SearchHistory:
     refuted_by: dict[tuple[tuple[str, ...], Name], str] = field(default_factory=dict)
     """Families of further inputs that refuted a deviation, by recipe, dtype and matrix, and by the deviation. Empty if
     all families confirmed it."""
-    confirmable: dict[str, bool] = field(default_factory=dict)
-    """Causes of earlier cases that `Outcome.confirms` can try without a search, and whether they are exact."""
+    confirmable: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Causes of earlier cases that `Outcome.confirms` can try without a search, by contract and name, and whether they
+    are exact."""
     separated: dict[tuple[str | Name, ...], list[Name]] = field(default_factory=dict)
     """Deviations that special inputs left, by dtype and deviations."""
     _amaxes: list[float] = field(default_factory=list)

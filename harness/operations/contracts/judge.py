@@ -74,6 +74,7 @@ def judge_contract(
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
     outcome.parts = judged_parts
+    outcome.subject = program.name
     outcome.confirms = partial(confirmed, program, tensors, shown, others)
     _add_figures(outcome)
     return outcome

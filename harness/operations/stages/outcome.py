@@ -92,6 +92,8 @@ class Outcome:
     """The matrix that dequantize was given."""
     causes: dict[str, CauseSearch] = field(default_factory=dict)
     """Known mistakes of a stage, by its name."""
+    subject: str = ""
+    """Name of the contract whose mistakes are known: causes and searches of another contract say nothing here."""
     confirms: Callable[[str], str] | None = None
     """The sentence of the mistake with this name if it gives the bytes, without a search for others; else empty. None:
     only a search can tell."""

@@ -7,6 +7,8 @@ import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.quantize import explain_quantize
 from narrowgauge.harness.diagnosis.quantize.deviation import Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
@@ -16,6 +18,7 @@ from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviation
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running import runner
 from narrowgauge.harness.running.runner import run_case
@@ -380,3 +383,23 @@ def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
     q = reference.quantize(x, recipe)
     matrix = kernel_matrix(quantize_stages(Subject(x, recipe), q, q)[1])
     assert equal_bits(Replay(matrix, deviation).compute_stage("scales"), multiplied.unsqueeze(1))
+
+
+def test_causes_and_searches_of_a_contract_are_its_own():
+    """A cause of a contract is confirmed without a search, and says nothing about another contract."""
+    history, searched = SearchHistory(), []
+
+    def found(subject, causes):
+        outcome = Outcome([StageResult("y", "exact", 9, 9, 1, "9 of 9 elements differ")], subject=subject)
+        outcome.confirms = lambda cause: f"the sentence of {cause}"
+        outcome.causes["y"] = lambda stage, limit: searched.append(subject) or causes
+        return [each.sentence for each in explain(outcome, history)]
+
+    assert found("a", [("cast-7:left-out", "a cast")]) == ["a cast"]
+    assert found("a", []) == [
+        "the sentence of cast-7:left-out: the bytes are those of this change, as in an earlier case"
+    ]
+    for _ in range(4):
+        assert found("b", []) == []
+    assert found("c", []) == []
+    assert searched == ["a", "b", "b", "c"]
