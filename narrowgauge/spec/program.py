@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Axes = tuple[str, ...]
 """Names of the sizes of a tensor; "1" is an axis of one element, which repeats along the axis of another operand."""
@@ -121,6 +123,11 @@ class Program:
         """The axis whose elements each index names, by the name of the index."""
         taken = (step.operands for step in self.steps if step.function == TAKE)
         return {self.steps[index].options["name"]: self.steps[table].axes[0] for table, index in taken}
+
+    def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
+        """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""
+        given = step.operands[1:] and not step.options.get("statistics")
+        return tensors[self.steps[step.operands[1]].options["name"]] if given else None
 
     def to_json(self) -> str:
         """The program as JSON; `from_json` reads it."""

@@ -63,7 +63,7 @@ class Evaluation:
         self.values = _Values(self)
         """Interval of each step; a comparison has two masks."""
         self.replaced: set[int] = set()
-        """Steps whose values are those that a kernel shows."""
+        """Steps that have the values of shown results."""
 
     @property
     def device(self) -> torch.device:
@@ -370,8 +370,7 @@ def judge_output(
     if not isinstance(result, Quantized):
         yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
         return
-    given = step.operands[len(ends) :]
-    scale = tensors[program.steps[given[0]].options["name"]] if given else None
+    scale = program.scale_of(step, tensors)
     rounding, view = changed_quantize(step.options)
     for part, judgement in judge_quantized(
         ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes
@@ -471,10 +470,10 @@ def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
 
 def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantization that is hidden."""
-    operand, *given = step.operands
+    operand = step.operands[0]
     if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
         raise ValueError("a changed quantization is judged where it is shown")
-    scale = evaluation.tensors[evaluation.program.steps[given[0]].options["name"]] if given else None
+    scale = evaluation.program.scale_of(step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     return products.quantized(ends, step.recipe or "", scale, step.line)
 

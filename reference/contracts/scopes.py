@@ -34,7 +34,7 @@ class Scope(Part):
     line: int = 0
     """Line of the step of the hidden number."""
     function: str = ""
-    """The step that computes it, such as "rsqrt"; "divide" of a division, whose divisor is the number."""
+    """Function of the step with the hidden number, such as "rsqrt"; "divide" if the number is a divisor."""
     form: str = ""
     """The form of a division that explains all results of the call."""
 

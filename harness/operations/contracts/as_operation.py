@@ -75,7 +75,7 @@ def has_rows(program: Program) -> bool:
 
 
 def _shared_by_rows(recipe: Recipe) -> bool:
-    """Whether several rows have one scale that is made from them."""
+    """Whether a scale is made from the elements of several rows."""
     of_tensor = recipe.granularity == "tensor" and recipe.tensor_scale not in ("none", "given")
     return of_tensor or (not recipe.whole and recipe.block[0] > 1)
 

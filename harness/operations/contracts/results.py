@@ -41,7 +41,7 @@ def named_results(
         if whole is None and not any(part is not None for part in parts.values()):
             continue
         if step.recipe is not None:
-            scale = tensors[program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+            scale = program.scale_of(step, tensors)
             found[output] = _quantized(output, whole, parts, step, shape, scale)
         else:
             found[output] = _tensor(output, whole, DTYPES[step.dtype], shape, device)

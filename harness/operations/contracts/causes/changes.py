@@ -126,8 +126,8 @@ def _other_constants(site: Site) -> list[float]:
     return list(unlike.values())
 
 
-_Later = tuple[str, str, int, list[tuple[int, int]]]
-"""Name, sentence, a step, and the steps before which it is: each with the place of the operand that leads to it."""
+_Later = tuple[str, str, list[tuple[int, int]]]
+"""Name, sentence, and a chain of steps up to the sum or product, each with the place of its operand in the chain."""
 _DEEPEST = 3
 """Steps from a sum or a product to the step behind which a wrong kernel adds or multiplies."""
 
@@ -164,7 +164,7 @@ def _later(site: Site) -> list[_Later]:
                 does = "added" if step.function == "add" else "a factor"
                 name = f"{step.function}-{number}"
                 found.append((name, f"{other} is {does} after {_NAMES.get(site.step.function, site.step.function)}",
-                              number, list(chain)))  # fmt: skip
+                              [*chain, (number, place)]))  # fmt: skip
         if step.function not in _ELEMENTWISE or (chain and len(site.editor.uses(number)) != 1):
             break
         chain.append((number, place))
@@ -173,18 +173,16 @@ def _later(site: Site) -> list[_Later]:
 
 
 def _applied_later(site: Site, later: _Later) -> Value:
-    _, _, number, chain = later
+    *chain, (number, place) = later[2]
     steps = site.editor.program.steps
 
-    def rebuilt(of: int, place: int, value: Value) -> Value:
+    def rebuilt(of: int, at: int, value: Value) -> Value:
         operands = [Value(site.editor, operand) for operand in steps[of].operands]
-        operands[place] = value
+        operands[at] = value
         return site.editor.add(
             steps[of].function, tuple(operands), steps[of].axes, steps[of].dtype, **steps[of].options
         )
 
-    place = _main(site.editor.program, number)
-    assert place is not None
     value = Value(site.editor, steps[number].operands[place])
     for before, at in reversed(chain):
         value = rebuilt(before, at, value)

@@ -73,7 +73,7 @@ def _stranger(draw: Draw) -> Aimed:
 
 
 def _beside(best: Aimed, draw: Draw) -> Aimed:
-    """The best parameters with another choice of one of them, and another stream."""
+    """The best parameters with one parameter changed, and another random stream."""
     place = draw.index(len(best.choices))
     other = _stranger(draw)
     changed = best.choices[:place] + other.choices[place : place + 1] + best.choices[place + 1 :]

@@ -57,7 +57,7 @@ class Kernel:
             if step.recipe is None:
                 values.append(self._value(step, values, given, draw))
                 continue
-            scale = tensors[self.program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+            scale = self.program.scale_of(step, tensors)
             values.append(quantize(_in(values[step.operands[0]], step.dtype), step.recipe, scale=scale))
         found: dict[str, torch.Tensor | Quantized] = {}
         for name, number in self.program.outputs.items():

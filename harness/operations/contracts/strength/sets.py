@@ -150,8 +150,7 @@ class Sets:
 
     def _scale(self, name: str) -> torch.Tensor | None:
         """The given scale of a quantization."""
-        step = self.program.steps[self.program.outputs[name]]
-        return self.tensors[self.program.steps[step.operands[1]].options["name"]] if step.operands[1:] else None
+        return self.program.scale_of(self.program.steps[self.program.outputs[name]], self.tensors)
 
 
 def _free_blocks(ends: Ends, recipe: Recipe) -> torch.Tensor:
