@@ -4,7 +4,6 @@ import os
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,21 +110,23 @@ class Scripted(Worker):
     script: list[str]
     made: list[Worker]
 
-    def __init__(self, settings, gpu=""):
+    def __init__(self, settings, gpu="", on_loaded=lambda news: None):
         self.connection, self.judge = map(Connection, pair())
-        self.loaded = []
         self.killed = False
         self.joined = []
-        self.process = SimpleNamespace(kill=self._kill, join=self.joined.append, exitcode=-9)
-        self.task, self.ready, self.last, self.settings, self.gpu = None, False, False, settings, gpu
-        self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout) + worker.JUDGING
+        self.settings, self.gpu, self._on_loaded = settings, gpu, on_loaded
+        self.expect(max(worker.LOAD, settings.timeout) + worker.JUDGING)
         self.made.append(self)
         if "never loads" not in self.script:
             self.judge.send({"room": 1 << 40, "loaded": []})
 
-    def _kill(self):
+    def kill(self):
         self.killed = True
         self.judge.close()
+
+    def join(self, seconds):
+        self.joined.append(seconds)
+        return -9
 
     def give(self, task, timeout=0.0, sharing=0):
         super().give(task, timeout, sharing)
