@@ -274,7 +274,9 @@ def _start_hosts(descriptor: int) -> None:
         while True:
             message, given = judge.receive()
             if message["op"] == "end":
-                judge.send({"status": _end(message["pid"], message["wait"])})
+                status = end_child(message["pid"], message["wait"])
+                _end_descendants()
+                judge.send({"status": status})
                 continue
             pid = os.fork()
             if not pid:
@@ -317,14 +319,11 @@ def serve_on(descriptor: int, stacks: int) -> None:
         serve(connection, settings)
 
 
-def _end(pid: int, wait: float) -> int | None:
-    """Wait `wait` seconds for the end of a host, then kill it. Gives its exit status, and ends its descendants."""
+def end_child(pid: int, wait: float) -> int | None:
+    """Wait `wait` seconds for the end of a child, then kill it and its group. Gives its exit status."""
     status = _exit_status(pid, wait)
     kill_group(pid)
-    if status is None:
-        status = _exit_status(pid, KILLED)
-    _end_descendants()
-    return status
+    return _exit_status(pid, KILLED) if status is None else status
 
 
 def _exit_status(pid: int, seconds: float) -> int | None:

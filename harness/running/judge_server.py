@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import socket
 from contextlib import suppress
@@ -17,9 +16,9 @@ from importlib import import_module
 from typing import Any
 
 from narrowgauge.harness.cases.operations import OPERATIONS, OperationError, main_module
-from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, readable
-from narrowgauge.harness.hosts.starter import Channel, import_if_present, run_and_exit, take_state
-from narrowgauge.harness.machine.process import detach_process, end_with_parent, kill_group
+from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others
+from narrowgauge.harness.hosts.starter import Channel, end_child, import_if_present, run_and_exit, take_state
+from narrowgauge.harness.machine.process import detach_process, end_with_parent
 
 _IMPORTED = (
     "narrowgauge.harness.running.worker", "narrowgauge.harness.running.save_failures",
@@ -28,7 +27,7 @@ _IMPORTED = (
 
 
 def main(descriptor: int) -> None:
-    """Fork a process for each message of the run, until the run ends."""
+    """Fork and end processes as the run says, until the run ends."""
     end_with_parent()
     gc.disable()
     for name in _IMPORTED:
@@ -38,64 +37,32 @@ def main(descriptor: int) -> None:
             main_module(name)
     gc.freeze()  # a collection in a judge would copy every page
     gc.enable()
-    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run = Connection(socket.socket(fileno=descriptor))
-    running: dict[int, Connection] = {}
-    """Connection for the exit status of each process."""
-    killed: set[int] = set()
-    """Processes whose connection the run has shut."""
+    processes: dict[int, int] = {}
+    """Process ids by the numbers of the run."""
     while True:
-        open_ends = {connection: pid for pid, connection in running.items() if pid not in killed}
-        for ready in readable([run, woken, *open_ends], float("inf")):
-            if ready is run:
-                try:
-                    message, descriptors = run.receive()
-                except FrameError:
-                    return
-                if "preload" in message:
-                    import_if_present(message["preload"])
-                else:
-                    pid, connection = _fork(message, *descriptors)
-                    running[pid] = connection
-            elif ready in open_ends:
-                killed.add(open_ends[ready])
-                kill_group(open_ends[ready])
-            else:
-                with suppress(BlockingIOError):
-                    os.read(woken, select.PIPE_BUF)
-        killed -= _report(running)
-
-
-def _fork(message: dict[str, Any], status: int, *others: int) -> tuple[int, Connection]:
-    """Fork a process. Gives its process id, and the connection for its exit status."""
-    pid = os.fork()
-    if not pid:
-        run_and_exit(partial(_call, message, *others))
-    for other in others:
-        os.close(other)
-    return pid, Connection(socket.socket(fileno=status))
-
-
-def _report(running: dict[int, Connection]) -> set[int]:
-    """Send the exit status of every process that has ended. Gives these processes."""
-    ended = set()
-    with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = found
-            ended.add(pid)
-            connection = running.pop(pid)
+        try:
+            message, descriptors = run.receive()
+        except FrameError:
+            return
+        if "preload" in message:
+            import_if_present(message["preload"])
+        elif "target" in message:
+            processes[message["number"]] = pid = os.fork()
+            if not pid:
+                run_and_exit(partial(_call, message, *descriptors))
+            for end in descriptors:
+                os.close(end)
+        else:
+            pid = processes.pop(message["number"], 0)  # 0: a process of an earlier server, which ended with it
+            status = end_child(pid, message["wait"]) if pid else -signal.SIGKILL
             with suppress(FrameError):
-                connection.send({"status": os.waitstatus_to_exitcode(status)})
-            connection.close()
-    return ended
+                run.send({"number": message["number"], "status": status})
 
 
 def _call(message: dict[str, Any], connection: int, *channels: int) -> None:
     """Call the function of a message."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     detach_process()
     close_others([connection, *channels])

@@ -102,7 +102,7 @@ def run_tasks(
         running = [other.task for other in workers if other.task is not None]
         task = waiting.take(running, spared=is_spared(worker, workers))
         if task is None:  # other workers have the last tasks
-            worker.end()
+            worker.finish()
             workers.remove(worker)
             return
         worker.judges_on_gpu |= waiting.on_gpu(task)

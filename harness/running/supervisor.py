@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from threading import Lock
 from typing import IO, Any, TypeVar
 
@@ -24,7 +25,8 @@ SERVER = "narrowgauge.harness.running.judge_server"
 _WAIT = 1.0
 """Seconds of a wait. Repeated waits let an interrupt take effect that arrives just before a wait."""
 _lock = Lock()
-"""Held while a process starts: threads share the connections to the starter and to the server."""
+"""Held while a process starts or ends: threads share the connections to the starter and to the server."""
+_numbers = count()
 
 
 class Died(Exception):
@@ -50,7 +52,7 @@ class Process:
         try:
             self.connection.send(message, descriptors=descriptors)
         except FrameError as error:
-            raise Died(str(error), self.join(KILLED)) from None
+            raise Died(str(error), self.end(KILLED)) from None
 
     def receive(self) -> dict[str, Any]:
         """The next message. Raises TimeoutError if none comes in time, and Died if the process has ended."""
@@ -59,22 +61,15 @@ class Process:
         try:
             return self.connection.receive(deadline=self.deadline)[0]
         except FrameError as error:
-            raise Died(str(error), self.join(KILLED)) from None
+            raise Died(str(error), self.end(KILLED)) from None
 
-    def stop(self, grace: float = 0.0) -> None:
-        """Kill the process, if it has not ended in `grace` seconds."""
-        if grace:
-            self.join(grace)
-        self.kill()
-        self.join(KILLED)
+    def stop(self, wait: float = 0.0) -> None:
+        """End the process as `end` does, and the connection."""
+        self.end(wait)
         self.connection.close()
 
-    def kill(self) -> None:
-        """Kill the process, if it still runs. Does not wait for its end."""
-        raise NotImplementedError
-
-    def join(self, seconds: float) -> int | None:
-        """Wait for the end of the process, for this time at most. Gives its exit status as in `Died`."""
+    def end(self, wait: float = 0.0) -> int | None:
+        """Wait `wait` seconds for the end of the process, then kill it. Gives its exit status as in `Died`."""
         raise NotImplementedError
 
 
@@ -101,34 +96,34 @@ class Fork(Process):
         hosts, and arguments of JSON. `gpu`: name of the only GPU that the process sees; empty: it sees all.
         """
         ours, theirs = pair()
-        self._end, status = pair()
-        self.connection, self._status = Connection(ours), Connection(self._end)
-        self._exit: int | None = None
+        self.connection, self._number = Connection(ours), next(_numbers)
+        self._status: int | None = None
+        self._ended = False
         state = process_state()
         state["environment"] |= {VISIBLE_DEVICES: gpu} if gpu else {}
+        message = {"target": target, "number": self._number, "arguments": arguments, "state": state}
         with _lock:
-            ends = [status, theirs, *(starter().connect() for _ in range(channels))]
+            ends = [theirs, *(starter().connect() for _ in range(channels))]
             try:
-                _send({"target": target, "arguments": arguments, "state": state}, ends)
+                _send(message, ends)
             finally:
                 for end in ends:
                     end.close()
         self.expect(seconds)
 
-    def kill(self) -> None:
-        with suppress(OSError):  # the server has ended, and the process with it
-            self._end.shutdown(socket.SHUT_WR)
-
-    def join(self, seconds: float) -> int | None:
-        if self._exit is None:
-            try:
-                self._exit = self._status.receive(deadline=time.monotonic() + seconds)[0]["status"]
-            except TimeoutError:
-                return None
-            except FrameError:  # the server has ended, and its processes with it
-                self._exit = -signal.SIGKILL
-            self._status.close()
-        return self._exit
+    def end(self, wait: float = 0.0) -> int | None:
+        with _lock:
+            if not self._ended:
+                answer: dict[str, Any] = {"number": -1}
+                try:
+                    server = _send({"number": self._number, "wait": wait})
+                    self._ended = True
+                    while answer["number"] != self._number:  # an interrupt leaves an answer behind
+                        answer, _ = server.receive()
+                    self._status = answer["status"]
+                except FrameError:  # the server has ended, and its processes with it
+                    self._ended, self._status = True, -signal.SIGKILL
+        return self._status
 
 
 class Interpreter(Process):
@@ -145,12 +140,12 @@ class Interpreter(Process):
             )  # fmt: skip
         self.expect(float("inf"))
 
-    def kill(self) -> None:
-        self._process.kill()
-
-    def join(self, seconds: float) -> int | None:
+    def end(self, wait: float = 0.0) -> int | None:
         with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
+            return self._process.wait(wait)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(KILLED)
         return None
 
 
@@ -167,11 +162,12 @@ def preload(module: str) -> None:
         _send({"preload": module})
 
 
-def _send(message: dict[str, Any], ends: Sequence[socket.socket] = ()) -> None:
-    """Send a message to the server. A server that has ended is replaced."""
+def _send(message: dict[str, Any], ends: Sequence[socket.socket] = ()) -> Connection:
+    """Send a message to the server, and give the connection. A server that has ended is replaced."""
     descriptors = [end.fileno() for end in ends]
     with suppress(FrameError):
         starter().server(SERVER).send(message, descriptors=descriptors)
-        return
+        return starter().server(SERVER)
     starter().drop_server(SERVER)
     starter().server(SERVER).send(message, descriptors=descriptors)
+    return starter().server(SERVER)

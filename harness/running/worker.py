@@ -160,7 +160,7 @@ class Worker(Fork):
             raise Lost("error", f"the judge sent a record of {record['case']}, not of {expected}", loaded=self.ready)
         return record
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """End the judge and its host after its task."""
         with suppress(Died):
             self.send({"end": True})

@@ -57,7 +57,7 @@ class JudgeProcess:
         self._calls.put(None)
         self._thread.join(wait)
         if self._process is not None:
-            self._process.kill()
+            self._process.end()
         self._thread.join(wait)
 
     def _serve(self) -> None:

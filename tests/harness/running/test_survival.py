@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records.journal import JOURNAL_NAME, Journal, JournalError, RecordedRun, read
 from narrowgauge.harness.records.record import new_record
@@ -450,13 +449,11 @@ def test_a_worker_that_died_between_two_cases_is_replaced(folder):
     try:
         assert runner.run(task, **given)["verdict"] == "pass"
         first = runner._worker
-        first.kill()
-        assert first.join(KILLED) == -signal.SIGKILL
+        assert first.end() == -signal.SIGKILL
         assert runner.run(task, **given)["verdict"] == "pass"
         second = runner._worker
         os.remove(folder / "faulty.py")
-        second.kill()
-        assert second.join(KILLED) == -signal.SIGKILL
+        assert second.end() == -signal.SIGKILL
         record = runner.run(task, **given)
         assert record["verdict"] == "error"
         assert "module faulty cannot be imported" in record["message"]
