@@ -65,10 +65,6 @@ class PreparedRun(Protocol):
     def running(self, variation: int) -> AbstractContextManager[Tensors]:
         """Run under a variation, by number. Gives the inputs to pass to methods within the context."""
 
-    def replayed(self) -> Tensors | None:
-        """The kept results of the run that this run repeats, within the context of `running`, if the host has made the
-        same calls and every result has the same bytes. None: the judge makes the calls."""
-
     def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
         """The results of the run, in memory of the judge."""
 

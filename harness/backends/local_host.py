@@ -238,9 +238,6 @@ class LocalRun:
             synchronize(self.device)
             self.seconds = time.perf_counter() - start
 
-    def replayed(self) -> None:
-        """None: this process replays no calls."""
-
     def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
         """Copies of the results on the device of the judge."""
         self.outputs = self._guard.copy_outputs(outputs, self._home)

@@ -16,7 +16,7 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Entry point. `narrowgauge run` starts its processes before it imports the commands: they import torch."""
     if sys.argv[1:2] == ["run"] and "--help" not in sys.argv:
-        from narrowgauge.harness.running.judge_processes import start_server
+        from narrowgauge.harness.running.supervisor import start_server
 
         start_server()
     from narrowgauge.harness.cli import commands

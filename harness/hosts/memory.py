@@ -26,10 +26,6 @@ _SEAL_FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of linux/fcntl.h: existing writable mappings stay, and no new one is possible."""
 
 
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
 def fill(memory: torch.Tensor, start: int, stop: int, byte: int) -> None:
     """Set bytes of shared memory."""
     if memory.device.type == "cpu":  # a call of torch costs ten times as much
@@ -46,13 +42,6 @@ def copy_in(
         ctypes.memmove(memory.data_ptr() + start, tensor.data_ptr(), tensor.nbytes)
     else:
         copy_elements(tensor, tensor_at(memory, start, tensor.dtype, shape, stride))
-
-
-def equal_bytes(memory: torch.Tensor, start: int, private: torch.Tensor) -> bool:
-    """Whether shared memory holds the bytes of a tensor."""
-    if memory.device.type == "cpu":
-        return not _libc.memcmp(memory.data_ptr() + start, private.data_ptr(), private.numel())
-    return torch.equal(memory[start : start + private.numel()], private)
 
 
 class SharedFile:

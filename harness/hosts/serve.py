@@ -183,24 +183,8 @@ class _Server:
         assert run is not None
         return run.end()
 
-    def on_replay(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """A whole run: begin, the calls of an earlier run on other inputs, end. The answer has their answers."""
-        self.on_begin(message, [])
-        answers: list[dict[str, Any]] = []
-        start = 0
-        for entry in message["script"]:
-            if "random" in entry:
-                self.on_seed(entry, [])
-                continue
-            answer = self.on_call(entry, [], start)
-            if "need" in answer:
-                break
-            start += answer.get("used", 0)
-            answers.append(answer)
-        return {"answers": answers, "end": self.on_end(message, [])}
-
-    def on_call(self, message: dict[str, Any], descriptors: list[int], first: int = 0) -> dict[str, Any]:
-        """Call a method, or run a module. The result begins at the byte `first` of the shared memory."""
+    def on_call(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Call a method, or run a module."""
         method, run = message["method"], self.run
         slots = _Slots(self.inputs, self.device) if run is None else run.slots
         for span in message["spans"]:
@@ -224,7 +208,7 @@ class _Server:
             if run is not None:
                 run.seconds += time.perf_counter() - start
         self.pending = (method, message["home"], result, slots)
-        return self.on_deliver(message, descriptors, first)
+        return self.on_deliver(message, descriptors)
 
     def _result(self, method: str, arguments: list[Any], options: dict[str, Any]) -> Any:
         """The result of a method of the backend, or of a method in `DRIVEN`."""
@@ -275,16 +259,16 @@ class _Server:
             self.layers = LayerDriver(self.host, self.device)
         return getattr(self.layers, method.removesuffix("_layer"))  # type: ignore[no-any-return]
 
-    def on_deliver(self, message: dict[str, Any], descriptors: list[int], first: int = 0) -> dict[str, Any]:
+    def on_deliver(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
         method, home, result, slots = self.pending
         memory = self.results[home].bytes
         # The judge passes a result to the next method as it was given; a module makes no results for other methods.
-        writer = _Writer(memory, first, self.device, keeps_strides=method not in DRIVEN)
+        writer = _Writer(memory, 0, self.device, keeps_strides=method not in DRIVEN)
         try:
             encoded = codec.encode_result(result, writer.place)
-            if first + writer.used > memory.numel():
-                return {"need": first + writer.used}
+            if writer.used > memory.numel():
+                return {"need": writer.used}
             writer.copy()
             # The steps of a module report its inputs and its parameters too.
             aliases = [] if method in DRIVEN else self._aliases(method, writer.tensors, slots)
@@ -294,7 +278,7 @@ class _Server:
                 "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
             }
         self.pending = None
-        return {"result": encoded, "first": first, "used": writer.used, "aliases": aliases}
+        return {"result": encoded, "used": writer.used, "aliases": aliases}
 
     def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""

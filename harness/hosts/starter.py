@@ -2,14 +2,13 @@
 
 The starter runs no backend, no kernel and no thread. A fork costs some milliseconds; an interpreter that imports torch
 takes seconds. A new host gets a copy of the starter's fresh state, whatever an earlier host did. The starter also forks
-servers, such as the process that forks judges (`harness.running.judge_processes`).
+servers, such as the process that forks judges (`harness.running.judge_server`).
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import signal
 import socket
@@ -25,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair, readable
-from narrowgauge.harness.machine.process import KILLED, adopt_orphans, detach_process, end_with_parent
+from narrowgauge.harness.machine.process import (
+    KILLED,
+    adopt_orphans,
+    detach_process,
+    end_with_parent,
+    interpreter,
+    kill_group,
+)
 
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
 _KERNELS = "narrowgauge.native.ops"
@@ -76,11 +82,9 @@ class Starter:
 
     def __init__(self) -> None:
         ours, theirs = pair()
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[2])"
-        code += "; from narrowgauge.harness.hosts.starter import main; main(int(sys.argv[1]))"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs.fileno()), json.dumps(sys.path)], pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            interpreter(f"{__name__}:main", theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
         theirs.close()
         self._connection = Connection(ours)
@@ -170,26 +174,38 @@ def main(descriptor: int) -> None:
     gc.freeze()  # a collection in a host would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
     run = Connection(socket.socket(fileno=descriptor))
+    channels: dict[int, socket.socket] = {}
+    """Channels whose judge has not asked for a host yet: most judges never use their second channel."""
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
-            message, descriptors = run.receive()
-            if message["op"] == "preload":
-                import_if_present(message["module"])
-                continue
-            (end,) = descriptors
-            if message["op"] == "judge" and _KERNELS not in sys.modules:
-                import_module(_KERNELS)
-                gc.freeze()
-            if not os.fork():
-                gc.enable()
-                close_others([end])
-                if message["op"] == "server":
-                    run_and_exit(partial(import_module(message["module"]).main, end))
-                _start_hosts(Connection(socket.socket(fileno=end)))
-                os._exit(0)
-            os.close(end)
+            for ready in readable([run, *channels], float("inf")):
+                if ready is not run:
+                    with channels.pop(ready) as channel:
+                        if channel.recv(1, socket.MSG_PEEK):  # else the judge has ended
+                            _fork(_start_hosts, ready)
+                    continue
+                message, descriptors = run.receive()
+                if message["op"] == "judge" and _KERNELS not in sys.modules:
+                    import_module(_KERNELS)
+                    gc.freeze()
+                if message["op"] == "preload":
+                    import_if_present(message["module"])
+                for end in descriptors:
+                    if message["op"] == "judge":
+                        channels[end] = socket.socket(fileno=end)
+                    else:
+                        _fork(import_module(message["module"]).main, end)
+                        os.close(end)
     _wait_for_children()
+
+
+def _fork(function: Callable[[int], None], end: int) -> None:
+    """Call a function with a connection, by its file descriptor, in a fork."""
+    if not os.fork():
+        gc.enable()
+        close_others([end])
+        run_and_exit(partial(function, end))
 
 
 def import_if_present(module: str) -> None:
@@ -248,22 +264,25 @@ def _wait_for_children() -> None:
         time.sleep(_POLL)
 
 
-def _start_hosts(judge: Connection) -> None:
+def _start_hosts(descriptor: int) -> None:
     """Start and end the hosts of a judge, until the judge ends. A host that kills its parent costs its own judge."""
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    judge = Connection(socket.socket(fileno=descriptor))
     with suppress(FrameError):
         while True:
-            message, descriptors = judge.receive()
+            message, given = judge.receive()
             if message["op"] == "end":
-                judge.send({"status": _end(message["pid"], message["wait"])})
+                status = end_child(message["pid"], message["wait"])
+                _end_descendants()
+                judge.send({"status": status})
                 continue
             pid = os.fork()
             if not pid:
-                run_and_exit(partial(_be_host, message, descriptors))
-            for descriptor in descriptors:
-                os.close(descriptor)
+                run_and_exit(partial(_be_host, message, given))
+            for number in given:
+                os.close(number)
             judge.send({"pid": pid})
     _end_descendants()
 
@@ -282,10 +301,7 @@ def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
         os.environ.update(message["fresh"])
         for kept in (connection, stacks):
             os.set_inheritable(kept, True)
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[2])"
-        code += "; from narrowgauge.harness.hosts.starter import serve_on; serve_on(int(sys.argv[1]), int(sys.argv[3]))"
-        words = [str(connection), json.dumps(sys.path), str(stacks)]
-        os.execve(sys.executable, [sys.executable, "-c", code, *words], os.environ)
+        os.execve(sys.executable, interpreter(f"{__name__}:serve_on", connection, stacks), os.environ)
     serve_on(connection, stacks)
 
 
@@ -303,16 +319,11 @@ def serve_on(descriptor: int, stacks: int) -> None:
         serve(connection, settings)
 
 
-def _end(pid: int, wait: float) -> int | None:
-    """Wait `wait` seconds for the end of a host, then kill it. Gives its exit status, and ends its descendants."""
+def end_child(pid: int, wait: float) -> int | None:
+    """Wait `wait` seconds for the end of a child, then kill it and its group. Gives its exit status."""
     status = _exit_status(pid, wait)
-    for target in (os.killpg, os.kill):
-        with suppress(OSError):
-            target(pid, signal.SIGKILL)
-    if status is None:
-        status = _exit_status(pid, KILLED)
-    _end_descendants()
-    return status
+    kill_group(pid)
+    return _exit_status(pid, KILLED) if status is None else status
 
 
 def _exit_status(pid: int, seconds: float) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -39,6 +40,22 @@ def _keep_memory() -> None:
         if not mallopt(_MMAP_THRESHOLD, 1 << 30):
             mallopt(_MMAP_THRESHOLD, 1 << 25)
         mallopt(_TRIM_THRESHOLD, 1 << 29)
+
+
+def interpreter(target: str, *numbers: int) -> list[str]:
+    """Command of a fresh interpreter with the import path of this process, which calls the function `target`,
+    "module:name", with numbers."""
+    module, _, name = target.partition(":")
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {name}"
+    code += f"; {name}(*map(int, sys.argv[2:]))"
+    return [sys.executable, "-P", "-c", code, json.dumps(sys.path), *map(str, numbers)]
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process and the process group that it leads."""
+    for target in (os.killpg, os.kill):
+        with suppress(OSError):
+            target(pid, signal.SIGKILL)
 
 
 def detach_process() -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
-from narrowgauge.harness.hosts.frames import FrameError, readable
 from narrowgauge.harness.machine.float_environment import restored_environment
 from narrowgauge.harness.machine.process import prepare_process
 from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.supervisor import Died
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, without_result
 
-WAIT = 1.0
-"""Seconds of a wait. Repeated waits let an interrupt take effect that arrives just before a wait."""
 Note = Callable[[dict[str, Any]], None]
 """Called with the record of a failure before shrinking. This record counts if shrinking ends in an exception."""
 
@@ -55,69 +52,53 @@ class Sandbox:
         try:
             self._ready()
         except Lost as lost:
-            self._drop()
-            self._problem = str(lost)
-        if self._problem:
-            raise BackendError(self._problem)
+            self._lose(lost)
+            raise BackendError(self._problem) from lost
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
         """Record of a task. `note` is not used: the judge survives the timeout of a case."""
         if self._worker is None:
             self.settings = replace(self.settings, sharing=sharing)
         try:
-            self.load()
-        except BackendError as error:
-            return without_result(task, self.settings, "error", str(error))
-        try:
-            worker = self._given(task, timeout, sharing)
-            while (record := self._answer(worker)) is None:
-                pass
+            worker = self._ready()
+            try:
+                worker.give(task, timeout, sharing)
+            except Died:  # the judge died after its last record: send the task to a new worker
+                self.close()
+                worker = self._ready()
+                worker.give(task, timeout, sharing)
+            record = worker.record()
+            assert record is not None
         except Lost as lost:
-            self._drop()
-            if not lost.loaded:
-                self._problem = str(lost)
-            return without_result(task, self.settings, lost.verdict, str(lost))
+            self._lose(lost)
+            return without_result(task, self.settings, lost.verdict if lost.loaded else "error", str(lost))
         except BaseException:  # after an interrupt the worker is in the middle of an abandoned case
-            self._drop()
+            self.close()
             raise
         if worker.last:
-            self._drop()
+            self.close()
         return record
 
     def close(self) -> None:
         """End the worker."""
-        self._drop()
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
 
     def _ready(self) -> Worker:
-        """The running worker, or a new worker. Raises Lost if it cannot load the backend."""
+        """The running worker, or a new worker. Raises Lost if it cannot load the backend, and again after that."""
+        if self._problem:
+            raise Lost("error", self._problem, loaded=False)
         if self._worker is None:
-            self._worker = Worker(self.settings, self._gpu)
-        while not self._worker.ready:
-            self._answer(self._worker)
+            self._worker = Worker(self.settings, self._gpu, self.loaded.append)
+        if not self._worker.ready:
+            self._worker.record()
         return self._worker
 
-    def _given(self, task: Task, timeout: float, sharing: int) -> Worker:
-        """The worker, with the task sent to it."""
-        worker = self._ready()
-        try:
-            worker.give(task, timeout, sharing)
-        except FrameError:  # the judge died after its last record: send the task to a new worker
-            self._drop()
-            worker = self._ready()
-            worker.give(task, timeout, sharing)
-        return worker
-
-    def _answer(self, worker: Worker) -> dict[str, Any] | None:
-        ready = readable([worker.connection], time.monotonic() + min(worker.left(), WAIT))
-        record = worker.receive() if ready else None
-        self.loaded += worker.loaded
-        worker.loaded.clear()
-        return record
-
-    def _drop(self) -> None:
-        if self._worker is not None:
-            self._worker.stop(kill=True)
-            self._worker = None
+    def _lose(self, lost: Lost) -> None:
+        self.close()
+        if not lost.loaded:
+            self._problem = str(lost)
 
 
 class InProcess:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +11,21 @@ from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import estimated_seconds
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
-from narrowgauge.harness.hosts.frames import FrameError, readable
 from narrowgauge.harness.machine.processors import worker_gpu
-from narrowgauge.harness.running.judge_processes import preload
 from narrowgauge.harness.running.queue import GPU_JUDGES, Queue
-from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, without_result
+from narrowgauge.harness.running.supervisor import Died, late_or_readable, preload
+from narrowgauge.harness.running.worker import Lost, OnRecord, Settings, Task, Worker, without_result
 
 __all__ = ["OnRecord", "Settings", "Task", "run_cases", "run_tasks"]
 
-OnRecord = Callable[[dict[str, Any]], None]
 START = {"cpu": 0.5, "cuda": 10.0}
 """Seconds of a core for the start of a worker on each device. On a CPU: 4 cases with 4 workers take 1.5 to 2 s more
 than with one, on 2 cores under load. On a GPU the value is an upper bound: 1040 small cases with 40 workers on two H200
 took 485 s, and 12 s each if the cases took nothing."""
 
 
-def _ignore(news: dict[str, Any]) -> None:
-    """Without a reader of loaded sources."""
-
-
 def run_cases(
-    cases: Sequence[Case], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore
+    cases: Sequence[Case], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = lambda news: None
 ) -> list[dict[str, Any]]:
     """Run every case on the inputs of the settings' seed, as `run_tasks` does; the records, in the order they came."""
     records: list[dict[str, Any]] = []
@@ -44,7 +38,9 @@ def run_cases(
     return records
 
 
-def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = _ignore) -> None:
+def run_tasks(
+    tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = lambda news: None
+) -> None:
     """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here. `on_loaded` gets what
     the backend has loaded (`harness.records.loaded_sources`), before the record of the case that loaded it.
 
@@ -62,7 +58,7 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on
         preload(module)
     waiting = Queue(given, settings.device, len(set(gpus)))
     started = worthwhile_workers(given, settings)
-    workers = [Worker(settings, gpu) for gpu in gpus[:started]]
+    workers = [Worker(settings, gpu, on_loaded) for gpu in gpus[:started]]
     busy_since = float("inf")
 
     def finish(record: dict[str, Any]) -> None:
@@ -79,14 +75,14 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on
         elif busy_since == float("inf"):
             busy_since = now
         elif now - busy_since >= START[settings.device]:
-            workers.append(Worker(settings, gpus[started]))
+            workers.append(Worker(settings, gpus[started], on_loaded))
             started += 1
 
     def replaced(worker: Worker) -> None:
-        worker.stop(kill=True)
+        worker.stop()
         workers.remove(worker)
         if waiting:
-            workers.append(Worker(settings, worker.gpu))
+            workers.append(Worker(settings, worker.gpu, on_loaded))
 
     def lose(worker: Worker, lost: Lost) -> None:
         if not lost.loaded and not finished:
@@ -95,7 +91,7 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on
             while task := waiting.take():
                 finish(without_result(task, settings, "error", str(lost)))
         elif (task := worker.task) is not None:
-            finish(worker.loss(task, lost))
+            finish(without_result(task, settings, lost.verdict, str(lost)))
         replaced(worker)
 
     def feed(worker: Worker) -> None:
@@ -106,45 +102,36 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on
         running = [other.task for other in workers if other.task is not None]
         task = waiting.take(running, spared=is_spared(worker, workers))
         if task is None:  # other workers have the last tasks
-            worker.stop()
+            worker.finish()
             workers.remove(worker)
             return
         worker.judges_on_gpu |= waiting.on_gpu(task)
         try:
             worker.give(task)
-        except FrameError:  # the judge died after its last record: another worker takes the task
+        except Died:  # the judge died after its last record: another worker takes the task
             waiting.put_back(task)
             replaced(worker)
 
     try:
         while workers:
-            for ready in readable([worker.connection for worker in workers], time.monotonic() + 1.0):
-                worker = next(worker for worker in workers if worker.connection is ready)
+            for worker in late_or_readable(workers):
                 try:
-                    record = worker.receive()
+                    record = worker.record()
                 except Lost as lost:
                     lose(worker, lost)
                     continue
-                for news in worker.loaded:
-                    on_loaded(news)
-                worker.loaded.clear()
                 if record is not None:
                     finish(record)
                 if worker.room is not None:
                     waiting.room = min(worker.room, waiting.room or worker.room)
                 if record is not None or worker.task is None:
                     feed(worker)
-            for worker in list(workers):
-                try:
-                    worker.left()
-                except Lost as lost:
-                    lose(worker, lost)
             grow()
     except KeyboardInterrupt:
         pass
     finally:
         for worker in workers:
-            worker.stop(kill=True)
+            worker.stop()
 
 
 def is_spared(worker: Worker, workers: Sequence[Worker]) -> bool:

@@ -6,10 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import outside_paths
-from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
+from narrowgauge.harness.hosts.frames import Connection, FrameError
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
-from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
-from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
+from narrowgauge.harness.machine.process import ending, prepare_process
 from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.harness.running.supervisor import Died, Fork
 from narrowgauge.spec.recipes import rule_files
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.backend import Backend
     from narrowgauge.harness.hosts.remote_host import RemoteHost
+
+OnRecord = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -97,60 +95,61 @@ class Lost(Exception):
         """Whether the worker had loaded the backend. If not, another worker would not load it either."""
 
 
-class Worker:
+class Worker(Fork):
     """A worker, as seen by the run."""
 
     room: int | None = None
     """Bytes of memory that were free when the worker was ready."""
     judges_on_gpu = False
     """Whether the worker had a task that is judged on a GPU."""
-    last: bool
+    last = False
     """Whether the worker ends after its last record: it can start no kernel host."""
+    ready = False
+    """Whether the worker has loaded the backend."""
+    task: Task | None = None
 
-    def __init__(self, settings: Settings, gpu: str = "") -> None:
-        """Start the judge, on the GPU of that name. Its first message says whether the backend is loaded."""
-        environment = dict(os.environ) | ({VISIBLE_DEVICES: gpu} if gpu else {})
-        ours, theirs = pair()
-        hosts, other_hosts = starter().connect(), starter().connect()
-        self.connection = Connection(ours)
-        self.process = JudgeProcess(
-            f"{__name__}:main", [theirs, hosts, other_hosts], [asdict(settings)], environment=environment
+    def __init__(self, settings: Settings, gpu: str = "", on_loaded: OnRecord = lambda news: None) -> None:
+        """Start the judge, on the GPU of that name. Its first message says whether the backend is loaded.
+
+        `on_loaded`: called with what the backend has loaded (`harness.records.loaded_sources`), before the record of
+        the case that loaded it.
+        """
+        self.settings, self.gpu, self._on_loaded = settings, gpu, on_loaded
+        super().__init__(
+            f"{__name__}:main", [asdict(settings)], channels=2, gpu=gpu, seconds=max(LOAD, settings.timeout) + JUDGING
         )
-        self.settings, self.gpu = settings, gpu
-        self.task: Task | None = None
-        self.ready = self.last = False
-        self.loaded: list[dict[str, Any]] = []
-        """What the backend has loaded (`harness.records.loaded_sources`). The reader empties the list."""
-        self.since, self.limit = time.monotonic(), max(LOAD, settings.timeout) + JUDGING
 
     def give(self, task: Task, timeout: float = 0.0, sharing: int = 0) -> None:
         """Give the worker a task with `timeout` seconds, or those of the settings. `sharing`: as in `Settings`.
 
-        Raises FrameError if the judge has died.
+        Raises Died if the judge has died.
         """
         seconds = min(timeout or self.settings.timeout, 1e9)
-        self.task, self.since = task, time.monotonic()
-        self.limit = seconds + JUDGING
+        self.task = task
+        self.expect(seconds + JUDGING)
         case = json.loads(json.dumps(task.case.labels()))
         sharing = max(1, sharing or self.settings.sharing)
         message = {"case": case, "seed": task.seed, "first": task.first, "timeout": seconds, "sharing": sharing}
-        self.connection.send(message)
+        self.send(message)
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message: the record of the task, or None when the worker is ready. Raises Lost without a message."""
+    def record(self) -> dict[str, Any] | None:
+        """The record of the task, or None when the worker is ready. Raises Lost without a message."""
         try:
-            answer, _ = self.connection.receive(deadline=self.since + self.limit)
+            answer = self.receive()
         except TimeoutError:
-            self.left()
-            raise
-        except FrameError as error:
-            self.process.join(KILLED)
+            seconds = f"{self.seconds:g} s"
+            if self.ready:
+                raise Lost("timeout", f"the judge gave no record after {seconds}", loaded=True) from None
+            words = f"backend {self.settings.backend} did not load within {seconds}"
+            raise Lost("timeout", words, loaded=False) from None
+        except Died as died:
             subject = "the judge" if self.ready else "a judge"
-            message = f"{subject} of the case died ({ending(self.process.exitcode)}): {error}"
+            message = f"{subject} of the case died ({ending(died.status)}): {died}"
             raise Lost("crash", message, loaded=self.ready) from None
         if "failed" in answer:
             raise Lost("error", answer["failed"], loaded=False)
-        self.loaded += answer["loaded"]
+        for news in answer["loaded"]:
+            self._on_loaded(news)
         if "room" in answer:
             self.ready, self.room = True, answer["room"]
             return None
@@ -161,28 +160,11 @@ class Worker:
             raise Lost("error", f"the judge sent a record of {record['case']}, not of {expected}", loaded=self.ready)
         return record
 
-    def left(self) -> float:
-        """Seconds that are left for the task. Raises Lost if there are none."""
-        left = self.since + self.limit - time.monotonic()
-        if left > 0:
-            return left
-        if self.ready:
-            raise Lost("timeout", f"the judge gave no record after {self.limit:g} s", loaded=True)
-        raise Lost("timeout", f"backend {self.settings.backend} did not load within {self.limit:g} s", loaded=False)
-
-    def loss(self, task: Task, lost: Lost) -> dict[str, Any]:
-        """The record of the task that was lost with the worker."""
-        return without_result(task, self.settings, lost.verdict, str(lost))
-
-    def stop(self, *, kill: bool = False) -> None:
-        """End the judge and its host: at once, or after its task."""
-        if not kill:
-            with suppress(FrameError):  # it may be dead already
-                self.connection.send({"end": True})
-            self.process.join(GRACE)
-        self.process.kill()
-        self.process.join(KILLED)
-        self.connection.close()
+    def finish(self) -> None:
+        """End the judge and its host after its task."""
+        with suppress(Died):
+            self.send({"end": True})
+        self.stop(GRACE)
 
 
 def without_result(task: Task, settings: Settings, verdict: str, message: str) -> dict[str, Any]:
@@ -194,14 +176,13 @@ def without_result(task: Task, settings: Settings, verdict: str, message: str) -
     return record.to_dict()
 
 
-def main(ours: socket.socket, hosts: socket.socket, other_hosts: socket.socket, settings: dict[str, Any]) -> None:
+def main(connection: Connection, hosts: Channel, other_hosts: Channel, settings: dict[str, Any]) -> None:
     """Be the judge of a worker, with the fields of the settings."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what an interrupt means
     change = settings.pop("change")
     given = Settings(**settings, change=change and tuple(change))
     prepare_process(given.workers, given.device)
     with suppress(FrameError):  # the run is gone
-        serve(Connection(ours), Channel(hosts), Channel(other_hosts), given)
+        serve(connection, hosts, other_hosts, given)
 
 
 def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings: Settings) -> None:

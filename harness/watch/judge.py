@@ -1,36 +1,37 @@
-"""The process that judges calls of another program. It reads calls from its input and writes answers to its output.
+"""The process that judges calls of another program. It receives calls and sends answers.
 
-A call is a line of JSON, {"assertion", "bytes"}, and as many bytes, which `torch.load` reads with weights_only=True as
-the arguments of the assertion. An answer is a line of JSON with the key `passed`, `failed` or `error`.
+A call is the name of an assertion with a file of its arguments, which `torch.load` reads with weights_only=True. An
+answer has the key `passed`, `failed` or `error`.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import sys
-from typing import Any
+import socket
+from contextlib import suppress
+from typing import IO, Any
+
+from narrowgauge.harness.hosts.frames import Connection, FrameError
 
 NICENESS = 19
 
 
-def main() -> None:
-    """Judge calls until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a library that prints does not write into the answers
+def main(descriptor: int) -> None:
+    """Judge calls until the program closes the connection."""
+    connection = Connection(socket.socket(fileno=descriptor))
     os.nice(NICENESS)
     import torch
 
     torch.set_num_threads(1)
-    while line := sys.stdin.buffer.readline():
-        call = json.loads(line)
-        answer = judge(call["assertion"], sys.stdin.buffer.read(call["bytes"]))
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    with suppress(FrameError):
+        while True:
+            call, (file,) = connection.receive()
+            with open(file, "rb") as arguments:
+                answer = judge(call["assertion"], arguments)
+            connection.send(answer)
 
 
-def judge(assertion: str, data: bytes) -> dict[str, Any]:
+def judge(assertion: str, arguments: IO[bytes]) -> dict[str, Any]:
     """The answer to a call of an assertion of `narrowgauge`, by name."""
     import torch
 
@@ -38,7 +39,7 @@ def judge(assertion: str, data: bytes) -> dict[str, Any]:
     from narrowgauge.harness.api.verdict import WrongResult
 
     try:
-        getattr(assertions, assertion)(**torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
+        getattr(assertions, assertion)(**torch.load(arguments, weights_only=True, map_location="cpu"))
     except WrongResult as wrong:
         return {"failed": str(wrong), "reproduction": wrong.verdict.reproduction}
     except Exception as error:

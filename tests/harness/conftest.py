@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import narrowgauge.harness.running.judge_processes  # noqa: F401  # runs of `pytester` in this process share its starter
+import narrowgauge.harness.running.supervisor  # noqa: F401  # runs of `pytester` in this process share its starter
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.search.history import SearchHistory

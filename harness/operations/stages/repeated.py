@@ -68,9 +68,7 @@ def repeated(
 
     def run(variation: int, prepared: PreparedRun) -> Tensors:
         with prepared.running(variation) as given:
-            outputs = prepared.replayed()
-            if outputs is None:
-                outputs = call(given)
+            outputs = call(given)
         return prepared.keep(outputs)
 
     def again(variation: int, number: int) -> Tensors:
@@ -203,8 +201,6 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
-    if a is b:  # a host has found the same bytes
-        return 0
     x, y = element_bytes(a), element_bytes(b)
     return 0 if torch.equal(x, y) else int((x != y).any(1).sum())
 

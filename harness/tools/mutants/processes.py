@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +10,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from queue import Empty, SimpleQueue
-from threading import Lock
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.hosts.changed_source import changed_source
-from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
+from narrowgauge.harness.hosts.frames import Connection
 from narrowgauge.harness.hosts.starter import starter
 from narrowgauge.harness.machine.process import prepare_process
-from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.harness.running.supervisor import Died, Fork
 from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant
@@ -32,8 +30,6 @@ ENOUGH = 6
 TIMEOUT = 60.0
 """Seconds for a case, including the compilation of the changed kernel."""
 _NO_COMPILATION = "ToolchainError"
-_START = Lock()
-"""Held while a worker starts: all workers ask the same process for their hosts."""
 
 Change = tuple[str, str, str]
 """A changed file, its text, and the folder of its compiled kernels."""
@@ -109,7 +105,7 @@ def _examine(
         change = (mutant.file, mutant.changed_text(), scratch)
         try:
             _judge(result, entry.cases if entry else (), cases, replace(settings, change=change), real)
-        except (Lost, FrameError) as lost:
+        except (Lost, Died) as lost:
             result.problem = str(lost)
         if entry:
             result.detections = entry.detections
@@ -158,45 +154,38 @@ def _in_order(mutant: Mutant, first: Sequence[Case], cases: Sequence[Case]) -> I
 @contextmanager
 def _worker(settings: Settings) -> Iterator[RunCase]:
     """Gives a function that runs a case in a worker: the record. Raises Lost if the worker does not start."""
-    with _START:
-        worker = Worker(settings)
+    worker = Worker(settings)
 
     def run(case: Case) -> dict[str, Any]:
         worker.give(Task(case, settings.seed))
-        record = worker.receive()
+        record = worker.record()
         assert record is not None
         return record
 
     try:
-        worker.receive()
+        worker.record()
         yield run
     finally:
-        worker.stop(kill=True)
+        worker.stop()
 
 
 def _measure(result: MutantResult, settings: Settings, change: Change) -> None:
     """Apply the conventional tests in a process of their own. A mutant that ends it is detected by all of them."""
-    ours, theirs = pair()
     mutant = result.mutant
-    arguments = [settings.workers, mutant.door, mutant.recipe, change]
-    process = JudgeProcess(f"{__name__}:notice", [theirs], arguments)
-    connection = Connection(ours)
+    process = Fork(f"{__name__}:notice", [settings.workers, mutant.door, mutant.recipe, change], seconds=LOAD)
     try:
-        connection.receive(deadline=time.monotonic() + LOAD)
-    except (FrameError, TimeoutError) as error:
+        process.receive()
+    except (Died, TimeoutError) as error:
         result.problem = f"the conventional tests cannot be made: {error}"
-    with suppress(FrameError, TimeoutError, TypeError):
-        answer, _ = connection.receive(deadline=time.monotonic() + settings.timeout)
-        result.detections = Detections(**answer)
-    process.kill()
-    process.join()
-    connection.close()
+    process.expect(settings.timeout)
+    with suppress(Died, TimeoutError, TypeError):
+        result.detections = Detections(**process.receive())
+    process.stop()
 
 
-def notice(end: socket.socket, workers: int, door: str, recipe: str, change: Change) -> None:
+def notice(connection: Connection, workers: int, door: str, recipe: str, change: Change) -> None:
     """Apply the conventional tests to the kernels, and then to the changed kernels."""
     prepare_process(workers)
-    connection = Connection(end)
     tests = ConventionalTests(door, recipe, import_module("narrowgauge.native.ops"))
     connection.send({})
     with changed_source(*change):

@@ -3,9 +3,7 @@ costs only the remaining steps of its training."""
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.backend import error_location as location
-from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
-from narrowgauge.harness.hosts.starter import starter
-from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
-from narrowgauge.harness.machine.processors import VISIBLE_DEVICES, worker_gpu
-from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.harness.hosts.frames import Connection, FrameError
+from narrowgauge.harness.hosts.starter import Channel
+from narrowgauge.harness.machine.process import ending, prepare_process
+from narrowgauge.harness.machine.processors import worker_gpu
+from narrowgauge.harness.running.supervisor import Died, Fork, late_or_readable
 from narrowgauge.harness.running.worker import JUDGING, LOAD
 from narrowgauge.harness.tools.train.training import Training
 
@@ -56,52 +54,34 @@ def tasks(recipes: Sequence[str], backend: str, device: str, *, seed: int, steps
     ]
 
 
-class _Process:
+class _Process(Fork):
     """The judge of a training in its process, as seen by the session."""
 
     def __init__(self, task: TrainingTask, workers: int, number: int) -> None:
-        gpu = worker_gpu(number, task.device)
-        ours, theirs = pair()
-        hosts = starter().connect()
-        self.connection = Connection(ours)
-        environment = dict(os.environ) | ({VISIBLE_DEVICES: gpu} if gpu else {})
-        self.process = JudgeProcess(
-            f"{__name__}:main", [theirs, hosts], [asdict(task), workers], environment=environment
-        )
-        self.number = number
-        self.training = Training(task)
-        self._started = time.monotonic()
-        self._expect(max(LOAD, task.timeout))
+        self.number, self.training, self._started = number, Training(task), time.monotonic()
+        seconds = task.timeout + JUDGING + max(LOAD, task.timeout)
+        super().__init__(
+            f"{__name__}:main", [asdict(task), workers], channels=1, gpu=worker_gpu(number, task.device),
+            seconds=seconds,
+        )  # fmt: skip
 
-    def _expect(self, more: float = 0.0) -> None:
-        """Set the time until which the next message must come."""
-        self._limit = self.training.task.timeout + JUDGING + more
-        self.deadline = time.monotonic() + self._limit
-
-    def receive(self) -> bool:
+    def step(self) -> bool:
         """Receive a step, or the end of the training. Returns whether more may follow."""
         from narrowgauge.harness.tools.train.train import TrainingStep
 
         try:
-            message, _ = self.connection.receive(deadline=self.deadline)
+            message = self.receive()
         except TimeoutError:
-            message = {"end": f"its process sent no step for {self._limit:g} s"}
-        except FrameError:
-            self.process.join(KILLED)
-            message = {"end": f"its process died ({ending(self.process.exitcode)})"}
+            message = {"end": f"its process sent no step for {self.seconds:g} s"}
+        except Died as died:
+            message = {"end": f"its process died ({ending(died.status)})"}
         self.training.seconds = time.monotonic() - self._started
         if "end" in message:
             self.training.error = message["end"]
             return False
         self.training.steps.append(TrainingStep(**message["step"]))
-        self._expect()
+        self.expect(self.training.task.timeout + JUDGING)
         return True
-
-    def stop(self) -> None:
-        """Kill the process. Its host ends with it."""
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
 
 
 def run_tasks(
@@ -119,24 +99,19 @@ def run_tasks(
     waiting = sorted(enumerate(tasks), key=lambda item: (item[1].judged and item[1].recipe is not None, -item[0]))
     trainings = [Training(task, error=NOT_BEGUN) for task in tasks]
     running: dict[int, _Process] = {}
-    places = list(range(workers))[::-1]
     try:
         while waiting or running:
-            while waiting and places:
+            while waiting and len(running) < workers:
                 place, task = waiting.pop()
-                running[place] = _Process(task, workers, places.pop())
-                trainings[place] = running[place].training
-            # The deadline lets an interrupt that arrives just before the wait take effect.
-            now = time.monotonic()
-            ready = readable([process.connection for process in running.values()], now + 1.0)
-            late = [process.connection for process in running.values() if process.deadline <= now]
-            for place, process in [item for item in running.items() if item[1].connection in [*ready, *late]]:
-                if process.receive():
+                number = next(number for number in range(workers) if number not in running)
+                running[number] = _Process(task, workers, number)
+                trainings[place] = running[number].training
+            for process in late_or_readable(list(running.values())):
+                if process.step():
                     on_step(process.training)
                 else:
                     process.stop()
-                    places.append(process.number)
-                    del running[place]
+                    del running[process.number]
                     on_end(process.training, trainings)
     except KeyboardInterrupt:
         for process in running.values():
@@ -208,17 +183,13 @@ def run_session(
     return passed
 
 
-def main(ours: socket.socket, hosts: socket.socket, settings: dict[str, Any], workers: int) -> None:
+def main(connection: Connection, hosts: Channel, settings: dict[str, Any], workers: int) -> None:
     """Train in a process of its own, and send the steps. `settings`: fields of the task."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell, or timeout, signals the whole process group
-        signal.signal(number, signal.SIG_IGN)  # only the session handles the signal
     prepare_process(workers)
     from narrowgauge.harness.tools.train.model import Size
     from narrowgauge.harness.tools.train.train import TrainingTask, train
 
     task = TrainingTask(**settings | {"size": Size(**settings["size"])})
-
-    connection = Connection(ours)
     try:
         for step in train(task, hosts, workers):
             connection.send({"step": asdict(step)})

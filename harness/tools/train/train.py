@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -68,15 +67,15 @@ class TrainingStep:
     """Values missing in the reports of the layers, not compared."""
 
 
-def train(task: TrainingTask, hosts: socket.socket | None = None, workers: int = 1) -> Iterator[TrainingStep]:
+def train(task: TrainingTask, hosts: Channel | None = None, workers: int = 1) -> Iterator[TrainingStep]:
     """Steps of a training. The layers of the backend run in a kernel host. This process has the weights, the rest of
     the model and the optimizer, and judges the layers.
 
-    `hosts`: connection to a starter (`Starter.connect`), None for that of this process. `workers`: number of
+    `hosts`: channel to a starter, None for that of this process. `workers`: number of
     trainings that share the cores. Raises BackendError if the backend raises, its host ends, or it has no such layer.
     """
     settings = HostSettings(task.backend, task.device, workers=workers)
-    with closing(Channel(hosts or starter().connect())) as channel:
+    with closing(hosts or Channel(starter().connect())) as channel:
         host = RemoteHost(settings, channel, load=max(LOAD, task.timeout))
         try:
             host.begin_case(task.timeout, room(task.device))

@@ -23,7 +23,7 @@ from narrowgauge.harness.hosts import starter
 from narrowgauge.harness.machine.process import adopt_orphans
 from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record_check import record_problems
-from narrowgauge.harness.running import judge_processes
+from narrowgauge.harness.running import supervisor
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
 from tests.harness.hosts.faulty_backends import ATTACKS, FAST_MATH, MANY_SHAPES, SHAPES, VICTIM, Faulty
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
     (tmp_path / "cases").mkdir()
     adopt_orphans()  # processes that a run leaves become children of this process
-    starter.starter().server(judge_processes.__name__)  # all runs of this process share both processes
+    starter.starter().server(supervisor.SERVER)  # all runs of this process share both processes
     until = time.monotonic() + 60
     while len(before := descendants()) < 2 and time.monotonic() < until:
         time.sleep(0.1)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from narrowgauge.harness.hosts.left_processes import LeftProcesses
+from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
 
 
 def test_a_process_that_started_since_the_last_look_is_found():

@@ -14,7 +14,8 @@ from narrowgauge.harness.backends.guarded_memory import ALIGNMENT
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.hosts.codec import DTYPES
 from narrowgauge.harness.hosts.memory import SharedFile
-from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost, _Reader
+from narrowgauge.harness.hosts.remote.results import Reader
+from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
 from tests.paths import ROOT
 
@@ -193,12 +194,12 @@ def test_strides_offset_and_alignment_survive(name: str, host: RemoteHost) -> No
 def test_strides_that_need_too_much_memory_are_not_kept() -> None:
     memory = torch.arange(1 << 10).view(torch.uint8)
     for strides, kept in (([100, 1], [100, 1]), ([1 << 40, 1], [4, 1])):
-        reader = _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu"))
+        reader = Reader(memory, memory.numel(), 1 << 16, torch.device("cpu"))
         found = reader.tensor([512, "int64", [2, 4], strides])
         assert (list(found.stride()), found.tolist()) == (kept, [[64, 65, 66, 67], [68, 69, 70, 71]])
     for strides in ([-1, 1], [1], [1, 1, 1], ["4", 1]):
         with pytest.raises(ValueError, match=r"strides|shorter|longer"):
-            _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu")).tensor([512, "int64", [2, 4], strides])
+            Reader(memory, memory.numel(), 1 << 16, torch.device("cpu")).tensor([512, "int64", [2, 4], strides])
 
 
 def test_results_beyond_the_memory_of_a_case_end_its_host() -> None:

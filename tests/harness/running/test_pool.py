@@ -4,7 +4,6 @@ import os
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.hosts.frames import Connection, pair
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, children, starter
-from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import load
@@ -111,21 +109,19 @@ class Scripted(Worker):
     script: list[str]
     made: list[Worker]
 
-    def __init__(self, settings, gpu=""):
+    def __init__(self, settings, gpu="", on_loaded=lambda news: None):
         self.connection, self.judge = map(Connection, pair())
-        self.loaded = []
-        self.killed = False
-        self.joined = []
-        self.process = SimpleNamespace(kill=self._kill, join=self.joined.append, exitcode=-9)
-        self.task, self.ready, self.last, self.settings, self.gpu = None, False, False, settings, gpu
-        self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout) + worker.JUDGING
+        self.ended = []
+        self.settings, self.gpu, self._on_loaded = settings, gpu, on_loaded
+        self.expect(max(worker.LOAD, settings.timeout) + worker.JUDGING)
         self.made.append(self)
         if "never loads" not in self.script:
             self.judge.send({"room": 1 << 40, "loaded": []})
 
-    def _kill(self):
-        self.killed = True
+    def end(self, wait=0.0):
+        self.ended.append(wait)
         self.judge.close()
+        return -9
 
     def give(self, task, timeout=0.0, sharing=0):
         super().give(task, timeout, sharing)
@@ -184,7 +180,7 @@ def test_a_judge_without_a_record_is_ended_after_its_time(scripted, monkeypatch)
     records = scripted(["hang", "record"], 2, timeout=0.1)
     assert verdicts(records) == [("1x32", "timeout"), ("2x32", "pass")]
     assert records[0]["message"] == "the judge gave no record after 0.1 s"
-    assert Scripted.made[0].killed
+    assert Scripted.made[0].ended == [0.0]
 
 
 def test_a_second_record_of_a_case_is_an_error(scripted):
@@ -213,8 +209,7 @@ def test_workers_take_the_gpus_in_turn(scripted, monkeypatch, named):
 def test_workers_end_by_themselves_or_are_ended(scripted):
     scripted(["record"], 1)
     (worker,) = Scripted.made
-    assert worker.joined == [GRACE, KILLED]
-    assert worker.killed
+    assert worker.ended == [GRACE]
     assert worker.connection.fileno() == -1
 
 
@@ -222,8 +217,7 @@ def test_an_interrupt_keeps_what_was_measured(scripted):
     records = scripted(["record", "interrupt"], 4)
     assert verdicts(records) == [("1x32", "pass")]
     (worker,) = Scripted.made
-    assert worker.joined == [KILLED]  # at once
-    assert worker.killed
+    assert worker.ended == [0.0]  # at once
 
 
 def test_a_failure_whose_shrinking_ends_the_host_stays(kernels, tmp_path):
@@ -256,5 +250,5 @@ def test_a_worker_that_cannot_start_a_host_is_replaced(scripted):
     records = scripted(["record", "last record", "record"], 3)
     assert verdicts(records) == [("1x32", "pass"), ("2x32", "pass"), ("3x32", "pass")]
     first, second = Scripted.made
-    assert (first.killed, first.joined) == (True, [KILLED])
+    assert first.ended == [0.0]
     assert second.ready

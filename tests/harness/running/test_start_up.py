@@ -52,22 +52,17 @@ def test_judges_hold_no_kernels(tmp_path):
     (tmp_path / "imported.py").write_text("""
 import sys
 
-def main(end):
-    from narrowgauge.harness.hosts.frames import Connection
-
+def main(connection):
     names = ("native.ops", "reference.ops")
-    Connection(end).send({"held": [name for name in names if f"narrowgauge.{name}" in sys.modules]})
+    connection.send({"held": [name for name in names if f"narrowgauge.{name}" in sys.modules]})
 """)
     code = """
-from narrowgauge.harness.hosts.frames import Connection, pair
 from narrowgauge.harness.hosts.starter import starter
-from narrowgauge.harness.running.judge_processes import JudgeProcess, start_server
+from narrowgauge.harness.running.supervisor import Fork, start_server
 
 start_server()
 starter().connect().close()
-ours, theirs = pair()
-judge = JudgeProcess("imported:main", [theirs], [])
-print(*Connection(ours).receive()[0]["held"])
+print(*Fork("imported:main", []).receive()["held"])
 """
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

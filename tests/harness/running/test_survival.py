@@ -449,13 +449,11 @@ def test_a_worker_that_died_between_two_cases_is_replaced(folder):
     try:
         assert runner.run(task, **given)["verdict"] == "pass"
         first = runner._worker
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.join()
+        assert first.end() == -signal.SIGKILL
         assert runner.run(task, **given)["verdict"] == "pass"
         second = runner._worker
         os.remove(folder / "faulty.py")
-        os.kill(second.process.pid, signal.SIGKILL)
-        second.process.join()
+        assert second.end() == -signal.SIGKILL
         record = runner.run(task, **given)
         assert record["verdict"] == "error"
         assert "module faulty cannot be imported" in record["message"]

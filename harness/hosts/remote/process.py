@@ -1,0 +1,76 @@
+"""The process of a kernel host, seen from its judge: its connection, its output, its stacks and its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from narrowgauge.harness.hosts.frames import Connection, pair, readable
+from narrowgauge.harness.hosts.output import StackFile, forward
+from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
+from narrowgauge.harness.hosts.starter import Channel
+
+
+class HostProcess:
+    """A process of a host."""
+
+    def __init__(self, channel: Channel, marker: str, variables: Mapping[str, str] | None) -> None:
+        """`marker`: as in `LeftProcesses`. `variables`: environment variables of a fresh interpreter; None: a fork.
+
+        Raises StarterError.
+        """
+        ours, theirs = pair()
+        self._output, written = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output, False)
+        self._channel, self.stacks, self._exit = channel, StackFile(), -1
+        self.connection = Connection(ours)
+        try:
+            self.pid = channel.start([theirs.fileno(), written, self.stacks.descriptor], environment=variables)
+        except BaseException:
+            self._close()
+            self.stacks.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(written)
+        with suppress(OSError, AttributeError):
+            self._exit = os.pidfd_open(self.pid)
+        self.left = LeftProcesses(self.pid, marker)
+        self.printed = 0
+        """Bytes of the output of the case that were printed."""
+        self._open = True
+        """Whether more output may follow."""
+
+    def news(self, deadline: float) -> list[Any]:
+        """Wait for a message, output or the end of the process, and print the output. Empty after the deadline; the
+        connection is in it if it can be read."""
+        sources: list[Any] = [self.connection]
+        sources += [self._output] if self._open else []
+        sources += [self._exit] if self._exit >= 0 else []
+        ready = readable(sources, deadline)
+        if self._output in ready:
+            self.forward()
+        return ready
+
+    def ended(self, news: list[Any]) -> bool:
+        """Whether the process has ended without a message."""
+        return self._exit in news and self.connection not in news
+
+    def forward(self) -> None:
+        """Print what the host printed."""
+        self.printed, self._open = forward(self._output, self.printed)
+
+    def end(self, *, wait: float = 0.0) -> int | None:
+        """End the process, after `wait` seconds, and its descendants. Gives its exit status, and keeps the file of its
+        stacks open. Raises StarterError."""
+        self.forward()
+        self._close()
+        return self._channel.end(self.pid, wait=wait)
+
+    def _close(self) -> None:
+        self.connection.close()
+        for descriptor in (self._output, self._exit):
+            if descriptor >= 0:
+                os.close(descriptor)
