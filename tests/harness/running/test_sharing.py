@@ -46,7 +46,7 @@ def test_a_run_counts_its_tasks(monkeypatch):
     class Refusing(Exception):
         pass
 
-    def worker(settings, gpu):
+    def worker(settings, gpu, on_loaded):
         found.append(settings.sharing)
         raise Refusing
 
