@@ -84,7 +84,7 @@ EXPECTED = {
     15: ("fail", r"memory: \d bytes of input x were changed .*"),
     16: ("pass", ""),
     17: ("crash", CRASH.format("an illegal memory access")),
-    18: ("timeout", rf"no result after {LIMIT} s"),
+    18: ("timeout", rf"no result after {LIMIT} s at torch/cuda/__init__\.py:\d+ in synchronize"),
     19: ("crash", CRASH.format(r"\w+")),
     20: ("error", r"quantize raised OutOfMemoryError: CUDA out of memory.*"),
     21: ("crash", r"the process died \(exit status 6\)"),
