@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".h", ".md", ".toml", ".html", ".js", ".yml"}
 CITATION = re.compile(r"\bdocs/([a-z]+)\.md(?:#([\w-]+))?")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:narrowgauge|reference|native|harness|cases|tests|reports|docs|examples)/[\w./-]*)`")
-TERMS = 40
+TERMS = 50
 """Rows of the glossary at most."""
 TASKS = (
     "adapt", "api", "backends", "bench", "checkpoints", "conformance", "contracts", "dialects", "gate", "guards",
