@@ -64,10 +64,10 @@ class Correlations:
         for dimension, noun, reach in (
             (LANES, "column", REACH), (BLOCKS, "block", REACH // self.width), (ROWS, "row", REACH),
         ):  # fmt: skip
-            few, its_variances = (_at_most(part, dimension) for part in (blocks, variances))
+            few, its_variances = _at_most(blocks, variances, dimension)
             for distance in _distances(few.shape[dimension], reach):
                 self._add(f"{noun}s {distance} apart", few, its_variances, dimension, distance)
-        flat, flat_variances = (_in_memory_order(part) for part in (residuals, self._variance.unsqueeze(0)))
+        flat, flat_variances = _in_memory_order(residuals, self._variance.unsqueeze(0))
         for distance in _distances(flat.shape[LANES], REACH):
             if distance >= self.width:  # columns of a block are nearer
                 self._add(f"elements {distance} apart", flat, flat_variances, LANES, distance)
@@ -191,18 +191,24 @@ def _distances(extent: int, reach: int) -> list[int]:
     return powers if extent < 2 or half in powers else [*powers, half]
 
 
-def _at_most(residuals: torch.Tensor, dimension: int) -> torch.Tensor:
-    """The leading rows, or for pairs of rows the leading blocks, that have RESIDUALS numbers at most."""
+def _at_most(residuals: torch.Tensor, variance: torch.Tensor, dimension: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The leading rows, or for pairs of rows the leading blocks, that have RESIDUALS numbers at most in all calls.
+
+    `variance` of one call is cut at the same place.
+    """
     cut = BLOCKS if dimension == ROWS else ROWS
     extent = residuals.shape[cut]
-    kept = max(1, RESIDUALS * extent // max(1, residuals.numel()))
-    return residuals.narrow(cut, 0, min(extent, kept))
+    kept = min(extent, max(1, RESIDUALS * extent // max(1, residuals.numel())))
+    return residuals.narrow(cut, 0, kept), variance.narrow(cut, 0, kept)
 
 
-def _in_memory_order(residuals: torch.Tensor) -> torch.Tensor:
-    """The leading rows of (calls, M, K) as (calls, 1, 1, elements): rows follow one another."""
-    rows = _at_most(residuals.unsqueeze(2), LANES)
-    return rows.flatten(1).unsqueeze(1).unsqueeze(1)
+def _in_memory_order(residuals: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The leading rows of (calls, M, K) and (1, M, K) as (calls, 1, 1, elements): rows follow one another."""
+    left, right = (
+        part.flatten(1).unsqueeze(1).unsqueeze(1)
+        for part in _at_most(residuals.unsqueeze(2), variance.unsqueeze(2), LANES)
+    )
+    return left, right
 
 
 def _paired(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
+from narrowgauge.harness.checks.statistics import correlations
+from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET, Correlations
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.checks.statistics.rounding_choices import rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts
@@ -131,3 +132,15 @@ def test_philox_passes(shape):
         assert {"calls", "seeds", "seed plus offset", "calls, 4 elements before"} <= {
             test.name for test in result.tests
         }
+
+
+@pytest.mark.parametrize("limit", [1 << 12, 3000, 1 << 11, 700, 60])
+def test_a_large_matrix_counts_the_variance_of_its_pairs(monkeypatch, limit):
+    monkeypatch.setattr(correlations, "RESIDUALS", limit)
+    kept = Correlations(torch.full((33, 77), 0.25), width=16)
+    kept.add(torch.rand((kept.calls, 33, 77), generator=torch.Generator().manual_seed(1)) - 0.5)
+    sums = [one for some in kept.sums.values() for one in some if one.pairs]
+    assert {name.split()[0] for name, some in kept.sums.items() if any(one.pairs for one in some)} >= {
+        "columns", "elements", "calls", "calls,",
+    }  # fmt: skip
+    assert all(one.variance == one.pairs / 16 for one in sums)
