@@ -50,12 +50,19 @@ def within_bounds(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
     Exact elements are all elements of tier 0, and elements of tier 1 that the declared order sums without rounding. An
     exact element is correct if it equals the expected or the fused value bit for bit; the sign of a zero sum is free.
     Any other element is correct if it lies in [lower, upper]. NaN is correct if NaN is expected.
+
+    A kernel may decode operands to float32 first. Then every output that overflows so has the value of `decoded`.
     """
     (correct,) = map_row_chunks(
         _within_rows, actual, limits.expected, limits.fused, limits.zero_sum, limits.lower, limits.upper, limits.centre,
         limits.undetermined, limits.exact,
     )  # fmt: skip
-    return correct
+    if limits.decoded is limits.expected or bool(correct.all()):
+        return correct
+    overflows = ~_equal_or_nan(limits.decoded, limits.expected, limits.zero_sum)
+    as_decoded = _equal_or_nan(actual, limits.decoded, limits.zero_sum) | (limits.undetermined & ~actual.isfinite())
+    decoded_first = torch.where(overflows, as_decoded, correct)
+    return decoded_first if bool(decoded_first.all()) else correct
 
 
 def _within_rows(

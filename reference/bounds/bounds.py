@@ -50,6 +50,9 @@ class Bounds:
     """Output of the reference: the exact sum, rounded at every step of the epilogue."""
     fused: torch.Tensor
     """Equally correct output: α·acc and the first addend (c, or a bias without c) are rounded once, as by an FMA."""
+    decoded: torch.Tensor
+    """Output of a kernel that decodes the operands to float32 first, where an element times its E8M0 scale overflows;
+    else `expected`. Correct if all outputs that differ from `expected` have this value."""
     lower: torch.Tensor
     upper: torch.Tensor
     """A correct kernel's output lies in [lower, upper]."""
@@ -148,6 +151,7 @@ def bounds(
     expected = fused = factor * acc
     centre, budget = scaled, radius + slack
     addends = [t.float() for t in (c, bias) if t is not None]
+    decoded_sum = _overflowing_sum(left, right) if declared.order is None else None
     if not addends:
         lower32, upper32 = float32_ends(lower, upper)
     for number, addend in enumerate(addends):
@@ -168,9 +172,15 @@ def bounds(
             budget = budget + 2 * SMALLEST_NORMAL
     if declared.flushes:
         tier = tier.masked_fill(~exact & (tier == EXACT), ANY_ORDER if declared.order is None else DECLARED)
+    expected = expected.to(out_dtype)
+    decoded_output = expected
+    if decoded_sum is not None:
+        overflowed = sum(addends, decoded_sum)
+        decoded_output = torch.where(decoded_sum.isfinite(), expected, overflowed.to(out_dtype))
     return Bounds(
-        expected=expected.to(out_dtype),
+        expected=expected,
         fused=fused.to(out_dtype),
+        decoded=decoded_output,
         lower=lower32.to(out_dtype),
         upper=upper32.to(out_dtype),
         exact=exact,
@@ -183,6 +193,19 @@ def bounds(
         budget=_budget_after_rounding(centre, budget, _CAST[out_dtype]),
         tier=tier,
     )
+
+
+def _overflowing_sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Float32 sum (M, N) of operands as float32 numbers: infinite or NaN in rows with a number that overflows, else 0.
+
+    None if no number overflows: element times E8M0 scale is then the same number in float32. An E8M0 scale is at most
+    2^127, so 448·2^127 is infinite in float32.
+    """
+    over = [((x.abs() > FLT_MAX) & x.isfinite()) for x in (left, right)]
+    if not any(bool(x.any()) for x in over):
+        return None
+    total = left.float().double() @ right.float().double().T
+    return torch.where(over[0].any(1, keepdim=True) | over[1].any(1), total, 0.0).float()
 
 
 def _scales_of_rows(
@@ -311,6 +334,7 @@ def _bounds_of_sums(
     return Bounds(
         expected=expected,
         fused=expected,
+        decoded=expected,
         lower=lower,
         upper=upper,
         exact=exact,

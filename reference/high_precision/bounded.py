@@ -303,6 +303,7 @@ class Bounded:
         return Bounds(
             expected=expected,
             fused=expected,
+            decoded=expected,
             lower=lower,
             upper=upper,
             exact=exact,

@@ -156,7 +156,14 @@ def test_overflow_and_nan_of_decoded_numbers():
     limits = bounds(a, b, out_dtype=F32, order=Summation(operands="decoded-float32"))
     assert bool(within_bounds(y, limits).all())
     assert not bool(within_bounds(torch.zeros_like(y), limits).any())
-    assert not bool(within_bounds(y, bounds(a, b, out_dtype=F32)).all())
+    b = replace(b, scales=torch.full_like(b.scales, 100))  # no sum overflows
+    y = x @ ops.dequantize(b).T
+    undeclared = bounds(a, b, out_dtype=F32)
+    assert bool(within_bounds(y, undeclared).all())
+    for column, value in ((0, -torch.inf), (1, 0.0), (1, torch.inf)):  # all outputs are of decoded operands, or none
+        changed = y.clone()
+        changed[0, column] = value
+        assert not bool(within_bounds(changed, undeclared).all())
 
 
 @pytest.mark.parametrize(
