@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -20,9 +22,13 @@ _SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values (M, K) of `q` in float32, bfloat16 or float16. A rotation is not inverted. Raises as `quantize` does."""
+    """Values (M, K) of `q` in float32, bfloat16 or float16. A rotation is not inverted. Raises as `quantize` does.
+
+    Strided codes and scales are copied first.
+    """
     recipe = supported(q.recipe)
     check_out_dtype(dtype, "dequantize")
+    q = replace(q, codes=q.codes.contiguous(), scales=q.scales.contiguous())  # a kernel may give strided results
     amax = check_operand(q, "q")
     if q.transposed and recipe.element is E2M1:
         raise ValueError(

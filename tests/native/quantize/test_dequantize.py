@@ -84,3 +84,11 @@ def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dt
     expected = (values * of_elements.double()).float().to(dtype)
     assert_equal(ops.dequantize(q, dtype), expected)
     assert_equal(reference.dequantize(q, dtype), expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128"])
+def test_strided_codes_and_scales_have_the_same_values(name: str) -> None:
+    q = ops.quantize(torch.randn(32, 256, generator=torch.Generator().manual_seed(4)), name)
+    strided = replace(q, codes=q.codes.T.contiguous().T, scales=q.scales.T.contiguous().T)
+    assert not strided.codes.is_contiguous()
+    assert torch.equal(ops.dequantize(strided), reference.dequantize(q))
