@@ -1,8 +1,8 @@
 """Case files: reading TOML, and expanding its tables to cases; and the usual cases of a file of contracts.
 
 A file holds `[[matrix]]` tables. Each table names an operation and a tier, and gives a value or a list of values for
-each key of the operation; the product of the lists is its cases. The key `rules` above the tables names files of rules.
-cases/README.md describes the files for people.
+each key of the operation; the product of the lists is its cases. A table with a tier and `ids` lists single cases. The
+key `rules` above the tables names files of rules. cases/README.md describes the files for people.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_all(
     default of its signature. Its contracts are operations from then on. Foreign TOML files of the folders are passed
     over, and appended to `foreign`. Raises CaseFileError as `load` does, and if there is no case file.
     """
-    found: list[tuple[Path, list[_Table]]] = []
+    found: list[tuple[Path, list[_Table | _Ids]]] = []
     usual: list[Case] = []
     for path in map(Path, paths):
         if path.suffix == ".py":
@@ -171,6 +171,11 @@ class _Table:
     values: dict[str, list[Any]]
     """Values of each key. Their product is the cases of the table."""
 
+    @property
+    def count(self) -> int:
+        """Number of cases."""
+        return math.prod(map(len, self.values.values()))
+
     def cases(self, file: str) -> Iterator[Case]:
         """The cases, the last key fastest. Raises CaseFileError if values of different keys exclude one another."""
         cls = OPERATIONS[self.operation]
@@ -189,6 +194,27 @@ class _Table:
                     "names and words that no other key has, without / and +"
                 )
             yield case
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """A `[[matrix]]` table of single cases."""
+
+    where: str
+    tier: Tier
+    ids: list[str]
+
+    @property
+    def count(self) -> int:
+        """Number of cases."""
+        return len(self.ids)
+
+    def cases(self, file: str) -> Iterator[Case]:
+        """The cases, in order. Raises CaseFileError for a text that is no id of a case."""
+        for name in self.ids:
+            if (case := case_from_id(name)) is None:
+                raise CaseFileError(f"{self.where}: {name!r} is no id of a case; `narrowgauge list` prints ids")
+            yield replace(case, tier=self.tier, file=file)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -244,7 +270,7 @@ def _is_case_file(path: Path) -> bool:
     return True
 
 
-def _tables(path: Path) -> list[_Table]:
+def _tables(path: Path) -> list[_Table | _Ids]:
     """The tables of a file. Their cases are counted before a case is made."""
     content = _content(path)
     if "rules" in content:
@@ -255,7 +281,7 @@ def _tables(path: Path) -> list[_Table]:
     tables = [_table(content, f"{path}: [[matrix]] {number}") for number, content in enumerate(contents, 1)]
     total = 0
     for table in tables:
-        total += (count := math.prod(map(len, table.values.values())))
+        total += (count := table.count)
         if total > MOST_CASES:
             raise CaseFileError(
                 f"{table.where}: its lists make {count} cases, {total} with the tables before it; a file has at most "
@@ -275,7 +301,7 @@ def _use_rules(path: Path, given: Any) -> None:
         raise CaseFileError(f"{path}: rules: {error}") from error
 
 
-def _cases(files: Iterable[tuple[Path, list[_Table]]]) -> list[Case]:
+def _cases(files: Iterable[tuple[Path, list[_Table | _Ids]]]) -> list[Case]:
     """The first case of every id in files and their tables, in order, with the first tier of the cases of this id."""
     first: dict[str, Case] = {}
     collecting = gc.isenabled()
@@ -291,11 +317,13 @@ def _cases(files: Iterable[tuple[Path, list[_Table]]]) -> list[Case]:
     return list(first.values())
 
 
-def _table(table: Any, where: str) -> _Table:
+def _table(table: Any, where: str) -> _Table | _Ids:
     """The checked content of a table. Raises CaseFileError."""
     if not isinstance(table, dict):
         raise CaseFileError(f"{where}: is {shown(table)}; a matrix is a table of keys")
     operation, tier = table.get("operation"), table.get("tier")
+    if "ids" in table:
+        return _table_of_ids(table, where)
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise CaseFileError(f"{where}: operation {one_of(OPERATIONS)(operation)}, or one of --operations")
     keys = keys_of(OPERATIONS[operation])
@@ -312,6 +340,19 @@ def _table(table: Any, where: str) -> _Table:
         raise CaseFileError(f"{where}: {missing[0]} is missing; a {operation} needs {', '.join(required)}")
     values = {key.name: _values(key, table[key.name], where) for key in keys if key.name in table}
     return _Table(where, operation, tier, values)
+
+
+def _table_of_ids(table: dict[str, Any], where: str) -> _Ids:
+    tier, ids = table.get("tier"), table["ids"]
+    if others := [name for name in table if name not in ("tier", "ids")]:
+        raise CaseFileError(
+            f"{where}: {others[0]} stands beside ids; a table of ids has a tier alone, since an id has it"
+        )
+    if tier not in TABLE_TIERS:
+        raise CaseFileError(f"{where}: tier {one_of(TABLE_TIERS)(tier)}")
+    if not isinstance(ids, list) or not ids or not all(isinstance(name, str) for name in ids):
+        raise CaseFileError(f"{where}: ids is {shown(ids)}; it is a list of ids of cases")
+    return _Ids(where, tier, ids)
 
 
 def _values(key: Key, given: Any, where: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Coverage of a run: operations, input families, dtypes and shapes that a backend computed, and those it did not."""
+"""Coverage of a run: operations, input families, dtypes, shapes and pairs of options that a backend computed or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.inputs.pairs import pairs_of_all
 from narrowgauge.harness.records.record import elements_compared
 
 _LEAST = 0.5
@@ -52,6 +53,8 @@ def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]
         )
         if len(done) < _LEAST * len(values):
             low.append(name)
+    pairs = pairs_of_all(of_kinds)
+    written.append(f"{'options':<{_NAME}}{len(pairs_of_all(ran))} of {len(pairs)} pairs of values of two keys")
     if low:
         written += textwrap.wrap(f"warning: less than half of the {' and of the '.join(low)} ran", _WIDTH)
     return written

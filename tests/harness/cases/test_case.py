@@ -232,6 +232,10 @@ def test_mistakes_of_the_whole_file(write, tmp_path):
         "matrix = [1]\n": "[[matrix]] 1: is 1; a matrix is a table of keys",
         "[[matrix]\n": "not TOML: ",
         "[[matrix]]\ntier = 'quick'\ntier = 'full'\n": "not TOML: ",
+        "[[matrix]]\ntier = 'quik'\nids = ['quantize']\n": "[[matrix]] 1: tier ",
+        "[[matrix]]\ntier = 'full'\nids = []\n": "[[matrix]] 1: ids is []; it is a list of ids",
+        "[[matrix]]\ntier = 'full'\nids = ['quantize/1']\n": "[[matrix]] 1: 'quantize/1' is no id of a case",
+        "[[matrix]]\ntier = 'full'\nids = ['a']\ndtype = 'bf16'\n": "[[matrix]] 1: dtype stands beside ids",
     }
     for text, message in wrong.items():
         path = write(text=text)
@@ -242,6 +246,16 @@ def test_mistakes_of_the_whole_file(write, tmp_path):
     for unreadable in (path, tmp_path / "missing.toml"):
         with pytest.raises(CaseFileError, match=rf"{re.escape(str(unreadable))}: cannot be read: "):
             load(unreadable)
+
+
+def test_a_table_of_ids(write):
+    ids = [
+        "quantize/nvfp4/128x128/bf16/normal/swizzled",
+        "gemm/mxfp8-e4m3+mxfp8-e5m2/32x64x48/bf16xbf16-fp32/normal/tn",
+        "linear/MXFP8BlockScaling/2x32x128x256/bf16/normal/bias",
+    ]
+    cases = load(write(text=f"[[matrix]]\ntier = 'full'\nids = {ids}\n"))
+    assert [(case.id, case.tier) for case in cases] == [(name, "full") for name in ids]
 
 
 FOREIGN = {

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from narrowgauge.harness.cases.operations import case_from_labels
@@ -59,5 +61,6 @@ def test_lines_name_what_ran_and_what_did_not():
     assert "dtypes 1 of 2: bf16; not fp32" in text
     assert "fp16" not in text
     assert "shapes 1 of 5: multiples of 128; not multiples of 16, tails, K from 4096" in text
+    assert re.search(r"options (\d+) of (\d+) pairs of values of two keys", text)
     assert "warning: less than half of the cases and of the shapes ran" in text
     assert all(len(line) <= 80 for line in written)
