@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.diagnosis.explain_decoding import decoding_deviations
+from narrowgauge.harness.diagnosis.explain_decoding import decoding_deviations, values_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.decode import decode
@@ -112,7 +112,7 @@ def test_right_values_are_another_thing_than_most_deviations(recipe):
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
     q = reference.quantize(x, find_recipe(recipe))
     right = reference.dequantize(q)
-    made = [(cause, make(q, torch.float32)) for cause, _, make in decoding_deviations()]
+    made = [(row.cause, values_of(row, q, torch.float32)) for row in decoding_deviations(q)]
     different = {cause for cause, values in made if values is not None and not torch.equal(values, right)}
     assert "signs-lost" in different
     assert ("nibbles-swapped" in different) == (q.recipe.element is E2M1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.spec.formats import Format
 
+Of = TypeVar("Of")
 Rounding = Callable[[torch.Tensor, Format], torch.Tensor]
 """Function from float32 numbers to codes (uint8) of a signed format."""
 
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes to which a kernel rounds a number on the way."""
 UPPER_BITS = {"bf16": 16, "tf32": 19}
 """Bits of a float32 number that a kernel keeps if it cuts the number to a narrower dtype."""
 
@@ -20,6 +24,11 @@ UPPER_BITS = {"bf16": 16, "tf32": 19}
 def upper_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
     """`x` as float32 with 0 in all but the upper `bits` bits."""
     return (x.float().view(torch.int32) & -(1 << 32 - bits)).view(torch.float32)
+
+
+def flush(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its subnormal numbers replaced by zeros of the same sign."""
+    return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, torch.zeros_like(x).copysign(x), x)
 
 
 @lru_cache(maxsize=16)
@@ -77,6 +86,16 @@ def toward_minus_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def through(dtype: torch.dtype) -> Rounding:
     """Numbers are rounded to `dtype` first."""
     return lambda x, fmt: encode(x.to(dtype).float(), fmt)
+
+
+def narrowed(value: Callable[[Of], torch.Tensor]) -> Callable[[torch.dtype, Of], torch.Tensor]:
+    """Function to a value that is rounded to a narrower dtype, and stored in its own dtype."""
+
+    def change(dtype: torch.dtype, of: Of) -> torch.Tensor:
+        exact = value(of)
+        return exact.to(dtype).to(exact.dtype)
+
+    return change
 
 
 def unsaturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
