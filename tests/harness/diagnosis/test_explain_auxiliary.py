@@ -163,6 +163,12 @@ def test_a_rotation(cause, declares):
     assert (found, stage) == ([cause], "output")
 
 
+def test_signs_that_are_not_wanted():
+    case = case_from_labels("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
+    found = causes(case, transform=lambda x, _: rotated(x, matrix()).bfloat16(), declares=BUTTERFLY)
+    assert found[0] == ["rotation-signs:te"]
+
+
 def test_rotations_that_round_otherwise():
     def truncated(x, recipe):
         return (rotated(x, matrix()).float().view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()

@@ -51,6 +51,7 @@ def test_codes():
 
 def test_scales():
     assert causes(changed(scales=lambda q: q.scales.roll(-1, 1).contiguous())) == ["scale-of-next-block"]
+    assert causes(changed(scales=lambda q: q.scales.roll(1, 1).contiguous())) == ["scale-of-previous-block"]
     assert "scale-of-first-block" in causes(changed(scales=lambda q: q.scales[:, :1].expand_as(q.scales)))
     two = changed(scales=lambda q: q.scales[:, torch.arange(4) % 2])
     assert causes(two) == ["scale-of-first-step"]
@@ -59,7 +60,13 @@ def test_scales():
     ]
 
 
+def in_two_steps(q, dtype=torch.float32):
+    values = decode(unpack(q.codes, q.shape[1]), E2M1) * decode(q.scales, q.recipe.scale).repeat_interleave(16, 1)
+    return (values * (q.amax * (1 / 2688))).to(dtype)
+
+
 def test_factors():
+    assert "decode-order:(code*s)*dec" in causes(in_two_steps)
     assert causes(by(lambda s, amax: s)) == ["tensor-scale-ignored"]
     # A single amax does not separate all forms.
     assert "decode-order:s*(amax*(1/max))" in causes(by(lambda s, amax: s * (amax * (1 / 2688))))

@@ -236,6 +236,13 @@ def constant(a, b):
     return torch.tensor(a.recipe.max_product * b.recipe.max_product)
 
 
+def test_alpha_of_narrow_amaxes():
+    case = case_from_labels("gemm", "nvfp4", (24, 272, 40), "fp32xfp32-fp32", "normal", ("tn",))
+    narrow = on_operands(lambda q: replace(q, amax=q.amax.bfloat16().float()))
+    record = run_case(case, backend(quantize=reference.quantize, gemm=narrow))
+    assert "alpha-amax-through-bf16" in causes(record)
+
+
 def test_forms_of_alpha():
     d = {"a": lambda a, b: a.amax * b.amax, "c": constant}
     wrong = {

@@ -24,6 +24,7 @@ from narrowgauge.harness.report import groups, markdown, tables, text
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.tools.mutants.mutant import load_all as load_mutants
 from tests.harness import small_toml
+from tests.harness.backends.test_module_uses import USES
 from tests.harness.diagnosis.test_explain_formula import RIGHT
 from tests.harness.sample_backends import QUANTIZE
 from tests.harness.small_toml import ISSUE
@@ -126,7 +127,7 @@ def test_every_cause_has_a_mutant_or_a_test():
     formulas = {row.cause for name, given, _ in RIGHT.values() for row, _ in wrong_formulas(name, given)}
     produced = {
         *re.findall(r'"([^"\n]+)"', tests), *(cause for mutant in load_mutants() for cause in mutant.causes),
-        *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(),
+        *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(), *(f"use:{use}" for use in USES),
     }  # fmt: skip
     assert set(CAUSES) <= produced
     assert [name for name in FAMILIES if not any(cause.startswith(name) for cause in produced)] == []
