@@ -12,7 +12,6 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
-from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -37,30 +36,18 @@ class Padding:
         """First row of each padded section."""
         return [sum(self.padded_sizes[:number]) for number in range(len(self.sizes))]
 
-    def kernels_padding(self) -> torch.Tensor:
-        """The sections in their places, and the padding of the kernel."""
-        return self._placed(self.padded.clone(), self.starts)
-
-    def rows_first(self) -> torch.Tensor:
-        """All sections one behind the other, and the padding behind them."""
-        padded = torch.zeros_like(self.padded)
-        padded[: len(self.x)] = self.x
+    def placed(self, padded: torch.Tensor, *, behind_padding: bool = False) -> torch.Tensor:
+        """`padded` with the rows of each section before its padding, or behind it."""
+        sections = zip(torch.split(self.x, self.sizes), self.starts, self.padded_sizes, strict=True)
+        for section, start, rows in sections:
+            first = start + rows - len(section) if behind_padding else start
+            padded[first : first + len(section)] = section
         return padded
-
-    def padding_first(self) -> torch.Tensor:
-        """The padding of each section before its rows."""
-        ends = zip(self.starts, self.padded_sizes, self.sizes, strict=True)
-        return self._placed(torch.zeros_like(self.padded), [start + rows - size for start, rows, size in ends])
 
     def first_rows_zeroed(self) -> torch.Tensor:
         """Correct rows, but zeros in the first row of each section but the first."""
-        padded = pad_sections(self.x, torch.tensor(self.sizes), self.recipe)[0]
+        padded = self.placed(torch.zeros_like(self.padded))
         padded[[start for start in self.starts[1:] if start < len(padded)]] = 0
-        return padded
-
-    def _placed(self, padded: torch.Tensor, starts: list[int]) -> torch.Tensor:
-        for section, start in zip(torch.split(self.x, self.sizes), starts, strict=True):
-            padded[start : start + len(section)] = section
         return padded
 
 
@@ -71,13 +58,13 @@ SIZES: Deviation[Padding] = Deviation(
 )  # fmt: skip
 """Wrong sizes of padded sections."""
 PADDINGS: tuple[Deviation[Padding], ...] = (
-    Deviation("padding-not-zeroed", "rows of the padding are not 0", "padded", lambda p: p.kernels_padding()),
+    Deviation("padding-not-zeroed", "rows of the padding are not 0", "padded", lambda p: p.placed(p.padded.clone())),
     Deviation("sections-not-padded", "sections lie one behind the other, and all the padding behind them", "padded",
-              lambda p: p.rows_first()),
+              lambda p: torch.cat([p.x, torch.zeros_like(p.padded[len(p.x) :])])),
     Deviation("padding-wrong-section", "the first row of a section is taken for one of the section before: padding",
               "padded", lambda p: p.first_rows_zeroed()),
     Deviation("padding-before-rows", "the padding of a section lies before its rows", "padded",
-              lambda p: p.padding_first()),
+              lambda p: p.placed(torch.zeros_like(p.padded), behind_padding=True)),
 )  # fmt: skip
 """Wrong padded rows."""
 FIRST_ROWS: Deviation[torch.Tensor] = Deviation(

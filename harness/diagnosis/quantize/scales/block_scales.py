@@ -11,7 +11,7 @@ import torch
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, ScaleFunction
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
 from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, flush, narrowed
-from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import EXPONENTS, unrounded_exponents
+from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import EXPONENTS, shifted, unrounded_exponents
 from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import FOUR_OVER_SIX, choose_scales
 from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import SCALES_FOR_ZERO_AMAX
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
@@ -33,12 +33,6 @@ def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
 
 
 # ---- scales of E4M3 --------------------------------------------------------------------------------------------------
-
-
-def _shifted_codes(step: int, r: Replay) -> torch.Tensor:
-    codes = r.compute_stage("scales")
-    shifted = (codes.int() + step).clamp(0, r.recipe.scale.max_code).to(torch.uint8)
-    return torch.where(codes > r.recipe.scale.max_code, codes, shifted)  # NaN
 
 
 def _rounded(rounding: roundings.Rounding, r: Replay) -> torch.Tensor:
@@ -117,18 +111,18 @@ CODED_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("scale-not-clamped", "scales: NaN where they overflow", "scales", _by(roundings.unsaturated)),
     Deviation("scale-not-clamped", "scales: those that overflow wrap round to small codes", "scales", _by(_wrapping)),
     Deviation("subnormal-scales-flushed", "scales: 0 in place of subnormal codes", "scales",
-              _by(roundings.subnormals_to_zero)),
+              _by(roundings.subnormals_to(normal=False))),
     Deviation("subnormal-scales-flushed", "scales: 0 below the least normal number, before they are rounded", "scales",
               _by(roundings.flushed_before)),
     Deviation("subnormal-scales-raised", "scales: the least normal number in place of subnormal codes", "scales",
-              _by(roundings.subnormals_to_smallest)),
+              _by(roundings.subnormals_to(normal=True))),
     Deviation("zero-scale-raised", "scales: the least subnormal number in place of 0", "scales", _by(_without_zero)),
     Deviation("power-of-two-scales", "scales: rounded{} to a power of two", "scales",
               lambda up, r: _rounded(_power_of_two(up), r), {"": 0, " up": 1}),
     Deviation("scale-order:{}", "scales: made as {}", "scales",
               lambda form, r: r.store_scales(_scales_of_form(form)), _ORDERS, _has_orders, implausible=True),
-    Deviation("scale-code:{}", "scales: the code is 1 larger", "scales", _shifted_codes, {"+1": 1}, implausible=True),
-    Deviation("scale-code:{}", "scales: the code is 1 smaller", "scales", _shifted_codes, {"-1": -1}, implausible=True),
+    Deviation("scale-code:{}", "scales: the code is 1 larger", "scales", shifted, {"+1": 1}, implausible=True),
+    Deviation("scale-code:{}", "scales: the code is 1 smaller", "scales", shifted, {"-1": -1}, implausible=True),
 )  # fmt: skip
 """Wrong scales with a code."""
 

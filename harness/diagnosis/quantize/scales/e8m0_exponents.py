@@ -11,6 +11,7 @@ from typing import get_args
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import shifted_codes
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.quantize.exponents import exponent_codes
@@ -79,10 +80,9 @@ def _other_choices(*fields: str) -> Callable[[Recipe], Iterator[tuple[str, tuple
     return choices
 
 
-def _shifted(step: int, r: Replay) -> torch.Tensor:
-    codes = r.compute_stage("scales")
-    shifted = (codes.int() + step).clamp(0, E8M0.max_code).to(torch.uint8)
-    return torch.where(codes == (E8M0.nan_code or 0), codes, shifted)
+def shifted(step: int, r: Replay) -> torch.Tensor:
+    """Scales with codes that are larger by `step`."""
+    return shifted_codes(step, r.compute_stage("scales"), r.recipe.scale)
 
 
 def _changed(choice: tuple[Recipe, str], _: Replay) -> Recipe:
@@ -102,8 +102,8 @@ EXPONENTS: tuple[QuantizeDeviation, ...] = (
               {"by-logarithm": _by_logarithm}, implausible=True),
     Deviation("exponent-power-of-two", "scales: a power of two{} is rounded up to the next one", "scales",
               _power_of_two_raised, {"": 0.0, " from 2^-126 on": 2.0**-126}, implausible=True),
-    Deviation("exponent:{}", "scales: the exponent is 1 larger", "scales", _shifted, {"+1": 1}, implausible=True),
-    Deviation("exponent:{}", "scales: the exponent is 1 smaller", "scales", _shifted, {"-1": -1}, implausible=True),
+    Deviation("exponent:{}", "scales: the exponent is 1 larger", "scales", shifted, {"+1": 1}, implausible=True),
+    Deviation("exponent:{}", "scales: the exponent is 1 smaller", "scales", shifted, {"-1": -1}, implausible=True),
 )  # fmt: skip
 """Wrong E8M0 scales."""
 
