@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 Of = TypeVar("Of")
 Values = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Names and values, a name more than once if they are pairs."""
 _AFTER_AMAX = ("tensor scale", "scales", "codes")
 _STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "x": (("scales", "codes"), ("amax",)),
@@ -37,7 +38,8 @@ class Deviation(Generic[Of]):
     cause: str
     """Name in lower case with hyphens. {} stands for a key of `over`."""
     sentence: str
-    """Sentence for people. {} or {0} stands for the key of `over`, and {1} for its value."""
+    """Sentence for people. {} or {0} stands for the key of `over`, {1} for its value, and {of} for words that the user
+    of the table puts there, such as the name of a matrix."""
     step: str
     """Step of the reference whose result is changed, such as `factors`, `epilogue`, `norm`."""
     change: Callable[..., Any] | None = None
@@ -49,8 +51,8 @@ class Deviation(Generic[Of]):
     when: Callable[[Of], bool] | None = None
     """Whether an `Of` can show the mistake. None: always."""
     stages: frozenset[str] = frozenset()
-    """Stages that the deviation can change. To be an explanation, it must give the kernel's bytes in all of them. None
-    given: the stages that follow from the step."""
+    """Stages that the deviation can change. To be an explanation, it must give the kernel's bytes in all of them. If
+    they are not given, they follow from the step."""
     optional_stages: frozenset[str] = frozenset()
     """Further stages that the deviation may change or not."""
     row_local: bool = True
@@ -75,13 +77,13 @@ class Deviation(Generic[Of]):
         return self.change(*of)
 
     def through(self, change: Callable[..., Any], **fields: Any) -> Deviation[Any]:
-        """The row with `change` of the function to the changed result, and other fields."""
+        """The row with another change, which calls the row's own: its first argument. `fields`: other fields."""
         return replace(self, change=partial(change, self.result), over=None, when=None, **fields)
 
-    def bound(self, name: object = "", value: Any = None, **words: str) -> Deviation[Of]:
-        """The row for one value of `over`. `words`: further words of the sentence."""
+    def bound(self, name: object = "", value: Any = None) -> Deviation[Of]:
+        """The row for one value of `over`. {of} stays in its sentence."""
         change = self.change if self.change is None or value is None else partial(self.change, value)
-        sentence = self.sentence.format(name, value, **{"of": "{of}", **words})
+        sentence = self.sentence.format(name, value, of="{of}")
         return replace(self, cause=self.cause.format(name), sentence=sentence, change=change, over=None)
 
     def rows(self, of: Of) -> Iterator[Deviation[Of]]:
