@@ -17,9 +17,9 @@ extensions = ["sphinx.ext.autodoc", "myst_parser"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "cases/README.md", "reports/README.md",
-    "tests/golden/README.md", "tests/golden/accumulators/README.md",
+    "tests/golden/README.md", "tests/golden/accumulators/README.md", "harness/diagnosis/causes.md",
 ]  # fmt: skip
-exclude_patterns = [".*", "narrowgauge", "native", "harness", "reference"]
+exclude_patterns = [".*", "narrowgauge", "native", "reference"]
 
 nitpicky = True
 """A cross reference without a target is a warning, and `make docs` turns warnings into errors."""

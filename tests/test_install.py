@@ -159,6 +159,7 @@ def test_the_wheel_holds_one_package_with_its_data(archives: dict[str, Path]) ->
             if path.suffix in kinds
         ),
         "narrowgauge/py.typed",
+        "narrowgauge/harness/diagnosis/causes.md",
     ]
     assert not set(expected) - set(names)
     assert not [name for name in names if "/tests/" in name or "__pycache__" in name]

@@ -1,75 +1,69 @@
-"""Names of all causes, for the check of the ledger of known failures. This module does not import torch."""
+"""Names of all causes, read from the page `causes.md`, and the writer of this page.
+
+The ledger of known failures and the reports read the names, so this module imports no torch. After a change of a row:
+`python -m narrowgauge.harness.diagnosis.cause_names` writes the page again.
+"""
 
 from __future__ import annotations
 
-CAUSES = (
-    "accumulator-14-bits", "accumulator-bf16", "accumulator-fp16", "activation-missing", "activation-relu",
-    "activation-silu", "addends-first", "alpha-after-cast", "alpha-amax-twice", "alpha-flushed", "alpha-inverted",
-    "alpha-missing", "alpha-of-one-operand", "alpha-times-bias", "alpha-times-c", "alpha-twice",
-    "amax-before-transform", "amax-of-all-tensors", "amax-of-first-section", "amax-of-last-section", "amax-of-tensor",
-    "amax-partial", "amax-stale", "amax-too-large", "amax-too-small", "amax-without-fabs", "amax-without-latest",
-    "amax-without-oldest", "attention-gradient-through:bf16", "attention-gradient-without-row-term",
-    "attention-heads-interleaved", "attention-heads-last", "attention-k-and-v-exchanged", "attention-mask-one-early",
-    "attention-mask-one-late", "attention-not-causal", "attention-not-scaled", "attention-output-not-transposed",
-    "attention-q-and-k-exchanged", "attention-row-sum", "attention-scaled-twice", "attention-scores-through:bf16",
-    "attention-softmax-through:bf16", "bias-after-cast", "bias-before-c", "bias-by-rows", "bias-ignored",
-    "bias-tail-dropped", "bias-twice", "block-amax-before-transform", "block-amax-first-row", "block-amax-half",
-    "block-amax-of-tensor", "block-amax-spans-two", "block-amax-without-fabs", "c-and-bias-ignored", "c-before-cast",
-    "c-ignored", "c-of-first-row", "c-rounded-first", "c-transposed", "c-twice", "captured-inputs", "cast-before-c",
-    "changes-its-input", "computed-in-wider-format", "concurrent-streams", "concurrent-threads",
-    "decoded-as-other-format", "element-factor-ulp", "epsilon-ignored", "epsilon-unwanted", "exponent-power-of-two",
-    "factor-not-clamped", "four-over-six-always-4", "four-over-six-each-row", "four-over-six-fma",
-    "four-over-six-larger-error", "four-over-six-never-4", "four-over-six-other-measure", "four-over-six-reciprocal",
-    "four-over-six-ties", "fused-output-not-cast", "gain", "gelu-by-erf", "gelu-by-sigmoid", "gelu-cube-not-derived",
-    "gelu-gradient-without-slope", "gelu-without-cube", "given-amax-ignored", "gradient-missing", "gradient-not-wanted",
-    "gradient-overwritten", "gradient-too-early", "history-cleared", "history-first-not-zeroed", "history-latest-lost",
-    "history-not-rolled", "history-partial", "history-rolled-back", "infinite-amax-updates", "infinity-dropped",
-    "input-transposed", "inputs-flushed", "last-block-dropped", "last-element-dropped", "margin-ignored",
-    "margin-inverted", "max-of-other-format", "nan-dropped", "nan-keeps-sign", "nan-read-as-number", "nan-spread",
-    "nearest-not-stochastic", "negative-zero-kept", "negative-zero-lost", "never-written", "nibbles-swapped",
-    "no-diagnosis", "norm-eps-outside-root", "norm-gamma-plus-one", "norm-gradient-of-input",
-    "norm-gradient-without-mean", "norm-gradient-without-statistics", "norm-gradient-without-variance",
-    "norm-of-other-kind", "norm-rounded-early", "norm-unbiased", "norm-without-beta", "norm-without-eps",
-    "norm-without-gamma", "not-repeatable", "not-swizzled", "operand-of-another-pass", "operand-of-the-forward-before",
-    "operand-of-the-step-before", "operands-decoded-first", "operands-not-decoded", "order-not-declared",
-    "order-of-threads", "output-saturated", "output-subnormals-flushed", "output-transposed", "output-truncated",
-    "overflow-to-infinity", "overflow-to-nan", "padding-before-rows", "padding-not-zeroed", "padding-wrong-section",
-    "partial-sums-bf16", "partial-sums-fp16", "power-of-two-scales", "product-missing", "quantized-twice",
-    "reads-outside", "recomputed-otherwise", "residual-alone", "residual-missing", "residual-of-other",
-    "returns-earlier-result", "returns-its-input", "rotation-last-group-skipped", "rotation-missing",
-    "rotation-not-rounded", "rotation-not-wanted", "rotation-of-columns", "rotation-signs-after",
-    "rotation-signs-along-row", "rotation-stage-missing", "rotation-through-bf16", "rotation-truncated",
-    "rotation-without-factor", "rotation-without-signs", "rounded-toward-infinity", "rounded-toward-minus-infinity",
-    "rounded-up", "rows-dependent", "rows-rolled", "same-result-for-other-inputs", "scale-inverted",
-    "scale-not-clamped",
-    "scale-not-updated", "scale-rounded-up", "scale-ties-away", "scale-ties-even", "scale-ties-toward-zero",
-    "scale-truncated", "scales-flushed", "scales-ignored", "scales-multiplied-first", "scales-of-next-block",
-    "scales-of-one-operand", "scales-of-previous-block", "scales-of-sum", "scales-read-linear", "scales-read-swizzled",
-    "scales-transposed", "section-of-neighbour", "sections-not-padded", "signs-lost", "stochastic-biased",
-    "stochastic-bits-shared", "stochastic-blocks-by-column", "stochastic-bytes-reversed", "stochastic-complemented",
-    "stochastic-equal-seeds", "stochastic-inclusive", "stochastic-not-nearest", "stochastic-offset-not-advanced",
-    "stochastic-philox-rounds", "stochastic-sections-restart", "stochastic-seven-bits", "subnormal-amaxes-flushed",
-    "subnormal-codes-flushed", "subnormal-factors-flushed", "subnormal-scales-flushed", "subnormal-scales-raised",
-    "subnormals-flushed", "swizzle-32-4", "swizzle-columns-before-rows", "swizzle-columns-not-padded",
-    "swizzle-linear-tiles", "swizzle-tiles-by-column", "tail-dropped", "tensor-scale-flushed", "tensor-scale-ignored",
-    "tensor-scale-inverted", "tensor-scale-not-clamped", "ties-away", "ties-toward-zero", "tiles-ignored",
-    "tiles-transposed", "top-binade-saturated", "truncated", "unpadding-first-rows", "values-flushed",
-    "values-truncated", "writes-outside", "wrong-after-many-calls", "zero-amax-updates", "zero-block-nan",
-    "zero-block-not-one", "zero-scale-raised",
-)  # fmt: skip
-FAMILIES = (
-    "algorithm:", "alignment:", "alpha-amax-through-", "alpha-order:", "amax-through-", "amax-truncated:",
-    "block-amax-skips:", "block-amax-through-", "both:", "candidates:", "decode-order:", "decode-through-",
-    "decoded-through-", "dialect:", "element-format:", "element-order:", "element-through-", "exponent-code-",
-    "exponent:", "factor-through-", "four-over-six-order:", "input-through-", "input-truncated:", "largest-scale:",
-    "nan-code:", "only:", "order:", "output-through-", "place:", "product-through-", "rotation-group:",
-    "rotation-signs:", "rounding:", "scale-code:", "scale-max-", "scale-of-", "scale-order:", "scale-through-",
-    "scales-through-", "smallest-scale:", "statistics:", "stochastic-bits:", "stochastic-offset:",
-    "stochastic-other-block:", "stochastic-seed:", "swizzle-rows-modulo:", "tail-of-k-dropped:", "tensor-limit:",
-    "tensor-scale-order:", "tensor-scale-through-", "update:", "use:", "values-through-", "zero-block:", "zero-scale:",
-)  # fmt: skip
+import re
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from itertools import chain, starmap
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.harness.operations.stages.deviation import Deviation
+
+PAGE = Path(__file__).with_name("causes.md")
+"""A table for each part of the project, with a row for each cause: its name, the changed step, its sentences."""
+_NAMES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+CAUSES = tuple(sorted({name for name in _NAMES if "…" not in name}))
+FAMILIES = tuple(sorted({name.partition("…")[0] for name in _NAMES if "…" in name}))
 """Prefixes of names with a variable part: a number, a formula or a place."""
 _PATTERNS = ("place:", "only:")
+_HEAD = """# Causes
+
+Every cause that the report of a failure can name, the step of the reference that it changes, and its sentences.
+[Verdicts and diagnosis](../../docs/verdicts.md#causes) explains them. … stands for a number, a formula or a place. A
+cause of several operations has a row in several tables.
+"""
+_SHOWN = 6
+"""Values of a row whose sentences are shown one by one."""
+
+
+_QUANTIZE, _GEMM = "diagnosis.quantize", "diagnosis.gemm"
+_MODULES = {
+    "Observed while the backend ran": ("diagnosis.explain_memory", "diagnosis.explanation"),
+    "Places and classes of wrong elements": ("diagnosis.patterns.signatures",),
+    "Elements": (f"{_QUANTIZE}.elements.element_deviations",),
+    "Stochastic rounding": (f"{_QUANTIZE}.elements.stochastic_deviations",),
+    "Amax and scale of the tensor": (
+        f"{_QUANTIZE}.scales.tensor_scales", f"{_QUANTIZE}.scales.observed_amaxes", f"{_QUANTIZE}.section_amaxes",
+    ),
+    "Block amaxes and block scales": tuple(
+        f"{_QUANTIZE}.scales.{name}" for name in ("block_amaxes", "four_over_six", "e8m0_exponents", "block_scales")
+    ),
+    "Choices of the recipe": (f"{_QUANTIZE}.recipe_fields",),
+    "Rotation": ("operations.transform.deviations", f"{_QUANTIZE}.rotation_deviations"),
+    "Layout and padding": (
+        "operations.swizzle.deviations", f"{_QUANTIZE}.scale_layouts", "operations.gemm_grouped.deviations",
+    ),
+    "Several causes": (f"{_QUANTIZE}.explain_quantize",),
+    "Operands of a GEMM, and matrices that are decoded": (f"{_GEMM}.operands",),
+    "Decoding": ("diagnosis.explain_decoding",),
+    "Sums and outputs of a GEMM": tuple(
+        f"{_GEMM}.{name}" for name in (
+            "epilogues", "scale_products", "accumulators", "partial_sums", "other_declarations", "wider_format", "gain",
+            "explain_fused_output", "explain_gemm",
+        )
+    ),
+    "Delayed scaling": ("operations.update_scale.deviations",),
+    "Norms, activations, attention, residuals": (
+        "diagnosis.formulas.wrong_forwards", "diagnosis.formulas.wrong_backwards",
+    ),
+}  # fmt: skip
+"""Modules with rows, by the titles of their tables."""
 
 
 def is_cause(name: str) -> bool:
@@ -80,3 +74,54 @@ def is_cause(name: str) -> bool:
 def is_pattern(name: str) -> bool:
     """Whether the cause is a place or a class of the wrong elements, and no deviation."""
     return name.startswith(_PATTERNS)
+
+
+def tables() -> dict[str, list[Deviation[Any]]]:
+    """The rows of all modules, by the titles of their tables: those of public names that no earlier module has."""
+    collected: set[int] = set()
+    found: dict[str, list[Deviation[Any]]] = {}
+    for title, names in _MODULES.items():
+        modules = (vars(import_module(f"narrowgauge.harness.{name}")) for name in names)
+        rows = [row for module in modules for name, value in module.items() if name[0] != "_" for row in _rows(value)]
+        found[title] = [row for row in rows if id(row) not in collected]
+        collected |= {id(row) for row in rows}
+    return found
+
+
+def _rows(value: Any) -> Iterable[Deviation[Any]]:
+    """The rows in a constant of a module: a row, or a tuple or dictionary of rows."""
+    if isinstance(value, Deviation):
+        return [value]
+    values = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else ()
+    return chain.from_iterable(map(_rows, values))
+
+
+def page() -> str:
+    """The text of `PAGE`."""
+    return _HEAD + "".join(chain.from_iterable(starmap(_table, tables().items())))
+
+
+def _table(title: str, rows: Iterable[Deviation[Any]]) -> Iterable[str]:
+    yield f"\n## {title}\n\n| cause | step | sentence |\n|---|---|---|\n"
+    merged: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for row in chain.from_iterable(map(_shown, rows)):
+        steps, sentences = merged.setdefault(_plain(row.cause), ({}, {}))
+        steps[row.step] = sentences[_plain(row.sentence).replace("*", r"\*")] = None
+    for cause, (steps, sentences) in merged.items():
+        yield f"| `{cause}` | {', '.join(steps)} | {'; or: '.join(sentences)} |\n"
+
+
+def _shown(row: Deviation[Any]) -> Iterable[Deviation[Any]]:
+    """The row, or a row for each of a few values that the name of the cause does not hold."""
+    if not isinstance(row.over, Mapping) or len(row.over) > _SHOWN or "{" in row.cause:
+        return [row]
+    return [row.bound(name, value) for name, value in row.over.items()]
+
+
+def _plain(words: str) -> str:
+    """Words with … in place of variable parts."""
+    return re.sub(r"\{[\w.\[\]:]*\}", "…", words.replace("{{", "{").replace("}}", "}"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -11,8 +11,10 @@ import torch
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swap_code_pairs
+from narrowgauge.harness.diagnosis.gemm.operands import CHANGED_CODES, CHANGED_SCALES, swap_code_pairs
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, flush
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
+from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn, rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.dequantize import dequantize
@@ -21,16 +23,11 @@ from narrowgauge.reference.quantize.scaling import decode_factors, divide, over_
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 
-Values = Callable[[Quantized, torch.dtype], torch.Tensor | None]
-"""Function from a quantized matrix and a dtype to values (M, K). None if the deviation does not apply to the matrix."""
-Factors = Callable[[Quantized], torch.Tensor | None]
-"""Function from a quantized matrix to the factors of its blocks, float32 in the shape of its scales, or None."""
-
-
-_NOT_BY_ROWS = frozenset({
-    "scale-of-next-block", "scale-of-previous-block", "scales-transposed", "scales-read-swizzled", "scales-read-linear",
-})  # fmt: skip
-"""Causes for which values depend on the scales of other rows. They are not tried on a single tile of rows."""
+Values = torch.Tensor | None
+"""Values (M, K). None if the deviation does not apply to the matrix."""
+VALUES, FACTORS = "values", "factors"
+"""Steps of deviations whose `change` gives the values, from a matrix and a dtype; and the factors of its blocks, in the
+shape of its scales, float32, or None. The change of every other step gives a changed matrix, or None."""
 
 
 def explain_decoding(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
@@ -41,18 +38,18 @@ def explain_decoding(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimi
     q = _stored_along_rows(outcome.decoded or outcome.judged[0].kernel)
     tile = _first_wrong_tile(q, values, wrong_stage.wrong_elements)
     explanations: dict[str, Explanation] = {}
-    for cause, sentence, compute in decoding_deviations():
+    for row in decoding_deviations(q):
         if not limit.may_try(0 if tile is None else tile[1].numel()):
             continue
-        if tile is not None and cause not in _NOT_BY_ROWS:
-            of_tile = compute(tile[0], values.dtype)
+        if tile is not None and row.row_local:
+            of_tile = values_of(row, tile[0], values.dtype)
             if of_tile is None or not equal_bits(of_tile, tile[1]):
                 continue
-        if not limit.may_verify(cause, values.numel()):
+        if not limit.may_verify(row.cause, values.numel()):
             continue
-        deviating_values = compute(q, values.dtype)
+        deviating_values = values_of(row, q, values.dtype)
         if deviating_values is not None and equal_bits(deviating_values, values):
-            explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+            explanations.setdefault(row.cause, Explanation.of(row, wrong_stage.stage))
     return list(explanations.values())
 
 
@@ -80,65 +77,23 @@ def _first_wrong_tile(
     return Quantized(q.codes[rows], scales, amax, q.recipe, shape, tensor_scale), values[rows]
 
 
-def decoding_deviations() -> Iterator[tuple[str, str, Values]]:
-    """Deviations of dequantize, the most plausible first: cause, sentence, and function to the values."""
-    yield "nibbles-swapped", "the two elements of a byte change places", _values_of_changed_matrix(swap_code_pairs)
-    yield (
-        "tensor-scale-ignored",
-        "codes are multiplied by the scale of their block alone",
-        _values_of_factors(_block_scales_only),
-    )
-    for expression, factors in _ORDERS.items():
-        yield f"decode-order:{expression}", f"the factor of a block is {expression}", _values_of_factors(factors)
-    yield (
-        "decode-order:(code*s)*dec",
-        "a code is multiplied by the scale of its block, then by dec",
-        _values_in_two_steps,
-    )
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield (
-            f"decode-through-{name}",
-            f"the factor of a block is rounded to {name}",
-            _values_of_factors(partial(_rounded_factors, dtype)),
-        )
-        yield f"values-through-{name}", f"values are rounded to {name} on the way", partial(_rounded_values, dtype)
-        yield (
-            f"decoded-through-{name}",
-            f"a code times the scale of its block is rounded to {name}, then multiplied by the tensor's scale",
-            partial(_values_decoded_through, dtype),
-        )
-        yield (
-            f"decoded-through-{name}",
-            f"codes, factors and their products are of {name}",
-            partial(_values_of_narrow_factors, dtype),
-        )
-    yield "values-flushed", "values are flushed to 0 where they are subnormal in float32", _flushed_values
-    yield "values-flushed", "values are flushed to 0 where they are subnormal in their dtype", _flushed_results
-    yield "subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", _values_without_code_0
-    yield "values-truncated", "values are truncated to their dtype, not rounded", _truncated_values
-    for cause, sentence, change in (*changed_scales(), *changed_codes()):
-        yield cause, sentence.format("the matrix"), _values_of_changed_matrix(change)
-    yield "nan-read-as-number", "the scale 255 is read as infinity, not as NaN", _values_with_infinite_scales
-    yield "negative-zero-lost", "-0 becomes 0", lambda q, dtype: dequantize(q, dtype) + 0
-    yield "signs-lost", "signs are lost", lambda q, dtype: dequantize(q, dtype).abs()
+def decoding_deviations(q: Quantized) -> Iterator[Deviation[Quantized]]:
+    """Deviations of dequantize, the most plausible first."""
+    yield from rows_of(DECODINGS, q)
+    for row in rows_of((*CHANGED_SCALES, *CHANGED_CODES), q):
+        yield replace(row, sentence=row.sentence.format(of="the matrix"))
+    yield from rows_of(SIGNS, q)
 
 
-def _values_of_changed_matrix(change: Callable[[Quantized], Quantized | None]) -> Values:
-    """The right values of another matrix."""
-
-    def values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
-        changed = change(q)
+def values_of(row: Deviation[Quantized], q: Quantized, dtype: torch.dtype) -> Values:
+    """The values with the deviation."""
+    if row.step == VALUES:
+        values: Values = row.result(q, dtype)
+        return values
+    changed = row.result(q)
+    if changed is None or row.step != FACTORS:
         return None if changed is None else dequantize(changed, dtype)
-
-    return values
-
-
-def _values_of_factors(factors: Factors) -> Values:
-    def values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
-        block_factors = factors(q)
-        return None if block_factors is None else _multiply(_codes(q), block_factors, q).to(dtype)
-
-    return values
+    return _multiply(_codes(q), changed, q).to(dtype)
 
 
 def _codes(q: Quantized) -> torch.Tensor:
@@ -157,16 +112,9 @@ def _rounded_factors(dtype: torch.dtype, q: Quantized) -> torch.Tensor:
     return decode_factors(q.scales, q).to(dtype).float()
 
 
-def _values_without_code_0(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
-    if q.recipe.scale is not E8M0:
-        return None
-    return _multiply(_codes(q), _scales(q).masked_fill(q.scales == 0, 0), q).to(dtype)
-
-
-def _values_with_infinite_scales(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
-    if q.recipe.scale is not E8M0:
-        return None
-    return _multiply(_codes(q), _scales(q).masked_fill(q.scales == (E8M0.nan_code or 0), torch.inf), q).to(dtype)
+def _factor_of_code(code: int, factor: float, q: Quantized) -> torch.Tensor | None:
+    """Factors of E8M0 scales, with another number for a code."""
+    return _scales(q).masked_fill(q.scales == code, factor) if q.recipe.scale is E8M0 else None
 
 
 def _rounded_values(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -183,19 +131,6 @@ def _values_of_narrow_factors(narrow_dtype: torch.dtype, q: Quantized, dtype: to
     return _multiply(_codes(q), factors, q).to(narrow_dtype).to(dtype)
 
 
-def _flush(values: torch.Tensor) -> torch.Tensor:
-    small = values.abs() < torch.finfo(values.dtype).smallest_normal
-    return torch.where(small, torch.zeros_like(values).copysign(values), values)
-
-
-def _flushed_values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    return _flush(dequantize(q)).to(dtype)
-
-
-def _flushed_results(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    return _flush(dequantize(q, dtype))
-
-
 def _truncated_values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
     if dtype is not torch.bfloat16:
         return None
@@ -207,43 +142,66 @@ def _values_in_two_steps(q: Quantized, dtype: torch.dtype) -> torch.Tensor | Non
     return None if dec is None else (_multiply(_codes(q), _scales(q), q) * dec).to(dtype)
 
 
-def _block_scales_only(q: Quantized) -> torch.Tensor | None:
-    return None if q.recipe.decode == "s" else _scales(q)
-
-
 def _expression_of_amax(q: Quantized, form: Callable[[torch.Tensor, float], torch.Tensor]) -> torch.Tensor | None:
     """`form` of the amax, (1, 1) or (M, 1), and of the largest product of a code and a scale. None without an amax."""
     return None if q.amax is None or q.recipe.decode == "s" else form(q.amax.unsqueeze(1), q.recipe.max_product)
 
 
-def _factors_of_amax(form: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Factors:
+Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _of_amax(form: Form, q: Quantized) -> torch.Tensor | None:
     """Factors from the block scale, the amax of the tensor, and the largest product of a code and a scale."""
-
-    def factors(q: Quantized) -> torch.Tensor | None:
-        return _expression_of_amax(q, lambda amax, max_product: form(_scales(q), amax, max_product))
-
-    return factors
+    return _expression_of_amax(q, lambda amax, max_product: form(_scales(q), amax, torch.full_like(amax, max_product)))
 
 
-def _factors_of_tensor_scale(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Factors:
+def _of_tensor_scale(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], q: Quantized) -> torch.Tensor | None:
     """Factors from the block scale and the tensor scale."""
-
-    def factors(q: Quantized) -> torch.Tensor | None:
-        if q.recipe.decode == "s" or q.recipe.tensor_scale == "amax/max":
-            return None
-        if q.tensor_scale is None and (q.amax is None or q.recipe.statistics != "float32"):
-            return None
-        return form(_scales(q), used_tensor_scale(q).unsqueeze(1))
-
-    return factors
+    if q.recipe.decode == "s" or q.recipe.tensor_scale == "amax/max":
+        return None
+    if q.tensor_scale is None and (q.amax is None or q.recipe.statistics != "float32"):
+        return None
+    return form(_scales(q), used_tensor_scale(q).unsqueeze(1))
 
 
-_ORDERS: dict[str, Factors] = {
-    "s*(amax*(1/max))": _factors_of_amax(lambda s, amax, max_product: s * (amax * (1.0 / max_product))),
-    "s*(amax/max)": _factors_of_amax(lambda s, amax, max_product: s * (amax / torch.full_like(amax, max_product))),
-    "(s*amax)/max": _factors_of_amax(lambda s, amax, max_product: s * amax / torch.full_like(s, max_product)),
-    "(s*amax)*(1/max)": _factors_of_amax(lambda s, amax, max_product: s * amax * (1.0 / max_product)),
-    "(s*(1/max))*amax": _factors_of_amax(lambda s, amax, max_product: s * (1.0 / max_product) * amax),
-    "s/enc": _factors_of_tensor_scale(lambda s, enc: s / enc),
-    "s*(1/enc)": _factors_of_tensor_scale(lambda s, enc: s * divide(1.0, enc)),
-}
+DECODINGS: tuple[Deviation[Quantized], ...] = (
+    Deviation("nibbles-swapped", "the two elements of a byte change places", "codes", swap_code_pairs),
+    Deviation("tensor-scale-ignored", "codes are multiplied by the scale of their block alone", FACTORS,
+              lambda q: None if q.recipe.decode == "s" else _scales(q)),
+    Deviation("decode-order:{}", "the factor of a block is {}", FACTORS, _of_amax, {
+        "s*(amax*(1/max))": lambda s, amax, most: s * (amax * (1.0 / most)),
+        "s*(amax/max)": lambda s, amax, most: s * (amax / most),
+        "(s*amax)/max": lambda s, amax, most: s * amax / most,
+        "(s*amax)*(1/max)": lambda s, amax, most: s * amax * (1.0 / most),
+        "(s*(1/max))*amax": lambda s, amax, most: s * (1.0 / most) * amax,
+    }),
+    Deviation("decode-order:{}", "the factor of a block is {}", FACTORS, _of_tensor_scale, {
+        "s/enc": lambda s, enc: s / enc, "s*(1/enc)": lambda s, enc: s * divide(1.0, enc),
+    }),
+    Deviation("decode-order:(code*s)*dec", "a code is multiplied by the scale of its block, then by dec", VALUES,
+              _values_in_two_steps),
+    *in_turn(
+        NARROW,
+        Deviation("decode-through-{}", "the factor of a block is rounded to {}", FACTORS, _rounded_factors),
+        Deviation("values-through-{}", "values are rounded to {} on the way", VALUES, _rounded_values),
+        Deviation("decoded-through-{}", "a code times the scale of its block is rounded to {}, then multiplied by the "
+                  "tensor's scale", VALUES, _values_decoded_through),
+        Deviation("decoded-through-{}", "codes, factors and their products are of {}", VALUES,
+                  _values_of_narrow_factors),
+    ),
+    Deviation("values-flushed", "values are flushed to 0 where they are subnormal in float32", VALUES,
+              lambda q, dtype: flush(dequantize(q)).to(dtype)),
+    Deviation("values-flushed", "values are flushed to 0 where they are subnormal in their dtype", VALUES,
+              lambda q, dtype: flush(dequantize(q, dtype))),
+    Deviation("subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", FACTORS,
+              partial(_factor_of_code, 0, 0.0)),
+    Deviation("values-truncated", "values are truncated to their dtype, not rounded", VALUES, _truncated_values),
+)  # fmt: skip
+"""Wrong decoding. `CHANGED_SCALES` and `CHANGED_CODES` follow."""
+SIGNS: tuple[Deviation[Quantized], ...] = (
+    Deviation("nan-read-as-number", "the scale 255 is read as infinity, not as NaN", FACTORS,
+              partial(_factor_of_code, E8M0.nan_code or 0, torch.inf)),
+    Deviation("negative-zero-lost", "-0 becomes 0", VALUES, lambda q, dtype: dequantize(q, dtype) + 0),
+    Deviation("signs-lost", "signs are lost", VALUES, lambda q, dtype: dequantize(q, dtype).abs()),
+)  # fmt: skip
+"""Wrong signs and NaN."""

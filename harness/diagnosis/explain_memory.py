@@ -11,48 +11,63 @@ import torch
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
+
+def _observed(step: str, sentences: Mapping[str, str]) -> list[Deviation[Outcome]]:
+    return [Deviation(cause, sentence, step) for cause, sentence in sentences.items()]
+
+
 MEMORY_CAUSES = {
-    "writes-outside": "it writes outside its outputs",
-    "changes-its-input": "it writes into its inputs",
-    "never-written": "it leaves elements of its outputs unwritten",
-    "reads-outside": "it reads bytes outside its inputs, or memory that nobody wrote",
-    "order-of-threads": "its result depends on the order in which threads run",
-    "not-repeatable": "its result changes from run to run",
-    "wrong-after-many-calls": "its result changes after many calls on the same inputs",
-    "concurrent-threads": "its result depends on calls of another thread at the same time",
-    "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of an earlier replay",
-    "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
-    "rows-dependent": "a row has other bytes beside other rows",
-}
-"""Causes that the guarded runs report (`harness.operations.stages.repeated`), and their sentences."""
+    row.cause: row for row in _observed("memory", {
+        "writes-outside": "it writes outside its outputs",
+        "changes-its-input": "it writes into its inputs",
+        "never-written": "it leaves elements of its outputs unwritten",
+        "reads-outside": "it reads bytes outside its inputs, or memory that nobody wrote",
+        "order-of-threads": "its result depends on the order in which threads run",
+        "not-repeatable": "its result changes from run to run",
+        "wrong-after-many-calls": "its result changes after many calls on the same inputs",
+        "concurrent-threads": "its result depends on calls of another thread at the same time",
+        "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of an earlier replay",
+        "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
+        "rows-dependent": "a row has other bytes beside other rows",
+    })
+}  # fmt: skip
+"""Causes that the guarded runs report (`harness.operations.stages.repeated`)."""
 MODULE_CAUSES = {
-    "gradient-missing": "a weight has no gradient",
-    "gradient-too-early": "a gradient that is to wait does not",
-    "recomputed-otherwise": "a second forward gives other bytes than the first",
-    "operand-of-the-step-before": "an operand is that of the step before",
-    "operand-of-the-forward-before": "an operand is that of the forward before, of weights that were changed since",
-    "operand-of-another-pass": "an operand is that of another pass whose backward was pending",
-    "gradient-not-wanted": "a weight that needs no gradient has one",
-    "gradient-overwritten": "the gradient of a later backward replaces that of an earlier one",
-    "use:unobserved": "it is right with an observer, and wrong without one",
-    "use:no-grad": "it is wrong only if a forward under torch.no_grad() runs before",
-    "use:frozen-weight": "it is wrong only if the weights need no gradient",
-    "use:frozen-input": "it is wrong only if x needs no gradient",
-    "use:reloaded": "it is wrong only after its state dict was saved and loaded",
-    "use:pending": "it is wrong only if two forwards run before their backwards",
-    "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
-    "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
-    "padding-not-zeroed": "rows of the padding of a section are not 0",
-    "quantized-twice": "a half is made of the other one's decoded values",
-}
-"""Causes that the judge of a module's steps reports (`harness.operations.modules.linear`), and their sentences."""
+    row.cause: row for row in _observed("module", {
+        "gradient-missing": "a weight has no gradient",
+        "gradient-too-early": "a gradient that is to wait does not",
+        "recomputed-otherwise": "a second forward gives other bytes than the first",
+        "operand-of-the-step-before": "an operand is that of the step before",
+        "operand-of-the-forward-before": "an operand is that of the forward before, of weights that were changed since",
+        "operand-of-another-pass": "an operand is that of another pass whose backward was pending",
+        "gradient-not-wanted": "a weight that needs no gradient has one",
+        "gradient-overwritten": "the gradient of a later backward replaces that of an earlier one",
+        "use:unobserved": "it is right with an observer, and wrong without one",
+        "use:no-grad": "it is wrong only if a forward under torch.no_grad() runs before",
+        "use:frozen-weight": "it is wrong only if the weights need no gradient",
+        "use:frozen-input": "it is wrong only if x needs no gradient",
+        "use:reloaded": "it is wrong only after its state dict was saved and loaded",
+        "use:pending": "it is wrong only if two forwards run before their backwards",
+        "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
+        "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
+        "padding-not-zeroed": "rows of the padding of a section are not 0",
+        "quantized-twice": "a half is made of the other one's decoded values",
+    })
+}  # fmt: skip
+"""Causes that the judge of a module's steps reports (`harness.operations.modules.linear`)."""
 ALIAS_CAUSES = {
-    "returns-its-input": "its result shares memory with an input",
-    "returns-earlier-result": "its result shares memory with an earlier result",
-}
-"""Causes that the kernel host reports for results that share memory, and their sentences."""
+    row.cause: row for row in _observed("memory", {
+        "returns-its-input": "its result shares memory with an input",
+        "returns-earlier-result": "its result shares memory with an earlier result",
+    })
+}  # fmt: skip
+"""Causes that the kernel host reports for results that share memory."""
+SAME_RESULT: Deviation[Outcome] = Deviation(
+    "same-result-for-other-inputs", "{} the same for the inputs of another seed", "memory"
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +84,8 @@ class Run:
 
 def explain_memory(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     """Explanations by the observed causes of a wrong stage. They are exact: nothing is inferred from wrong elements."""
-    sentences = MEMORY_CAUSES | MODULE_CAUSES
-    return [Explanation(cause, sentences[cause], wrong_stage.stage, exact=True) for cause in wrong_stage.causes]
+    rows = MEMORY_CAUSES | MODULE_CAUSES
+    return [Explanation.of(rows[cause], wrong_stage.stage) for cause in wrong_stage.causes]
 
 
 def explain_aliases(outcome: Outcome, wrong_stage: StageResult, *, exact: bool) -> list[Explanation]:
@@ -107,8 +122,8 @@ def explain_same_results(wrong_stage: StageResult, first: Run, other: Run, *, ex
     ]
     if not names:
         return []
-    sentence = f"{_listed(names)} {'is' if len(names) == 1 else 'are'} the same for the inputs of another seed"
-    return [Explanation("same-result-for-other-inputs", sentence, wrong_stage.stage, exact=exact)]
+    row = SAME_RESULT.bound(f"{_listed(names)} {'is' if len(names) == 1 else 'are'}")
+    return [Explanation(row.cause, row.sentence, wrong_stage.stage, exact=exact)]
 
 
 def _differ(inputs: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:

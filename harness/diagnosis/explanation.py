@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
 
 UNTRIED_RIVALS = f"{GIVES_EVERY_BYTE}the diagnosis stopped before all known deviations were tried"
 """End of the sentence of a deviation that would be exact if the limit of work had not ended its search."""
+
+NO_DIAGNOSIS: Deviation[Any] = Deviation("no-diagnosis", "the diagnosis raised an exception: {}", "diagnosis")
+"""In place of an explanation (`harness.running`)."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class Explanation:
     exact: bool
     """Whether the mistake gives the kernel's bytes. If not, the explanation names the place or the class of the wrong
     elements."""
+
+    @classmethod
+    def of(cls, row: Deviation[Any], stage: str) -> Explanation:
+        """The explanation of a wrong stage by a deviation."""
+        return cls(row.cause, row.sentence, stage, row.exact)
 
     def with_untried_rivals(self) -> Explanation:
         """The explanation after a search that reached its limit: not exact, since other deviations may fit too."""

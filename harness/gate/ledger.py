@@ -256,8 +256,7 @@ def _cause(table: dict[str, str]) -> str | None:
         return None
     close = nearest(cause, [*CAUSES, *(f"{family}…" for family in FAMILIES)])
     return (
-        f"is {shown(cause)}{close}; it is one of the column explanations, and harness/diagnosis/cause_names.py has "
-        "them all"
+        f"is {shown(cause)}{close}; it is one of the column explanations, and harness/diagnosis/causes.md has them all"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -10,32 +12,48 @@ from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
-    attention_gradients,
-    gelu_gradients,
-    norm_gradients,
+    ATTENTION_GRADIENTS,
+    GELU_GRADIENTS,
+    NORM_GRADIENTS,
+    AttentionGradient,
+    GeluGradient,
+    NormGradient,
 )
 from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
-    WrongFormula,
-    attention_deviations,
-    gelu_deviations,
-    norm_deviations,
-    residual_deviations,
+    ATTENTIONS,
+    GELUS,
+    NORMS,
+    RESIDUALS,
+    ROW_SUM,
+    Attention,
+    Gelu,
+    Norm,
+    Residual,
 )
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.high_precision.attention import Softmax, causal, scores, weighted_mean
 from narrowgauge.reference.high_precision.bounded import Bounded, half_ulp
 
-FORMULAS: dict[str, Callable[..., Iterator[WrongFormula]]] = {
-    "norm": norm_deviations, "gelu": gelu_deviations, "attention": attention_deviations,
-    "residual": residual_deviations, "norm-backward": norm_gradients, "gelu-backward": gelu_gradients,
-    "attention-backward": attention_gradients,
+FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
+    "norm": (Norm, NORMS), "gelu": (Gelu, GELUS), "attention": (Attention, ATTENTIONS),
+    "residual": (Residual, RESIDUALS), "norm-backward": (NormGradient, NORM_GRADIENTS),
+    "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
 }  # fmt: skip
-"""Wrong formulas by the name of the correct formula."""
+"""Arguments and wrong formulas by the name of the correct formula."""
 
 
 _STEPS = 64
 """Work of an element of a formula: about as many operations in float64, on values and on their errors."""
+
+
+def wrong_formulas(name: str, given: dict[str, Any]) -> Iterator[tuple[Deviation[Any], Callable[[], Bounded]]]:
+    """Wrong formulas of the formula `name` with the arguments `given`, and functions to their results."""
+    arguments, table = FORMULAS[name]
+    of = arguments(**given)
+    for row in rows_of(table, of):
+        yield row, partial(row.result, of)
 
 
 def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
@@ -44,17 +62,16 @@ def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit
     if formula is None or formula.stage != wrong_stage.stage:
         return []
     explanations: dict[str, Explanation] = {}
-    for cause, sentence, compute in FORMULAS[formula.name](**formula.given):
+    for row, compute in wrong_formulas(formula.name, formula.given):
         if limit.may_try(_STEPS * formula.found.numel()) and _fits(formula.found, compute()):
-            explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+            explanations.setdefault(row.cause, Explanation.of(row, wrong_stage.stage))
     if (
         formula.name == "attention"
         and not explanations
         and limit.may_try(_STEPS * formula.found.numel())
         and _rows_scaled(formula.found, formula.given)
     ):
-        sentence = "each query and head has its expected output times one number: the sum of the weights is wrong"
-        return [Explanation("attention-row-sum", sentence, wrong_stage.stage, exact=False)]
+        return [Explanation.of(ROW_SUM, wrong_stage.stage)]
     return list(explanations.values())
 
 

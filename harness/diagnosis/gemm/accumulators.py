@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmDeviation, GemmParts, correct_epilogue, ordered_ends
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import EPILOGUE, Ends, GemmParts, correct_epilogue, ordered_ends
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.gemm.operands import operand, scale_values
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands
 from narrowgauge.reference.numbers.exact import fma
 from narrowgauge.spec.quantized import Quantized
 
-Narrowing = Callable[[torch.Tensor], torch.Tensor]
-"""Function that rounds float32 numbers to fewer bits."""
 _STEPS = (1, 16, 32, 64, 128)
 _MAX_STEPS = 4096
 """Largest number of accumulation steps that are simulated."""
@@ -24,9 +23,7 @@ _MAX_STEPS = 4096
 class Accumulator:
     """A narrow accumulator: sums of `step` columns of K are exact, and the accumulator is rounded after each sum."""
 
-    cause: str
-    sentence: str
-    narrowing: Narrowing
+    row: Deviation[torch.Tensor]
     step: int
     inside_block: bool
     """For FP8 with block scales: whether the block sum is narrow, or the promoted sum over all blocks."""
@@ -49,10 +46,10 @@ class Accumulator:
         wide_operands = None if self.step == 1 else (left.double(), right.double())
         for start in range(0, columns, self.step):
             if wide_operands is None:  # products are exact in float32
-                y = self.narrowing(torch.addr(y, left[:, start], right[:, start]))
+                y = self.row.result(torch.addr(y, left[:, start], right[:, start]))
             else:
                 left_step, right_step = (wide[:, start : start + self.step] for wide in wide_operands)
-                y = self.narrowing(y + (left_step @ right_step.T).float())
+                y = self.row.result(y + (left_step @ right_step.T).float())
         return y
 
     def _accumulate_promoted(self, parts: GemmParts) -> torch.Tensor | None:
@@ -66,7 +63,7 @@ class Accumulator:
                 left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
                 y = self._promoted(y, self._accumulate(left, right, torch.zeros_like(y)), s_a, s_b)
             else:
-                y = self.narrowing(self._promoted(y, blocks.block_sum(columns).to_float32(), s_a, s_b))
+                y = self.row.result(self._promoted(y, blocks.block_sum(columns).to_float32(), s_a, s_b))
         return y
 
     def _promoted(self, y: torch.Tensor, block_sum: torch.Tensor, s_a: torch.Tensor, s_b: torch.Tensor) -> torch.Tensor:
@@ -82,42 +79,28 @@ def accumulators(width: int) -> Iterator[Accumulator]:
     width_step = [step for step in steps if step == width]
     for step in [*width_step, *(step for step in steps if step != width)]:
         interval = "each product" if step == 1 else f"every {step} columns of K"
-        for cause, (phrase, narrowing) in NARROW.items():
+        for row in NARROW:
             for inside_block in (False, True):
                 for fused in (False, True):
-                    sentence = f"sums are {phrase} after {interval}"
-                    yield Accumulator(cause, sentence, narrowing, step, inside_block, fused)
+                    yield Accumulator(row.bound(interval), step, inside_block, fused)
 
 
-def _rounded_to(dtype: torch.dtype) -> Narrowing:
-    return lambda y: y.to(dtype).float()
+def _cut_to_14_bits(y: torch.Tensor) -> torch.Tensor:
+    return (y.view(torch.int32) & -(1 << 10)).view(torch.float32)
 
 
-def _truncated_to_bits(bits: int) -> Narrowing:
-    dropped = 24 - bits
-    return lambda y: (y.view(torch.int32) & -(1 << dropped)).view(torch.float32)
-
-
-NARROW: dict[str, tuple[str, Narrowing]] = {
-    "accumulator-bf16": ("rounded to bf16", _rounded_to(torch.bfloat16)),
-    "accumulator-fp16": ("rounded to fp16", _rounded_to(torch.float16)),
-    "accumulator-14-bits": ("cut to 14 bits of mantissa", _truncated_to_bits(14)),
-}
-
-
-def promotion_deviations() -> Iterator[GemmDeviation]:
-    """Deviations of GEMMs with float32 block scales."""
-    yield GemmDeviation(
-        "scales-of-sum", "the scales of a block multiply all that is summed so far", _only_promoted, _rescaled_sums
-    )
-
-
-def _only_promoted(parts: GemmParts) -> GemmParts | None:
-    return parts if parts.promotes and parts.tensor_factors is None else None
+NARROW: tuple[Deviation[torch.Tensor], ...] = (
+    Deviation("accumulator-bf16", "sums are rounded to bf16 after {}", "accumulator", lambda y: y.bfloat16().float()),
+    Deviation("accumulator-fp16", "sums are rounded to fp16 after {}", "accumulator", lambda y: y.half().float()),
+    Deviation("accumulator-14-bits", "sums are cut to 14 bits of mantissa after {}", "accumulator", _cut_to_14_bits),
+)  # fmt: skip
+"""Narrow accumulators: functions that round float32 numbers to fewer bits."""
 
 
 def _rescaled_sums(parts: GemmParts, ends: Ends) -> list[Ends]:
     """y = (y + P)·(s_a·s_b) for every block. It is monotone in y and P, because scales are not negative."""
+    if not parts.promotes or parts.tensor_factors is not None:
+        return []
     low = high = torch.zeros_like(ends[0])
     left, right = (scale_values(q).float() for q in (parts.left, parts.right))
     for number, start in enumerate(range(0, parts.left.shape[1], parts.left.recipe.block[1])):
@@ -132,3 +115,9 @@ def _single_block(q: Quantized, start: int) -> Quantized:
     codes = q.codes[:, start : start + q.recipe.block[1]]
     ones = torch.ones(len(codes), 1, device=codes.device)
     return replace(q, codes=codes, scales=ones, shape=(len(codes), codes.shape[1]))
+
+
+SCALES_OF_SUM: Deviation[GemmParts] = Deviation(
+    "scales-of-sum", "the scales of a block multiply all that is summed so far", EPILOGUE, _rescaled_sums
+)
+"""A wrong promotion of block sums with float32 scales."""

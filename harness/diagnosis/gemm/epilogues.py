@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from narrowgauge.harness.checks.ordinal import INTEGER_DTYPE
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    EPILOGUE,
+    FACTOR,
     Ends,
-    Epilogue,
-    GemmDeviation,
     GemmParts,
     add_addends,
     add_to_ends,
@@ -20,121 +21,17 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     ordered_ends,
     scale_ends,
 )
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
+from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 
-Factor = Callable[[GemmParts], torch.Tensor | None]
-"""Function to a factor in place of α, float32. Its result is None if the factor does not apply to the product."""
-
-
-_VECTORS = (2, 4, 8, 16, 32, 64, 128)
-"""Columns that a kernel adds a bias to at once."""
-
-
-def epilogue_deviations() -> Iterator[GemmDeviation]:
-    """Deviations of the epilogue, for every product. The search rejects a deviation without effect on the output.
-
-    An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
-    """
-    yield _epilogue_deviation("c-ignored", "c is not added", _without_addends(c=None))
-    yield _epilogue_deviation("bias-ignored", "the bias is not added", _without_addends(bias=None))
-    yield _epilogue_deviation(
-        "c-and-bias-ignored", "neither c nor the bias is added", _without_addends(c=None, bias=None)
-    )
-    yield from _factor_deviations()
-    yield _epilogue_deviation(
-        "alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _alpha_after_cast
-    )
-    for cause, phrase, names in (
-        ("alpha-times-c", "c and the bias", ("c", "bias")), ("alpha-times-c", "c", ("c",)),
-        ("alpha-times-bias", "the bias", ("bias",)),
-    ):  # fmt: skip
-        yield _epilogue_deviation(cause, f"α multiplies {phrase} too", _alpha_times_addends(names))
-    yield _epilogue_deviation(
-        "output-truncated", "outputs are truncated to the output's dtype, not rounded", _truncated
-    )
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        yield _epilogue_deviation(
-            f"output-through-{name}", f"outputs are rounded to {name} on the way", _output_rounded_to(dtype)
-        )
-        yield _epilogue_deviation(
-            f"product-through-{name}", f"products are rounded to {name} before c is added", _product_rounded_to(dtype)
-        )
-    yield _epilogue_deviation(
-        "output-saturated", "outputs too large for the output's dtype are its largest number", _saturated
-    )
-    yield _epilogue_deviation(
-        "overflow-to-infinity", "outputs above the largest number are infinite, those that round to it included",
-        _infinite_above_largest,
-    )  # fmt: skip
-    yield _epilogue_deviation("output-subnormals-flushed", "subnormal outputs are taken to be 0", _flushed_outputs)
-    yield _epilogue_deviation(
-        "c-rounded-first", "c is rounded to bf16 before it is added", _c_rounded_to(torch.bfloat16)
-    )
-    yield _epilogue_deviation(
-        "c-rounded-first", "c is rounded to fp16 before it is added", _c_rounded_to(torch.float16)
-    )
-    yield _epilogue_deviation(
-        "cast-before-c", "the product is cast to the output's dtype before c is added", _cast_before_c
-    )
-    yield _epilogue_deviation(
-        "c-before-cast", "c is added before the cast of the product, not after it", _c_before_cast
-    )
-    yield _epilogue_deviation("bias-after-cast", "the bias is added after the cast of the rest", _bias_after_cast)
-    yield _epilogue_deviation("bias-before-c", "the bias is added before c", _bias_before_c)
-    yield _epilogue_deviation("addends-first", "c and the bias are added to each other first", _addends_first)
-    for width in _VECTORS:
-        yield _epilogue_deviation(
-            "bias-tail-dropped", f"the bias is not added to the columns behind the last whole {width}",
-            _bias_without_tail(width),
-        )  # fmt: skip
-    yield _epilogue_deviation("bias-by-rows", "the bias is indexed by rows, not by columns", _bias_by_rows)
-    yield _epilogue_deviation("c-twice", "c is added twice", _c_twice)
-    yield _epilogue_deviation("bias-twice", "the bias is added twice", _bias_twice)
-    yield _epilogue_deviation("product-missing", "what is added to a product is there, and no product", _no_product)
-    yield _epilogue_deviation("c-of-first-row", "every row adds the first row of c", _first_row_of_c)
-    yield _epilogue_deviation("c-transposed", "c is read as if it were transposed", _transposed_c)
-
-
-def _epilogue_deviation(cause: str, sentence: str, epilogue: Epilogue) -> GemmDeviation:
-    return GemmDeviation(cause, sentence, epilogue=epilogue)
-
-
 # ---- the factor ------------------------------------------------------------------------------------------------------
-
-
-def _factor_deviations() -> Iterator[GemmDeviation]:
-    yield _factor_deviation("alpha-flushed", "a subnormal α is taken to be 0", _flushed_factor)
-    for name, order in ORDERS.items():
-        yield _factor_deviation(f"alpha-order:{name}", f"α is {name}", order)
-    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        for sides, phrase in (("ab", "both amaxes"), ("a", "a's amax"), ("b", "b's amax")):
-            yield _factor_deviation(
-                f"alpha-amax-through-{name}", f"α is made of {phrase} rounded to {name}", _rounded_amaxes(sides, dtype)
-            )
-    yield _factor_deviation("alpha-missing", "α is left out", lambda parts: torch.ones_like(parts.factor))
-    yield _factor_deviation("alpha-amax-twice", "α is made of a's amax twice", _amax_of_one_operand("a"))
-    yield _factor_deviation("alpha-amax-twice", "α is made of b's amax twice", _amax_of_one_operand("b"))
-    yield _factor_deviation("alpha-twice", "α is applied twice", lambda parts: parts.factor * parts.factor)
-    yield _factor_deviation("alpha-inverted", "1/α is applied in place of α", lambda parts: divide(1.0, parts.factor))
-    for side in "ab":
-        yield _factor_deviation(
-            "alpha-of-one-operand", f"α holds the factor of {side} alone", _single_decode_factor(side)
-        )
 
 
 def _flushed_factor(parts: GemmParts) -> torch.Tensor | None:
     subnormal = parts.factor.abs() < torch.finfo(torch.float32).smallest_normal
     return parts.factor.masked_fill(subnormal, 0) if bool((subnormal & (parts.factor != 0)).any()) else None
-
-
-def _factor_deviation(cause: str, sentence: str, factor_function: Factor) -> GemmDeviation:
-    def change(parts: GemmParts) -> GemmParts | None:
-        without = parts.promotes or parts.source.a.recipe.alpha == "1" or parts.tensor_factors is not None
-        factor = None if without else factor_function(parts)
-        return None if factor is None else replace(parts, factor=factor)
-
-    return GemmDeviation(cause, sentence, change)
 
 
 def _amax_pair(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -154,6 +51,10 @@ def _decode_factors(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | Non
         return None
     left, right = a.amax.unsqueeze(1), b.amax.unsqueeze(0)
     return left / torch.full_like(left, a.recipe.max_product), right / torch.full_like(right, b.recipe.max_product)
+
+
+Factor = Callable[[GemmParts], torch.Tensor | None]
+"""Function to a factor in place of α, float32. Its result is None if the factor does not apply to the product."""
 
 
 def _order_of_amaxes(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Factor:
@@ -181,6 +82,7 @@ def _encode_scale_product(parts: GemmParts) -> torch.Tensor | None:
     return divide(1.0, used_tensor_scale(a).unsqueeze(1) * used_tensor_scale(b).unsqueeze(0))
 
 
+_AMAXES = {"both amaxes": "ab", "a's amax": "a", "b's amax": "b"}
 ORDERS: dict[str, Factor] = {
     "(a*b)/d": _order_of_amaxes(lambda a, b, d: a * b / d),
     "(b*a)*(1/d)": _order_of_amaxes(lambda a, b, d: a * b * divide(1.0, d)),
@@ -195,41 +97,30 @@ ORDERS: dict[str, Factor] = {
 """Orders of operations of α from the amaxes a and b and the constant d. Operations round to float32, except float64."""
 
 
-def _rounded_amaxes(sides: str, dtype: torch.dtype) -> Factor:
-    def factor_function(parts: GemmParts) -> torch.Tensor | None:
-        if _amax_pair(parts) is None:
-            return None
-        operands = [getattr(parts.source, name) for name in "ab"]
-        a, b = (
-            replace(q, amax=q.amax.to(dtype).float()) if name in sides else q
-            for name, q in zip("ab", operands, strict=True)
-        )
-        return alpha(a, b)
-
-    return factor_function
+def _rounded_amaxes(rounded: tuple[str, torch.dtype], parts: GemmParts) -> torch.Tensor | None:
+    if _amax_pair(parts) is None:
+        return None
+    sides, dtype = rounded
+    operands = [getattr(parts.source, name) for name in "ab"]
+    a, b = (
+        replace(q, amax=q.amax.to(dtype).float()) if name in sides else q
+        for name, q in zip("ab", operands, strict=True)
+    )
+    return alpha(a, b)
 
 
-def _amax_of_one_operand(side: str) -> Factor:
-    def factor_function(parts: GemmParts) -> torch.Tensor | None:
-        a, b = parts.source.a, parts.source.b
-        if (
-            a.recipe.granularity == "row"
-            or b.recipe.granularity == "row"
-            or a.recipe.max_product != b.recipe.max_product
-        ):
-            return None
-        operand = a if side == "a" else b
-        return alpha(operand, operand)
-
-    return factor_function
+def _amax_of_one_operand(side: str, parts: GemmParts) -> torch.Tensor | None:
+    a, b = parts.source.a, parts.source.b
+    by_rows = "row" in (a.recipe.granularity, b.recipe.granularity)
+    if by_rows or a.recipe.max_product != b.recipe.max_product:
+        return None
+    operand = a if side == "a" else b
+    return alpha(operand, operand)
 
 
-def _single_decode_factor(side: str) -> Factor:
-    def factor_function(parts: GemmParts) -> torch.Tensor | None:
-        factors = _decode_factors(parts)
-        return None if factors is None else factors["ab".index(side)]
-
-    return factor_function
+def _single_decode_factor(side: str, parts: GemmParts) -> torch.Tensor | None:
+    factors = _decode_factors(parts)
+    return None if factors is None else factors["ab".index(side)]
 
 
 def _alpha_after_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -239,40 +130,46 @@ def _alpha_after_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
     return [cast_ends(candidate, parts.dtype) for candidate in candidates]
 
 
-def _alpha_times_addends(names: Sequence[str]) -> Epilogue:
+def _alpha_times_addends(names: Sequence[str], parts: GemmParts, ends: Ends) -> list[Ends]:
     """α multiplies the named addends: in the sum with the accumulator, or each alone."""
-
-    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        addends = [getattr(parts, name) for name in names]
-        if parts.promotes or any(addend is None for addend in addends):
-            return []
-        rest = replace(parts, **dict.fromkeys(names))  # type: ignore[arg-type]
-        together, alone = ends, scale_ends(ends, parts.factor)
-        for addend in addends:
-            together, alone = add_to_ends(together, addend), add_to_ends(alone, parts.factor * addend.float())
-        scaled = replace(rest, factor=torch.ones_like(parts.factor))
-        return [*correct_epilogue(rest, together), *correct_epilogue(scaled, alone)]
-
-    return epilogue
+    addends = [getattr(parts, name) for name in names]
+    if parts.promotes or any(addend is None for addend in addends):
+        return []
+    rest = replace(parts, **dict.fromkeys(names))  # type: ignore[arg-type]
+    together, alone = ends, scale_ends(ends, parts.factor)
+    for addend in addends:
+        together, alone = add_to_ends(together, addend), add_to_ends(alone, parts.factor * addend.float())
+    scaled = replace(rest, factor=torch.ones_like(parts.factor))
+    return [*correct_epilogue(rest, together), *correct_epilogue(scaled, alone)]
 
 
 # ---- the addends -----------------------------------------------------------------------------------------------------
 
 
-def _without_addends(**changes: None) -> Epilogue:
+def _with(parts: GemmParts, name: str, addend: torch.Tensor | None) -> GemmParts:
+    return replace(parts, c=addend) if name == "c" else replace(parts, bias=addend)
+
+
+def _changed(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None] = lambda addend: None
+) -> Callable[[GemmParts, Ends], list[Ends]]:
+    """Epilogue with the addend `name` changed, or without it."""
+
     def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        if any(getattr(parts, name) is None for name in changes):
-            return []
-        return correct_epilogue(replace(parts, **changes), ends)  # type: ignore[arg-type]
+        addend = getattr(parts, name)
+        return [] if addend is None else correct_epilogue(_with(parts, name, change(addend)), ends)
 
     return epilogue
 
 
-def _c_rounded_to(dtype: torch.dtype) -> Epilogue:
-    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        return [] if parts.c is None else correct_epilogue(replace(parts, c=parts.c.to(dtype)), ends)
+def _without_addends(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None or parts.bias is None:
+        return []
+    return correct_epilogue(replace(parts, c=None, bias=None), ends)
 
-    return epilogue
+
+def _c_rounded(dtype: torch.dtype, parts: GemmParts, ends: Ends) -> list[Ends]:
+    return _changed("c", lambda c: c.to(dtype))(parts, ends)
 
 
 def _cast_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -310,18 +207,12 @@ def _addends_first(parts: GemmParts, ends: Ends) -> list[Ends]:
     return correct_epilogue(replace(parts, c=parts.c.float() + parts.bias.float(), bias=None), ends)
 
 
-def _bias_without_tail(width: int) -> Epilogue:
-    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        columns = parts.source.output.shape[1]
-        if parts.bias is None or columns % width == 0:
-            return []
-        return correct_epilogue(replace(parts, bias=parts.bias.masked_fill(_tail(parts, width), 0)), ends)
-
-    return epilogue
-
-
-def _tail(parts: GemmParts, width: int) -> torch.Tensor:
-    return parts.columns >= parts.source.output.shape[1] // width * width
+def _bias_without_tail(width: int, parts: GemmParts, ends: Ends) -> list[Ends]:
+    columns = parts.source.output.shape[1]
+    if parts.bias is None or columns % width == 0:
+        return []
+    tail = parts.columns >= columns // width * width
+    return correct_epilogue(replace(parts, bias=parts.bias.masked_fill(tail, 0)), ends)
 
 
 def _bias_by_rows(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -333,18 +224,13 @@ def _bias_by_rows(parts: GemmParts, ends: Ends) -> list[Ends]:
     return correct_epilogue(replace(parts, bias=bias[rows].unsqueeze(1)[parts.rows]), ends)
 
 
-def _c_twice(parts: GemmParts, ends: Ends) -> list[Ends]:
-    if parts.c is None:
+def _twice(name: str, parts: GemmParts, ends: Ends) -> list[Ends]:
+    """The addend is added again to the output, or is doubled."""
+    addend = getattr(parts, name)
+    if addend is None:
         return []
-    added_again = [cast_ends(add_to_ends(once, parts.c), parts.dtype) for once in correct_epilogue(parts, ends)]
-    return added_again + correct_epilogue(replace(parts, c=2 * parts.c), ends)
-
-
-def _bias_twice(parts: GemmParts, ends: Ends) -> list[Ends]:
-    if parts.bias is None:
-        return []
-    added_again = [cast_ends(add_to_ends(once, parts.bias), parts.dtype) for once in correct_epilogue(parts, ends)]
-    return added_again + correct_epilogue(replace(parts, bias=2 * parts.bias), ends)
+    added_again = [cast_ends(add_to_ends(once, addend), parts.dtype) for once in correct_epilogue(parts, ends)]
+    return added_again + correct_epilogue(_with(parts, name, 2 * addend), ends)
 
 
 def _no_product(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -376,23 +262,17 @@ def before_last_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
     return add_addends(parts, ends, parts.factor)
 
 
-def _output_rounded_to(dtype: torch.dtype) -> Epilogue:
-    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        if parts.dtype == dtype:
-            return []
-        return [cast_ends(cast_ends(y, dtype), parts.dtype) for y in before_last_cast(parts, ends)]
-
-    return epilogue
+def _output_rounded(dtype: torch.dtype, parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.dtype == dtype:
+        return []
+    return [cast_ends(cast_ends(y, dtype), parts.dtype) for y in before_last_cast(parts, ends)]
 
 
-def _product_rounded_to(dtype: torch.dtype) -> Epilogue:
-    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
-        if parts.c is None or parts.promotes or parts.dtype == dtype:
-            return []
-        product = cast_ends(scale_ends(ends, parts.factor), dtype)
-        return [cast_ends(add_to_ends(add_to_ends(product, parts.c), parts.bias), parts.dtype)]
-
-    return epilogue
+def _product_rounded(dtype: torch.dtype, parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None or parts.promotes or parts.dtype == dtype:
+        return []
+    product = cast_ends(scale_ends(ends, parts.factor), dtype)
+    return [cast_ends(add_to_ends(add_to_ends(product, parts.c), parts.bias), parts.dtype)]
 
 
 def _saturated(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -433,3 +313,56 @@ def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     nearest = x.to(dtype)
     bits = nearest.view(INTEGER_DTYPE[dtype])
     return torch.where(nearest.float().abs() > x.abs(), (bits - 1).view(dtype), nearest).float()
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+EPILOGUES: tuple[Deviation[GemmParts], ...] = (
+    # An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
+    Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
+    Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
+    Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
+    Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
+    Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
+    Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
+              {phrase: (sides, torch.float16) for phrase, sides in _AMAXES.items()}),
+    Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
+              {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
+    Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
+    Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand, {"a": "a", "b": "b"}),
+    Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
+    Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),
+    Deviation("alpha-of-one-operand", "α holds the factor of {} alone", FACTOR, _single_decode_factor,
+              {"a": "a", "b": "b"}),
+    Deviation("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", EPILOGUE,
+              _alpha_after_cast),
+    Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
+              {"c and the bias": ("c", "bias"), "c": ("c",)}),
+    Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
+    Deviation("output-truncated", "outputs are truncated to the output's dtype, not rounded", EPILOGUE, _truncated),
+    *in_turn(
+        NARROW,
+        Deviation("output-through-{}", "outputs are rounded to {} on the way", EPILOGUE, _output_rounded),
+        Deviation("product-through-{}", "products are rounded to {} before c is added", EPILOGUE, _product_rounded),
+    ),
+    Deviation("output-saturated", "outputs too large for the output's dtype are its largest number", EPILOGUE,
+              _saturated),
+    Deviation("overflow-to-infinity", "outputs above the largest number are infinite, those that round to it included",
+              EPILOGUE, _infinite_above_largest),
+    Deviation("output-subnormals-flushed", "subnormal outputs are taken to be 0", EPILOGUE, _flushed_outputs),
+    Deviation("c-rounded-first", "c is rounded to {} before it is added", EPILOGUE, _c_rounded, NARROW),
+    Deviation("cast-before-c", "the product is cast to the output's dtype before c is added", EPILOGUE, _cast_before_c),
+    Deviation("c-before-cast", "c is added before the cast of the product, not after it", EPILOGUE, _c_before_cast),
+    Deviation("bias-after-cast", "the bias is added after the cast of the rest", EPILOGUE, _bias_after_cast),
+    Deviation("bias-before-c", "the bias is added before c", EPILOGUE, _bias_before_c),
+    Deviation("addends-first", "c and the bias are added to each other first", EPILOGUE, _addends_first),
+    Deviation("bias-tail-dropped", "the bias is not added to the columns behind the last whole {}", EPILOGUE,
+              _bias_without_tail, {str(width): width for width in (2, 4, 8, 16, 32, 64, 128)}),
+    Deviation("bias-by-rows", "the bias is indexed by rows, not by columns", EPILOGUE, _bias_by_rows),
+    Deviation("c-twice", "c is added twice", EPILOGUE, partial(_twice, "c")),
+    Deviation("bias-twice", "the bias is added twice", EPILOGUE, partial(_twice, "bias")),
+    Deviation("product-missing", "what is added to a product is there, and no product", EPILOGUE, _no_product),
+    Deviation("c-of-first-row", "every row adds the first row of c", EPILOGUE, _first_row_of_c),
+    Deviation("c-transposed", "c is read as if it were transposed", EPILOGUE, _transposed_c),
+)  # fmt: skip
+"""Wrong epilogues, for every product. The search rejects a deviation without effect on the output."""

@@ -10,9 +10,10 @@ from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.epilogues import before_last_cast
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, split_products
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmParts, split_products
 from narrowgauge.harness.diagnosis.quantize.deviation import Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix, kernel_matrix
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.reference.numbers.decode import decode
@@ -20,6 +21,9 @@ from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.formats import FP32, Format
 
 _PREFIX = "fused."
+NOT_CAST: Deviation[GemmParts] = Deviation(
+    "fused-output-not-cast", "outputs are quantized in float32, not rounded to {} before", "output"
+)
 
 
 def explain_fused_output(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
@@ -34,8 +38,7 @@ def explain_fused_output(outcome: Outcome, wrong_stage: StageResult) -> list[Exp
     (parts,) = split_products(outcome.products, None)
     if not any(_all_stages_fit(matrix, ends) for ends in before_last_cast(parts, parts.sums().ends)):
         return []
-    sentence = f"outputs are quantized in float32, not rounded to {str(parts.dtype).removeprefix('torch.')} before"
-    return [Explanation("fused-output-not-cast", sentence, wrong_stage.stage, exact=True)]
+    return [Explanation.of(NOT_CAST.bound(str(parts.dtype).removeprefix("torch.")), wrong_stage.stage)]
 
 
 def _all_stages_fit(matrix: KernelMatrix, ends: Ends) -> bool:

@@ -5,38 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, accumulators, promotion_deviations
-from narrowgauge.harness.diagnosis.gemm.epilogues import epilogue_deviations
-from narrowgauge.harness.diagnosis.gemm.gain import find_gain
+from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, SCALES_OF_SUM, accumulators
+from narrowgauge.harness.diagnosis.gemm.epilogues import EPILOGUES
+from narrowgauge.harness.diagnosis.gemm.gain import GAIN, find_gain
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    EPILOGUE,
     Ends,
-    GemmDeviation,
     GemmParts,
     Sums,
+    changed_outputs,
+    changed_parts,
     correct_epilogue,
     fits,
     split_products,
 )
-from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.gemm.operands import SECTIONS, operand_deviations
 from narrowgauge.harness.diagnosis.gemm.other_declarations import (
+    ANY_ORDER,
+    DECLARATIONS,
+    DECODED_TO_FLOAT16,
+    ORDER,
     decoded_to_float16,
     may_have_order,
-    other_declarations,
-    simulated_order,
     simulated_orders,
     wrong_reference_outputs,
 )
-from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, slice_sums, slice_widths
+from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 6, 24
@@ -51,7 +57,7 @@ _MAX_SIMULATED_PRODUCTS = 1 << 27
 """Largest number of multiplications, over all sections, for which narrow accumulators are simulated."""
 _MAX_PARTIAL_OUTPUTS = 1 << 20
 """Largest number of outputs, over all sections, for which partial sums in 16 bits are tried."""
-_LAST_CAUSES = {*NARROW, *(kind.cause for kind in KINDS), "gain"}
+_LAST_CAUSES = {GAIN.cause, *(row.cause for row in NARROW), *(row.cause for row in KINDS)}
 """Causes that are tried if no deviation fits."""
 _LEAST_SHARE, _LEAST_SHARED = 0.8, 16
 """Least share of the wrong outputs, and of the correct ones, that a reported deviation gives; least number of wrong
@@ -59,8 +65,9 @@ outputs."""
 _LEAST_SEPARATED = 10
 """Outputs of the reference that an exact deviation cannot give. Intervals that hold the reference's outputs hold small
 mistakes of any other kind too."""
-Match = tuple[str, str, bool]
-"""Cause, sentence, and whether the deviation is exact."""
+Match = Deviation[Any]
+"""A deviation that fits, and whether it is exact."""
+_CORRECT: Deviation[GemmParts] = Deviation("", "", EPILOGUE, correct_epilogue)
 _SHARES_VERIFIED = 3
 """Deviations whose share is computed on all outputs."""
 
@@ -93,14 +100,14 @@ def explain_gemm(
     if not bool(wrong_outputs.any()):  # the stage failed for another reason than its bounds
         return []
     search = _Search(split_products(products, wrong_outputs), limit)
-    if search.fits(GemmDeviation("", "")):  # zeros of the wrong sign alone, which fit whatever leaves zeros
+    if search.fits(_CORRECT):  # zeros of the wrong sign alone, which fit whatever leaves zeros
         return []
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
     recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
     if orders := search.simulated_orders(history, (recipes, f"{wrong_stage.stage} order", False)):
         history.remember([deviation.cause for deviation in orders])
-        return [Explanation(order.cause, order.sentence, wrong_stage.stage, exact=True) for order in orders]
+        return [Explanation.of(order, wrong_stage.stage) for order in orders]
     deviations = list(_deviations(search.products))
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}
@@ -110,47 +117,35 @@ def explain_gemm(
         further = {rank for rank, deviation in enumerate(deviations) if not recent[rank] and search.fits(deviation)}
         matching |= further
         history.searches[key] += not further and not limit.reached
-    matches = [
-        (deviations[rank].cause, deviations[rank].sentence, search.separates(deviations[rank]))
-        for rank in sorted(matching)
-    ]
-    if not matches and search.fits(_ANY_ORDER):  # the wider bounds of further explanations would fit too
-        return [Explanation(_ANY_ORDER.cause, _ANY_ORDER.sentence, wrong_stage.stage, exact=False)]
+    matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
+    if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
+        return [Explanation.of(ANY_ORDER, wrong_stage.stage)]
     matches += search.other_declarations(products)
     if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = search.last_matches()
-    matches.sort(key=lambda match: not match[2])  # a stable sort keeps the simplest first
-    simplest = {match[0]: match for match in reversed(matches)}
-    causes = list(dict.fromkeys(cause for cause, *_ in matches))
+    matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
+    simplest = {match.cause: match for match in reversed(matches)}
+    causes = list(dict.fromkeys(match.cause for match in matches))
     history.remember(causes)
     if not causes and full_search:
         return search.largest_share(deviations, wrong_stage.stage)
-    return [_explanation(*simplest[cause], wrong_stage.stage) for cause in causes]
+    return [_explanation(simplest[cause], wrong_stage.stage) for cause in causes]
 
 
-def _explanation(cause: str, sentence: str, exact: bool, stage: str) -> Explanation:
-    if not exact:
-        sentence = f"{sentence}; fewer than {_LEAST_SEPARATED} outputs separate this from a correct GEMM"
-    return Explanation(cause, sentence, stage, exact)
+def _explanation(match: Match, stage: str) -> Explanation:
+    words = "" if match.exact else f"; fewer than {_LEAST_SEPARATED} outputs separate this from a correct GEMM"
+    return Explanation.of(replace(match, sentence=match.sentence + words), stage)
 
 
-def _deviations(products: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
+def _deviations(products: Sequence[GemmParts]) -> Iterator[Deviation[GemmParts]]:
     """All deviations of the products, the most plausible first."""
-    yield from epilogue_deviations()
-    yield from operand_deviations()
+    first = products[0]
+    yield from rows_of(EPILOGUES, first)
+    yield from operand_deviations(first)
     yield SCALES_MULTIPLIED_FIRST
-    yield from promotion_deviations()
-    if len(products) > 1:
-        yield from section_deviations(len(products))
-    yield GemmDeviation("output-transposed", "the output is stored transposed, column after column", _transposed)
-
-
-def _any_order(parts: GemmParts) -> GemmParts | None:
-    return None if parts.order.order is None else replace(parts, order=replace(parts.order, order=None))
-
-
-_ANY_ORDER = GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
-"""A possible cause: a mistake of small effect fits the wider bounds of any order too."""
+    yield SCALES_OF_SUM
+    yield from rows_of(SECTIONS, first)
+    yield OUTPUT_TRANSPOSED
 
 
 def _transposed(parts: GemmParts) -> GemmParts | None:
@@ -159,6 +154,9 @@ def _transposed(parts: GemmParts) -> GemmParts | None:
     return None if min(shape) < 2 else replace(parts, output=parts.output.reshape(shape[::-1]).T.contiguous())
 
 
+OUTPUT_TRANSPOSED: Deviation[GemmParts] = Deviation(
+    "output-transposed", "the output is stored transposed, column after column", "output", _transposed
+)
 _SAMPLE_PASSES = ("loose sample", "sample")
 """Passes in which a deviation is tried before it is tried on all outputs. Most deviations fail in the first pass."""
 
@@ -179,11 +177,11 @@ class _Search:
     def __post_init__(self) -> None:
         self._wrong_products = {parts.number for parts in self.products if bool(parts.wrong.any())}
 
-    def fits(self, deviation: GemmDeviation) -> bool:
+    def fits(self, deviation: Deviation[GemmParts]) -> bool:
         """Whether the deviation can give every output. False if the limit of work is reached before all were tried."""
         if not self.limit.may_try(self._of_samples):
             return False
-        changed = [deviation.change(parts) for parts in self.products]
+        changed = [changed_parts(deviation, parts) for parts in self.products]
         applicable = [parts for parts in changed if parts is not None]
         if len(applicable) < len(changed):
             return False
@@ -215,14 +213,18 @@ class _Search:
         """Work of the samples."""
         return sum(self._work(parts, *map(len, self._sample(parts))) for parts in self.products)
 
-    def _part_fits(self, deviation: GemmDeviation, parts: GemmParts, selected: GemmParts, key: str | int) -> bool:
+    def _part_fits(
+        self, deviation: Deviation[GemmParts], parts: GemmParts, selected: GemmParts, key: str | int
+    ) -> bool:
         """Whether the deviation can give the selected outputs of `parts`. `key`: name of the pass, or row of the slab.
 
         Sums are cached if operands and order are unchanged.
         """
         return bool(self._fitting(deviation, parts, selected, key).all())
 
-    def _fitting(self, deviation: GemmDeviation, parts: GemmParts, selected: GemmParts, key: str | int) -> torch.Tensor:
+    def _fitting(
+        self, deviation: Deviation[GemmParts], parts: GemmParts, selected: GemmParts, key: str | int
+    ) -> torch.Tensor:
         """bool mask of the selected outputs that the deviation can give. `key`: as of `_part_fits`."""
         original = self.products[parts.number]
         if parts.left is not original.left or parts.right is not original.right or parts.order != original.order:
@@ -231,13 +233,13 @@ class _Search:
             if (parts.number, key) not in self._sums:
                 self._sums[parts.number, key] = _sums(selected, key)
             sums = self._sums[parts.number, key]
-        return fits(selected.output, deviation.epilogue(selected, sums.ends), sums.undetermined)
+        return fits(selected.output, changed_outputs(deviation, selected, sums.ends), sums.undetermined)
 
-    def separates(self, deviation: GemmDeviation) -> bool:
+    def separates(self, deviation: Deviation[GemmParts]) -> bool:
         """Whether the deviation cannot give at least `_LEAST_SEPARATED` outputs of the reference."""
         count = 0
         for parts in self.products:
-            changed = deviation.change(replace(parts, output=parts.source.limits.expected))
+            changed = changed_parts(deviation, replace(parts, output=parts.source.limits.expected))
             assert changed is not None
             for start, slab in _slabs(changed):
                 count += int((~self._fitting(deviation, changed, slab, start)).sum())
@@ -251,7 +253,7 @@ class _Search:
             self._samples[parts.number] = _sample(parts.wrong)
         return self._samples[parts.number]
 
-    def simulated_orders(self, history: SearchHistory, key: tuple[str, str, bool]) -> list[GemmDeviation]:
+    def simulated_orders(self, history: SearchHistory, key: tuple[str, str, bool]) -> list[Deviation[GemmParts]]:
         """Orders of a declared tensor core that give every output. After `SEARCHES` searches without a finding, only
         recent causes are tried. `key`: of these searches in `history`.
         """
@@ -260,14 +262,14 @@ class _Search:
         if history.searches[key] >= SEARCHES:
             recent = {cause.removeprefix("order:") for cause in history.recent_causes}
             orders = [equal for equal in orders if not recent.isdisjoint(equal)]
-        found: list[GemmDeviation] = []
+        found: list[Deviation[GemmParts]] = []
         if not orders:
             return found
         for number in self._wrong_products:
             answers = may_have_order(_few_outputs(self.products[number]), [equal[0] for equal in orders])
             orders = [equal for equal, answer in zip(orders, answers, strict=True) if answer]
         for equal in orders:
-            deviations = [simulated_order(name) for name in equal]
+            deviations = [ORDER.bound(name, name) for name in equal]
             found += deviations if self.fits(deviations[0]) else []
         if not found and not self.limit.reached:
             history.searches[key] += 1
@@ -276,14 +278,13 @@ class _Search:
     def other_declarations(self, products: Sequence[Product]) -> list[Match]:
         """The declarations under which all outputs are correct."""
         found: list[Match] = []
-        for declaration in other_declarations():
+        for declaration in rows_of(DECLARATIONS, products[0].order):
             if not self.limit.may_try(self._of_all):
                 break
             if (wrong := wrong_reference_outputs(declaration, products)) is not None:
-                found.append((*declaration[:2], wrong >= _LEAST_SEPARATED))
+                found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED))
         if not found and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
-            sentence = "both operands are decoded to float16, with all their scales, before they are multiplied"
-            found.append(("operands-decoded-first", sentence, wrong >= _LEAST_SEPARATED))
+            found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED))
         return found
 
     def last_matches(self) -> list[Match]:
@@ -291,7 +292,7 @@ class _Search:
         if partial := self._partial_sums():
             return partial
         if self.limit.may_try(self._of_all) and (gain := find_gain(self.products)) is not None:
-            return [("gain", gain.sentence, True)]
+            return [gain.row]
         return list(self.narrow_accumulators())
 
     def _partial_sums(self) -> list[Match]:
@@ -312,10 +313,10 @@ class _Search:
                 of_all = [slice_sums(parts, width) for parts in self.products]
                 kinds = [kind for kind in kinds if _fit_partial(kind, self.products, of_all)]
             if kinds:
-                return [(kind.cause, kind.sentence.format(width=width), True) for kind in kinds]
+                return [replace(kind, sentence=kind.sentence.format(of=width)) for kind in kinds]
         return []
 
-    def largest_share(self, deviations: Sequence[GemmDeviation], stage: str) -> list[Explanation]:
+    def largest_share(self, deviations: Sequence[Deviation[GemmParts]], stage: str) -> list[Explanation]:
         """The deviation that gives most of the wrong outputs, and at least as large a share of the correct ones.
 
         A deviation that leaves correct outputs unchanged explains a part of the kernel. A deviation of small effect is
@@ -324,7 +325,7 @@ class _Search:
         wrong = sum(int(parts.wrong.sum()) for parts in self.products)
         if wrong < _LEAST_SHARED:
             return []
-        best: tuple[float, GemmDeviation] | None = None
+        best: tuple[float, Deviation[GemmParts]] | None = None
         candidates = []
         for deviation in deviations:
             if not self.limit.may_try(self._of_samples):
@@ -343,17 +344,17 @@ class _Search:
         sentence = f"explains {percent} % of the wrong outputs, not all: {best[1].sentence}"
         return [Explanation(best[1].cause, sentence, stage, exact=False)]
 
-    def _shares(self, deviation: GemmDeviation, *, sampled: bool) -> tuple[float, float] | None:
+    def _shares(self, deviation: Deviation[GemmParts], *, sampled: bool) -> tuple[float, float] | None:
         """Shares of the wrong and of the correct outputs that the deviation gives; None if it does not apply."""
         counts = torch.zeros(2, 2, dtype=torch.int64)
         for product in self.products:
-            changed = deviation.change(product)
+            changed = changed_parts(deviation, product)
             if changed is None:
                 return None
             parts = changed.select(*self._sample(product)) if sampled else changed
             original = product.select(*self._sample(product)) if sampled else product
             sums = parts.sums()
-            fitting = fits(parts.output, deviation.epilogue(parts, sums.ends), sums.undetermined)
+            fitting = fits(parts.output, changed_outputs(deviation, parts, sums.ends), sums.undetermined)
             for row, mask in enumerate((original.wrong, ~original.wrong)):
                 counts[row] += torch.tensor([int((fitting & mask).sum()), int(mask.sum())])
         (fitted, wrong), (kept, correct) = counts.tolist()
@@ -370,7 +371,7 @@ class _Search:
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in samples)
                 and all(_gives_output(accumulator.sums(parts), parts) for parts in self.products)
             ):
-                yield accumulator.cause, accumulator.sentence, True
+                yield accumulator.row
 
 
 def _sums(parts: GemmParts, key: str | int) -> Sums:
@@ -415,10 +416,10 @@ def _slabs(parts: GemmParts) -> Iterator[tuple[int, GemmParts]]:
         yield start, parts.select(torch.arange(start, min(start + step, rows), device=parts.output.device), all_columns)
 
 
-def _fit_partial(kind: PartialSums, products: Sequence[GemmParts], sums: Sequence[list[Ends]]) -> bool:
+def _fit_partial(kind: Deviation[GemmParts], products: Sequence[GemmParts], sums: Sequence[list[Ends]]) -> bool:
     """Whether partial sums of this kind can give every output. `sums`: of the slices of each product."""
     return all(
-        bool(fits(parts.output, kind.outputs(parts, ends), torch.zeros_like(parts.wrong)).all())
+        bool(fits(parts.output, kind.result(parts, ends), torch.zeros_like(parts.wrong)).all())
         for parts, ends in zip(products, sums, strict=True)
     )
 

@@ -9,12 +9,16 @@ import torch
 
 from narrowgauge.harness.diagnosis.gemm.epilogues import before_last_cast
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmParts, cast_ends, fits
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.spec.summation import UNIT
 
 _LEAST_OUTPUTS = 16
 """Least number of outputs that are not 0 and determine the gain."""
 _CAST = {torch.float32: UNIT, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Unit roundoff of an output."""
+
+
+GAIN: Deviation[GemmParts] = Deviation("gain", "{0} are {1} times the expected", "output")
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,11 @@ class Gain:
     upper: float
 
     @property
-    def sentence(self) -> str:
-        """The gain with as many digits as the outputs determine."""
+    def row(self) -> Deviation[GemmParts]:
+        """The deviation: the gain with as many digits as the outputs determine."""
         middle = (self.lower + self.upper) / 2
         digits = next((n for n in range(3, 12) if self.lower <= float(f"{middle:.{n}g}") <= self.upper), 12)
-        return f"{self.noun} are {middle:.{digits}g} times the expected"
+        return GAIN.bound(self.noun, f"{middle:.{digits}g}")
 
 
 def find_gain(products: Sequence[GemmParts]) -> Gain | None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.bounds.decoded_first import DTYPES, TensorFactor, decoded, decoded_bounds, tensor_factor
@@ -268,16 +269,24 @@ def fits(output: torch.Tensor, candidates: Sequence[Ends], undetermined: torch.T
     return fitting
 
 
-def _unchanged(parts: GemmParts) -> GemmParts:
-    return parts
+EPILOGUE, FACTOR = "epilogue", "factor"
+"""Steps of deviations whose `change` gives an epilogue's result (`Epilogue`), or a factor in place of α: float32, or
+None if it does not apply. The change of every other step gives the changed parts, or None."""
 
 
-@dataclass(frozen=True)
-class GemmDeviation:
-    """A single known mistake of a GEMM: changed parts, a changed epilogue, or both."""
+def changed_parts(deviation: Deviation[GemmParts], parts: GemmParts) -> GemmParts | None:
+    """The parts with the deviation. None if it does not apply to the product."""
+    if deviation.step == EPILOGUE:
+        return parts
+    if deviation.step != FACTOR:
+        changed: GemmParts | None = deviation.result(parts)
+        return changed
+    without = parts.promotes or parts.source.a.recipe.alpha == "1" or parts.tensor_factors is not None
+    factor = None if without else deviation.result(parts)
+    return None if factor is None else replace(parts, factor=factor)
 
-    cause: str
-    sentence: str
-    change: Callable[[GemmParts], GemmParts | None] = _unchanged
-    """Function to the changed parts. Its result is None if the deviation does not apply to the product."""
-    epilogue: Epilogue = correct_epilogue
+
+def changed_outputs(deviation: Deviation[GemmParts], parts: GemmParts, ends: Ends) -> list[Ends]:
+    """Ends of the outputs of the changed parts, for each permitted epilogue."""
+    outputs: list[Ends] = (deviation.result if deviation.step == EPILOGUE else correct_epilogue)(parts, ends)
+    return outputs

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmParts
-from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS, wrong_offsets
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmParts
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
+from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
@@ -18,196 +21,81 @@ from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipe import mismatch
 
-Change = Callable[[Quantized], Quantized | None]
-"""Function to a changed operand. Its result is None if the change does not apply to the operand."""
 _OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
-_TILES = (32, 64, 128)
-_BLOCKS_OF_A_STEP = (2, 4, 8)
-_TABLES_OF_SECTIONS = (8, 16, 32)
-"""Lengths of tables with an entry for each section, which a larger number of sections exceeds."""
-
-
-def changed_scales() -> Iterator[tuple[str, str, Change]]:
-    """Wrong scales of a matrix: cause, sentence with {} for the matrix, and change."""
-    for step, phrase in ((1, "next"), (-1, "previous")):
-        for variant, suffix in _STEP_SUFFIXES.items():
-            yield (
-                f"scale-of-{phrase}-block", f"blocks of {{}} take the scale of the {phrase} one{suffix}",
-                _neighbour_scales(step, variant),
-            )  # fmt: skip
-    yield "scales-ignored", "block scales of {} are taken to be 1", _without_scales
-    yield "scale-of-first-block", "every block of {} takes the scale of the row's first one", _first_scale
-    for count in _BLOCKS_OF_A_STEP:
-        yield (
-            "scale-of-first-step", f"every {count} blocks of {{}} take the scales of the row's first {count}",
-            _first_scales(count),
-        )  # fmt: skip
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        yield f"scales-through-{name}", f"scales of {{}} are rounded to {name}", _rounded_scales(dtype)
-    yield "scales-transposed", "scales of {} are read as if they were transposed", _transposed_scales
-    yield "scales-read-swizzled", "linear scales of {} are read as swizzled ones", _read_swizzled
-    yield "scales-read-linear", "scales of {} are swizzled, and read as linear ones", _read_linear
-
-
-def changed_codes() -> Iterator[tuple[str, str, Change]]:
-    """Wrong decoding of codes and scales: cause, sentence with {} for the matrix, and change."""
-    yield "subnormal-codes-flushed", "subnormal codes of {} are taken to be 0", _flushed_codes
-    yield "subnormal-scales-flushed", "subnormal scales of {} are taken to be 0", _flushed_scales
-    yield "nan-read-as-number", "NaN codes of {} are read as numbers", _nan_codes_as_numbers
-    yield (
-        "decoded-as-other-format",
-        "codes of {} are decoded as the other format of their size",
-        _decoded_as_other_format,
-    )
-
-
-def operand_deviations() -> Iterator[GemmDeviation]:
-    """Deviations of a, of b, or of both."""
-    for cause, sentence, change in changed_scales():
-        yield from _deviations_for_operands(cause, sentence, change)
-    for cause, phrase in SWIZZLE_READS.items():
-        yield from _deviations_for_operands(cause, phrase, _read_from_offsets(cause))
-    yield GemmDeviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
-    yield GemmDeviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
-    # Swapping the pairs of a or of b gives the same products.
-    yield GemmDeviation(
-        "nibbles-swapped", "the two elements of a byte of one operand change places",
-        _change_operands(("left",), swap_code_pairs),
-    )  # fmt: skip
-    yield GemmDeviation(
-        "last-block-dropped", "the last block of K is left out", _change_both_operands(_without_last_block)
-    )
-    for tile in _TILES:
-        yield GemmDeviation(
-            f"tail-of-k-dropped:{tile}", f"columns of K behind the last whole {tile} are left out",
-            _change_both_operands(_without_tail(tile)),
-        )  # fmt: skip
-    yield GemmDeviation(
-        "last-element-dropped", "the last column of K is left out", _change_both_operands(_without_last_column)
-    )
-    for cause, sentence, change in changed_codes():
-        yield from _deviations_for_operands(cause, sentence, change)
-    yield GemmDeviation(
-        "nan-read-as-number", "NaN scales are read as numbers", _change_both_operands(_nan_scales_as_numbers)
-    )
-
-
-def section_deviations(count: int) -> Iterator[GemmDeviation]:
-    """Sections of a grouped GEMM with `count` sections that take a part of another section."""
-    for name, position in _POSITIONS.items():
-        for part_name, take_part in _SECTION_PARTS.items():
-            yield GemmDeviation(
-                "section-of-neighbour", f"every section takes {part_name} of the {name} one",
-                _take_from_section(position, take_part),
-            )  # fmt: skip
-    for length in (length for length in _TABLES_OF_SECTIONS if length < count):
-        for part_name, take_part in _SECTION_PARTS.items():
-            yield GemmDeviation(
-                "section-of-neighbour", f"section n takes {part_name} of section n modulo {length}",
-                _take_from_section(partial(_modulo, length), take_part),
-            )  # fmt: skip
-
-
-def _deviations_for_operands(cause: str, sentence: str, change: Change) -> Iterator[GemmDeviation]:
-    for operands, phrase in ((("left", "right"), "both operands"), (("left",), "a"), (("right",), "b")):
-        yield GemmDeviation(cause, sentence.format(phrase), _change_operands(operands, change))
-
-
-def _change_operands(operands: tuple[str, ...], change: Change) -> Callable[[GemmParts], GemmParts | None]:
-    def change_parts(parts: GemmParts) -> GemmParts | None:
-        changed = {name: change(getattr(parts, name)) for name in operands}
-        if any(q is None for q in changed.values()):
-            return None  # a change of both operands applies to both
-        changed_parts = replace(parts, **changed)  # type: ignore[arg-type]
-        return None if mismatch(changed_parts.left.recipe, changed_parts.right.recipe) else changed_parts
-
-    return change_parts
-
-
-def _change_both_operands(change: Change) -> Callable[[GemmParts], GemmParts | None]:
-    return _change_operands(("left", "right"), change)
+Changed = Quantized | None
+"""A changed operand. None: the change does not apply to the operand."""
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
-_STEP_SUFFIXES = {
-    "within": ", the last its own", "around": ", the last that of the other end of the row",
-    "memory": ", the last that of another row",
-}  # fmt: skip
 
-
-def _with_scales(q: Quantized, scales: torch.Tensor) -> Quantized | None:
+def _with_scales(q: Quantized, scales: torch.Tensor) -> Changed:
     return None if q.recipe.whole or scales.shape != q.scales.shape else replace(q, scales=scales.contiguous())
 
 
-def _neighbour_scales(step: int, variant: str) -> Change:
-    def change(q: Quantized) -> Quantized | None:
-        blocks = q.scales.shape[1]
-        if variant == "memory":
-            return _with_scales(q, q.scales.flatten().roll(-step).view(q.scales.shape))
-        neighbours = torch.arange(blocks, device=q.scales.device) + step
-        neighbours = neighbours % blocks if variant == "around" else neighbours.clamp(0, blocks - 1)
-        return _with_scales(q, q.scales[:, neighbours])
-
-    return change
+def _neighbour_scales(neighbour: tuple[int, str], q: Quantized) -> Changed:
+    """Scales of the blocks at a distance. The last block of a row takes its own scale, or as the second value says."""
+    (distance, last), blocks = neighbour, q.scales.shape[1]
+    if last == "memory":
+        return _with_scales(q, q.scales.flatten().roll(-distance).view(q.scales.shape))
+    neighbours = torch.arange(blocks, device=q.scales.device) + distance
+    return _with_scales(q, q.scales[:, neighbours % blocks if last == "around" else neighbours.clamp(0, blocks - 1)])
 
 
-def _without_scales(q: Quantized) -> Quantized | None:
+def _neighbours(distance: int) -> dict[str, tuple[int, str]]:
+    return {
+        "its own": (distance, "own"), "that of the other end of the row": (distance, "around"),
+        "that of another row": (distance, "memory"),
+    }  # fmt: skip
+
+
+def _without_scales(q: Quantized) -> Changed:
     fmt = q.recipe.scale
     scale_1 = 1.0 if fmt is FP32 else float(encode(torch.ones(1, device=q.codes.device), fmt))
     return _with_scales(q, torch.full_like(q.scales, scale_1))
 
 
-def _first_scale(q: Quantized) -> Quantized | None:
+def _first_scale(q: Quantized) -> Changed:
     return _with_scales(q, q.scales[:, :1].expand_as(q.scales))
 
 
-def _first_scales(count: int) -> Change:
-    def change(q: Quantized) -> Quantized | None:
-        blocks = q.scales.shape[1]
-        if blocks <= count:
-            return None
-        return _with_scales(q, q.scales[:, torch.arange(blocks, device=q.scales.device) % count])
-
-    return change
+def _first_scales(count: int, q: Quantized) -> Changed:
+    blocks = q.scales.shape[1]
+    if blocks <= count:
+        return None
+    return _with_scales(q, q.scales[:, torch.arange(blocks, device=q.scales.device) % count])
 
 
-def _rounded_scales(dtype: torch.dtype) -> Change:
-    def change(q: Quantized) -> Quantized | None:
-        if q.recipe.scale is not FP32:
-            return None
-        rounded = q.scales.to(dtype).float()
-        # A scale that overflows would leave the sums unknown, and they would fit any output.
-        return _with_scales(q, rounded) if torch.equal(rounded.isfinite(), q.scales.isfinite()) else None
-
-    return change
+def _rounded_scales(dtype: torch.dtype, q: Quantized) -> Changed:
+    if q.recipe.scale is not FP32:
+        return None
+    rounded = q.scales.to(dtype).float()
+    # A scale that overflows would leave the sums unknown, and they would fit any output.
+    return _with_scales(q, rounded) if torch.equal(rounded.isfinite(), q.scales.isfinite()) else None
 
 
-def _transposed_scales(q: Quantized) -> Quantized | None:
+def _transposed_scales(q: Quantized) -> Changed:
     return _with_scales(q, q.scales.T.reshape(q.scales.shape))
 
 
-def _read_swizzled(q: Quantized) -> Quantized | None:
+def _read_swizzled(q: Quantized) -> Changed:
     if q.scales.dtype != torch.uint8:
         return None
     return _with_scales(q, unswizzle(pad_scales(q.scales), (q.scales.shape[0], q.scales.shape[1])))
 
 
-def _read_linear(q: Quantized) -> Quantized | None:
+def _read_linear(q: Quantized) -> Changed:
     if q.scales.dtype != torch.uint8:
         return None
     return _with_scales(q, swizzle(q.scales).flatten()[: q.scales.numel()].view(q.scales.shape))
 
 
-def _read_from_offsets(cause: str) -> Change:
-    def change(q: Quantized) -> Quantized | None:
-        offsets = None if q.scales.dtype != torch.uint8 else wrong_offsets(cause, q.scales.shape, q.scales.device)
-        return None if offsets is None else _with_scales(q, swizzle(q.scales).flatten()[offsets])
-
-    return change
+def _read_from_offsets(offsets_of: Callable[[torch.Tensor], torch.Tensor | None], q: Quantized) -> Changed:
+    offsets = None if q.scales.dtype != torch.uint8 else offsets_of(q.scales)
+    return None if offsets is None else _with_scales(q, swizzle(q.scales).flatten()[offsets])
 
 
-def _flushed_scales(q: Quantized) -> Quantized | None:
+def _flushed_scales(q: Quantized) -> Changed:
     if q.recipe.scale is E8M0:  # only 2^-127 is subnormal as a float32 number
         subnormal = (q.scales == 0).repeat_interleave(q.recipe.block[1], dim=1)
         return _with_zero_codes(q, subnormal[:, : q.shape[1]])
@@ -221,20 +109,18 @@ def _repeat_rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
     return scales[torch.arange(rows, device=scales.device) % len(scales)] if len(scales) else scales
 
 
-def _scales_of_left(parts: GemmParts) -> GemmParts | None:
-    right = _with_scales(parts.right, _repeat_rows(parts.left.scales, len(parts.right.scales)))
-    return None if right is None else replace(parts, right=right)
-
-
-def _scales_of_right(parts: GemmParts) -> GemmParts | None:
-    left = _with_scales(parts.left, _repeat_rows(parts.right.scales, len(parts.left.scales)))
-    return None if left is None else replace(parts, left=left)
+def _scales_of_one(side: str, parts: GemmParts) -> GemmParts | None:
+    """The scales of an operand in both."""
+    taken = parts.left if side == "a" else parts.right
+    other, name = (parts.right, "right") if side == "a" else (parts.left, "left")
+    changed = _with_scales(other, _repeat_rows(taken.scales, len(other.scales)))
+    return None if changed is None else replace(parts, **{name: changed})  # type: ignore[arg-type]
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
-def swap_code_pairs(q: Quantized) -> Quantized | None:
+def swap_code_pairs(q: Quantized) -> Changed:
     """The matrix with both codes of every byte exchanged. None if a byte has a single code."""
     return replace(q, codes=swap_nibbles(q.codes)) if q.recipe.element.bits == 4 else None
 
@@ -251,16 +137,16 @@ def _zero_columns(q: Quantized, first: int) -> Quantized:
     return replace(q, codes=codes)
 
 
-def _without_last_block(q: Quantized) -> Quantized | None:
+def _without_last_block(q: Quantized) -> Changed:
     width = q.recipe.block[1]
     return None if q.recipe.spans_k or q.shape[1] == 0 else _zero_columns(q, (q.shape[1] - 1) // width * width)
 
 
-def _without_tail(tile: int) -> Change:
-    return lambda q: _zero_columns(q, q.shape[1] // tile * tile) if q.shape[1] % tile else None
+def _without_tail(tile: int, q: Quantized) -> Changed:
+    return _zero_columns(q, q.shape[1] // tile * tile) if q.shape[1] % tile else None
 
 
-def _without_last_column(q: Quantized) -> Quantized | None:
+def _without_last_column(q: Quantized) -> Changed:
     return _zero_columns(q, q.shape[1] - 1) if q.shape[1] else None
 
 
@@ -284,14 +170,14 @@ def _with_zero_codes(q: Quantized, zero: torch.Tensor) -> Quantized:
     return replace(q, codes=codes)
 
 
-def _nan_codes_as_numbers(q: Quantized) -> Quantized | None:
+def _nan_codes_as_numbers(q: Quantized) -> Changed:
     fmt = q.recipe.element
     if fmt.nan_code is None:
         return None
     return _with_format(q, "element", _without_nan(fmt))
 
 
-def _nan_scales_as_numbers(q: Quantized) -> Quantized | None:
+def _nan_scales_as_numbers(q: Quantized) -> Changed:
     fmt = q.recipe.scale
     if fmt is FP32 or fmt.nan_code is None:
         return None
@@ -311,7 +197,7 @@ def _without_nan(fmt: Format) -> Format:
     return replace(fmt, max_code=max(fmt.max_code, fmt.nan_code or 0), nan_code=None, inf_code=None)
 
 
-def _decoded_as_other_format(q: Quantized) -> Quantized | None:
+def _decoded_as_other_format(q: Quantized) -> Changed:
     other_format: Format | None = _OTHER_FORMATS.get(q.recipe.element)
     if other_format is None:
         return None
@@ -370,17 +256,112 @@ _POSITIONS: dict[str, Position] = {
     "previous": lambda number, count: max(number - 1, 0),
     "first": lambda number, count: 0,
 }
+_TABLES_OF_SECTIONS = (8, 16, 32)
+"""Lengths of tables with an entry for each section, which a larger number of sections exceeds."""
+
+
+def _of_tables(parts: GemmParts) -> dict[str, tuple[Position, TakePart]]:
+    return {
+        f"{name} of section n modulo {length}": (partial(_modulo, length), take)
+        for length in _TABLES_OF_SECTIONS
+        if length < len(parts.sections)
+        for name, take in _SECTION_PARTS.items()
+    }
 
 
 def _modulo(length: int, number: int, count: int) -> int:
     return number % length
 
 
-def _take_from_section(position: Position, take_part: TakePart) -> Callable[[GemmParts], GemmParts | None]:
-    def change_section(parts: GemmParts) -> GemmParts | None:
-        changed_parts = take_part(parts, parts.sections[position(parts.number, len(parts.sections))])
-        if changed_parts is None or changed_parts.left.shape[1] != changed_parts.right.shape[1]:
-            return None  # in the GEMM of a weight gradient, sections have sums of different lengths
-        return changed_parts
+def _of_section(taken: tuple[Position, TakePart], parts: GemmParts) -> GemmParts | None:
+    position, take = taken
+    changed_parts = take(parts, parts.sections[position(parts.number, len(parts.sections))])
+    if changed_parts is None or changed_parts.left.shape[1] != changed_parts.right.shape[1]:
+        return None  # in the GEMM of a weight gradient, sections have sums of different lengths
+    return changed_parts
 
-    return change_section
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+_OF_NEIGHBOUR = "blocks of {of} take the scale of the %s one, the last {}"
+CHANGED_SCALES: tuple[Deviation[Quantized], ...] = (
+    Deviation("scale-of-next-block", _OF_NEIGHBOUR % "next", "scales", _neighbour_scales, _neighbours(1),
+              row_local=False),
+    Deviation("scale-of-previous-block", _OF_NEIGHBOUR % "previous", "scales", _neighbour_scales, _neighbours(-1),
+              row_local=False),
+    Deviation("scales-ignored", "block scales of {of} are taken to be 1", "scales", _without_scales),
+    Deviation("scale-of-first-block", "every block of {of} takes the scale of the row's first one", "scales",
+              _first_scale),
+    Deviation("scale-of-first-step", "every {0} blocks of {of} take the scales of the row's first {0}",
+              "scales", _first_scales, {"2": 2, "4": 4, "8": 8}),
+    Deviation("scales-through-{}", "scales of {of} are rounded to {}", "scales", _rounded_scales, NARROW),
+    Deviation("scales-transposed", "scales of {of} are read as if they were transposed", "scales", _transposed_scales,
+              row_local=False),
+    Deviation("scales-read-swizzled", "linear scales of {of} are read as swizzled ones", "scales", _read_swizzled,
+              row_local=False),
+    Deviation("scales-read-linear", "scales of {of} are swizzled, and read as linear ones", "scales", _read_linear,
+              row_local=False),
+)  # fmt: skip
+"""Wrong scales of a matrix. The sentence has {of} for the matrix."""
+CHANGED_CODES: tuple[Deviation[Quantized], ...] = (
+    Deviation("subnormal-codes-flushed", "subnormal codes of {of} are taken to be 0", "codes", _flushed_codes),
+    Deviation("subnormal-scales-flushed", "subnormal scales of {of} are taken to be 0", "codes", _flushed_scales),
+    Deviation("nan-read-as-number", "NaN codes of {of} are read as numbers", "codes", _nan_codes_as_numbers),
+    Deviation("decoded-as-other-format", "codes of {of} are decoded as the other format of their size", "codes",
+              _decoded_as_other_format),
+)  # fmt: skip
+"""Wrong decoding of codes and scales of a matrix. The sentence has {of} for the matrix."""
+
+
+def _on(operands: tuple[str, ...], change: Callable[[Quantized], Changed], parts: GemmParts) -> GemmParts | None:
+    """The parts with changed operands. A change of both operands applies to both."""
+    changed = {name: change(getattr(parts, name)) for name in operands}
+    if any(q is None for q in changed.values()):
+        return None
+    changed_parts = replace(parts, **changed)  # type: ignore[arg-type]
+    return None if mismatch(changed_parts.left.recipe, changed_parts.right.recipe) else changed_parts
+
+
+def _on_both(change: Callable[[Quantized], Changed]) -> Callable[[GemmParts], GemmParts | None]:
+    return partial(_on, ("left", "right"), change)
+
+
+OPERANDS: tuple[Deviation[GemmParts], ...] = (
+    Deviation("scales-of-one-operand", "scales of a are used for b too", "operands", partial(_scales_of_one, "a")),
+    Deviation("scales-of-one-operand", "scales of b are used for a too", "operands", partial(_scales_of_one, "b")),
+    # Swapping the pairs of a or of b gives the same products.
+    Deviation("nibbles-swapped", "the two elements of a byte of one operand change places", "operands",
+              partial(_on, ("left",), swap_code_pairs)),
+    Deviation("last-block-dropped", "the last block of K is left out", "operands", _on_both(_without_last_block)),
+    Deviation("tail-of-k-dropped:{}", "columns of K behind the last whole {} are left out", "operands",
+              lambda tile, parts: _on_both(partial(_without_tail, tile))(parts), {"32": 32, "64": 64, "128": 128}),
+    Deviation("last-element-dropped", "the last column of K is left out", "operands", _on_both(_without_last_column)),
+)  # fmt: skip
+"""Wrong operands."""
+NAN_SCALES: Deviation[GemmParts] = Deviation(
+    "nan-read-as-number", "NaN scales are read as numbers", "operands", _on_both(_nan_scales_as_numbers)
+)
+SECTIONS: tuple[Deviation[GemmParts], ...] = (
+    Deviation("section-of-neighbour", "every section takes {} one", "operands", _of_section,
+              {f"{name} of the {where}": (position, take) for where, position in _POSITIONS.items()
+               for name, take in _SECTION_PARTS.items()}, when=lambda parts: len(parts.sections) > 1),
+    Deviation("section-of-neighbour", "section n takes {}", "operands", _of_section, _of_tables),
+)  # fmt: skip
+"""Sections of a grouped GEMM that take a part of another section."""
+
+
+def operand_deviations(parts: GemmParts) -> Iterator[Deviation[GemmParts]]:
+    """Deviations of a, of b, or of both, the most plausible first."""
+    yield from _on_each(rows_of(CHANGED_SCALES, parts.left))
+    reads = (row.through(_read_from_offsets) for row in rows_of(SWIZZLE_READS, parts.left.scales))
+    yield from _on_each(reads)
+    yield from rows_of(OPERANDS, parts)
+    yield from _on_each(rows_of(CHANGED_CODES, parts.left))
+    yield NAN_SCALES
+
+
+def _on_each(rows: Iterable[Deviation[Any]]) -> Iterator[Deviation[GemmParts]]:
+    """Each row for both operands, for a, and for b."""
+    for row in rows:
+        for operands, phrase in ((("left", "right"), "both operands"), (("left",), "a"), (("right",), "b")):
+            yield row.through(partial(_on, operands), sentence=row.sentence.format(of=phrase), step="operands")

@@ -4,7 +4,7 @@ another order of a simulated tensor core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.diagnosis.gemm.epilogues import before_last_cast
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
-    GemmDeviation,
     GemmParts,
     cast_ends,
     correct_epilogue,
     fits,
     operand_values,
 )
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.bounds.decoded_first import decoded, decoded_bounds, tensor_factor
@@ -27,38 +27,44 @@ from narrowgauge.reference.gemm.tensor_core import factors_of_operand
 from narrowgauge.reference.numbers.blocks import split_columns
 from narrowgauge.spec.summation import OPERANDS, Alignment, Summation, summation
 
-Declaration = tuple[str, str, Callable[[Summation], Summation]]
-"""Cause, sentence with the line to declare, and function from the declared summation to the other one."""
 _SPLITS = range(2, 17)
 """Slices of K that are tried."""
 _PROMOTED = tuple(1 << bits for bits in range(5, 13))
 """Columns of promotion that are tried: 32 to 4096."""
 
 
-def other_declarations() -> Iterator[Declaration]:
-    """The declarations that a kernel may lack, the most plausible first."""
-    yield (
-        "operands-not-decoded",
-        "codes are multiplied and scales applied afterwards; the declared operands are decoded first",
-        lambda order: replace(order, operands=None),
-    )
-    for name in OPERANDS:
-        dtype = name.removeprefix("decoded-")
-        yield (
-            "operands-decoded-first",
-            f"both operands are decoded to {dtype}, with all their scales, before they are multiplied; "
-            f'a kernel that does so on purpose declares {{"operands": "{name}"}}',
-            lambda order, name=name: replace(order, operands=name, order=None),  # type: ignore[misc]
-        )
-    yield (
-        "subnormals-flushed",
-        "float32 numbers below 2^-126 are taken to be 0; a kernel that does so on purpose declares "
-        '{"subnormals": "flushed"}',
-        lambda order: replace(order, flushes=True),
-    )
+DECLARATIONS: tuple[Deviation[Summation], ...] = (
+    Deviation("operands-not-decoded",
+              "codes are multiplied and scales applied afterwards; the declared operands are decoded first",
+              "declaration", lambda order: replace(order, operands=None)),
+    Deviation("operands-decoded-first",
+              "both operands are decoded to {0}, with all their scales, before they are multiplied; "
+              'a kernel that does so on purpose declares {{"operands": "{1}"}}', "declaration",
+              lambda name, order: replace(order, operands=name, order=None),
+              {name.removeprefix("decoded-"): name for name in OPERANDS}),
+    Deviation("subnormals-flushed",
+              "float32 numbers below 2^-126 are taken to be 0; a kernel that does so on purpose declares "
+              '{"subnormals": "flushed"}', "declaration", lambda order: replace(order, flushes=True)),
+)  # fmt: skip
+"""Declarations that a kernel may lack: functions from the declared summation to the other one."""
+DECODED_TO_FLOAT16: Deviation[GemmParts] = Deviation(
+    "operands-decoded-first",
+    "both operands are decoded to float16, with all their scales, before they are multiplied", "operands",
+)  # fmt: skip
+ORDER: Deviation[GemmParts] = Deviation(
+    "order:{}", 'sums have the order {0}; a kernel that adds so on purpose declares {{"gemm": "{0}"}}', "order",
+    lambda name, parts: replace(parts, order=Summation(name)),
+)  # fmt: skip
+"""An order of a tensor core, which gives every bit."""
+ANY_ORDER: Deviation[GemmParts] = Deviation(
+    "order-not-declared", "sums are right in some order, not in the declared one", "order",
+    lambda parts: None if parts.order.order is None else replace(parts, order=replace(parts.order, order=None)),
+    exact=False,
+)  # fmt: skip
+"""A possible cause: a mistake of small effect fits the wider bounds of any order too."""
 
 
-def wrong_reference_outputs(declaration: Declaration, products: Sequence[Product]) -> int | None:
+def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequence[Product]) -> int | None:
     """Number of the reference's outputs that are wrong under another declaration, if all outputs of the kernel are
     correct. None if an output of the kernel is wrong, or if the kernel has this declaration.
 
@@ -67,7 +73,7 @@ def wrong_reference_outputs(declaration: Declaration, products: Sequence[Product
     wrong = 0
     for product in products:
         declared = summation(product.order)
-        order = declaration[2](declared)
+        order = declaration.result(declared)
         if order == declared:
             return None
         limits = bounds(
@@ -128,15 +134,6 @@ def may_have_order(parts: GemmParts, names: Sequence[str]) -> list[bool]:
         sums = few.sums(slices, order.aligned.promoted)
         answers.append(bool(fits(parts.output, correct_epilogue(parts, (sums, sums)), undetermined).all()))
     return answers
-
-
-def simulated_order(name: str) -> GemmDeviation:
-    """An order of a tensor core as a deviation, which gives every bit."""
-    return GemmDeviation(
-        f"order:{name}",
-        f'sums have the order {name}; a kernel that adds so on purpose declares {{"gemm": "{name}"}}',
-        lambda parts: replace(parts, order=Summation(name)),
-    )
 
 
 def _accumulators(

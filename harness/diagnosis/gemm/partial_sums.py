@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +14,8 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     scale_ends,
     select_columns,
 )
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
+from narrowgauge.harness.operations.stages.deviation import Deviation
 
 _COUNTS = (2, 3, 4, 5, 6, 8)
 _WIDTHS = (16, 32, 64, 128, 256)
@@ -32,48 +33,33 @@ def slice_widths(columns: int, step: int) -> list[int]:
     return [width for width in dict.fromkeys(equal + fixed) if width < columns]
 
 
-@dataclass(frozen=True)
-class PartialSums:
-    """Partial sums that are rounded to a dtype."""
-
-    cause: str
-    sentence: str
-    """With {width} for the columns of a slice."""
-    dtype: torch.dtype
-    scaled: bool = False
-    """Whether α multiplies a partial sum before it is rounded."""
-    running: bool = False
-    """Whether the sum of all slices so far is rounded, or each slice alone."""
-
-    def outputs(self, parts: GemmParts, slices: list[Ends]) -> list[Ends]:
-        """Ends of the outputs, given the ends of the sums of all slices."""
-        low = high = torch.zeros_like(slices[0][0])
-        for ends in slices:
-            scaled = scale_ends(ends, parts.factor) if self.scaled else ends
-            if self.running:
-                low, high = cast_ends((low + scaled[0], high + scaled[1]), self.dtype)
-            else:
-                rounded = cast_ends(scaled, self.dtype)
-                low, high = low + rounded[0], high + rounded[1]
-        if self.scaled:
-            parts = replace(parts, factor=torch.ones_like(parts.factor))
-        return correct_epilogue(parts, (low, high))
+def _outputs(kind: tuple[torch.dtype, str], parts: GemmParts, slices: list[Ends]) -> list[Ends]:
+    """Ends of the outputs, given the ends of the sums of all slices. A kind is a dtype, and the number that is rounded
+    to it: the sum of a slice, this sum times α, or the sum of all slices so far."""
+    dtype, rounded_number = kind
+    low = high = torch.zeros_like(slices[0][0])
+    for ends in slices:
+        scaled = scale_ends(ends, parts.factor) if rounded_number == "times α" else ends
+        if rounded_number == "so far":
+            low, high = cast_ends((low + scaled[0], high + scaled[1]), dtype)
+        else:
+            rounded = cast_ends(scaled, dtype)
+            low, high = low + rounded[0], high + rounded[1]
+    if rounded_number == "times α":
+        parts = replace(parts, factor=torch.ones_like(parts.factor))
+    return correct_epilogue(parts, (low, high))
 
 
-def _kinds() -> Iterator[PartialSums]:
-    sums = "sums of {width} columns of K"
-    for partial, running, dtype, name in (
-        ("partial-sums-bf16", "accumulator-bf16", torch.bfloat16, "bf16"),
-        ("partial-sums-fp16", "accumulator-fp16", torch.float16, "fp16"),
-    ):
-        yield PartialSums(partial, f"{sums} are rounded to {name} before they are added", dtype)
-        yield PartialSums(partial, f"{sums}, times α, are rounded to {name} before they are added", dtype, scaled=True)
-        yield PartialSums(
-            running, f"sums are rounded to {name} after every {{width}} columns of K", dtype, running=True
-        )
-
-
-KINDS: tuple[PartialSums, ...] = tuple(_kinds())
+_ROUNDED: tuple[tuple[Deviation[GemmParts], str], ...] = (
+    (Deviation("partial-sums-{}", "sums of {of} columns of K are rounded to {} before they are added", "partial sums",
+               _outputs), "alone"),
+    (Deviation("partial-sums-{}", "sums of {of} columns of K, times α, are rounded to {} before they are added",
+               "partial sums", _outputs), "times α"),
+    (Deviation("accumulator-{}", "sums are rounded to {} after every {of} columns of K", "partial sums", _outputs),
+     "so far"),
+)  # fmt: skip
+KINDS = tuple(row.bound(name, (dtype, number)) for name, dtype in NARROW.items() for row, number in _ROUNDED)
+"""Partial sums that are rounded to a dtype. The sentence has {of} for the columns of a slice."""
 
 
 def slice_sums(parts: GemmParts, width: int) -> list[Ends]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    EPILOGUE,
     Ends,
-    GemmDeviation,
     GemmParts,
     correct_epilogue,
     select_columns,
 )
 from narrowgauge.harness.diagnosis.gemm.partial_sums import slice_sums
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.gemm.operands import element_values
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.spec.formats import E8M0
@@ -46,8 +47,8 @@ def _outputs(parts: GemmParts, _: Ends) -> list[Ends]:
     return correct_epilogue(parts, ((low - error).float(), (high + error).float()))
 
 
-SCALES_MULTIPLIED_FIRST = GemmDeviation(
+SCALES_MULTIPLIED_FIRST: Deviation[GemmParts] = Deviation(
     "scales-multiplied-first",
-    "the scales of both operands are multiplied first, in float32, where products are 0 or infinite",
-    epilogue=_outputs,
-)
+    "the scales of both operands are multiplied first, in float32, where products are 0 or infinite", EPILOGUE,
+    _outputs,
+)  # fmt: skip

@@ -17,10 +17,14 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     fits,
     operand_values,
 )
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.oracle import dequantize, quantize
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL, UNIT
 
+WIDER_FORMAT: Deviation[GemmParts] = Deviation(
+    "computed-in-wider-format", "it multiplies {}, not the codes that it claims to multiply", "operands"
+)
 Matrices = Sequence[torch.Tensor]
 """A matrix (rows, K) for each product."""
 _WIDER_RECIPES = {"mxfp8-e4m3": "MXFP8 E4M3", "fp8-current-e4m3": "FP8 E4M3 with one scale of the tensor"}
@@ -53,8 +57,7 @@ def explain_wider_format(
         wide = [replace(parts, factor=torch.ones_like(parts.factor)) for parts in products]
         of_wide = [_outside(*operands) for operands in zip(wide, left, right, strict=True)]
         if all(outside is not None for outside in of_wide) and not _count(of_wide):
-            sentence = f"it multiplies {phrase}, not the codes that it claims to multiply"
-            return [Explanation("computed-in-wider-format", sentence, wrong_stage.stage, exact=True)]
+            return [Explanation.of(WIDER_FORMAT.bound(phrase), wrong_stage.stage)]
     return []
 
 

@@ -11,6 +11,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.patterns.element_classes import element_classes
 from narrowgauge.harness.diagnosis.patterns.places import Place, places
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MAX_SIGNATURES = 3
@@ -33,6 +34,8 @@ _KINDS = 18
 """Kinds of places along rows and columns: a line, four lanes and four blocks of lines each; each has a period."""
 _CLASSES = 16
 """Largest number of classes of elements of a stage, without sections."""
+PLACE: Deviation[StageResult] = Deviation("place:{}", "all wrong elements lie in this place", "elements", exact=False)
+CLASS: Deviation[StageResult] = Deviation("only:{}", "all wrong elements are of this class", "elements", exact=False)
 
 
 def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
@@ -67,7 +70,7 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
         redundant = any(not bool((reported & ~class_mask).any()) for reported in reported_masks)
         if _chance_probability(count, size, total, _CLASSES) < CHANCE and not redundant:
             reported_masks.append(class_mask)
-            reported_signatures.append((size, f"only:{name}", phrase))
+            reported_signatures.append((size, CLASS.cause.format(name), phrase))
     smallest = sorted(reported_signatures, key=lambda signature: signature[0])[:MAX_SIGNATURES]
     return [
         Explanation(cause, _sentence(phrase, size, count, total), wrong_stage.stage, exact=False)

@@ -8,16 +8,21 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
-from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import element_deviations, nan_code_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
+    ROUNDINGS,
+    SCALINGS,
+    SPECIAL_VALUES,
+    nan_code_deviations,
+)
 from narrowgauge.harness.diagnosis.quantize.elements.stochastic_deviations import (
+    STOCHASTIC,
     rounded_at_random,
-    stochastic_deviations,
 )
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import dialect_deviations, field_deviations
 from narrowgauge.harness.diagnosis.quantize.rotation_deviations import rotation_deviations
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import layout_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import block_amax_deviations, skipped_lane_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import BLOCK_AMAXES, skipped_lane_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import single_code_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
@@ -31,6 +36,7 @@ from narrowgauge.harness.diagnosis.quantize.section_amaxes import (
     unused_amax_deviations,
 )
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
+from narrowgauge.harness.operations.stages.deviation import rows_of
 
 _STAGES_AFTER_AMAX = ("tensor scale", "scales", "codes")
 """Stages that depend on the tensor's amax."""
@@ -96,11 +102,11 @@ def _step_deviations(
     yield from unused_amax_deviations(first)
     if "scales" in wrong_masks:
         yield from scale_deviations(recipe)
-        yield from block_amax_deviations(recipe)
+        yield from () if recipe.spans_k else rows_of(BLOCK_AMAXES, recipe)
         yield from skipped_lane_deviations(matrices, wrong_masks["scales"])
         yield from single_code_deviations(matrices, [Replay(matrix).compute_stage("scales") for matrix in matrices])
-    yield from element_deviations(recipe)
+    yield from rows_of((*ROUNDINGS, *SPECIAL_VALUES, *SCALINGS), recipe)
     if "codes" in wrong_masks:
         yield from nan_code_deviations(matrices)
-        yield from stochastic_deviations(recipe)
+        yield from rows_of(STOCHASTIC, recipe)
         yield from rounded_at_random(matrices)

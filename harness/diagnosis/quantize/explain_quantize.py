@@ -22,8 +22,10 @@ from narrowgauge.harness.diagnosis.search.history import (
     SearchHistory,
 )
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
+BOTH: QuantizeDeviation = Deviation("both:{}", "{1[0]}; and {1[1]}", "several")
 MAX_EXPLANATIONS = 5
 """Explanations of a wrong stage."""
 
@@ -106,7 +108,7 @@ def _explanation_of_all(
     ]
     if unexplained:
         return _with_reason(deviation, stage, unexplained)
-    return Explanation(deviation.cause, deviation.sentence, stage, deviation.exact)
+    return Explanation.of(deviation, stage)
 
 
 def _with_reason(deviation: QuantizeDeviation, stage: str, unexplained: Sequence[str]) -> Explanation:
@@ -121,7 +123,7 @@ def _without_proof(explanation: Explanation, family: str) -> Explanation:
 
 def _explanation_of_pair(first: QuantizeDeviation, second: QuantizeDeviation, stage: str) -> Explanation:
     causes = ",".join(sorted((first.cause, second.cause)))
-    return Explanation(f"both:{causes}", f"{first.sentence}; and {second.sentence}", stage, exact=True)
+    return Explanation.of(BOTH.bound(causes, (first.sentence, second.sentence)), stage)
 
 
 class _Search:

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.swizzle.deviations import deviating_layouts, padding_not_zeroed
-from narrowgauge.reference.quantize.layout import pad_scales, swizzle
+from narrowgauge.reference.quantize.layout import swizzle
 
-_LAYOUT = frozenset({"layout"})
+PADDING: QuantizeDeviation = Deviation(
+    "padding-not-zeroed", "the padding of swizzled scales is {}, not 0", "layout",
+    lambda r: r.kernel_matrix.kernel_stages["layout"], row_local=False,
+)  # fmt: skip
+DIFFERENT_PADDING: QuantizeDeviation = replace(
+    PADDING, sentence="the padding of swizzled scales is not 0, but {} different bytes", exact=False
+)
+"""Several different padding bytes: the deviation does not predict them."""
 
 
 def layout_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
     """Deviations of the layout, the most plausible first. None if the kernel's scales are not swizzled."""
     if not matrices or "layout" not in matrices[0].kernel_stages:
         return
-    for number, (cause, sentence, _) in enumerate(deviating_layouts(matrices[0].kernel_stages["scales"])):
-        overrides = {"layout": partial(_deviating_layout, number)}
-        yield QuantizeDeviation(cause, sentence, _LAYOUT, overrides=overrides, row_local=False)
+    for row in deviating_layouts(matrices[0].kernel_stages["scales"]):
+        yield row.through(lambda layout, r: layout(r.scales), row_local=False)
     if all(padding_not_zeroed(matrix.kernel_stages["layout"], matrix.kernel_stages["scales"]) for matrix in matrices):
         fillings = torch.unique(torch.cat([_padding_bytes(matrix) for matrix in matrices]))
-        if len(fillings) == 1:
-            sentence = f"the padding of swizzled scales is {int(fillings)}, not 0"
-        else:
-            sentence = f"the padding of swizzled scales is not 0, but {len(fillings)} different bytes"
-        # Several different padding bytes: the deviation does not predict them, so it is not exact.
-        yield QuantizeDeviation(
-            "padding-not-zeroed", sentence, _LAYOUT, exact=len(fillings) == 1, row_local=False,
-            overrides={"layout": lambda replay: replay.kernel_matrix.kernel_stages["layout"]},
-        )  # fmt: skip
-
-
-def _deviating_layout(number: int, replay: Replay) -> torch.Tensor:
-    return list(deviating_layouts(replay.scales))[number][2].view(pad_scales(replay.scales).shape)
+        yield PADDING.bound(int(fillings)) if len(fillings) == 1 else DIFFERENT_PADDING.bound(len(fillings))
 
 
 def _padding_bytes(matrix: KernelMatrix) -> torch.Tensor:

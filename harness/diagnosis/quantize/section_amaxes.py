@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
-from narrowgauge.reference.numbers.blocks import tensor_amax
-from narrowgauge.reference.quantize.scaling import tensor_scale
-from narrowgauge.reference.quantize.steps import row_amax
+from narrowgauge.harness.operations.stages.deviation import Deviation
+
+OF_FIRST: QuantizeDeviation = Deviation(
+    "amax-of-first-section", "every section is quantized with the amax of the first{}", "used amax",
+    lambda amax, r: amax, of_case=True,
+)  # fmt: skip
+OF_NEIGHBOUR: QuantizeDeviation = Deviation(
+    "section-of-neighbour", "every section holds the quantized matrix of the {} one", "matrix",
+    lambda others, r: others[id(r.kernel_matrix)], row_local=False, of_case=True,
+)  # fmt: skip
+UNUSED: QuantizeDeviation = Deviation(
+    "given-amax-ignored", "the matrix is quantized with its own amax, not with the given one", "used amax",
+    lambda r: r.correct_amax, row_local=False,
+)  # fmt: skip
 
 
 def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
@@ -22,32 +33,22 @@ def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quanti
         return
     first_amax = Replay(matrices[0]).amax
     assert first_amax is not None
-    for phrase, amax in (("", first_amax), (", which is empty", torch.zeros_like(first_amax))):
-        yield QuantizeDeviation(
-            "amax-of-first-section", f"every section is quantized with the amax of the first{phrase}",
-            frozenset({"scales", "codes"}),
-            overrides={stage: partial(_stage_with_amax, amax, stage) for stage in ("scales", "codes")}, of_case=True,
-        )  # fmt: skip
+    yield OF_FIRST.bound("", first_amax)
+    yield OF_FIRST.bound(", which is empty", torch.zeros_like(first_amax))
 
 
 def section_result_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
     """Sections that hold the quantized matrix of another section. None if the sections have different shapes."""
     if len(matrices) == 1 or len({matrix.subject.matrix.shape for matrix in matrices}) > 1:
         return
-    stages = frozenset(matrices[0].kernel_stages)
     last = len(matrices) - 1
     for phrase, source in (
         ("first", [0] * len(matrices)), ("previous", [max(number - 1, 0) for number in range(last + 1)]),
         ("next", [min(number + 1, last) for number in range(last + 1)]),
     ):  # fmt: skip
-        if not _differ(matrices, source):
-            continue
-        others = {id(matrix): matrices[number] for matrix, number in zip(matrices, source, strict=True)}
-        yield QuantizeDeviation(
-            "section-of-neighbour", f"every section holds the quantized matrix of the {phrase} one", stages,
-            overrides={stage: partial(_stage_of_section, others, stage) for stage in stages}, row_local=False,
-            of_case=True,
-        )  # fmt: skip
+        if _differ(matrices, source):
+            others = {id(matrix): matrices[number] for matrix, number in zip(matrices, source, strict=True)}
+            yield replace(OF_NEIGHBOUR.bound(phrase, others), stages=frozenset(matrices[0].kernel_stages))
 
 
 def _differ(matrices: Sequence[KernelMatrix], source: Sequence[int]) -> bool:
@@ -58,30 +59,7 @@ def _differ(matrices: Sequence[KernelMatrix], source: Sequence[int]) -> bool:
     )
 
 
-def _stage_of_section(others: Mapping[int, KernelMatrix], stage: str, replay: Replay) -> torch.Tensor:
-    """The stage of the section whose result `replay`'s section holds."""
-    return Replay(others[id(replay.kernel_matrix)]).compute_stage(stage)
-
-
 def unused_amax_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:
     """A given amax that the kernel returns, while it quantizes with the amax of the matrix."""
     if matrix.subject.amax_given:
-        yield QuantizeDeviation(
-            "given-amax-ignored", "the matrix is quantized with its own amax, not with the given one",
-            frozenset({"scales", "codes"}),
-            overrides={stage: partial(_stage_with_own_amax, stage) for stage in ("scales", "codes")}, row_local=False,
-        )  # fmt: skip
-
-
-def _stage_with_own_amax(stage: str, replay: Replay) -> torch.Tensor:
-    blocks = replay.blocks
-    own = tensor_amax(blocks) if replay.recipe.granularity == "tensor" else row_amax(blocks)
-    return _stage_with_amax(own, stage, replay)
-
-
-def _stage_with_amax(amax: torch.Tensor, stage: str, replay: Replay) -> torch.Tensor:
-    """The stage, computed with `amax` instead of the kernel's amax."""
-    section_replay = Replay(replay.kernel_matrix)
-    section_replay.amax = amax
-    section_replay.tensor_scale = tensor_scale(amax, replay.recipe, replay.x.dtype)
-    return section_replay.compute_stage(stage)
+        yield UNUSED

@@ -3,17 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
-from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.recipes import Recipe
 
-_ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
+
+@dataclass(frozen=True)
+class Padding:
+    """Sections of x (M, K) that are padded for a recipe."""
+
+    x: torch.Tensor
+    sizes: list[int]
+    """Rows of the sections."""
+    recipe: Recipe
+    padded: torch.Tensor
+    """The padded rows of the kernel."""
+
+    @property
+    def padded_sizes(self) -> list[int]:
+        """Rows of the padded sections."""
+        return [_round_up(size, self.recipe.row_alignment) for size in self.sizes]
+
+    @property
+    def starts(self) -> list[int]:
+        """First row of each padded section."""
+        return [sum(self.padded_sizes[:number]) for number in range(len(self.sizes))]
+
+    def placed(self, padded: torch.Tensor, *, behind_padding: bool = False) -> torch.Tensor:
+        """`padded` with the rows of each section before its padding, or behind it."""
+        sections = zip(torch.split(self.x, self.sizes), self.starts, self.padded_sizes, strict=True)
+        for section, start, rows in sections:
+            first = start + rows - len(section) if behind_padding else start
+            padded[first : first + len(section)] = section
+        return padded
+
+    def first_rows_zeroed(self) -> torch.Tensor:
+        """Correct rows, but zeros in the first row of each section but the first."""
+        padded = self.placed(torch.zeros_like(self.padded))
+        padded[[start for start in self.starts[1:] if start < len(padded)]] = 0
+        return padded
+
+
+SIZES: Deviation[Padding] = Deviation(
+    "alignment:{}", "sections are padded to multiples of {0}, not of {1[1]}", "padded sizes",
+    lambda rows, p: [_round_up(size, rows[0]) for size in p.sizes],
+    lambda p: {str(rows): (rows, p.recipe.row_alignment) for rows in (1, 8, 16, 32, 64, 128, 256)},
+)  # fmt: skip
+"""Wrong sizes of padded sections."""
+PADDINGS: tuple[Deviation[Padding], ...] = (
+    Deviation("padding-not-zeroed", "rows of the padding are not 0", "padded", lambda p: p.placed(p.padded.clone())),
+    Deviation("sections-not-padded", "sections lie one behind the other, and all the padding behind them", "padded",
+              lambda p: torch.cat([p.x, torch.zeros_like(p.padded[len(p.x) :])])),
+    Deviation("padding-wrong-section", "the first row of a section is taken for one of the section before: padding",
+              "padded", lambda p: p.first_rows_zeroed()),
+    Deviation("padding-before-rows", "the padding of a section lies before its rows", "padded",
+              lambda p: p.placed(torch.zeros_like(p.padded), behind_padding=True)),
+)  # fmt: skip
+"""Wrong padded rows."""
+FIRST_ROWS: Deviation[torch.Tensor] = Deviation(
+    "unpadding-first-rows", "the first rows are kept, those of the padding among them", "unpadded"
+)
 
 
 def wrong_padding(
@@ -26,28 +82,12 @@ def wrong_padding(
     __: Limit,
 ) -> Iterator[Cause]:
     """Mistakes that give the padded rows, or the padded sizes, of sections of x (M, K)."""
-    sizes, kernel_sizes = rows_of_sections.tolist(), padded_rows.tolist()
-    padded_sizes = [_round_up(size, recipe.row_alignment) for size in sizes]
-    if kernel_sizes != padded_sizes:
-        for rows in _ALIGNMENTS:
-            if kernel_sizes == [_round_up(size, rows) for size in sizes]:
-                yield f"alignment:{rows}", f"sections are padded to multiples of {rows}, not of {recipe.row_alignment}"
-        return
-    sections, starts = torch.split(x, sizes), [sum(padded_sizes[:number]) for number in range(len(padded_sizes))]
-    rows_first, padding_first = torch.zeros_like(padded), torch.zeros_like(padded)
-    rows_first[: len(x)] = x
-    for section, start, rows in zip(sections, starts, padded_sizes, strict=True):
-        padding_first[start + rows - len(section) : start + rows] = section
-    if all(equal_bits(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
-        yield "padding-not-zeroed", "rows of the padding are not 0"
-    if equal_bits(rows_first, padded):
-        yield "sections-not-padded", "sections lie one behind the other, and all the padding behind them"
-    padded_from_section_before = pad_sections(x, rows_of_sections, recipe)[0]
-    padded_from_section_before[[start for start in starts[1:] if start < len(padded_from_section_before)]] = 0
-    if equal_bits(padded_from_section_before, padded):
-        yield "padding-wrong-section", "the first row of a section is taken for one of the section before: padding"
-    if equal_bits(padding_first, padded):
-        yield "padding-before-rows", "the padding of a section lies before its rows"
+    padding, kernel_sizes = Padding(x, rows_of_sections.tolist(), recipe, padded), padded_rows.tolist()
+    wrong_sizes = kernel_sizes != padding.padded_sizes
+    for row in SIZES.rows(padding) if wrong_sizes else rows_of(PADDINGS, padding):
+        result = row.result(padding)
+        if result == kernel_sizes if wrong_sizes else equal_bits(result, padded):
+            yield row.cause, row.sentence
 
 
 def _round_up(size: int, rows: int) -> int:
@@ -57,4 +97,4 @@ def _round_up(size: int, rows: int) -> int:
 def wrong_unpadding(output: torch.Tensor, padded: torch.Tensor, _: StageResult, __: Limit) -> Iterator[Cause]:
     """Mistakes that give the output (M, N) from the padded output."""
     if equal_bits(output, padded[: len(output)]):
-        yield "unpadding-first-rows", "the first rows are kept, those of the padding among them"
+        yield FIRST_ROWS.cause, FIRST_ROWS.sentence

@@ -3,80 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.layout import pad_scales, swizzle
 
-SWIZZLE_READS = {
-    "swizzle-columns-not-padded": "tiles of swizzled scales of {} are counted by columns that are not padded",
-    **{
-        f"swizzle-rows-modulo:{rows}": f"row r of swizzled scales of {{}} is read from row r modulo {rows}"
-        for rows in (128 << n for n in range(10))
-    },
-}
-"""Sentences of wrong offsets from which swizzled scales are read, with {} for the matrix."""
-Layout = tuple[str, str, torch.Tensor]
-"""Cause, sentence, and the swizzled bytes in the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
 
-
-def deviating_layouts(scales: torch.Tensor) -> Iterator[Layout]:
-    """Linear scales (R, C) in known wrong layouts. The scales are uint8 or numbers of their places.
-
-    Several layouts can give the same bytes, also the correct bytes: tiles in a single column, equal scales. Source of
-    the correct layout and of the wrong split of the row: docs/numerics.md#scale-layout.
-    """
+def _tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Padded scales as (tiles down, 4, 32, tiles across, 4): row 32·i + j of a tile is at (i, j)."""
     padded = pad_scales(scales)
-    rows, columns = padded.shape
-    flat = torch.zeros_like(padded).flatten()
+    return padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+
+
+def _linear(scales: torch.Tensor) -> torch.Tensor:
+    """The scales one behind the other, and the padding behind them."""
+    flat = torch.zeros_like(pad_scales(scales)).flatten()
     flat[: scales.numel()] = scales.flatten()
-    yield "not-swizzled", "scales are linear, not swizzled", padded
-    yield "not-swizzled", "scales are linear, neither swizzled nor padded", flat.view(rows, columns)
-    split_rows = padded.view(rows // 128, 32, 4, columns // 4, 4)
-    yield (
-        "swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)",
-        split_rows.permute(0, 3, 1, 2, 4).reshape(rows, columns),
-    )  # fmt: skip
-    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
-    yield (
-        "swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row",
-        tiles.permute(3, 0, 2, 1, 4).reshape(rows, columns),
-    )  # fmt: skip
-    yield (
-        "swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
-        tiles.permute(0, 3, 2, 4, 1).reshape(rows, columns),
-    )  # fmt: skip
-    yield (
-        "swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside",
-        padded.view(rows // 128, 128, columns // 4, 4).permute(0, 2, 1, 3).reshape(rows, columns),
-    )  # fmt: skip
-    transposed = pad_scales(scales.T.reshape(scales.shape)).view(rows // 128, 4, 32, columns // 4, 4)
-    yield (
-        "scales-transposed", "scales are transposed, then swizzled",
-        transposed.permute(0, 3, 2, 1, 4).reshape(rows, columns),
-    )  # fmt: skip
+    return flat
 
 
-def wrong_offsets(cause: str, shape: torch.Size, device: torch.device) -> torch.Tensor | None:
-    """Wrong byte offsets from which swizzled scales of `shape` (R, C) are read, int64 (R, C), for a cause in
-    `SWIZZLE_READS`. None if the offsets are right for this shape.
-    """
-    rows, columns = shape
-    row, column = torch.arange(rows, device=device).unsqueeze(1), torch.arange(columns, device=device)
-    tiles = -(-columns // 4)
-    if cause == "swizzle-columns-not-padded":
-        if columns % 4 == 0 or rows <= 128:
-            return None
-        tiles = columns // 4
-    else:
-        count = int(cause.rpartition(":")[2])
-        if rows <= count:
-            return None
-        row = row % count
+LAYOUTS: tuple[Deviation[torch.Tensor], ...] = (
+    Deviation("not-swizzled", "scales are linear, not swizzled", "layout", pad_scales),
+    Deviation("not-swizzled", "scales are linear, neither swizzled nor padded", "layout", _linear),
+    Deviation("swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)", "layout",
+              lambda s: _tiles(s).reshape(-1, 32, 4, -(-s.shape[1] // 4), 4).permute(0, 3, 1, 2, 4)),
+    Deviation("swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row", "layout",
+              lambda s: _tiles(s).permute(3, 0, 2, 1, 4)),
+    Deviation("swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
+              "layout", lambda s: _tiles(s).permute(0, 3, 2, 4, 1)),
+    Deviation("swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside", "layout",
+              lambda s: _tiles(s).permute(0, 3, 1, 2, 4)),
+    Deviation("scales-transposed", "scales are transposed, then swizzled", "layout",
+              lambda s: _tiles(s.T.reshape(s.shape)).permute(0, 3, 2, 1, 4)),
+)  # fmt: skip
+"""Wrong layouts of linear scales (R, C), which are uint8 or numbers of their places: functions to the swizzled bytes in
+any shape.
+
+Several layouts can give the same bytes, also the correct bytes: tiles in a single column, equal scales. Source of the
+correct layout and of the wrong split of the row: docs/numerics.md#scale-layout.
+"""
+
+
+def deviating_layouts(scales: torch.Tensor) -> Iterator[Deviation[torch.Tensor]]:
+    """Wrong layouts; `change` of the scales gives the swizzled bytes in the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
+    for row in rows_of(LAYOUTS, scales):
+        yield row.through(lambda layout, scales: layout(scales).reshape(pad_scales(scales).shape))
+
+
+def _offsets(row: torch.Tensor, column: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Byte offsets of rows and columns, int64 (R, C), with so many tiles in a row of tiles."""
     return 512 * (row // 128 * tiles + column // 4) + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+
+
+def _rows_and_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = (torch.arange(extent, device=scales.device) for extent in scales.shape)
+    return rows.unsqueeze(1), columns
+
+
+def _columns_not_padded(scales: torch.Tensor) -> torch.Tensor | None:
+    count, columns = scales.shape
+    return None if columns % 4 == 0 or count <= 128 else _offsets(*_rows_and_columns(scales), columns // 4)
+
+
+def _rows_modulo(count: int, scales: torch.Tensor) -> torch.Tensor | None:
+    rows, columns = _rows_and_columns(scales)
+    return None if len(rows) <= count else _offsets(rows % count, columns, -(-len(columns) // 4))
+
+
+SWIZZLE_READS: tuple[Deviation[torch.Tensor], ...] = (
+    Deviation("swizzle-columns-not-padded",
+              "tiles of swizzled scales of {of} are counted by columns that are not padded", "offsets",
+              _columns_not_padded),
+    Deviation("swizzle-rows-modulo:{}", "row r of swizzled scales of {of} is read from row r modulo {}", "offsets",
+              _rows_modulo, {str(rows): rows for rows in (128 << n for n in range(10))}),
+)  # fmt: skip
+"""Wrong byte offsets from which swizzled scales (R, C) are read, int64 (R, C); None if they are right for this shape.
+The sentence has {of} for the matrix."""
+
+
+PADDING_NOT_ZEROED: Deviation[Any] = Deviation("padding-not-zeroed", "bytes of the padding are not 0", "layout")
 
 
 def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:
@@ -89,23 +99,24 @@ def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:
 def wrong_layouts(scales: torch.Tensor, swizzled: torch.Tensor, _: StageResult, __: Limit) -> Iterator[Cause]:
     """Mistakes that give the swizzled bytes of the linear scales (R, C)."""
     if padding_not_zeroed(swizzled, scales):
-        yield "padding-not-zeroed", "bytes of the padding are not 0"
-    for cause, sentence, bytes_ in deviating_layouts(scales):
-        if torch.equal(bytes_, swizzled):
-            yield cause, sentence
+        yield PADDING_NOT_ZEROED.cause, PADDING_NOT_ZEROED.sentence
+    for row in deviating_layouts(scales):
+        if torch.equal(row.result(scales), swizzled):
+            yield row.cause, row.sentence
 
 
 def wrong_reads(swizzled: torch.Tensor, linear: torch.Tensor, _: StageResult, __: Limit) -> Iterator[Cause]:
     """Mistakes that read the linear scales (R, C) from the swizzled ones as a wrong layout."""
     swizzled = swizzled.flatten()
     numbers = torch.arange(1, linear.numel() + 1, device=linear.device).view(linear.shape)
-    for cause, sentence, places in deviating_layouts(numbers):
-        positions = places.flatten().nonzero().flatten()
+    for row in deviating_layouts(numbers):
+        places = row.result(numbers).flatten()
+        positions = places.nonzero().flatten()
         read = torch.empty_like(linear).flatten()
-        read[places.flatten()[positions] - 1] = swizzled[positions]
+        read[places[positions] - 1] = swizzled[positions]
         if torch.equal(read.view(linear.shape), linear):
-            yield cause, f"swizzled scales are read as such: {sentence}"
-    for cause, sentence in SWIZZLE_READS.items():
-        offsets = wrong_offsets(cause, linear.shape, linear.device)
+            yield row.cause, f"swizzled scales are read as such: {row.sentence}"
+    for row in rows_of(SWIZZLE_READS, linear):
+        offsets = row.result(linear)
         if offsets is not None and torch.equal(swizzled[offsets], linear):
-            yield cause, sentence.format("the matrix")
+            yield row.cause, row.sentence.format(of="the matrix")

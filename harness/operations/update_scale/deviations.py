@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.reference.quantize.delayed import FLT_MAX, update_scale
@@ -17,109 +18,149 @@ from narrowgauge.spec.formats import E4M3, E5M2
 from narrowgauge.spec.recipe import Delayed
 from narrowgauge.spec.recipes import Recipe
 
-Updated = tuple[str, str, Callable[[], torch.Tensor]]
-"""Cause, sentence, and function to the updated tensor."""
 
+@dataclass(frozen=True)
+class Update:
+    """The update of delayed scaling of a history (H, N) and scales (N,), float32: docs/numerics.md#delayed-scaling."""
 
-# Rows of a single thread, if several threads take the rows in turn.
-_SKIPPED_ROWS = tuple(
-    (f"row {first} of every {count}", slice(first, None, count))
-    for count in (2, 4, 8, 16, 32)
-    for first in range(count)
-)
+    history: torch.Tensor
+    scale: torch.Tensor
+    recipe: Recipe
 
+    @property
+    def by(self) -> Delayed:
+        """The rule of the recipe."""
+        assert self.recipe.delayed is not None
+        return self.recipe.delayed
 
-def deviating_histories(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Iterator[Updated]:
-    """Histories (H, N), float32, after an update with a known mistake. Source: docs/numerics.md#delayed-scaling."""
-    zero = torch.zeros_like(history[:1])
-    yield "history-not-rolled", "the history stays as it is", lambda: history
-    yield (
-        "history-not-rolled",
-        "the history is not rolled, its first row set to 0",
-        lambda: _join_rows(zero, history[1:]),
-    )
-    yield "history-rolled-back", "the history is rolled the other way", lambda: _join_rows(zero, history[:-1])
-    yield (
-        "history-first-not-zeroed", "the first row of the rolled history is not set to 0",
-        lambda: history.roll(-1, 0),
-    )  # fmt: skip
-    yield (
-        "history-latest-lost", "the latest amax is not kept as the last row",
-        lambda: _join_rows(zero, history[2:], history[-1:]) if len(history) > 1 else zero,
-    )  # fmt: skip
-    yield "history-cleared", "the history is all 0", lambda: torch.zeros_like(history)
-    yield _with_other_choice(history, scale, recipe, "update", 0)
+    @property
+    def zero(self) -> torch.Tensor:
+        """A row of zeros."""
+        return torch.zeros_like(self.history[:1])
 
+    @property
+    def latest(self) -> torch.Tensor:
+        """The latest amaxes."""
+        return self.history[0]
 
-def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Iterator[Updated]:
-    """Scales (N,), float32, after an update with a known mistake."""
-    delayed, element_max = _delayed(recipe), recipe.element.max
-    latest, without_nan = history[0], torch.where(history.isnan(), 0.0, history)
-    amax = without_nan.amax(0) if delayed.algorithm == "max" else latest
-    valid = amax.isfinite() & (amax > 0)
-    correct = update_scale(history, scale, recipe)[1]
+    @property
+    def without_nan(self) -> torch.Tensor:
+        """The history with 0 in place of NaN."""
+        return torch.where(self.history.isnan(), 0.0, self.history)
 
-    def updated_scale(numbers: torch.Tensor, largest: float = element_max * 2.0**-delayed.margin) -> torch.Tensor:
+    @property
+    def amax(self) -> torch.Tensor:
+        """The amaxes that make the scales."""
+        return self.without_nan.amax(0) if self.by.algorithm == "max" else self.latest
+
+    @property
+    def correct(self) -> torch.Tensor:
+        """The correct scales."""
+        return update_scale(self.history, self.scale, self.recipe)[1]
+
+    def scales(
+        self, numbers: torch.Tensor, largest: float | None = None, *, margin: float | None = None
+    ) -> torch.Tensor:
+        """Scales by other amaxes, another largest number of the format, or another exponent of the margin."""
         updates = numbers.isfinite() & (numbers > 0)
-        if delayed.update == "bulk":
-            updates &= latest != 0
-        return torch.where(updates, _saturated(divide(largest, numbers)), scale)
+        if self.by.update == "bulk":
+            updates &= self.latest != 0
+        top = (self.recipe.element.max if largest is None else largest) * 2.0 ** (
+            -self.by.margin if margin is None else margin
+        )
+        return torch.where(updates, _saturated(divide(top, numbers)), self.scale)
 
-    yield "scale-not-updated", "scales stay as they are", lambda: scale
-    yield _with_other_choice(history, scale, recipe, "algorithm", 1)
-    yield _with_other_choice(history, scale, recipe, "update", 1)
-    yield "margin-ignored", f"the margin {delayed.margin} is ignored", lambda: updated_scale(amax, element_max)
-    yield (
-        "margin-inverted",
-        f"the margin {delayed.margin} is multiplied by",
-        lambda: updated_scale(amax, element_max * 2.0**delayed.margin),
-    )
-    yield "scale-inverted", "scales are decode scales", lambda: divide(1.0, correct)
-    yield (
-        "amax-without-latest",
-        "the latest amax does not count",
-        lambda: updated_scale(_largest(without_nan[1:], latest)),
-    )
-    yield (
-        "amax-without-oldest",
-        "the oldest amax does not count",
-        lambda: updated_scale(_largest(without_nan[:-1], latest)),
-    )
-    for phrase, skipped in _SKIPPED_ROWS:
-        if delayed.algorithm == "max" and skipped.start < len(without_nan):
-            yield (
-                "history-partial", f"{phrase} of the history does not count",
-                lambda skipped=skipped: updated_scale(_without_rows(without_nan, skipped).amax(0)),  # type: ignore[misc]
-            )  # fmt: skip
-    yield (
-        "amax-of-all-tensors",
-        "every tensor takes the amax of all",
-        lambda: updated_scale(amax.amax().expand_as(amax)),
-    )
-    yield (
-        "nan-spread", "a NaN in the history leaves the scale as it is",
-        lambda: updated_scale(history.amax(0) if delayed.algorithm == "max" else latest),
-    )  # fmt: skip
-    other_format = E4M3 if recipe.element is E5M2 else E5M2
-    yield (
-        "max-of-other-format", f"the largest number is that of {other_format.name}",
-        lambda: updated_scale(amax, other_format.max * 2.0**-delayed.margin),
-    )  # fmt: skip
-    yield (
-        "scale-order:max*(1/amax)", "scales are max·(1/amax)",
-        lambda: torch.where(valid, _saturated(divide(1.0, amax) * (element_max * 2.0**-delayed.margin)), scale),
-    )  # fmt: skip
-    yield (
-        "scale-not-clamped", "a scale that overflows is infinite",
-        lambda: torch.where(correct == FLT_MAX, torch.inf, correct),
-    )  # fmt: skip
-    yield (
-        "zero-amax-updates", "an amax of 0 makes a scale too",
-        lambda: torch.where(amax == 0, FLT_MAX, correct),
-    )  # fmt: skip
-    yield "zero-amax-updates", "an amax of 0 makes the scale 1", lambda: torch.where(amax == 0, 1.0, correct)
-    yield "infinite-amax-updates", "an infinite amax makes the scale 0", lambda: torch.where(amax.isinf(), 0.0, correct)
-    yield "infinite-amax-updates", "an infinite amax makes the scale 1", lambda: torch.where(amax.isinf(), 1.0, correct)
+    def with_choice(self, name: str, choice: str, result: int) -> torch.Tensor:
+        """The update with another value of a field of `Recipe.delayed`. `result`: 0 for history, 1 for scales."""
+        changed = replace(self.recipe, delayed=replace(self.by, **{name: choice}))  # type: ignore[arg-type]
+        return update_scale(self.history, self.scale, changed)[result]
+
+    def by_reciprocal(self) -> torch.Tensor:
+        """Scales that are the largest number times 1/amax."""
+        amax = self.amax
+        scale = _saturated(divide(1.0, amax) * (self.recipe.element.max * 2.0**-self.by.margin))
+        return torch.where(amax.isfinite() & (amax > 0), scale, self.scale)
+
+
+def _other_choice(name: str) -> Callable[[Update], dict[str, str]]:
+    """The other value of a field of `Recipe.delayed`."""
+    choices = {"update": ("single", "bulk"), "algorithm": ("max", "most-recent")}[name]
+    return lambda u: {choice: choice for choice in choices if choice != getattr(u.by, name)}
+
+
+def _margin(u: Update) -> dict[str, int]:
+    return {str(u.by.margin): u.by.margin}
+
+
+def _skipped_rows(u: Update) -> dict[str, slice]:
+    """Rows of a single thread, if several threads take the rows in turn."""
+    return {
+        f"row {first} of every {count}": slice(first, None, count)
+        for count in (2, 4, 8, 16, 32)
+        for first in range(min(count, len(u.history)))
+    }
+
+
+def _other_format(u: Update) -> dict[str, float]:
+    other = E4M3 if u.recipe.element is E5M2 else E5M2
+    return {other.name: other.max}
+
+
+HISTORIES: tuple[Deviation[Update], ...] = (
+    Deviation("history-not-rolled", "the history stays as it is", "history", lambda u: u.history),
+    Deviation("history-not-rolled", "the history is not rolled, its first row set to 0", "history",
+              lambda u: torch.cat([u.zero, u.history[1:]])),
+    Deviation("history-rolled-back", "the history is rolled the other way", "history",
+              lambda u: torch.cat([u.zero, u.history[:-1]])),
+    Deviation("history-first-not-zeroed", "the first row of the rolled history is not set to 0", "history",
+              lambda u: u.history.roll(-1, 0)),
+    Deviation("history-latest-lost", "the latest amax is not kept as the last row", "history",
+              lambda u: torch.cat([u.zero, u.history[2:], u.history[-1:]]) if len(u.history) > 1 else u.zero),
+    Deviation("history-cleared", "the history is all 0", "history", lambda u: torch.zeros_like(u.history)),
+    Deviation("update:{}", "the update is {}", "history", lambda choice, u: u.with_choice("update", choice, 0),
+              _other_choice("update")),
+)  # fmt: skip
+"""Wrong histories (H, N), float32, after an update."""
+SECTION_AMAXES: tuple[Deviation[Update], ...] = (
+    Deviation("amax-of-first-section", "the latest amax is that of the first section alone", "history",
+              lambda sections, history: torch.cat([sections[:1], history[1:]])),
+    Deviation("amax-of-last-section", "the latest amax is that of the last section alone", "history",
+              lambda sections, history: torch.cat([sections[-1:], history[1:]])),
+)  # fmt: skip
+"""Wrong histories before an update, from the latest amaxes of each section, (G, N), and a history with their maxima."""
+SCALES: tuple[Deviation[Update], ...] = (
+    Deviation("scale-not-updated", "scales stay as they are", "scale", lambda u: u.scale),
+    Deviation("algorithm:{}", "the algorithm is {}", "scale", lambda choice, u: u.with_choice("algorithm", choice, 1),
+              _other_choice("algorithm")),
+    Deviation("update:{}", "the update is {}", "scale", lambda choice, u: u.with_choice("update", choice, 1),
+              _other_choice("update")),
+    Deviation("margin-ignored", "the margin {} is ignored", "scale", lambda _, u: u.scales(u.amax, margin=0), _margin),
+    Deviation("margin-inverted", "the margin {} is multiplied by", "scale",
+              lambda margin, u: u.scales(u.amax, margin=margin), _margin),
+    Deviation("scale-inverted", "scales are decode scales", "scale", lambda u: divide(1.0, u.correct)),
+    Deviation("amax-without-latest", "the latest amax does not count", "scale",
+              lambda u: u.scales(_largest(u.without_nan[1:], u.latest))),
+    Deviation("amax-without-oldest", "the oldest amax does not count", "scale",
+              lambda u: u.scales(_largest(u.without_nan[:-1], u.latest))),
+    Deviation("history-partial", "{} of the history does not count", "scale",
+              lambda skipped, u: u.scales(_without_rows(u.without_nan, skipped).amax(0)), _skipped_rows,
+              when=lambda u: u.by.algorithm == "max"),
+    Deviation("amax-of-all-tensors", "every tensor takes the amax of all", "scale",
+              lambda u: u.scales(u.amax.amax().expand_as(u.amax))),
+    Deviation("nan-spread", "a NaN in the history leaves the scale as it is", "scale",
+              lambda u: u.scales(u.history.amax(0) if u.by.algorithm == "max" else u.latest)),
+    Deviation("max-of-other-format", "the largest number is that of {}", "scale",
+              lambda largest, u: u.scales(u.amax, largest), _other_format),
+    Deviation("scale-order:max*(1/amax)", "scales are max·(1/amax)", "scale", lambda u: u.by_reciprocal()),
+    Deviation("scale-not-clamped", "a scale that overflows is infinite", "scale",
+              lambda u: torch.where(u.correct == FLT_MAX, torch.inf, u.correct)),
+    Deviation("zero-amax-updates", "an amax of 0 makes {}", "scale",
+              lambda number, u: torch.where(u.amax == 0, number, u.correct),
+              {"a scale too": FLT_MAX, "the scale 1": 1.0}),
+    Deviation("infinite-amax-updates", "an infinite amax makes the scale {1:g}", "scale",
+              lambda number, u: torch.where(u.amax.isinf(), number, u.correct), {"0": 0.0, "1": 1.0}),
+)  # fmt: skip
+"""Wrong scales (N,), float32, after an update."""
 
 
 def _without_rows(history: torch.Tensor, skipped: slice) -> torch.Tensor:
@@ -128,36 +169,12 @@ def _without_rows(history: torch.Tensor, skipped: slice) -> torch.Tensor:
     return cut
 
 
-def _join_rows(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts)
-
-
 def _largest(rows: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
     return rows.amax(0) if len(rows) else torch.zeros_like(otherwise)
 
 
 def _saturated(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isinf(), FLT_MAX, scale)
-
-
-def _delayed(recipe: Recipe) -> Delayed:
-    assert recipe.delayed is not None
-    return recipe.delayed
-
-
-def _with_other_choice(
-    history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, name: str, result_index: int
-) -> Updated:
-    """The update with the other value of a field of `Recipe.delayed`. `result_index`: 0 for history, 1 for scales."""
-    choices = {"update": ("single", "bulk"), "algorithm": ("max", "most-recent")}[name]
-    delayed = _delayed(recipe)
-    other_choice = next(choice for choice in choices if choice != getattr(delayed, name))
-    changed = replace(recipe, delayed=replace(delayed, **{name: other_choice}))  # type: ignore[arg-type]
-    return (
-        f"{name}:{other_choice}",
-        f"the {name} is {other_choice}",
-        lambda: update_scale(history, scale, changed)[result_index],
-    )
 
 
 def wrong_histories(
@@ -175,22 +192,21 @@ def wrong_histories(
     if of_sections is not None and len(of_sections) > 1:
         correct = update_scale(history, scale, recipe)[0]
         right = (correct == kernel).all(0)  # by tensor
-        for number, cause, phrase in ((0, "amax-of-first-section", "first"), (-1, "amax-of-last-section", "last")):
-            of_section = torch.cat([of_sections[number].unsqueeze(0), history[1:]])
-            updated = update_scale(of_section, scale, recipe)[0]
+        for row in SECTION_AMAXES:
+            updated = update_scale(row.result(of_sections, history), scale, recipe)[0]
             if not bool(right.all()) and equal_bits(torch.where(right, correct, updated), kernel):
-                yield cause, f"the latest amax is that of the {phrase} section alone"
-    yield from _matching(kernel, deviating_histories(history, scale, recipe))
+                yield row.cause, row.sentence
+    yield from _matching(kernel, HISTORIES, Update(history, scale, recipe))
 
 
 def wrong_scales(
     history: torch.Tensor, scale: torch.Tensor, kernel: torch.Tensor, recipe: Recipe, _: StageResult, __: Limit
 ) -> Iterator[Cause]:
     """Mistakes that give the updated scales (N,) of the kernel."""
-    yield from _matching(kernel, deviating_scales(history, scale, recipe))
+    yield from _matching(kernel, SCALES, Update(history, scale, recipe))
 
 
-def _matching(kernel: torch.Tensor, deviations: Iterable[Updated]) -> Iterator[Cause]:
-    for cause, sentence, compute in deviations:
-        if equal_bits(compute(), kernel):
-            yield cause, sentence
+def _matching(kernel: torch.Tensor, table: tuple[Deviation[Update], ...], update: Update) -> Iterator[Cause]:
+    for row in rows_of(table, update):
+        if equal_bits(row.result(update), kernel):
+            yield row.cause, row.sentence

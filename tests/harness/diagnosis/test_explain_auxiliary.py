@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.operations.transform.deviations import deviating_ends, deviating_rotations
-from narrowgauge.harness.operations.update_scale.deviations import deviating_histories, deviating_scales
+from narrowgauge.harness.operations.stages.deviation import rows_of
+from narrowgauge.harness.operations.transform.deviations import ROTATIONS as TABLE
+from narrowgauge.harness.operations.transform.deviations import Rotation, deviating_rotations, in_order
+from narrowgauge.harness.operations.update_scale.deviations import HISTORIES, SCALES, Update
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
@@ -161,6 +163,12 @@ def test_a_rotation(cause, declares):
     assert (found, stage) == ([cause], "output")
 
 
+def test_signs_that_are_not_wanted():
+    case = case_from_labels("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
+    found = causes(case, transform=lambda x, _: rotated(x, matrix()).bfloat16(), declares=BUTTERFLY)
+    assert found[0] == ["rotation-signs:te"]
+
+
 def test_rotations_that_round_otherwise():
     def truncated(x, recipe):
         return (rotated(x, matrix()).float().view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
@@ -207,14 +215,15 @@ def test_every_rotation_is_another_one():
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name in ("nvfp4-rht", "nvfp4-rht32", "nvfp4-rht-nosign"):
         right = reference.transform(x, name)
-        made = list(deviating_rotations(x, find_recipe(name)))
-        kept = {cause for cause, _, make in made if torch.equal(make().float(), right.float())}
+        rotation = Rotation(x, find_recipe(name), in_order)
+        made = list(deviating_rotations(rotation))
+        kept = {row.cause for row in made if torch.equal(row.result(rotation).float(), right.float())}
         # Without signs no sign can be missing or displaced.
         none = {"rotation-without-signs", "rotation-signs:reversed", "rotation-signs-after"}
         assert kept == (none if "nosign" in name else set())
-        assert len({sentence for _, sentence, _ in made}) == len(made)
-        assert {make().dtype for cause, _, make in made if cause == "rotation-not-rounded"} == {torch.float32}
-    names = [cause for cause, _, _ in deviating_ends(x, find_recipe("nvfp4-rht"), lambda *_: (x, x))]
+        assert len({row.sentence for row in made}) == len(made)
+        assert [row.result(rotation).dtype for row in made if row.cause == "rotation-not-rounded"] == [torch.float32]
+    names = [row.cause for row in rows_of(TABLE, Rotation(x, find_recipe("nvfp4-rht"), in_order))]
     assert "rotation-truncated" not in names
 
 
@@ -341,12 +350,13 @@ def test_every_deviation_of_a_history_changes_one():
     nan, infinite = HISTORY.clone(), HISTORY.clone()
     nan[1, 2], infinite[2, 0] = torch.nan, torch.inf
     names = ("fp8-delayed-e4m3-margin2", "fp8-delayed-e5m2-recent", "fp8-delayed-e4m3-bulk")
-    for which, deviating in enumerate((deviating_histories, deviating_scales)):
+    for which, table in enumerate((HISTORIES, SCALES)):
         seen = set()
         for history in (HISTORY, nan, infinite, torch.zeros(3, 5)):
             for name in names:
                 right = reference.update_scale(history, SCALE, name)[which]
-                every = list(deviating(history, SCALE, find_recipe(name)))
-                seen |= {cause for cause, _, make in every if not torch.equal(make(), right)}
-        assert {cause for cause, _, _ in every} <= seen | {"update:single", "algorithm:max"}
+                update = Update(history, SCALE, find_recipe(name))
+                every = list(rows_of(table, update))
+                seen |= {row.cause for row in every if not torch.equal(row.result(update), right)}
+        assert {row.cause for row in every} <= seen | {"update:single", "algorithm:max"}
     assert find_recipe(names[0]).element is E4M3

@@ -29,7 +29,7 @@ def explained(case, *, aliases=(), doors):
         return outcome, Run(inputs.tensors, outcome.outputs, expected.outputs)
 
     outcome, first = run(0)
-    outcome.aliases = [{"cause": cause, "sentence": ALIAS_CAUSES[cause]} for cause in aliases]
+    outcome.aliases = [{"cause": cause, "sentence": ALIAS_CAUSES[cause].sentence} for cause in aliases]
     return explain(outcome, SearchHistory(), runs=lambda: (first, run(1)[1]))
 
 
@@ -114,7 +114,7 @@ def test_shared_memory_is_named_if_nothing_else_gives_the_bytes(cause):
     """A deviation with the kernel's bytes comes first: a kernel may reuse its memory and have a separate mistake."""
     doors = {"quantize": every_time("quantize", other_codes)}
     (found,) = (e for e in explained(QUANTIZE, aliases=[cause], doors=doors) if e.cause == cause)
-    assert (found.exact, found.stage, found.sentence) == (True, "codes", ALIAS_CAUSES[cause])
+    assert (found.exact, found.stage, found.sentence) == (True, "codes", ALIAS_CAUSES[cause].sentence)
     doors = {"quantize": every_time("quantize", swapped_nibbles)}
     first, *others = explained(QUANTIZE, aliases=[cause], doors=doors)
     assert (first.cause, first.exact) == ("nibbles-swapped", True)

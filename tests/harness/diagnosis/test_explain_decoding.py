@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.diagnosis.explain_decoding import decoding_deviations
+from narrowgauge.harness.diagnosis.explain_decoding import decoding_deviations, values_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.decode import decode
@@ -51,6 +51,7 @@ def test_codes():
 
 def test_scales():
     assert causes(changed(scales=lambda q: q.scales.roll(-1, 1).contiguous())) == ["scale-of-next-block"]
+    assert causes(changed(scales=lambda q: q.scales.roll(1, 1).contiguous())) == ["scale-of-previous-block"]
     assert "scale-of-first-block" in causes(changed(scales=lambda q: q.scales[:, :1].expand_as(q.scales)))
     two = changed(scales=lambda q: q.scales[:, torch.arange(4) % 2])
     assert causes(two) == ["scale-of-first-step"]
@@ -59,7 +60,13 @@ def test_scales():
     ]
 
 
+def in_two_steps(q, dtype=torch.float32):
+    values = decode(unpack(q.codes, q.shape[1]), E2M1) * decode(q.scales, q.recipe.scale).repeat_interleave(16, 1)
+    return (values * (q.amax * (1 / 2688))).to(dtype)
+
+
 def test_factors():
+    assert "decode-order:(code*s)*dec" in causes(in_two_steps)
     assert causes(by(lambda s, amax: s)) == ["tensor-scale-ignored"]
     # A single amax does not separate all forms.
     assert "decode-order:s*(amax*(1/max))" in causes(by(lambda s, amax: s * (amax * (1 / 2688))))
@@ -112,7 +119,7 @@ def test_right_values_are_another_thing_than_most_deviations(recipe):
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
     q = reference.quantize(x, find_recipe(recipe))
     right = reference.dequantize(q)
-    made = [(cause, make(q, torch.float32)) for cause, _, make in decoding_deviations()]
+    made = [(row.cause, values_of(row, q, torch.float32)) for row in decoding_deviations(q)]
     different = {cause for cause, values in made if values is not None and not torch.equal(values, right)}
     assert "signs-lost" in different
     assert ("nibbles-swapped" in different) == (q.recipe.element is E2M1)

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.cause_names import is_cause
-from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS, explain_formula
+from narrowgauge.harness.diagnosis.formulas.explain_formula import explain_formula, wrong_formulas
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
@@ -86,7 +86,8 @@ def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torc
 def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
     name, given, right = RIGHT[of]
     assert explained(name, given, right, dtype, STAGE) == []
-    for cause, _, make in FORMULAS[name](**given):
+    for row, make in wrong_formulas(name, given):
+        cause = row.cause
         assert is_cause(cause)
         wrong = make().value.reshape(right.shape)
         assert explained(name, given, wrong, dtype, STAGE) == [cause]

@@ -11,13 +11,14 @@ from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW
 from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import changed_parts, split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.gemm.product import add_output
+from narrowgauge.harness.operations.stages.deviation import rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.swizzle.deviations import wrong_offsets
+from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
@@ -67,11 +68,16 @@ def on_operands(change, which="ab"):
     return gemm
 
 
+def wrong_offsets(cause, q):
+    (row,) = [row for row in rows_of(SWIZZLE_READS, q.scales) if row.cause == cause]
+    return row.result(q.scales)
+
+
 def read_from(cause):
     """Scales read from wrong offsets of the swizzled layout."""
 
     def change(q):
-        offsets = wrong_offsets(cause, q.scales.shape, q.scales.device)
+        offsets = wrong_offsets(cause, q)
         return q if offsets is None else replace(q, scales=swizzle(q.scales).flatten()[offsets])
 
     return change
@@ -86,7 +92,7 @@ def test_swizzled_scales_read_from_wrong_offsets(cause):
 
 def test_swizzled_scales_read_from_unknown_offsets_have_no_cause():
     def change(q):
-        offsets = wrong_offsets("swizzle-rows-modulo:128", q.scales.shape, q.scales.device)
+        offsets = wrong_offsets("swizzle-rows-modulo:128", q)
         return q if offsets is None else replace(q, scales=swizzle(q.scales).flatten()[offsets + 16])
 
     assert not any("swizzle" in cause for cause in causes(explained(on_operands(change, "a"), shape=(144, 176, 24))))
@@ -228,6 +234,13 @@ def plain_gemm(factor=None, finish=None):
 
 def constant(a, b):
     return torch.tensor(a.recipe.max_product * b.recipe.max_product)
+
+
+def test_alpha_of_narrow_amaxes():
+    case = case_from_labels("gemm", "nvfp4", (24, 272, 40), "fp32xfp32-fp32", "normal", ("tn",))
+    narrow = on_operands(lambda q: replace(q, amax=q.amax.bfloat16().float()))
+    record = run_case(case, backend(quantize=reference.quantize, gemm=narrow))
+    assert "alpha-amax-through-bf16" in causes(record)
 
 
 def test_forms_of_alpha():
@@ -396,7 +409,7 @@ def narrow(rounded, step):
 @pytest.mark.parametrize("cause", ROUND)
 @pytest.mark.parametrize(("recipe", "step"), [("nvfp4", 16), ("nvfp4", 1), ("mxfp8-e4m3", 32), ("nvfp4", 64)])
 def test_narrow_accumulators(cause, recipe, step):
-    assert set(ROUND) == set(NARROW)
+    assert list(ROUND) == [row.cause for row in NARROW]
     record = explained(narrow(ROUND[cause], step), recipe, shape=(12, 256, 20), dtype="fp32", inputs="normal-1e-3")
     assert causes(record) == [cause]
     after = "each product" if step == 1 else f"every {step} columns of K"
@@ -562,10 +575,10 @@ def test_every_deviation_changes_the_output_of_some_product():
     sums = [each.sums().lower.nan_to_num(0.5) for each in parts]
 
     def changes(deviation, each, before):
-        changed = deviation.change(each)
+        changed = changed_parts(deviation, each)
         return changed is not None and not torch.equal(changed.sums().lower.nan_to_num(0.5), before)
 
-    for deviation in operand_deviations():
+    for deviation in operand_deviations(parts[0]):
         _, _, rows = deviation.cause.partition("modulo:")
         if not rows or int(rows) <= 128:
             found = (changes(deviation, each, before) for each, before in zip(parts, sums, strict=True))

@@ -32,7 +32,7 @@ def found(change, **doors):
     record = run_case(QUANTIZE, backend(quantize=with_codes(change), **doors))
     assert record.verdict == "fail"
     for explanation in record.explanations:
-        assert explanation["sentence"] == MEMORY_CAUSES[explanation["cause"]]
+        assert explanation["sentence"] == MEMORY_CAUSES[explanation["cause"]].sentence
         assert explanation["exact"]
         assert explanation["stage"] == record.stage
     return [e["cause"] for e in record.explanations], record.message

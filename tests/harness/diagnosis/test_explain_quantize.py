@@ -301,6 +301,11 @@ def truncated_choice(s):
     return torch.where(errors[1] < errors[0], four, six)
 
 
+def without_last_row_of_tiles(s):
+    last = torch.arange(len(s.x)).unsqueeze(1) % 16 == 15
+    return block_amaxes(s.x.masked_fill(last, 0), s.recipe)
+
+
 def not_clamped(s):
     """The scale of 4, beyond 448, is NaN, and never nearer."""
     errors, (six, four) = candidate_errors(s)
@@ -371,6 +376,7 @@ SCALES = [
     ("block-amax-skips:0", case("nvfp4-2d", shape=(256, 256)), by_lane(lambda lane: lane != 0)),
     ("block-amax-skips:31", case("mxfp8-e4m3", shape=(128, 256)), by_lane(lambda lane: lane != 31)),
     ("block-amax-skips:12-15", case("nvfp4"), by_lane(lambda lane: lane < 12)),
+    ("block-amax-skips:row-15", case("nvfp4-2d", shape=(256, 256)), {"blocks": without_last_row_of_tiles}),
     ("block-amax-half", case("nvfp4"), by_lane(lambda lane: lane < 8)),
     ("block-amax-half", case("mxfp8-e5m2"), by_lane(lambda lane: lane >= 16)),
     ("block-amax-half", case("fp8-block-1x128", shape=(16, 512)), by_lane(lambda lane: lane < 64)),
@@ -613,6 +619,10 @@ DRAWN = [
     ("stochastic-other-block:18-bits", case("nvfp4-sr", shape=(262160, 16)), {
         "bytes": lambda s: torch.cat([bytes_of(s)[: 1 << 18], bytes_of(s)[:16]])
     }),
+    ("stochastic-offset:32-bits", case("nvfp4-sr"), {
+        "bytes": lambda s: bytes_of(s, (s.random[0], s.random[1] & 0xFFFFFFFF))
+    }),
+    ("stochastic-seed:swapped", case("nvfp4-sr"), {"bytes": lambda s: bytes_of(s, s.random[::-1])}),
     ("stochastic-seed:32-bits", case("nvfp4-sr"), {
         "bytes": lambda s: bytes_of(s, (s.random[0] & 0xFFFFFFFF, s.random[1]))
     }),

@@ -1,9 +1,9 @@
 """The ledger of known failures: allowed entries, and their effect on a record and on a run."""
 
-import ast
 import csv
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.case_file import CaseFileError, load_all
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
+from narrowgauge.harness.diagnosis import cause_names
+from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES
 from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES
-from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS
+from narrowgauge.harness.diagnosis.formulas.explain_formula import wrong_formulas
 from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, is_link, load, load_beside
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.repeated import REPEAT_CAUSES
 from narrowgauge.harness.records.record import Record, outcome, succeeded
 from narrowgauge.harness.report import groups, markdown, tables, text
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.tools.mutants.mutant import load_all as load_mutants
 from tests.harness import small_toml
+from tests.harness.backends.test_module_uses import USES
 from tests.harness.diagnosis.test_explain_formula import RIGHT
 from tests.harness.sample_backends import QUANTIZE
 from tests.harness.small_toml import ISSUE
@@ -30,18 +33,6 @@ from tests.paths import ROOT
 
 ENTRY = Entry("quantize/*/bf16/*", "native", ISSUE, "ties", location="cases/known.toml: [[known]] 2")
 STAGE = {"stage": "codes", "rule": "exact", "compared": 9, "mismatches": 1, "max_ulp": 1, "sentence": ""}
-
-
-NO_CAUSES = {
-    "1-for-nan", "4-or-6-mse", "amax-2m120-row-end", "as-element", "attention-backward", "e4m3-ties", "element-order",
-    "exact-sums", "fp8-current-e4m3", "gelu-backward", "largest-of-block", "largest-of-tensor", "low-first",
-    "low-rows", "most-recent", "mxfp8-e4m3", "near-ties", "nearest-away", "nearest-even", "nearest-even-wrapping",
-    "nearest-log2", "nearest-toward-zero",
-    "negative-zero", "norm-backward", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane", "saturated-scales",
-    "subnormal-codes", "subnormal-scales", "with-bias", "with-c", "zero-blocks", "zero-scales",
-}  # fmt: skip
-"""Literals of the diagnosis and of the deviations of operations that look like a cause: classes of elements, choices of
-recipes, families of inputs."""
 
 
 def record(verdict: str = "fail", case: str = "quantize/nvfp4/1x2/bf16/a", **changes: Any) -> dict[str, Any]:
@@ -112,38 +103,34 @@ def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
     assert (entry.stage, entry.cause) == (keys["stage"], keys["cause"])
 
 
-def test_the_names_of_causes_are_those_of_the_diagnosis():
-    """Every literal of its files that looks like a cause is a cause, or a known word of a different kind."""
-    literals = set()
+def test_the_page_of_causes_is_that_of_the_rows():
+    again = "python -m narrowgauge.harness.diagnosis.cause_names"
+    assert cause_names.PAGE.read_text() == cause_names.page(), f"run {again} to write the page again"
+
+
+def test_every_table_of_deviations_is_on_the_page():
+    """Every row at the top level of a module of the diagnosis or of the deviations of an operation."""
+    collected = {id(row) for rows in cause_names.tables().values() for row in rows}
     harness = ROOT / "harness"
+    lost = []
     for path in (*(harness / "diagnosis").rglob("*.py"), *(harness / "operations").glob("*/deviations.py")):
-        for node in ast.walk(ast.parse(path.read_text())) if path.stem != "cause_names" else ():
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                literals.add(node.value)
-    hyphenated = {name for name in literals if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", name)}
-    assert {name for name in hyphenated if not is_cause(name)} == NO_CAUSES
-    assert set(CAUSES) - literals == {"no-diagnosis"}  # the runner's
-    assert all(name in ("algorithm:", "update:") or any(name in text for text in literals) for name in FAMILIES)
+        module = import_module(".".join(("narrowgauge", *path.relative_to(ROOT).with_suffix("").parts)))
+        for name, value in vars(module).items():
+            rows = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
+            lost += [name for row in rows if isinstance(row, Deviation) and id(row) not in collected]
+    assert lost == ["_CORRECT"]
 
 
 def test_every_cause_has_a_mutant_or_a_test():
     """A cause that nothing produces can be wrong unnoticed. Two tests produce every name of a table."""
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
-    formulas = {cause for name, given, _ in RIGHT.values() for cause, _, _ in FORMULAS[name](**given)}
+    formulas = {row.cause for name, given, _ in RIGHT.values() for row, _ in wrong_formulas(name, given)}
     produced = {
         *re.findall(r'"([^"\n]+)"', tests), *(cause for mutant in load_mutants() for cause in mutant.causes),
-        *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(),
+        *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(), *(f"use:{use}" for use in USES),
     }  # fmt: skip
     assert set(CAUSES) <= produced
     assert [name for name in FAMILIES if not any(cause.startswith(name) for cause in produced)] == []
-
-
-def test_the_page_of_verdicts_lists_every_cause():
-    page = (ROOT / "docs" / "verdicts.md").read_text().split("## List of causes")[1]
-    rows = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
-    listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
-    expected = {*CAUSES, *(f"{family}…" for family in FAMILIES)}
-    assert set(listed) == expected
 
 
 @pytest.mark.parametrize("link", ["ftp://a/b", "https://", "http://[", "https://a b", "//a/b", "a"])

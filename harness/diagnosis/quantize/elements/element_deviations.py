@@ -3,392 +3,245 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, UPPER_BITS, flush, narrowed, upper_bits
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import without_tail
-from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
 from narrowgauge.reference.quantize.layout import elements, swap_nibbles
-from narrowgauge.reference.quantize.scaling import divide, per_row
+from narrowgauge.reference.quantize.scaling import divide
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
-
-CODES = frozenset({"codes"})
-_SCALES_AND_CODES = frozenset({"scales", "codes"})
-_AMAX = frozenset({"amax"})
-"""A kernel that changes its inputs can compute the amax of the tensor before or after the change."""
-
-
-@lru_cache(maxsize=256)
-def element_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
-    """Deviations of a recipe's codes, the most plausible first. Module `stochastic_deviations` has further ones."""
-    return (*_rounding_deviations(recipe), *_special_value_deviations(recipe), *_scaling_deviations(recipe))
-
-
-def _code_deviation(cause: str, sentence: str, override: Override) -> QuantizeDeviation:
-    implausible = cause.startswith(("element-order", "input-truncated:")) or "-through-" in cause
-    return QuantizeDeviation(
-        cause, f"elements: {sentence}", CODES, overrides={"codes": override}, implausible=implausible
-    )
-
-
-def _with_rounding(rounding: roundings.Rounding) -> Override:
-    """Codes by a different rounding; zeros and NaN follow the recipe."""
-
-    def override(replay: Replay) -> torch.Tensor:
-        codes = rounding(replay.scaled_elements, replay.recipe.element)
-        return replay.pack_codes(_apply_zero_and_nan_rules(codes, replay.scaled_elements, replay.recipe))
-
-    return override
-
-
-def _apply_zero_and_nan_rules(codes: torch.Tensor, scaled: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Codes with the zeros and the NaN code that the recipe prescribes."""
-    sign = recipe.element.sign_code
-    if recipe.negative_zero == "rounded":
-        codes = codes.masked_fill(scaled == 0, 0)
-    elif recipe.negative_zero == "never":
-        codes = codes.masked_fill(codes == sign, 0)
-    return codes if recipe.element is not E2M1 else codes.masked_fill(scaled.isnan(), recipe.nan_code)
-
-
-def _rounding_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    if recipe.rounding != "stochastic":
-        yield _code_deviation("ties-away", "ties round away from zero", _with_rounding(roundings.ties_away))
-        yield _code_deviation("ties-toward-zero", "ties round toward zero", _with_rounding(roundings.ties_toward_zero))
-        yield _code_deviation(
-            "truncated", "rounded toward zero, not to the nearest", _with_rounding(roundings.truncated)
-        )
-        yield _code_deviation(
-            "rounded-up", "rounded away from zero, not to the nearest", _with_rounding(roundings.rounded_up)
-        )
-        yield _code_deviation(
-            "rounded-toward-infinity", "rounded toward +infinity", _with_rounding(roundings.toward_infinity)
-        )
-        yield _code_deviation(
-            "rounded-toward-minus-infinity", "rounded toward -infinity", _with_rounding(roundings.toward_minus_infinity)
-        )
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            yield _code_deviation(
-                f"element-through-{name}", f"scaled elements are rounded to {name} first",
-                _with_rounding(roundings.through(dtype)),
-            )  # fmt: skip
-    if recipe.rounding == "stochastic":
-        return
-    if recipe.element.mantissa_bits > 1:
-        yield _code_deviation(
-            "top-binade-saturated", "the largest number in place of all that have its exponent",
-            _with_rounding(roundings.top_binade_saturated),
-        )  # fmt: skip
-    if recipe.element.nan_code is not None:
-        for rounding, phrase in ((roundings.overflow_to_nan, ""), (roundings.unsigned_overflow, ", without a sign,")):
-            yield _code_deviation("overflow-to-nan", f"NaN{phrase} where they overflow", _with_rounding(rounding))
-    if recipe.element.inf_code is not None:
-        yield _code_deviation(
-            "overflow-to-infinity", "infinity where they overflow", _with_rounding(roundings.unsaturated)
-        )
-
-
-def _special_value_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    sign = recipe.element.sign_code
-
-    def changed_codes(change: Callable[[torch.Tensor, Replay], torch.Tensor]) -> Override:
-        return lambda replay: replay.pack_codes(change(replay.encode_scaled(replay.scaled_elements), replay))
-
-    if recipe.element.negative_zero:
-        yield _code_deviation(
-            "negative-zero-lost",
-            "-0 is stored as 0",
-            changed_codes(lambda codes, replay: codes.masked_fill(codes == sign, 0)),
-        )
-    if recipe.element.bits == 4:
-        yield _code_deviation(
-            "nibbles-swapped",
-            "the two of a byte are exchanged",
-            lambda replay: swap_nibbles(Replay(replay.kernel_matrix).compute_stage("codes")),
-        )
-    if recipe.element.negative_zero:
-        yield _code_deviation(
-            "negative-zero-lost", "-0 is stored as 0, but not of negative numbers that round to it",
-            changed_codes(lambda codes, replay: codes.masked_fill(replay.scaled_elements == 0, 0)),
-        )  # fmt: skip
-        yield _code_deviation(
-            "negative-zero-lost", "negative numbers that round to zero lose their sign",
-            changed_codes(lambda codes, replay: codes.masked_fill((codes == sign) & (replay.scaled_elements != 0), 0)),
-        )  # fmt: skip
-    if recipe.negative_zero != "keep":
-        yield _code_deviation(
-            "negative-zero-kept", "-0 keeps its sign",
-            changed_codes(
-                lambda codes, replay: torch.where(codes == 0, replay.scaled_elements.signbit().byte() * sign, codes)
-            ),
-        )  # fmt: skip
-    for zero, phrase in ((sign, ""), (0, ", without its sign")):
-        yield _code_deviation(
-            "subnormal-codes-flushed", f"0{phrase} in place of subnormal codes",
-            changed_codes(partial(_flushed, recipe.element, zero)),
-        )  # fmt: skip
-    if recipe.rounding != "stochastic":
-        yield _code_deviation(
-            "subnormal-codes-flushed",
-            "flushed to 0 below the least normal number",
-            _with_rounding(roundings.flushed_before),
-        )
-    for phrase, number in (("the largest number with its sign", recipe.element.max_code), ("0 with its sign", 0)):
-        yield _code_deviation(
-            "nan-read-as-number", f"NaN becomes {phrase}",
-            changed_codes(partial(_codes_of_nan, number)),
-        )  # fmt: skip
-    yield _code_deviation("signs-lost", "signs are lost", changed_codes(lambda codes, replay: codes & (sign - 1)))
-    yield _code_deviation(
-        "nan-keeps-sign",
-        "the code of a NaN has the sign of the element",
-        changed_codes(
-            lambda codes, replay: torch.where(
-                replay.scaled_elements.isnan(), codes | replay.x.signbit().byte() * sign, codes
-            )
-        ),
-    )
-    if recipe.element.bits == 4:
-        yield _code_deviation(
-            "padding-not-zeroed", "the nibble behind an odd number of columns is not 0", _codes_with_kernel_padding
-        )
-    yield _code_deviation(
-        "zero-block-nan", "NaN in blocks whose scale is 0",
-        changed_codes(
-            lambda codes, replay: codes.masked_fill(_spread_over_elements(replay, replay.blocks == 0), recipe.nan_code)
-        ),
-    )  # fmt: skip
-
-
-def _codes_of_nan(code: int, codes: torch.Tensor, replay: Replay) -> torch.Tensor:
-    """`codes` with `code` and the sign of the element for each element that is NaN."""
-    signed = replay.x.signbit().byte() * replay.recipe.element.sign_code | code
-    return torch.where(replay.x.isnan(), signed, codes)
-
-
-def _codes_with_kernel_padding(replay: Replay) -> torch.Tensor:
-    """Correct codes with the padding nibbles of the kernel."""
-    codes = Replay(replay.kernel_matrix).compute_stage("codes")
-    kernel_codes = replay.kernel_matrix.kernel_stages["codes"]
-    if replay.x.shape[1] % 2 == 0:
-        raise ValueError("an even number of columns fills all bytes")
-    padding_mask = 0xF0 if replay.recipe.packing == "low-first" else 0xF
-    codes[:, -1] = codes[:, -1] & (0xFF ^ padding_mask) | kernel_codes[:, -1] & padding_mask
-    return codes
-
-
-def _spread_over_elements(replay: Replay, blocks: torch.Tensor) -> torch.Tensor:
-    """A value for each element, bool (M, K), from a value for each stored scale."""
-    rows, columns = per_row(blocks, replay.recipe, replay.x.shape[0]), replay.x.shape[1]
-    if replay.recipe.spans_k:
-        return rows.expand(-1, columns)
-    return rows.repeat_interleave(replay.recipe.block[1], 1)[:, :columns]
-
-
-def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Wrong inputs and wrong factors of the elements."""
-
-    def with_factors(change: Callable[[Replay], torch.Tensor]) -> Override:
-        return lambda replay: replay.pack_codes(replay.encode_scaled(replay.scale_with(change(replay))))
-
-    def with_block_factor(factors: Callable[[Replay], torch.Tensor]) -> Override:
-        """Codes by a factor for each stored scale."""
-        return with_factors(lambda replay: per_row(factors(replay), replay.recipe, replay.x.shape[0]))
-
-    def with_scaled_values(values: Callable[[Replay, torch.Tensor, torch.Tensor], torch.Tensor]) -> Override:
-        """Codes by scaled values, a function of x and the stored scale of each element, float32 (M, K)."""
-
-        def override(replay: Replay) -> torch.Tensor:
-            scales = per_row(_decoded_scales(replay), replay.recipe, replay.x.shape[0])
-            columns = replay.x.shape[1]
-            if not replay.recipe.spans_k:
-                scales = scales.repeat_interleave(replay.recipe.block[1], 1)[:, :columns]
-            return replay.pack_codes(replay.encode_scaled(values(replay, replay.x.float(), scales)))
-
-        return override
-
-    if recipe.element_scale == "x*min(1/(s*(1/enc)),FLT_MAX)":
-        yield _code_deviation(
-            "factor-not-clamped", "the factor is not limited to the largest number, and is infinite for a scale of 0",
-            with_block_factor(
-                lambda replay: divide(1.0, _decoded_scales(replay) * divide(1.0, _tensor_scale_column(replay)))
-            ),
-        )  # fmt: skip
-    if recipe.tensor_scale == "max/amax" and recipe.scale is E4M3:
-        for limit, phrase in ((_LARGEST, ""), (torch.inf, ", not limited to the largest number")):
-            for expression, factors in (
-                ("x*(enc/s)", lambda replay: _tensor_scale_column(replay) / _decoded_scales(replay)),
-                ("x*((1/s)*enc)", lambda replay: divide(1.0, _decoded_scales(replay)) * _tensor_scale_column(replay)),
-            ):
-                yield _code_deviation(
-                    f"element-order:{expression}", f"scaled as {expression}{phrase}",
-                    with_block_factor(partial(_clamped_factors, factors, limit)),
-                )  # fmt: skip
-        yield _code_deviation(
-            "element-order:x/(s*(1/enc))", "scaled as x/(s*(1/enc))",
-            with_scaled_values(
-                lambda replay, x, s: torch.where(x == 0, x, x / (s * divide(1.0, _tensor_scale_column(replay))))
-            ),
-        )  # fmt: skip
-        yield _code_deviation(
-            "subnormal-factors-flushed", "1/enc and s*(1/enc) are flushed to 0 where they are subnormal",
-            with_block_factor(_factors_with_flushed_steps),
-        )  # fmt: skip
-    if recipe.scale is FP32:
-        yield _code_deviation(
-            "element-order:x*(1/s)", "scaled as x*(1/s)", with_block_factor(lambda replay: divide(1.0, replay.scales))
-        )
-        yield _code_deviation(
-            "element-order:x/s", "scaled as x/s", with_scaled_values(lambda replay, x, s: torch.where(x == 0, x, x / s))
-        )
-        yield _code_deviation(
-            "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal",
-            with_factors(lambda replay: flush(replay.factors)),
-        )  # fmt: skip
-    if not recipe.spans_k:
-        for step, phrase in ((-1, "next"), (1, "previous")):
-            yield _code_deviation(
-                f"scales-of-{phrase}-block", f"scaled by the scale of the {phrase} block",
-                with_factors(partial(_factors_of_other_block, step)),
-            )  # fmt: skip
-    if recipe.scale is E8M0:
-        yield _code_deviation(
-            "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal, as 2^-127 is, of code 0",
-            with_factors(lambda replay: flush(replay.factors)),
-        )  # fmt: skip
-    for step, phrase in ((1, "larger"), (-1, "smaller")) if recipe.scale is not E8M0 else ():  # not a power of two
-        yield QuantizeDeviation(
-            "element-factor-ulp", f"elements: the factor is one step of float32 {phrase}", CODES, implausible=True,
-            overrides={"codes": with_factors(partial(_factors_moved, step))},
-        )  # fmt: skip
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield _code_deviation(
-            f"factor-through-{name}", f"the factor is rounded to {name}",
-            with_factors(partial(_factors_through, dtype)),
-        )  # fmt: skip
-        yield QuantizeDeviation(
-            f"input-through-{name}", f"inputs are rounded to {name}", _SCALES_AND_CODES, optional_stages=_AMAX,
-            overrides={"x": partial(_inputs_through, dtype)}, implausible=True,
-        )  # fmt: skip
-        yield _code_deviation(
-            f"input-through-{name}", f"rounded to {name} before they are scaled",
-            partial(_scaled_through, dtype),
-        )  # fmt: skip
-    for name, bits in roundings.UPPER_BITS.items():
-        yield QuantizeDeviation(
-            f"input-truncated:{name}", f"inputs are cut to the upper {bits} bits of float32", _SCALES_AND_CODES,
-            optional_stages=_AMAX, overrides={"x": partial(_upper_bits_of_input, bits)}, implausible=True,
-        )  # fmt: skip
-        yield _code_deviation(
-            f"input-truncated:{name}", f"cut to the upper {bits} bits of float32 before they are scaled",
-            partial(_scaled_upper_bits, bits),
-        )  # fmt: skip
-    yield QuantizeDeviation(
-        "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _SCALES_AND_CODES,
-        optional_stages=_AMAX, overrides={"x": lambda replay: flush(replay.kernel_matrix.subject.x)},
-    )  # fmt: skip
-    yield _code_deviation(
-        "inputs-flushed", "flushed to 0 where they are subnormal, before they are scaled",
-        lambda replay: replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, flush(replay.x)))),
-    )  # fmt: skip
-    for cause, sentence, change in (
-        ("input-transposed", "the matrix is read column by column", _read_by_column),
-        ("rows-rolled", "a row is that of the row behind it, the last one that of the first", partial(_rolled, -1)),
-        ("rows-rolled", "a row is that of the row before it, the first one that of the last", partial(_rolled, 1)),
-    ):
-        yield QuantizeDeviation(
-            cause, sentence, _SCALES_AND_CODES, row_local=False, optional_stages=_AMAX,
-            overrides={"x": lambda replay, change=change: change(replay.kernel_matrix.subject.x)},  # type: ignore[misc]
-        )  # fmt: skip
-    if not recipe.spans_k:
-        yield QuantizeDeviation(
-            "tail-dropped", "columns behind the last whole block are taken for 0", _SCALES_AND_CODES,
-            overrides={"x": lambda replay: without_tail(replay.recipe.block[1], replay.kernel_matrix.subject.x)},
-            optional_stages=_AMAX,
-        )  # fmt: skip
-    if recipe.tensor_scale in ("max/amax", "(1/amax)*max"):
-        yield _code_deviation(
-            "tensor-scale-ignored", "scaled without the tensor's scale",
-            with_scaled_values(lambda replay, x, s: torch.where(x == 0, x, x / s) if not replay.recipe.whole else x),
-        )  # fmt: skip
-
-
-def _read_by_column(x: torch.Tensor) -> torch.Tensor:
-    return x.T.reshape(x.shape)
-
-
-def _rolled(step: int, x: torch.Tensor) -> torch.Tensor:
-    return x.roll(step, 0)
-
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _clamped_factors(factors: Callable[[Replay], torch.Tensor], limit: float, replay: Replay) -> torch.Tensor:
-    return factors(replay).clamp(max=limit)
+def _rounds_to_nearest(recipe: Recipe) -> bool:
+    return recipe.rounding != "stochastic"
 
 
-def _factors_with_flushed_steps(replay: Replay) -> torch.Tensor:
-    """1/(s·(1/enc)) with subnormal intermediate results flushed to 0."""
-    inverse = flush(divide(1.0, _tensor_scale_column(replay)))
-    return divide(1.0, flush(_decoded_scales(replay) * inverse)).clamp(max=_LARGEST)
+def _has_encode_scale(recipe: Recipe) -> bool:
+    return recipe.tensor_scale == "max/amax" and recipe.scale is E4M3
 
 
-def _flushed(fmt: Format, zero: int, codes: torch.Tensor, _: Replay) -> torch.Tensor:
+# ---- roundings -------------------------------------------------------------------------------------------------------
+
+
+def _rounded(rounding: roundings.Rounding, r: Replay) -> torch.Tensor:
+    """Codes by a different rounding; zeros and NaN follow the recipe."""
+    codes, scaled, element = rounding(r.scaled_elements, r.recipe.element), r.scaled_elements, r.recipe.element
+    if r.recipe.negative_zero == "rounded":
+        codes = codes.masked_fill(scaled == 0, 0)
+    elif r.recipe.negative_zero == "never":
+        codes = codes.masked_fill(codes == element.sign_code, 0)
+    return codes if element is not E2M1 else codes.masked_fill(scaled.isnan(), r.recipe.nan_code)
+
+
+def _by(rounding: roundings.Rounding) -> Callable[[Replay], torch.Tensor]:
+    return partial(_rounded, rounding)
+
+
+ROUNDINGS: tuple[QuantizeDeviation, ...] = (
+    Deviation("ties-away", "elements: ties round away from zero", "element codes", _by(roundings.ties_away),
+              when=_rounds_to_nearest),
+    Deviation("ties-toward-zero", "elements: ties round toward zero", "element codes", _by(roundings.ties_toward_zero),
+              when=_rounds_to_nearest),
+    Deviation("truncated", "elements: rounded toward zero, not to the nearest", "element codes",
+              _by(roundings.truncated), when=_rounds_to_nearest),
+    Deviation("rounded-up", "elements: rounded away from zero, not to the nearest", "element codes",
+              _by(roundings.rounded_up), when=_rounds_to_nearest),
+    Deviation("rounded-toward-infinity", "elements: rounded toward +infinity", "element codes",
+              _by(roundings.toward_infinity), when=_rounds_to_nearest),
+    Deviation("rounded-toward-minus-infinity", "elements: rounded toward -infinity", "element codes",
+              _by(roundings.toward_minus_infinity), when=_rounds_to_nearest),
+    Deviation("element-through-{}", "elements: scaled elements are rounded to {} first", "element codes",
+              lambda dtype, r: _rounded(roundings.through(dtype), r), NARROW, _rounds_to_nearest, implausible=True),
+    Deviation("top-binade-saturated", "elements: the largest number in place of all that have its exponent",
+              "element codes", _by(roundings.top_binade_saturated),
+              when=lambda recipe: _rounds_to_nearest(recipe) and recipe.element.mantissa_bits > 1),
+    Deviation("overflow-to-nan", "elements: NaN{} where they overflow", "element codes", _rounded,
+              {"": roundings.overflow_to_nan, ", without a sign,": roundings.unsigned_overflow},
+              lambda recipe: _rounds_to_nearest(recipe) and recipe.element.nan_code is not None),
+    Deviation("overflow-to-infinity", "elements: infinity where they overflow", "element codes",
+              _by(roundings.unsaturated),
+              when=lambda recipe: _rounds_to_nearest(recipe) and recipe.element.inf_code is not None),
+)  # fmt: skip
+"""Wrong roundings of elements."""
+
+# ---- zeros, signs, NaN -----------------------------------------------------------------------------------------------
+
+
+def _sign(r: Replay) -> int:
+    return r.recipe.element.sign_code
+
+
+def _codes_of_nan(code: Callable[[Format], int], r: Replay) -> torch.Tensor:
+    """Codes with `code` and the sign of the element for each element that is NaN."""
+    signed = r.x.signbit().byte() * _sign(r) | code(r.recipe.element)
+    return torch.where(r.x.isnan(), signed, r.element_codes)
+
+
+def _codes_with_kernel_padding(r: Replay) -> torch.Tensor:
+    """Correct codes with the padding nibbles of the kernel."""
+    codes, kernel_codes = r.compute_stage("codes"), r.kernel_matrix.kernel_stages["codes"]
+    if r.x.shape[1] % 2 == 0:
+        raise ValueError("an even number of columns fills all bytes")
+    padding_mask = 0xF0 if r.recipe.packing == "low-first" else 0xF
+    codes[:, -1] = codes[:, -1] & (0xFF ^ padding_mask) | kernel_codes[:, -1] & padding_mask
+    return codes
+
+
+def _flushed(signed: bool, r: Replay) -> torch.Tensor:
+    """Codes with 0 in place of subnormal codes."""
+    fmt, codes = r.recipe.element, r.element_codes
     small = (codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits) & (codes != (fmt.nan_code or 0x7F))
-    return torch.where(small, codes & zero, codes)
+    return torch.where(small, codes & (fmt.sign_code if signed else 0), codes)
 
 
-def _factors_of_other_block(step: int, replay: Replay) -> torch.Tensor:
-    if replay.factors.shape[1] == 1:
+SPECIAL_VALUES: tuple[QuantizeDeviation, ...] = (
+    Deviation("negative-zero-lost", "elements: -0 is stored as 0", "element codes",
+              lambda r: r.element_codes.masked_fill(r.element_codes == _sign(r), 0),
+              when=lambda recipe: recipe.element.negative_zero),
+    Deviation("nibbles-swapped", "elements: the two of a byte are exchanged", "codes",
+              lambda r: swap_nibbles(r.compute_stage("codes")), when=lambda recipe: recipe.element.bits == 4),
+    Deviation("negative-zero-lost", "elements: -0 is stored as 0, but not of negative numbers that round to it",
+              "element codes", lambda r: r.element_codes.masked_fill(r.scaled_elements == 0, 0),
+              when=lambda recipe: recipe.element.negative_zero),
+    Deviation("negative-zero-lost", "elements: negative numbers that round to zero lose their sign", "element codes",
+              lambda r: r.element_codes.masked_fill((r.element_codes == _sign(r)) & (r.scaled_elements != 0), 0),
+              when=lambda recipe: recipe.element.negative_zero),
+    Deviation("negative-zero-kept", "elements: -0 keeps its sign", "element codes",
+              lambda r: torch.where(r.element_codes == 0, r.scaled_elements.signbit().byte() * _sign(r),
+                                    r.element_codes),
+              when=lambda recipe: recipe.negative_zero != "keep"),
+    Deviation("subnormal-codes-flushed", "elements: 0{} in place of subnormal codes", "element codes", _flushed,
+              {"": True, ", without its sign": False}),
+    Deviation("subnormal-codes-flushed", "elements: flushed to 0 below the least normal number", "element codes",
+              _by(roundings.flushed_before), when=_rounds_to_nearest),
+    Deviation("nan-read-as-number", "elements: NaN becomes {} with its sign", "element codes", _codes_of_nan,
+              {"the largest number": lambda element: element.max_code, "0": lambda element: 0}),
+    Deviation("signs-lost", "elements: signs are lost", "element codes", lambda r: r.element_codes & (_sign(r) - 1)),
+    Deviation("nan-keeps-sign", "elements: the code of a NaN has the sign of the element", "element codes",
+              lambda r: torch.where(r.scaled_elements.isnan(), r.element_codes | r.x.signbit().byte() * _sign(r),
+                                    r.element_codes)),
+    Deviation("padding-not-zeroed", "elements: the nibble behind an odd number of columns is not 0", "codes",
+              _codes_with_kernel_padding, when=lambda recipe: recipe.element.bits == 4),
+    Deviation("zero-block-nan", "elements: NaN in blocks whose scale is 0", "element codes",
+              lambda r: r.element_codes.masked_fill(r.of_elements(r.blocks == 0), r.recipe.nan_code)),
+)  # fmt: skip
+"""Wrong zeros, signs and NaN of elements."""
+
+# ---- inputs and factors ----------------------------------------------------------------------------------------------
+
+
+def _inverse_encode_scale(r: Replay) -> torch.Tensor:
+    return divide(1.0, r.tensor_scale_column)
+
+
+def _flushed_steps(r: Replay) -> torch.Tensor:
+    """1/(s·(1/enc)) with subnormal intermediate results flushed to 0."""
+    return r.of_rows(divide(1.0, flush(r.decoded_scales * flush(_inverse_encode_scale(r)))).clamp(max=_LARGEST))
+
+
+_FACTORS: dict[str, Callable[[Replay], torch.Tensor]] = {
+    "x*(enc/s)": lambda r: r.tensor_scale_column / r.decoded_scales,
+    "x*((1/s)*enc)": lambda r: divide(1.0, r.decoded_scales) * r.tensor_scale_column,
+}
+
+
+def _limited(limit: float) -> Callable[[Callable[[Replay], torch.Tensor], Replay], torch.Tensor]:
+    return lambda factors, r: r.of_rows(factors(r).clamp(max=limit))
+
+
+def _divided(r: Replay, divisors: torch.Tensor) -> torch.Tensor:
+    """Elements divided by a number for each stored scale; zeros stay."""
+    x = r.x.float()
+    return torch.where(x == 0, x, x / r.of_elements(divisors))
+
+
+def _factors_of_other_block(step: int, r: Replay) -> torch.Tensor:
+    if r.factors.shape[1] == 1:
         raise ValueError("a row has a single block")
-    return replay.factors.roll(step, 1)
+    return r.factors.roll(step, 1)
 
 
-def _factors_moved(step: int, replay: Replay) -> torch.Tensor:
-    moved = (replay.factors.view(torch.int32) + step).view(torch.float32)
-    return torch.where((replay.factors > 0) & (replay.factors < _LARGEST), moved, replay.factors)
+def _factors_moved(step: int, r: Replay) -> torch.Tensor:
+    moved = (r.factors.view(torch.int32) + step).view(torch.float32)
+    return torch.where((r.factors > 0) & (r.factors < _LARGEST), moved, r.factors)
 
 
-def _factors_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return replay.factors.to(dtype).float().clamp(max=_LARGEST)
+SCALINGS: tuple[QuantizeDeviation, ...] = (
+    Deviation("factor-not-clamped",
+              "elements: the factor is not limited to the largest number, and is infinite for a scale of 0", "factors",
+              lambda r: r.of_rows(divide(1.0, r.decoded_scales * _inverse_encode_scale(r))),
+              when=lambda recipe: recipe.element_scale == "x*min(1/(s*(1/enc)),FLT_MAX)"),
+    Deviation("element-order:{}", "elements: scaled as {}", "factors", _limited(_LARGEST), _FACTORS, _has_encode_scale,
+              implausible=True),
+    Deviation("element-order:{}", "elements: scaled as {}, not limited to the largest number", "factors",
+              _limited(torch.inf), _FACTORS, _has_encode_scale, implausible=True),
+    Deviation("element-order:{}", "elements: scaled as {}", "scaled elements",
+              lambda _, r: _divided(r, r.decoded_scales * _inverse_encode_scale(r)), {"x/(s*(1/enc))": ""},
+              _has_encode_scale, implausible=True),
+    Deviation("subnormal-factors-flushed",
+              "elements: 1/enc and s*(1/enc) are flushed to 0 where they are subnormal", "factors", _flushed_steps,
+              when=_has_encode_scale),
+    Deviation("element-order:{}", "elements: scaled as {}", "factors",
+              lambda _, r: r.of_rows(divide(1.0, r.scales)), {"x*(1/s)": ""}, lambda recipe: recipe.scale is FP32,
+              implausible=True),
+    Deviation("element-order:{}", "elements: scaled as {}", "scaled elements", lambda _, r: _divided(r, r.scales),
+              {"x/s": ""}, lambda recipe: recipe.scale is FP32, implausible=True),
+    Deviation("subnormal-factors-flushed", "elements: factors are flushed to 0 where they are subnormal", "factors",
+              lambda r: flush(r.factors), when=lambda recipe: recipe.scale is FP32),
+    Deviation("scales-of-next-block", "elements: scaled by the scale of the next block", "factors",
+              partial(_factors_of_other_block, -1), when=lambda recipe: not recipe.spans_k),
+    Deviation("scales-of-previous-block", "elements: scaled by the scale of the previous block", "factors",
+              partial(_factors_of_other_block, 1), when=lambda recipe: not recipe.spans_k),
+    Deviation("subnormal-factors-flushed",
+              "elements: factors are flushed to 0 where they are subnormal, as 2^-127 is, of code 0", "factors",
+              lambda r: flush(r.factors), when=lambda recipe: recipe.scale is E8M0),
+    Deviation("element-factor-ulp", "elements: the factor is one step of float32 {}", "factors", _factors_moved,
+              {"larger": 1, "smaller": -1}, lambda recipe: recipe.scale is not E8M0,  # not a power of two
+              implausible=True),
+    *in_turn(
+        NARROW,
+        Deviation("factor-through-{}", "elements: the factor is rounded to {}", "factors",
+                  lambda dtype, r: r.factors.to(dtype).float().clamp(max=_LARGEST), implausible=True),
+        Deviation("input-through-{}", "inputs are rounded to {}", "x", narrowed(lambda r: r.x), implausible=True),
+        Deviation("input-through-{}", "elements: rounded to {} before they are scaled", "elements",
+                  narrowed(lambda r: r.x.float()), implausible=True),
+    ),
+    *in_turn(
+        UPPER_BITS,
+        Deviation("input-truncated:{}", "inputs are cut to the upper {1} bits of float32", "x",
+                  lambda bits, r: upper_bits(r.x, bits).to(r.x.dtype), implausible=True),
+        Deviation("input-truncated:{}", "elements: cut to the upper {1} bits of float32 before they are scaled",
+                  "elements", lambda bits, r: upper_bits(r.x, bits), implausible=True),
+    ),
+    Deviation("inputs-flushed", "inputs are flushed to 0 where they are subnormal", "x", lambda r: flush(r.x)),
+    Deviation("inputs-flushed", "elements: flushed to 0 where they are subnormal, before they are scaled", "elements",
+              lambda r: flush(r.x)),
+    Deviation("input-transposed", "the matrix is read column by column", "x", lambda r: r.x.T.reshape(r.x.shape),
+              row_local=False),
+    Deviation("rows-rolled", "a row is that of the row {}", "x", lambda step, r: r.x.roll(step, 0),
+              {"behind it, the last one that of the first": -1, "before it, the first one that of the last": 1},
+              row_local=False),
+    Deviation("tail-dropped", "columns behind the last whole block are taken for 0", "x",
+              lambda r: without_tail(r.recipe.block[1], r.x), when=lambda recipe: not recipe.spans_k),
+    Deviation("tensor-scale-ignored", "elements: scaled without the tensor's scale", "scaled elements",
+              lambda r: r.x.float() if r.recipe.whole else _divided(r, r.decoded_scales),
+              when=lambda recipe: recipe.tensor_scale in ("max/amax", "(1/amax)*max")),
+)  # fmt: skip
+"""Wrong inputs and wrong factors of elements."""
 
-
-def _upper_bits_of_input(bits: int, replay: Replay) -> torch.Tensor:
-    x = replay.kernel_matrix.subject.x
-    return roundings.upper_bits(x, bits).to(x.dtype)
-
-
-def _scaled_upper_bits(bits: int, replay: Replay) -> torch.Tensor:
-    x = roundings.upper_bits(replay.x, bits)
-    return replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, x)))
-
-
-def _inputs_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return replay.kernel_matrix.subject.x.to(dtype).to(replay.kernel_matrix.subject.x.dtype)
-
-
-def _scaled_through(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, replay.x.to(dtype).float())))
-
-
-def _decoded_scales(replay: Replay) -> torch.Tensor:
-    return replay.scales if replay.recipe.scale is FP32 else decode(replay.scales, replay.recipe.scale)
-
-
-def _tensor_scale_column(replay: Replay) -> torch.Tensor:
-    assert replay.used_tensor_scale is not None
-    return replay.used_tensor_scale.unsqueeze(1)
-
-
-def flush(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its subnormal numbers replaced by zeros of the same sign."""
-    return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, torch.zeros_like(x).copysign(x), x)
+NAN_CODE: QuantizeDeviation = Deviation(
+    "nan-code:{}", "elements: the code of a NaN is {}", "element codes",
+    lambda code, r: r.element_codes.masked_fill(r.scaled_elements.isnan(), code),
+)  # fmt: skip
 
 
 def nan_code_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
@@ -399,12 +252,5 @@ def nan_code_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDe
         kernel_codes = elements(matrix.kernel_stages["codes"], matrix.subject.matrix.shape[1], matrix.subject.recipe)
         codes.append(kernel_codes[replay.scaled_elements.isnan()])
     nan_codes = torch.unique(torch.cat(codes))
-    if len(nan_codes) != 1:
-        return
-    code = int(nan_codes)
-
-    def override(replay: Replay) -> torch.Tensor:
-        replay_codes = replay.encode_scaled(replay.scaled_elements)
-        return replay.pack_codes(replay_codes.masked_fill(replay.scaled_elements.isnan(), code))
-
-    yield _code_deviation(f"nan-code:{code}", f"the code of a NaN is {code}", override)
+    if len(nan_codes) == 1:
+        yield NAN_CODE.bound(int(nan_codes), int(nan_codes))

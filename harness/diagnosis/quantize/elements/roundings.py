@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.spec.formats import Format
 
+Of = TypeVar("Of")
 Rounding = Callable[[torch.Tensor, Format], torch.Tensor]
 """Function from float32 numbers to codes (uint8) of a signed format."""
 
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes to which a kernel rounds a number on the way."""
 UPPER_BITS = {"bf16": 16, "tf32": 19}
 """Bits of a float32 number that a kernel keeps if it cuts the number to a narrower dtype."""
 
@@ -20,6 +24,11 @@ UPPER_BITS = {"bf16": 16, "tf32": 19}
 def upper_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
     """`x` as float32 with 0 in all but the upper `bits` bits."""
     return (x.float().view(torch.int32) & -(1 << 32 - bits)).view(torch.float32)
+
+
+def flush(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its subnormal numbers replaced by zeros of the same sign."""
+    return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, torch.zeros_like(x).copysign(x), x)
 
 
 @lru_cache(maxsize=16)
@@ -43,27 +52,22 @@ def signed(code: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return stored.masked_fill_(x.isnan(), fmt.max_code if fmt.nan_code is None else fmt.nan_code)
 
 
-def ties_away(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    magnitude = x.abs()
-    code, _, middle = below(magnitude, fmt)
-    return signed(code + (magnitude >= middle), x, fmt)
+def _up_where(rounds_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Rounding:
+    """Numbers round away from zero where `rounds_up` is True of magnitude, grid point below, and midpoint above it."""
+
+    def rounding(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+        magnitude = x.abs()
+        code, point, middle = below(magnitude, fmt)
+        return signed(code + rounds_up(magnitude, point, middle), x, fmt)
+
+    return rounding
 
 
-def ties_toward_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    magnitude = x.abs()
-    code, _, middle = below(magnitude, fmt)
-    return signed(code + (magnitude > middle), x, fmt)
-
-
-def truncated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return signed(below(x.abs(), fmt)[0], x, fmt)
-
-
-def rounded_up(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Every number off the grid rounds away from zero."""
-    magnitude = x.abs()
-    code, point, _ = below(magnitude, fmt)
-    return signed(code + (magnitude > point), x, fmt)
+ties_away = _up_where(lambda magnitude, point, middle: magnitude >= middle)
+ties_toward_zero = _up_where(lambda magnitude, point, middle: magnitude > middle)
+truncated = _up_where(lambda magnitude, point, middle: torch.zeros_like(magnitude, dtype=torch.bool))
+rounded_up = _up_where(lambda magnitude, point, middle: magnitude > point)
+"""Every number off the grid rounds away from zero."""
 
 
 def toward_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -77,6 +81,16 @@ def toward_minus_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def through(dtype: torch.dtype) -> Rounding:
     """Numbers are rounded to `dtype` first."""
     return lambda x, fmt: encode(x.to(dtype).float(), fmt)
+
+
+def narrowed(value: Callable[[Of], torch.Tensor]) -> Callable[[torch.dtype, Of], torch.Tensor]:
+    """Function to a value that is rounded to a narrower dtype, and stored in its own dtype."""
+
+    def change(dtype: torch.dtype, of: Of) -> torch.Tensor:
+        exact = value(of)
+        return exact.to(dtype).to(exact.dtype)
+
+    return change
 
 
 def unsaturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -105,21 +119,24 @@ def top_binade_saturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.where((magnitude >= top) & (magnitude <= fmt.max_code), codes & fmt.sign_code | fmt.max_code, codes)
 
 
-def subnormals_to_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Subnormal codes become zeros with their signs."""
-    codes = encode(x, fmt)
-    small = codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits
-    return torch.where(small, codes & fmt.sign_code, codes)
-
-
 def flushed_before(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Numbers that are subnormal before rounding become zeros with their signs."""
     return encode(torch.where(x.abs() < 2.0 ** (1 - fmt.bias), torch.zeros_like(x).copysign(x), x), fmt)
 
 
-def subnormals_to_smallest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Nonzero subnormal codes become the smallest normal number, with their signs."""
-    codes = encode(x, fmt)
-    magnitude = codes & (fmt.sign_code - 1)
-    least = 1 << fmt.mantissa_bits
-    return torch.where((magnitude > 0) & (magnitude < least), codes & fmt.sign_code | least, codes)
+def subnormals_to(normal: bool) -> Rounding:
+    """Nonzero subnormal codes become zeros or, with `normal`, the smallest normal number, with their signs."""
+
+    def rounding(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+        codes, least = encode(x, fmt), 1 << fmt.mantissa_bits
+        magnitude = codes & (fmt.sign_code - 1)
+        replaced = codes & fmt.sign_code | (least if normal else 0)
+        return torch.where((magnitude > 0) & (magnitude < least), replaced, codes)
+
+    return rounding
+
+
+def shifted_codes(step: int, codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes that are larger by `step`. NaN stays."""
+    shifted = (codes.int() + step).clamp(0, fmt.max_code).to(torch.uint8)
+    return torch.where(codes > fmt.max_code, codes, shifted)

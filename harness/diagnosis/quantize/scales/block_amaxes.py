@@ -4,94 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, flush, narrowed
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.numbers.blocks import over_tiles, pad_columns, tensor_amax
 from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E4M3, FP32
-from narrowgauge.spec.recipe import NanPolicy
 from narrowgauge.spec.recipes import Recipe
-
-
-def block_amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of a recipe's block amaxes, the most plausible first."""
-    if recipe.spans_k:
-        return
-    height, width = recipe.block
-    yield _block_amax_deviation(
-        "block-amax-without-fabs", "of the elements, not of their magnitudes", _amaxes_of_changed(_positive)
-    )
-    if recipe.scale is E4M3:
-        yield _block_amax_deviation(
-            "block-amax-without-fabs", "of the elements, negative where all are", _signed_maxima
-        )
-    yield _block_amax_deviation(
-        "block-amax-half", f"of the first {width // 2} elements of {width}", _amaxes_of_columns(slice(0, width // 2))
-    )
-    yield _block_amax_deviation(
-        "block-amax-half", f"of the last {width // 2} elements of {width}", _amaxes_of_columns(slice(width // 2, width))
-    )
-    yield _block_amax_deviation("block-amax-half", "of the even elements", _amaxes_of_columns(slice(0, None, 2)))
-    yield _block_amax_deviation("block-amax-half", "of the odd elements", _amaxes_of_columns(slice(1, None, 2)))
-    yield _block_amax_deviation(
-        "tail-dropped", f"of whole blocks, 0 of a last one of fewer than {width} elements",
-        _amaxes_of_changed(partial(without_tail, width)),
-    )  # fmt: skip
-    yield _block_amax_deviation(
-        "block-amax-spans-two", f"of two blocks together, {2 * width} elements", _amaxes_of_block_pairs
-    )
-    if height > 1:
-        if recipe.scale is not FP32:
-            yield _block_amax_deviation(
-                "tiles-ignored", f"of {width} elements of a row, not of a tile", _amaxes_without_tiles
-            )
-        yield _block_amax_deviation("block-amax-first-row", "of the first row of a tile", _amaxes_of_rows(slice(0, 1)))
-        for phrase, rows in (("first", slice(0, height // 2)), ("last", slice(height // 2, height))):
-            yield _block_amax_deviation(
-                "block-amax-half", f"of the {phrase} {height // 2} rows of a tile", _amaxes_of_rows(rows)
-            )
-    if recipe.nan == "ignore":
-        yield _block_amax_deviation(
-            "nan-spread",
-            "NaN where an element is",
-            lambda replay: block_amaxes(replay.x, _with_nan_policy(replay, "propagate")),
-        )
-    else:
-        yield _block_amax_deviation(
-            "nan-dropped",
-            "without elements that are NaN",
-            lambda replay: block_amaxes(replay.x, _with_nan_policy(replay, "ignore")),
-        )
-    yield _block_amax_deviation("infinity-dropped", "without elements that are infinite", _amaxes_of_changed(_finite))
-    yield _block_amax_deviation("subnormal-amaxes-flushed", "0 where they are subnormal", _without_subnormal_amaxes)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield _block_amax_deviation(
-            f"block-amax-through-{name}", f"rounded to {name}",
-            partial(_rounded_amaxes, dtype),
-        )  # fmt: skip
-    yield _block_amax_deviation("block-amax-of-tensor", "of the whole tensor", _tensor_amax, row_local=False)
-
-
-def _block_amax_deviation(
-    cause: str, sentence: str, override: Override, *, row_local: bool = True
-) -> QuantizeDeviation:
-    # FP8 kernels scale elements by the encode scale, which follows from the amax, or by the stored inverse of it.
-    return QuantizeDeviation(
-        cause, f"block amaxes: {sentence}", frozenset({"scales"}), overrides={"blocks": override},
-        optional_stages=frozenset({"amax", "codes"}), row_local=row_local,
-    )  # fmt: skip
-
-
-def _with_nan_policy(replay: Replay, policy: NanPolicy) -> Recipe:
-    return replace(replay.recipe, nan=policy)
-
-
-def _amaxes_of_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Override:
-    return lambda replay: block_amaxes(change(replay.x), replay.recipe)
 
 
 def without_tail(width: int, x: torch.Tensor) -> torch.Tensor:
@@ -104,34 +27,15 @@ def without_tail(width: int, x: torch.Tensor) -> torch.Tensor:
     return cut
 
 
-def _positive(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(min=0)
+def _of(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Replay], torch.Tensor]:
+    return lambda r: block_amaxes(change(r.x), r.recipe)
 
 
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(x.isinf(), 0)
-
-
-def _signed_maxima(replay: Replay) -> torch.Tensor:
-    width = replay.recipe.block[1]
-    values = pad_columns(replay.x.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), width)
+def _signed_maxima(r: Replay) -> torch.Tensor:
+    width = r.recipe.block[1]
+    values = pad_columns(r.x.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), width)
     blocks = values.view(values.shape[0], -1, width).amax(2)
-    return over_tiles(blocks, replay.recipe.block[0])[:: replay.recipe.stored_rows]
-
-
-def _without_subnormal_amaxes(replay: Replay) -> torch.Tensor:
-    amaxes = block_amaxes(replay.x, replay.recipe)
-    return amaxes.masked_fill(amaxes < torch.finfo(torch.float32).smallest_normal, 0)
-
-
-def _rounded_amaxes(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return block_amaxes(replay.x, replay.recipe).to(dtype).float()
-
-
-def _amaxes_without(
-    function: Callable[[torch.Tensor, Recipe, torch.Tensor], torch.Tensor], skipped: torch.Tensor, replay: Replay
-) -> torch.Tensor:
-    return function(replay.x, replay.recipe, skipped)
+    return over_tiles(blocks, r.recipe.block[0])[:: r.recipe.stored_rows]
 
 
 def without_lanes(x: torch.Tensor, recipe: Recipe, lanes: torch.Tensor) -> torch.Tensor:
@@ -140,43 +44,91 @@ def without_lanes(x: torch.Tensor, recipe: Recipe, lanes: torch.Tensor) -> torch
     return block_amaxes(x.masked_fill(lanes.to(x.device).repeat(count)[: x.shape[1]], 0), recipe)
 
 
-def _amaxes_of_columns(lanes: slice) -> Override:
-    def blocks(replay: Replay) -> torch.Tensor:
-        skipped = torch.ones(replay.recipe.block[1], dtype=torch.bool)
-        skipped[lanes] = False
-        return without_lanes(replay.x, replay.recipe, skipped)
-
-    return blocks
-
-
 def without_rows(x: torch.Tensor, recipe: Recipe, rows: torch.Tensor) -> torch.Tensor:
     """Block amaxes of `x` (M, K) that skip the rows of a tile in the mask `rows`, bool (height,)."""
     count = -(-x.shape[0] // len(rows))
     return block_amaxes(x.masked_fill(rows.to(x.device).repeat(count)[: x.shape[0]].unsqueeze(1), 0), recipe)
 
 
-def _amaxes_of_rows(rows: slice) -> Override:
-    def blocks(replay: Replay) -> torch.Tensor:
-        skipped = torch.ones(replay.recipe.block[0], dtype=torch.bool)
-        skipped[rows] = False
-        return without_rows(replay.x, replay.recipe, skipped)
-
-    return blocks
-
-
-def _amaxes_of_block_pairs(replay: Replay) -> torch.Tensor:
-    blocks = block_amaxes(replay.x, replay.recipe)
-    pairs = pad_columns(blocks, 2).view(len(blocks), -1, 2).amax(2)
-    return pairs.repeat_interleave(2, 1)[:, : blocks.shape[1]]
+def _of_part(part: tuple[int, slice, int], r: Replay) -> torch.Tensor:
+    """Block amaxes of a part of the columns (axis 1) or of the rows (axis 0) of each block."""
+    axis, kept, _ = part
+    skipped = torch.ones(r.recipe.block[axis], dtype=torch.bool)
+    skipped[kept] = False
+    return (without_lanes if axis else without_rows)(r.x, r.recipe, skipped)
 
 
-def _amaxes_without_tiles(replay: Replay) -> torch.Tensor:
-    return block_amaxes(replay.x, replace(replay.recipe, block=(1, replay.recipe.block[1])))
+def _half_columns(recipe: Recipe) -> dict[str, tuple[int, slice, int]]:
+    width = recipe.block[1]
+    half = width // 2
+    return {
+        f"first {half} elements of {width}": (1, slice(0, half), width),
+        f"last {half} elements of {width}": (1, slice(half, width), width),
+        "even elements": (1, slice(0, None, 2), width), "odd elements": (1, slice(1, None, 2), width),
+    }  # fmt: skip
 
 
-def _tensor_amax(replay: Replay) -> torch.Tensor:
-    blocks = block_amaxes(replay.x, replay.recipe)
-    return tensor_amax(blocks).expand(blocks.shape).contiguous()
+def _half_rows(recipe: Recipe) -> dict[str, tuple[int, slice, int]]:
+    height = recipe.block[0]
+    half = height // 2
+    return {
+        f"first {half} rows of a tile": (0, slice(0, half), height),
+        f"last {half} rows of a tile": (0, slice(half, height), height),
+    }
+
+
+def _width(factor: int) -> Callable[[Recipe], dict[str, int]]:
+    return lambda recipe: {str(factor * recipe.block[1]): recipe.block[1]}
+
+
+def _of_block_pairs(_: int, r: Replay) -> torch.Tensor:
+    pairs = pad_columns(r.blocks, 2).view(len(r.blocks), -1, 2).amax(2)
+    return pairs.repeat_interleave(2, 1)[:, : r.blocks.shape[1]]
+
+
+def _has_tiles(recipe: Recipe) -> bool:
+    return recipe.block[0] > 1
+
+
+BLOCK_AMAXES: tuple[QuantizeDeviation, ...] = (
+    Deviation("block-amax-without-fabs", "block amaxes: of the elements, not of their magnitudes", "blocks",
+              _of(lambda x: x.clamp(min=0))),
+    Deviation("block-amax-without-fabs", "block amaxes: of the elements, negative where all are", "blocks",
+              _signed_maxima, when=lambda recipe: recipe.scale is E4M3),
+    Deviation("block-amax-half", "block amaxes: of the {}", "blocks", _of_part, _half_columns),
+    Deviation("tail-dropped", "block amaxes: of whole blocks, 0 of a last one of fewer than {} elements", "blocks",
+              lambda width, r: block_amaxes(without_tail(width, r.x), r.recipe), _width(1)),
+    Deviation("block-amax-spans-two", "block amaxes: of two blocks together, {} elements", "blocks", _of_block_pairs,
+              _width(2)),
+    Deviation("tiles-ignored", "block amaxes: of {} elements of a row, not of a tile", "blocks",
+              lambda width, r: block_amaxes(r.x, replace(r.recipe, block=(1, width))), _width(1),
+              lambda recipe: _has_tiles(recipe) and recipe.scale is not FP32),
+    Deviation("block-amax-first-row", "block amaxes: of the first row of a tile", "blocks",
+              lambda r: _of_part((0, slice(0, 1), 1), r), when=_has_tiles),
+    Deviation("block-amax-half", "block amaxes: of the {}", "blocks", _of_part, _half_rows, _has_tiles),
+    Deviation("nan-spread", "block amaxes: NaN where an element is", "blocks",
+              lambda r: block_amaxes(r.x, replace(r.recipe, nan="propagate")),
+              when=lambda recipe: recipe.nan == "ignore"),
+    Deviation("nan-dropped", "block amaxes: without elements that are NaN", "blocks",
+              lambda r: block_amaxes(r.x, replace(r.recipe, nan="ignore")),
+              when=lambda recipe: recipe.nan != "ignore"),
+    Deviation("infinity-dropped", "block amaxes: without elements that are infinite", "blocks",
+              _of(lambda x: x.masked_fill(x.isinf(), 0))),
+    Deviation("subnormal-amaxes-flushed", "block amaxes: 0 where they are subnormal", "blocks",
+              lambda r: flush(r.blocks)),
+    Deviation("block-amax-through-{}", "block amaxes: rounded to {}", "blocks", narrowed(lambda r: r.blocks), NARROW),
+    Deviation("block-amax-of-tensor", "block amaxes: of the whole tensor", "blocks",
+              lambda r: tensor_amax(r.blocks).expand(r.blocks.shape).contiguous(), row_local=False),
+)  # fmt: skip
+"""Wrong block amaxes of a recipe whose blocks do not span K."""
+SKIPPED_LANES: QuantizeDeviation = Deviation(
+    "block-amax-skips:{}", "block amaxes: of all elements but {0} of {1[1]}", "blocks",
+    lambda skipped, r: without_lanes(r.x, r.recipe, skipped[0]),
+)  # fmt: skip
+SKIPPED_ROWS: QuantizeDeviation = Deviation(
+    "block-amax-skips:row-{}", "block amaxes: of all rows of a tile but {0} of {1[1]}", "blocks",
+    lambda skipped, r: without_rows(r.x, r.recipe, skipped[0]),
+)  # fmt: skip
 
 
 def skipped_lane_deviations(
@@ -198,17 +150,9 @@ def skipped_lane_deviations(
         lanes |= torch.bincount(columns, minlength=width)[:width].bool().cpu()
         rows |= torch.bincount(down, minlength=height)[:height].bool().cpu()
     for skipped in _candidate_masks(lanes):
-        name = format_ranges(skipped)
-        yield _block_amax_deviation(
-            f"block-amax-skips:{name}", f"of all elements but {name} of {width}",
-            partial(_amaxes_without, without_lanes, skipped),
-        )  # fmt: skip
+        yield SKIPPED_LANES.bound(format_ranges(skipped), (skipped, width))
     for skipped in _candidate_masks(rows) if height > 1 else ():
-        name = format_ranges(skipped)
-        yield _block_amax_deviation(
-            f"block-amax-skips:row-{name}", f"of all rows of a tile but {name} of {height}",
-            partial(_amaxes_without, without_rows, skipped),
-        )  # fmt: skip
+        yield SKIPPED_ROWS.bound(format_ranges(skipped), (skipped, height))
 
 
 def _amax_positions(matrix: KernelMatrix, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,109 +8,34 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay, ScaleFunction
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, ScaleFunction
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
-from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import exponent_deviations, unrounded_exponents
-from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choose_scales, four_over_six_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, flush, narrowed
+from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import EXPONENTS, shifted, unrounded_exponents
+from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import FOUR_OVER_SIX, choose_scales
 from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import SCALES_FOR_ZERO_AMAX
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.scaling import divide, encode_scales, unrounded_scales
-from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
-
-SCALES = frozenset({"scales"})
 
 
 def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's block scales, the most plausible first."""
     if recipe.scale is E8M0:
-        yield from exponent_deviations(recipe)
-    elif recipe.scale is FP32:
-        if not recipe.whole:
-            yield from _float_scale_deviations(recipe)
-    else:
-        yield from four_over_six_deviations(recipe)
-        yield from _rounding_deviations(recipe)
-        yield from _order_deviations(recipe)
-        for step in (1, -1):
-            yield _scale_deviation(
-                f"scale-code:{step:+}", f"the code is 1 {'larger' if step > 0 else 'smaller'}",
-                partial(_shifted_codes, step), implausible=True,
-            )  # fmt: skip
-    if recipe.scale in (E8M0, FP32) and not recipe.whole:
-        yield _scale_deviation("scales-flushed", "flushed to 0 where they are subnormal", _flushed_scales)
-    if not recipe.whole:
-        yield QuantizeDeviation(
-            "scales-transposed", "scales are stored by column, not by row", SCALES, row_local=False,
-            overrides={"scales": lambda replay: _reference_scales(replay).T.reshape(replay.scales.shape)},
-        )  # fmt: skip
-    if recipe.block[0] > 1 and not recipe.whole:
-        yield QuantizeDeviation(
-            "tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", SCALES,
-            overrides={"scales": _tiles_exchanged}, row_local=False,
-        )  # fmt: skip
-        for side in (2, 4, 8):
-            yield QuantizeDeviation(
-                "tiles-transposed", f"tiles within a square of {side}x{side} have each other's block amaxes, "
-                "row and column exchanged", SCALES, overrides={"blocks": partial(_tiles_exchanged_within, side)},
-                row_local=False,
-            )  # fmt: skip
-    yield QuantizeDeviation(
-        "scales-of-next-block", "a block has the scale of the next one", SCALES,
-        overrides={"scales": lambda replay: _reference_scales(replay).roll(-1, 1)},
-    )  # fmt: skip
-    yield QuantizeDeviation(
-        "scales-of-previous-block", "a block has the scale of the one before", SCALES,
-        overrides={"scales": lambda replay: _reference_scales(replay).roll(1, 1)},
-    )  # fmt: skip
+        yield from rows_of(EXPONENTS, recipe)
+    elif recipe.scale is not FP32:
+        yield from rows_of((*FOUR_OVER_SIX, *CODED_SCALES), recipe)
+    elif not recipe.whole:
+        yield from rows_of(FLOAT_SCALES, recipe)
+    yield from rows_of(STORED_SCALES, recipe)
 
 
-def _scale_deviation(cause: str, sentence: str, override: Override, *, implausible: bool = False) -> QuantizeDeviation:
-    return QuantizeDeviation(
-        cause, f"scales: {sentence}", SCALES, overrides={"scales": override}, implausible=implausible
-    )
+# ---- scales of E4M3 --------------------------------------------------------------------------------------------------
 
 
-def _reference_scales(replay: Replay) -> torch.Tensor:
-    return Replay(replay.kernel_matrix).compute_stage("scales")
-
-
-def _shifted_codes(step: int, replay: Replay) -> torch.Tensor:
-    codes = _reference_scales(replay)
-    shifted = (codes.int() + step).clamp(0, replay.recipe.scale.max_code).to(torch.uint8)
-    return torch.where(codes > replay.recipe.scale.max_code, codes, shifted)  # NaN
-
-
-def _flushed_scales(replay: Replay) -> torch.Tensor:
-    """Scales with 0 for subnormal numbers of float32: for E8M0 before they are rounded to a power of two."""
-    scales = _reference_scales(replay)
-    if replay.recipe.scale is FP32:
-        return torch.where(scales.abs() < torch.finfo(torch.float32).smallest_normal, 0.0, scales)
-    unrounded = unrounded_exponents(replay)
-    return scales.masked_fill((unrounded > 0) & (unrounded < torch.finfo(torch.float32).smallest_normal), 0)
-
-
-def _tiles_exchanged(replay: Replay) -> torch.Tensor:
-    stored = _reference_scales(replay)
-    height = replay.recipe.block[0] // replay.recipe.stored_rows
-    tiles = stored[::height]
-    return tiles.T.reshape(tiles.shape).repeat_interleave(height, 0)[: len(stored)]
-
-
-def _tiles_exchanged_within(side: int, replay: Replay) -> torch.Tensor:
-    """Block amaxes with rows and columns of tiles exchanged in squares. Tiles outside the matrix have amax 0."""
-    blocks = block_amaxes(replay.x, replay.recipe)
-    height = replay.recipe.block[0] // replay.recipe.stored_rows
-    tiles = blocks[::height]
-    rows, columns = tiles.shape
-    squares = torch.nn.functional.pad(tiles, (0, -columns % side, 0, -rows % side))
-    down, across = (extent // side for extent in squares.shape)
-    exchanged = squares.view(down, side, across, side).transpose(1, 3).reshape(squares.shape)[:rows, :columns]
-    return exchanged.repeat_interleave(height, 0)[: len(blocks)]
-
-
-def _with_rounding(rounding: roundings.Rounding, recipe: Recipe) -> Override:
+def _rounded(rounding: roundings.Rounding, r: Replay) -> torch.Tensor:
     """Scales by a different rounding, otherwise by the recipe."""
 
     def rounded_scales(
@@ -121,36 +46,11 @@ def _with_rounding(rounding: roundings.Rounding, recipe: Recipe) -> Override:
             return stored.masked_fill(stored == 0, int(encode(torch.tensor(2.0**-3), recipe.scale)))
         return stored
 
-    scale_function: ScaleFunction = rounded_scales if recipe.candidates == "6" else choose_scales(rounding)
-    return lambda replay: replay.store_scales(scale_function)
+    return r.store_scales(rounded_scales if r.recipe.candidates == "6" else choose_scales(rounding))
 
 
-def _rounding_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    for cause, phrase, rounding in (
-        ("scale-truncated", "rounded toward zero, not to the nearest", roundings.truncated),
-        ("scale-rounded-up", "rounded up, not to the nearest", roundings.rounded_up),
-        ("scale-ties-away", "ties round away from zero", roundings.ties_away),
-        ("scale-ties-toward-zero", "ties round toward zero", roundings.ties_toward_zero),
-        ("scale-through-bf16", "rounded to bf16 first", roundings.through(torch.bfloat16)),
-        ("scale-through-fp16", "rounded to fp16 first", roundings.through(torch.float16)),
-        ("scale-not-clamped", "NaN where they overflow", roundings.unsaturated),
-        ("scale-not-clamped", "those that overflow wrap round to small codes", _wrapping),
-        ("subnormal-scales-flushed", "0 in place of subnormal codes", roundings.subnormals_to_zero),
-        (
-            "subnormal-scales-flushed",
-            "0 below the least normal number, before they are rounded",
-            roundings.flushed_before,
-        ),
-        (
-            "subnormal-scales-raised",
-            "the least normal number in place of subnormal codes",
-            roundings.subnormals_to_smallest,
-        ),
-        ("zero-scale-raised", "the least subnormal number in place of 0", _without_zero),
-        ("power-of-two-scales", "rounded to a power of two", _power_of_two(0)),
-        ("power-of-two-scales", "rounded up to a power of two", _power_of_two(1)),
-    ):
-        yield _scale_deviation(cause, phrase, _with_rounding(rounding, recipe), implausible="through" in cause)
+def _by(rounding: roundings.Rounding) -> Callable[[Replay], torch.Tensor]:
+    return partial(_rounded, rounding)
 
 
 def _wrapping(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -174,101 +74,79 @@ def _power_of_two(up: int) -> roundings.Rounding:
     return rounding
 
 
-def _order_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Orders of operations that no recipe has, for block scales computed with an encode scale of the tensor."""
-    if recipe.candidates != "6" or recipe.tensor_scale not in ("max/amax", "(1/amax)*max"):
-        return
-    largest = recipe.element.max
-    forms: tuple[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
-        ("amax*(enc/6)", lambda amax, enc: amax * (enc / torch.full_like(enc, largest))),
-        ("(amax*enc)*(1/6)", lambda amax, enc: amax * enc * (1.0 / largest)),
-        ("amax/(6*(1/enc))", lambda amax, enc: amax / (divide(1.0, enc) * largest)),
-        ("(amax/6)/(1/enc)", lambda amax, enc: amax / torch.full_like(amax, largest) / divide(1.0, enc)),
-        ("amax/6", lambda amax, enc: amax / torch.full_like(amax, largest) + 0 * enc),
-        ("amax*enc", lambda amax, enc: amax * enc),
-    )
-    for expression, expression_function in forms:
-        override = partial(Replay.store_scales, scale_function=_scales_of_form(expression_function))
-        yield _scale_deviation(f"scale-order:{expression}", f"made as {expression}", override, implausible=True)
-
-
-def _scales_of_form(expression_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ScaleFunction:
+def _scales_of_form(form: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> ScaleFunction:
     """Rounded scales by an expression of the block amax and the encode scale of the tensor."""
 
     def scale_function(
         x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
         assert tensor is not None
-        scales = expression_function(blocks, tensor.unsqueeze(1))
+        scales = form(blocks, tensor.unsqueeze(1), recipe.element.max)
         return encode(scales.clamp(max=torch.finfo(torch.float32).max), recipe.scale)
 
     return scale_function
 
 
-def _float_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of float32 block scales, which are the inverses of encode scales."""
-    largest = recipe.element.max
-
-    def block_amax(replay: Replay) -> torch.Tensor:
-        return replay.blocks.clamp(min=replay.recipe.smallest_amax) if replay.recipe.smallest_amax else replay.blocks
-
-    def with_scale_1(replay: Replay, scale: torch.Tensor) -> torch.Tensor:
-        """Scale 1 for blocks with an amax of 0, infinity or NaN."""
-        return torch.where((block_amax(replay) > 0) & block_amax(replay).isfinite(), scale, 1.0)
-
-    def encode_scale(replay: Replay) -> torch.Tensor:
-        return encode_scales(replay.blocks, replay.recipe, replay.x.dtype)
-
-    forms: tuple[tuple[str, Override], ...] = (
-        ("amax/max", lambda replay: with_scale_1(replay, block_amax(replay) / torch.full_like(replay.blocks, largest))),
-        ("amax*(1/max)", lambda replay: with_scale_1(replay, block_amax(replay) * (1.0 / largest))),
-        ("max/amax", encode_scale),
-    )
-    for expression, override in forms:
-        yield _scale_deviation(f"scale-order:{expression}", f"stored as {expression}", override)
-    yield _scale_deviation(
-        "scale-not-clamped", "made of max/amax, infinite for a small amax too",
-        lambda replay: with_scale_1(
-            replay, divide(1.0, _truncate_to_power_of_two(divide(largest, block_amax(replay)), replay.recipe))
-        ),
-    )  # fmt: skip
-    yield _scale_deviation(
-        "scale-not-clamped", "made of max/amax as it comes, infinite too",
-        lambda replay: divide(1.0, _truncate_to_power_of_two(divide(largest, block_amax(replay)), replay.recipe)),
-    )  # fmt: skip
-    for phrase, number in SCALES_FOR_ZERO_AMAX.items():
-        yield _scale_deviation(
-            "zero-block-not-one", f"stored as the inverse of a scale that is {phrase} for an amax of 0, not 1",
-            partial(_scales_for_zero_amax, number),
-        )  # fmt: skip
-    yield _scale_deviation(
-        "zero-block-not-one",
-        "the largest number of the inputs for an amax of 0, not 1",
-        _scales_for_zero_amax_of_input_max,
-    )
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield _scale_deviation(
-            f"scale-through-{name}", f"rounded to {name}",
-            partial(_rounded_inverse, dtype),
-        )  # fmt: skip
-    yield _scale_deviation(
-        "exponent:up",
-        "max/amax is rounded up to a power of two",
-        lambda replay: divide(1.0, _round_up_to_power_of_two(replay)),
-    )
+def _has_orders(recipe: Recipe) -> bool:
+    """Whether block scales are computed with an encode scale of the tensor."""
+    return recipe.candidates == "6" and recipe.tensor_scale in ("max/amax", "(1/amax)*max")
 
 
-def _scales_for_zero_amax(number: float, replay: Replay) -> torch.Tensor:
-    amax = replay.blocks.clamp(min=replay.recipe.smallest_amax)
-    return torch.where(amax == 0, divide(1.0, torch.full_like(amax, number)), _reference_scales(replay))
+_ORDERS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "amax*(enc/6)": lambda amax, enc, most: amax * (enc / torch.full_like(enc, most)),
+    "(amax*enc)*(1/6)": lambda amax, enc, most: amax * enc * (1.0 / most),
+    "amax/(6*(1/enc))": lambda amax, enc, most: amax / (divide(1.0, enc) * most),
+    "(amax/6)/(1/enc)": lambda amax, enc, most: amax / torch.full_like(amax, most) / divide(1.0, enc),
+    "amax/6": lambda amax, enc, most: amax / torch.full_like(amax, most) + 0 * enc,
+    "amax*enc": lambda amax, enc, most: amax * enc,
+}
+"""Orders of operations that no recipe has."""
+CODED_SCALES: tuple[QuantizeDeviation, ...] = (
+    Deviation("scale-truncated", "scales: rounded toward zero, not to the nearest", "scales", _by(roundings.truncated)),
+    Deviation("scale-rounded-up", "scales: rounded up, not to the nearest", "scales", _by(roundings.rounded_up)),
+    Deviation("scale-ties-away", "scales: ties round away from zero", "scales", _by(roundings.ties_away)),
+    Deviation("scale-ties-toward-zero", "scales: ties round toward zero", "scales", _by(roundings.ties_toward_zero)),
+    Deviation("scale-through-{}", "scales: rounded to {} first", "scales",
+              lambda dtype, r: _rounded(roundings.through(dtype), r), NARROW, implausible=True),
+    Deviation("scale-not-clamped", "scales: NaN where they overflow", "scales", _by(roundings.unsaturated)),
+    Deviation("scale-not-clamped", "scales: those that overflow wrap round to small codes", "scales", _by(_wrapping)),
+    Deviation("subnormal-scales-flushed", "scales: 0 in place of subnormal codes", "scales",
+              _by(roundings.subnormals_to(normal=False))),
+    Deviation("subnormal-scales-flushed", "scales: 0 below the least normal number, before they are rounded", "scales",
+              _by(roundings.flushed_before)),
+    Deviation("subnormal-scales-raised", "scales: the least normal number in place of subnormal codes", "scales",
+              _by(roundings.subnormals_to(normal=True))),
+    Deviation("zero-scale-raised", "scales: the least subnormal number in place of 0", "scales", _by(_without_zero)),
+    Deviation("power-of-two-scales", "scales: rounded{} to a power of two", "scales",
+              lambda up, r: _rounded(_power_of_two(up), r), {"": 0, " up": 1}),
+    Deviation("scale-order:{}", "scales: made as {}", "scales",
+              lambda form, r: r.store_scales(_scales_of_form(form)), _ORDERS, _has_orders, implausible=True),
+    Deviation("scale-code:{}", "scales: the code is 1 larger", "scales", shifted, {"+1": 1}, implausible=True),
+    Deviation("scale-code:{}", "scales: the code is 1 smaller", "scales", shifted, {"-1": -1}, implausible=True),
+)  # fmt: skip
+"""Wrong scales with a code."""
+
+# ---- scales of float32, which are the inverses of encode scales ------------------------------------------------------
 
 
-def _scales_for_zero_amax_of_input_max(replay: Replay) -> torch.Tensor:
-    return _scales_for_zero_amax(torch.finfo(replay.x.dtype).max, replay)
+def _block_amax(r: Replay) -> torch.Tensor:
+    return r.blocks.clamp(min=r.recipe.smallest_amax) if r.recipe.smallest_amax else r.blocks
 
 
-def _rounded_inverse(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return divide(1.0, encode_scales(replay.blocks, replay.recipe, replay.x.dtype)).to(dtype).float()
+def _with_scale_1(scale: Callable[[Replay], torch.Tensor], r: Replay) -> torch.Tensor:
+    """Scale 1 for blocks with an amax of 0, infinity or NaN."""
+    amax = _block_amax(r)
+    return torch.where((amax > 0) & amax.isfinite(), scale(r), 1.0)
+
+
+def _unlimited(r: Replay) -> torch.Tensor:
+    """The inverse of max/amax, which may be infinite."""
+    return divide(1.0, _truncate_to_power_of_two(divide(r.recipe.element.max, _block_amax(r)), r.recipe))
+
+
+def _for_zero_amax(number: float, r: Replay) -> torch.Tensor:
+    amax = r.blocks.clamp(min=r.recipe.smallest_amax)
+    return torch.where(amax == 0, divide(1.0, torch.full_like(amax, number)), r.compute_stage("scales"))
 
 
 def _truncate_to_power_of_two(scale: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -277,7 +155,81 @@ def _truncate_to_power_of_two(scale: torch.Tensor, recipe: Recipe) -> torch.Tens
     return scale.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
-def _round_up_to_power_of_two(replay: Replay) -> torch.Tensor:
-    scales = encode_scales(replay.blocks, replace(replay.recipe, scale_rounding="none"), replay.x.dtype)
+def _round_up_to_power_of_two(r: Replay) -> torch.Tensor:
+    scales = encode_scales(r.blocks, replace(r.recipe, scale_rounding="none"), r.x.dtype)
     mantissa, exponent = torch.frexp(scales)
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+
+
+FLOAT_SCALES: tuple[QuantizeDeviation, ...] = (
+    Deviation("scale-order:{}", "scales: stored as {}", "scales", lambda form, r: form(r), {
+        "amax/max": partial(_with_scale_1, lambda r: _block_amax(r) / torch.full_like(r.blocks, r.recipe.element.max)),
+        "amax*(1/max)": partial(_with_scale_1, lambda r: _block_amax(r) * (1.0 / r.recipe.element.max)),
+        "max/amax": lambda r: encode_scales(r.blocks, r.recipe, r.x.dtype),
+    }),
+    Deviation("scale-not-clamped", "scales: made of max/amax, infinite for a small amax too", "scales",
+              partial(_with_scale_1, _unlimited)),
+    Deviation("scale-not-clamped", "scales: made of max/amax as it comes, infinite too", "scales", _unlimited),
+    Deviation("zero-block-not-one", "scales: stored as the inverse of a scale that is {} for an amax of 0, not 1",
+              "scales", _for_zero_amax, SCALES_FOR_ZERO_AMAX),
+    Deviation("zero-block-not-one", "scales: the largest number of the inputs for an amax of 0, not 1", "scales",
+              lambda r: _for_zero_amax(torch.finfo(r.x.dtype).max, r)),
+    Deviation("scale-through-{}", "scales: rounded to {}", "scales",
+              narrowed(lambda r: divide(1.0, encode_scales(r.blocks, r.recipe, r.x.dtype))), NARROW),
+    Deviation("exponent:{}", "scales: max/amax is rounded {} to a power of two", "scales",
+              lambda _, r: divide(1.0, _round_up_to_power_of_two(r)), {"up": ""}),
+)  # fmt: skip
+"""Wrong float32 scales of blocks."""
+
+# ---- all scales ------------------------------------------------------------------------------------------------------
+
+
+def _flushed_scales(r: Replay) -> torch.Tensor:
+    """Scales with 0 for subnormal numbers of float32: for E8M0 before they are rounded to a power of two."""
+    scales = r.compute_stage("scales")
+    if r.recipe.scale is FP32:
+        return flush(scales)
+    unrounded = unrounded_exponents(r)
+    return scales.masked_fill((unrounded > 0) & (unrounded < torch.finfo(torch.float32).smallest_normal), 0)
+
+
+def _tiles_exchanged(r: Replay) -> torch.Tensor:
+    stored = r.compute_stage("scales")
+    height = r.recipe.block[0] // r.recipe.stored_rows
+    tiles = stored[::height]
+    return tiles.T.reshape(tiles.shape).repeat_interleave(height, 0)[: len(stored)]
+
+
+def _tiles_exchanged_within(side: int, r: Replay) -> torch.Tensor:
+    """Block amaxes with rows and columns of tiles exchanged in squares. Tiles outside the matrix have amax 0."""
+    blocks = r.blocks
+    height = r.recipe.block[0] // r.recipe.stored_rows
+    tiles = blocks[::height]
+    rows, columns = tiles.shape
+    squares = torch.nn.functional.pad(tiles, (0, -columns % side, 0, -rows % side))
+    down, across = (extent // side for extent in squares.shape)
+    exchanged = squares.view(down, side, across, side).transpose(1, 3).reshape(squares.shape)[:rows, :columns]
+    return exchanged.repeat_interleave(height, 0)[: len(blocks)]
+
+
+def _has_tiles(recipe: Recipe) -> bool:
+    return recipe.block[0] > 1 and not recipe.whole
+
+
+STORED_SCALES: tuple[QuantizeDeviation, ...] = (
+    Deviation("scales-flushed", "scales: flushed to 0 where they are subnormal", "scales", _flushed_scales,
+              when=lambda recipe: recipe.scale in (E8M0, FP32) and not recipe.whole),
+    Deviation("scales-transposed", "scales are stored by column, not by row", "scales",
+              lambda r: r.compute_stage("scales").T.reshape(r.scales.shape),
+              when=lambda recipe: not recipe.whole, row_local=False),
+    Deviation("tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", "scales",
+              _tiles_exchanged, when=_has_tiles, row_local=False),
+    Deviation("tiles-transposed", "tiles within a square of {0}x{0} have each other's block amaxes, row and column "
+              "exchanged", "blocks", _tiles_exchanged_within, {str(side): side for side in (2, 4, 8)}, _has_tiles,
+              stages=frozenset({"scales"}), row_local=False),
+    Deviation("scales-of-next-block", "a block has the scale of the next one", "scales",
+              lambda r: r.compute_stage("scales").roll(-1, 1)),
+    Deviation("scales-of-previous-block", "a block has the scale of the one before", "scales",
+              lambda r: r.compute_stage("scales").roll(1, 1)),
+)  # fmt: skip
+"""Wrong scales of any format."""

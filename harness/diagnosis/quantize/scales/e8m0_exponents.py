@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import get_args
 
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import shifted_codes
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.quantize.exponents import exponent_codes
 from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.recipe import BlockScale, ScaleRounding
@@ -22,42 +25,6 @@ _ROUNDING_PHRASES = {
     "as-element": "rounded as the element's mantissa is, then down", "up-from-1.75": "rounded up from mantissa 1.75 on",
     "nearest-log2": "rounded to the nearest power of two by logarithm",
 }  # fmt: skip
-
-
-def exponent_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of E8M0 scales, the most plausible first."""
-    for changed_fields in ({"scale_rounding"}, {"block_scale"}, {"scale_rounding", "block_scale"}):
-        for rounding in get_args(ScaleRounding):
-            for form in get_args(BlockScale):
-                different_fields = {
-                    name for name, value in (("scale_rounding", rounding), ("block_scale", form))
-                    if getattr(recipe, name) != value
-                }  # fmt: skip
-                if different_fields != changed_fields or rounding not in _ROUNDING_PHRASES or form not in _FORMS:
-                    continue
-                cause = f"exponent:{rounding}" if "scale_rounding" in changed_fields else f"scale-order:{form}"
-                sentence = f"scales: {form}, {_ROUNDING_PHRASES[rounding]}"
-                changed = replace(recipe, scale_rounding=rounding, block_scale=form)
-                yield QuantizeDeviation(cause, sentence, _SCALES, recipe=changed)
-    for cause, phrase, codes in (
-        ("exponent:nearest", "rounded to the nearest power of two, as a cast does", _nearest),
-        ("exponent:by-logarithm", "rounded up by a logarithm of float32", _by_logarithm),
-        ("exponent-power-of-two", "a power of two is rounded up to the next one", partial(_power_of_two_raised, 0.0)),
-        (
-            "exponent-power-of-two",
-            "a power of two from 2^-126 on is rounded up to the next one",
-            partial(_power_of_two_raised, 2.0**-126),
-        ),
-    ):
-        yield QuantizeDeviation(
-            cause, f"scales: {phrase}", _SCALES,
-            overrides={"scales": partial(_scale_codes, codes)}, implausible=True,
-        )  # fmt: skip
-    for step, phrase in ((1, "larger"), (-1, "smaller")):
-        yield QuantizeDeviation(
-            f"exponent:{step:+}", f"scales: the exponent is 1 {phrase}", _SCALES,
-            overrides={"scales": partial(_shifted_exponents, step)}, implausible=True,
-        )  # fmt: skip
 
 
 _FORMS = ("amax*(1/max)", "amax/max", "amax*2^-emax")
@@ -77,34 +44,90 @@ def _clamped(exponent: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan(), E8M0.nan_code or 0, torch.where(value == 0, 0, code)).to(torch.uint8)
 
 
-def _nearest(value: torch.Tensor, replay: Replay) -> torch.Tensor:
+def _nearest(r: Replay) -> torch.Tensor:
     """Round to nearest, ties to the even code: a mantissa of 1.5 rounds up if the exponent is odd."""
+    value = unrounded_exponents(r)
     mantissa, exponent = torch.frexp(value)
     exponent = exponent - 1
     tie_up = (exponent + E8M0.bias) % 2 == 1
     return _clamped(exponent + ((mantissa > 0.75) | ((mantissa == 0.75) & tie_up)).int(), value)
 
 
-def _by_logarithm(value: torch.Tensor, replay: Replay) -> torch.Tensor:
+def _by_logarithm(r: Replay) -> torch.Tensor:
+    value = unrounded_exponents(r)
     logarithm = torch.log2(torch.where((value > 0) & value.isfinite(), value, 1.0))
     return _clamped(logarithm.ceil().int(), value)
 
 
-def _power_of_two_raised(least: float, value: torch.Tensor, replay: Replay) -> torch.Tensor:
+def _power_of_two_raised(least: float, r: Replay) -> torch.Tensor:
     """Correct codes, but powers of two from `least` on are raised to the next power of two."""
-    expected_codes = exponent_codes(replay.blocks, replay.recipe)
+    value, expected_codes = unrounded_exponents(r), exponent_codes(r.blocks, r.recipe)
     mantissa, exponent = torch.frexp(value)
     return torch.where((mantissa == 0.5) & (value > 0) & (value >= least), _clamped(exponent, value), expected_codes)
 
 
-def _scale_codes(codes: Callable[[torch.Tensor, Replay], torch.Tensor], replay: Replay) -> torch.Tensor:
-    return codes(unrounded_exponents(replay), replay)
+def _other_choices(*fields: str) -> Callable[[Recipe], Iterator[tuple[str, tuple[Recipe, str]]]]:
+    """Recipes with other values of these fields: the first field's value, the recipe, and a phrase for the rounding."""
+
+    def choices(recipe: Recipe) -> Iterator[tuple[str, tuple[Recipe, str]]]:
+        for rounding, form in product(get_args(ScaleRounding), get_args(BlockScale)):
+            values = {"scale_rounding": rounding, "block_scale": form}
+            different = {name for name, value in values.items() if getattr(recipe, name) != value}
+            if different == set(fields) and rounding in _ROUNDING_PHRASES and form in _FORMS:
+                changed = replace(recipe, scale_rounding=rounding, block_scale=form)
+                yield values[fields[0]], (changed, _ROUNDING_PHRASES[rounding])
+
+    return choices
 
 
-def _shifted_exponents(step: int, replay: Replay) -> torch.Tensor:
-    codes = Replay(replay.kernel_matrix).compute_stage("scales")
-    shifted = (codes.int() + step).clamp(0, E8M0.max_code).to(torch.uint8)
-    return torch.where(codes == (E8M0.nan_code or 0), codes, shifted)
+def shifted(step: int, r: Replay) -> torch.Tensor:
+    """Scales with codes that are larger by `step`."""
+    return shifted_codes(step, r.compute_stage("scales"), r.recipe.scale)
+
+
+def _changed(choice: tuple[Recipe, str], _: Replay) -> Recipe:
+    return choice[0]
+
+
+EXPONENTS: tuple[QuantizeDeviation, ...] = (
+    Deviation("exponent:{}", "scales: {1[0].block_scale}, {1[1]}", "recipe", _changed,
+              _other_choices("scale_rounding"), stages=_SCALES),
+    Deviation("scale-order:{}", "scales: {0}, {1[1]}", "recipe", _changed, _other_choices("block_scale"),
+              stages=_SCALES),
+    Deviation("exponent:{}", "scales: {1[0].block_scale}, {1[1]}", "recipe", _changed,
+              _other_choices("scale_rounding", "block_scale"), stages=_SCALES),
+    Deviation("exponent:{}", "scales: rounded to the {} power of two, as a cast does", "scales",
+              lambda codes, r: codes(r), {"nearest": _nearest}, implausible=True),
+    Deviation("exponent:{}", "scales: rounded up by a logarithm of float32", "scales", lambda codes, r: codes(r),
+              {"by-logarithm": _by_logarithm}, implausible=True),
+    Deviation("exponent-power-of-two", "scales: a power of two{} is rounded up to the next one", "scales",
+              _power_of_two_raised, {"": 0.0, " from 2^-126 on": 2.0**-126}, implausible=True),
+    Deviation("exponent:{}", "scales: the exponent is 1 larger", "scales", shifted, {"+1": 1}, implausible=True),
+    Deviation("exponent:{}", "scales: the exponent is 1 smaller", "scales", shifted, {"-1": -1}, implausible=True),
+)  # fmt: skip
+"""Wrong E8M0 scales."""
+
+
+def _code_replaced(
+    condition: Callable[[torch.Tensor], torch.Tensor], codes: tuple[int, int], r: Replay
+) -> torch.Tensor:
+    """Scales with the second of two codes replaced by the first, for blocks whose amax has a property."""
+    kernel_code, expected_code = codes
+    scales = r.compute_stage("scales")
+    return scales.masked_fill((scales == expected_code) & condition(r.blocks), kernel_code)
+
+
+SINGLE_CODES: tuple[QuantizeDeviation, ...] = (
+    Deviation("exponent-code-{}", "scales: code {1[0]} in place of {1[1]}", "scales",
+              partial(_code_replaced, lambda amax: torch.ones_like(amax, dtype=torch.bool))),
+    Deviation("exponent-code-{}", "scales: code {1[0]} for blocks of zeros", "scales",
+              partial(_code_replaced, lambda amax: amax == 0)),
+    Deviation("exponent-code-{}", "scales: code {1[0]} in place of {1[1]}, but not for zeros", "scales",
+              partial(_code_replaced, lambda amax: amax != 0)),
+    Deviation("exponent-code-{}", "scales: code {1[0]} for an infinite amax", "scales",
+              partial(_code_replaced, torch.isinf)),
+)  # fmt: skip
+"""A wrong code of a single scale."""
 
 
 def single_code_deviations(
@@ -125,17 +148,5 @@ def single_code_deviations(
     expected_code, kernel_code = int(expected_values), int(kernel_values)
     if expected_code not in (0, E8M0.max_code, E8M0.nan_code):
         return
-    conditions: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-        (f"code {kernel_code} in place of {expected_code}", lambda amax: torch.ones_like(amax, dtype=torch.bool)),
-        (f"code {kernel_code} for blocks of zeros", lambda amax: amax == 0),
-        (f"code {kernel_code} in place of {expected_code}, but not for zeros", lambda amax: amax != 0),
-        (f"code {kernel_code} for an infinite amax", torch.isinf),
-    )
-    for phrase, condition in conditions:
-
-        def override(replay: Replay, condition: Callable[[torch.Tensor], torch.Tensor] = condition) -> torch.Tensor:
-            codes = Replay(replay.kernel_matrix).compute_stage("scales")
-            return codes.masked_fill((codes == expected_code) & condition(replay.blocks), kernel_code)
-
-        cause = f"exponent-code-{expected_code}"
-        yield QuantizeDeviation(cause, f"scales: {phrase}", _SCALES, overrides={"scales": override})
+    for row in SINGLE_CODES:
+        yield row.bound(expected_code, (kernel_code, expected_code))

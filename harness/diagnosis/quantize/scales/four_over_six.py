@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, ScaleFunction
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, ScaleFunction
 from narrowgauge.harness.diagnosis.quantize.elements.roundings import Rounding
+from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.numbers.blocks import of_rows, over_tiles, pad_columns
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
@@ -37,37 +38,6 @@ class _Choice:
 _RECIPE_CHOICE = _Choice()
 
 
-def four_over_six_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of the choice of a 4over6 recipe, the most plausible first. None for other recipes."""
-    if recipe.candidates == "6":
-        return
-    yield _choice_deviation("four-over-six-ties", "4 is chosen where both errors are equal", _Choice(pick="tied"))
-    if recipe.candidates.endswith("mse"):
-        yield _choice_deviation(
-            "four-over-six-fma", "squared errors are added by a fused multiply-add", _Choice(fused=True)
-        )
-    yield _choice_deviation("four-over-six-fma", "the error is one fused multiply-add", _Choice(fused_difference=True))
-    yield _choice_deviation(
-        "four-over-six-reciprocal", "the error multiplies by 1/(6E) and does not divide", _Choice(reciprocal=True)
-    )
-    yield _choice_deviation("four-over-six-never-4", "the scale of 6 is always chosen", _Choice(pick="6"))
-    yield _choice_deviation("four-over-six-always-4", "the scale of 4 is always chosen", _Choice(pick="4"))
-    yield _choice_deviation("four-over-six-larger-error", "the larger error is chosen", _Choice(pick="larger"))
-    yield _choice_deviation("four-over-six-order:tree", "errors of a block are added in a tree", _Choice(tree=True))
-    if recipe.block[0] > 1:
-        yield _choice_deviation(
-            "four-over-six-each-row", "each row of a tile chooses for itself", _Choice(each_row=True)
-        )
-
-
-def _choice_deviation(cause: str, sentence: str, choice: _Choice) -> QuantizeDeviation:
-    scale_function = choose_scales(encode, choice)
-    return QuantizeDeviation(
-        cause, f"4over6: {sentence}", frozenset({"scales"}),
-        overrides={"scales": lambda replay: replay.store_scales(scale_function)},
-    )  # fmt: skip
-
-
 def choose_scales(rounding: Rounding, choice: _Choice = _RECIPE_CHOICE) -> ScaleFunction:
     """Stored scales of a 4over6 recipe, with this rounding of scales and this choice."""
 
@@ -91,6 +61,37 @@ def choose_scales(rounding: Rounding, choice: _Choice = _RECIPE_CHOICE) -> Scale
         return torch.where(errors[1] <= errors[0] if choice.pick == "tied" else errors[1] < errors[0], four, six)
 
     return scale_function
+
+
+def _by(choice: _Choice) -> Callable[[Replay], torch.Tensor]:
+    return lambda r: r.store_scales(choose_scales(encode, choice))
+
+
+def _chooses(recipe: Recipe) -> bool:
+    return recipe.candidates != "6"
+
+
+FOUR_OVER_SIX: tuple[QuantizeDeviation, ...] = (
+    Deviation("four-over-six-ties", "4over6: 4 is chosen where both errors are equal", "scales",
+              _by(_Choice(pick="tied")), when=_chooses),
+    Deviation("four-over-six-fma", "4over6: squared errors are added by a fused multiply-add", "scales",
+              _by(_Choice(fused=True)), when=lambda recipe: recipe.candidates.endswith("mse")),
+    Deviation("four-over-six-fma", "4over6: the error is one fused multiply-add", "scales",
+              _by(_Choice(fused_difference=True)), when=_chooses),
+    Deviation("four-over-six-reciprocal", "4over6: the error multiplies by 1/(6E) and does not divide", "scales",
+              _by(_Choice(reciprocal=True)), when=_chooses),
+    Deviation("four-over-six-never-4", "4over6: the scale of 6 is always chosen", "scales", _by(_Choice(pick="6")),
+              when=_chooses),
+    Deviation("four-over-six-always-4", "4over6: the scale of 4 is always chosen", "scales", _by(_Choice(pick="4")),
+              when=_chooses),
+    Deviation("four-over-six-larger-error", "4over6: the larger error is chosen", "scales", _by(_Choice(pick="larger")),
+              when=_chooses),
+    Deviation("four-over-six-order:{}", "4over6: errors of a block are added in a {}", "scales",
+              lambda choice, r: _by(choice)(r), {"tree": _Choice(tree=True)}, _chooses),
+    Deviation("four-over-six-each-row", "4over6: each row of a tile chooses for itself", "scales",
+              _by(_Choice(each_row=True)), when=lambda recipe: _chooses(recipe) and recipe.block[0] > 1),
+)  # fmt: skip
+"""Wrong choices of a 4over6 recipe."""
 
 
 def _error(

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.checks.bit_equality import different_bits
-from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import format_ranges
-from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import AMAX_IS, changed_input_deviation, compute_amax
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import LARGEST_ELEMENT
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
+from narrowgauge.harness.operations.stages.deviation import Deviation
 
-_AMAX = frozenset({"amax"})
 PART_CHANCE = 1e-3
 """Significance level of a part of a tensor that an amax leaves out."""
 LEAST_NEGATIVE = 10
@@ -57,26 +57,39 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHi
         others |= history.amaxes_of_case
     if set(sizes) == {1} and wrong_numbers <= {*history.earlier_amaxes, *others} - {0.0}:
         numbers = ", ".join(f"{number:g}" for number in sorted(wrong_numbers))
-        yield _kernel_amax("amax-stale", f"{numbers}, the amax of an earlier call or of another tensor")
+        yield STALE.bound(numbers)
     elif smaller and lacks_magnitudes(matrices, history):
-        yield _largest_element()
+        yield LARGEST_ELEMENT
     elif smaller and has_magnitude and (part := left_out_part(above, history)):
-        yield _kernel_amax("amax-partial", f"that of some of its elements; those above it are in {part}")
+        yield PARTIAL.bound(part)
     elif smaller:
         count = sum(int(mask.count_nonzero()) for mask in above)
         negative = "; all of them negative" if count > 1 and _are_negative(matrices) else ""
         place = f"{count} of its elements: {describe_place(above)}{negative}"
-        yield _kernel_amax("amax-too-small", f"smaller than {place}", exact=False)
+        yield TOO_SMALL.bound(place)
     elif larger:
-        yield _kernel_amax("amax-too-large", "larger than every magnitude of its elements", exact=False)
+        yield TOO_LARGE
 
 
-def _kernel_amax(cause: str, phrase: str, *, exact: bool = True) -> QuantizeDeviation:
-    """The deviation with the kernel's own amax."""
-    return QuantizeDeviation(
-        cause, f"{AMAX_IS} {phrase}", _AMAX, exact=exact, of_case=True,
-        overrides={"amax": lambda replay: replay.kernel_matrix.kernel_stages["amax"]},
-    )  # fmt: skip
+def _kernel_amax(r: Replay) -> torch.Tensor:
+    return r.kernel_matrix.kernel_stages["amax"]
+
+
+STALE: QuantizeDeviation = Deviation(
+    "amax-stale", "the amax of the tensor is {}, the amax of an earlier call or of another tensor", "amax",
+    _kernel_amax, of_case=True,
+)  # fmt: skip
+PARTIAL: QuantizeDeviation = Deviation(
+    "amax-partial", "the amax of the tensor is that of some of its elements; those above it are in {}", "amax",
+    _kernel_amax, of_case=True,
+)  # fmt: skip
+TOO_SMALL: QuantizeDeviation = Deviation(
+    "amax-too-small", "the amax of the tensor is smaller than {}", "amax", _kernel_amax, exact=False, of_case=True
+)
+TOO_LARGE: QuantizeDeviation = Deviation(
+    "amax-too-large", "the amax of the tensor is larger than every magnitude of its elements", "amax", _kernel_amax,
+    exact=False, of_case=True,
+)  # fmt: skip
 
 
 def hidden_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
@@ -88,16 +101,10 @@ def hidden_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quantiz
         rows = x if matrix.subject.recipe.granularity == "row" else x.reshape(1, -1)
         count += int((rows < -rows.clamp(min=0).amax(1, keepdim=True)).count_nonzero())
     if count >= LEAST_NEGATIVE:
-        yield _largest_element()
+        yield LARGEST_ELEMENT
     else:
-        phrase = f"smaller than {count} of its elements, all of them negative"
-        yield replace(_largest_element(), cause="amax-too-small", exact=False, sentence=f"{AMAX_IS} {phrase}")
-
-
-def _largest_element() -> QuantizeDeviation:
-    """The deviation whose amax is the largest element."""
-    phrase = "of the elements, not of their magnitudes"
-    return changed_input_deviation("amax-without-fabs", phrase, lambda x: x.clamp(min=0))
+        small = TOO_SMALL.bound(f"{count} of its elements, all of them negative")
+        yield replace(small, change=LARGEST_ELEMENT.change, of_case=False)
 
 
 def lacks_magnitudes(matrices: Sequence[KernelMatrix], history: SearchHistory) -> bool:
@@ -189,7 +196,7 @@ def _parts_of_runs(tensors: Sequence[tuple[torch.Tensor, int]]) -> Iterator[tupl
 
 
 def _correct_amax(matrix: KernelMatrix) -> torch.Tensor:
-    return compute_amax(matrix.subject.x, matrix.subject.recipe)
+    return Replay(matrix).amax_of(matrix.subject.blocks)
 
 
 def wrong_amaxes(matrix: KernelMatrix) -> torch.Tensor:

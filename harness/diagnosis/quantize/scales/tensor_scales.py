@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay
-from narrowgauge.harness.diagnosis.quantize.elements import roundings
-from narrowgauge.reference.numbers.blocks import tensor_amax
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, UPPER_BITS, flush, narrowed, upper_bits
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.reference.quantize.scaling import FLT_MAX, divide, tensor_scale
-from narrowgauge.reference.quantize.steps import block_amaxes, row_amax
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.recipes import Recipe
 
-_AMAX = frozenset({"amax"})
-_SCALED = frozenset({"tensor scale", "scales", "codes"})
-AMAX_IS = "the amax of the tensor is"
 SCALES_FOR_ZERO_AMAX = {"the largest number": FLT_MAX, "2^127": 2.0**127, "infinite": inf, "0": 0.0}
 """Wrong scales for an amax of 0, where the recipe prescribes 1."""
 
@@ -30,163 +26,94 @@ def tensor_scale_deviations(recipe: Recipe, *, amax_given: bool = False) -> Iter
     """
     if recipe.tensor_scale == "none":
         return
-    if amax_given:
-        yield QuantizeDeviation(
-            "given-amax-ignored", "the amax is that of the matrix, not the given one", _AMAX,
-            overrides={"amax": lambda replay: compute_amax(replay.x, replay.recipe)},
-        )  # fmt: skip
-    else:
-        yield from _amax_deviations(recipe)
-    if recipe.tensor_scale == "given":
-        for form in (lambda amax, most: divide(most, amax), lambda amax, most: divide(1.0, amax) * most):
-            yield QuantizeDeviation(
-                "tensor-scale-ignored", "the scale is that of the amax of the tensor, not the given one", _SCALED,
-                overrides={stage: partial(_stage_of_present_amax, form, stage) for stage in _SCALED}, row_local=False,
-            )  # fmt: skip
-    else:
-        yield from _tensor_scale_deviations(recipe)
+    yield from rows_of((GIVEN_AMAX,) if amax_given else AMAXES, recipe)
+    yield from rows_of(GIVEN_SCALES if recipe.tensor_scale == "given" else TENSOR_SCALES, recipe)
 
 
-def _amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of an amax that the kernel computes."""
-    if recipe.nan == "ignore":
-        yield QuantizeDeviation(
-            "nan-spread", "the amax of the tensor is NaN where an element is", _AMAX,
-            overrides={"amax": lambda replay: compute_amax(replay.x, replace(replay.recipe, nan="propagate"))},
-        )  # fmt: skip
-    else:
-        yield QuantizeDeviation(
-            "nan-dropped", "the amax of the tensor is without elements that are NaN", _AMAX,
-            overrides={"amax": lambda replay: compute_amax(replay.x, replace(replay.recipe, nan="ignore"))},
-        )  # fmt: skip
-    yield changed_input_deviation(
-        "infinity-dropped", "without elements that are infinite", lambda x: x.masked_fill(x.isinf(), 0)
-    )
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield QuantizeDeviation(
-            f"amax-through-{name}", f"the amax of the tensor is rounded to {name}", _AMAX,
-            overrides={"amax": partial(_rounded_amax, dtype)}, implausible=True,
-        )  # fmt: skip
-    for name, bits in roundings.UPPER_BITS.items():
-        yield QuantizeDeviation(
-            f"amax-truncated:{name}", f"{AMAX_IS} cut to the upper {bits} bits of float32", _AMAX,
-            overrides={"amax": partial(_upper_bits_of_amax, bits)}, implausible=True,
-        )  # fmt: skip
-    if recipe.granularity == "row":
-        yield QuantizeDeviation(
-            "amax-of-tensor", "the amax of every row is that of the tensor", _AMAX,
-            overrides={"amax": _tensor_amax_for_rows},
-        )  # fmt: skip
+def amax_of(r: Replay, change: Callable[[torch.Tensor], torch.Tensor] | None = None, **policy: str) -> torch.Tensor:
+    """Amax of the changed matrix, or of the matrix with another policy of NaN."""
+    x = r.x if change is None else change(r.x)
+    return r.amax_of(block_amaxes(x, replace(r.recipe, **policy)))  # type: ignore[arg-type]
 
 
-def compute_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Amax of the tensor or of each row, by the granularity of the recipe."""
-    blocks = block_amaxes(x, recipe)
-    return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
+def _amax_for_rows(r: Replay) -> torch.Tensor:
+    return r.correct_amax.amax().expand(r.correct_amax.shape).contiguous()
 
 
-def _tensor_amax_for_rows(replay: Replay) -> torch.Tensor:
-    row_amaxes = compute_amax(replay.x, replay.recipe)
-    return row_amaxes.amax().expand(row_amaxes.shape).contiguous()
+GIVEN_AMAX: QuantizeDeviation = Deviation(
+    "given-amax-ignored", "the amax is that of the matrix, not the given one", "amax", lambda r: r.correct_amax
+)
+LARGEST_ELEMENT: QuantizeDeviation = Deviation(
+    "amax-without-fabs", "the amax of the tensor is of the elements, not of their magnitudes", "amax",
+    lambda r: amax_of(r, lambda x: x.clamp(min=0)),
+)  # fmt: skip
+"""The amax that is the largest element. Evidence of several cases names it (`observed_amaxes`)."""
+AMAXES: tuple[QuantizeDeviation, ...] = (
+    Deviation("nan-spread", "the amax of the tensor is NaN where an element is", "amax",
+              lambda r: amax_of(r, nan="propagate"), when=lambda recipe: recipe.nan == "ignore"),
+    Deviation("nan-dropped", "the amax of the tensor is without elements that are NaN", "amax",
+              lambda r: amax_of(r, nan="ignore"), when=lambda recipe: recipe.nan != "ignore"),
+    Deviation("infinity-dropped", "the amax of the tensor is without elements that are infinite", "amax",
+              lambda r: amax_of(r, lambda x: x.masked_fill(x.isinf(), 0))),
+    Deviation("amax-through-{}", "the amax of the tensor is rounded to {}", "amax", narrowed(lambda r: r.correct_amax),
+              NARROW, implausible=True),
+    Deviation("amax-truncated:{}", "the amax of the tensor is cut to the upper {1} bits of float32", "amax",
+              lambda bits, r: upper_bits(r.correct_amax, bits), UPPER_BITS, implausible=True),
+    Deviation("amax-of-tensor", "the amax of every row is that of the tensor", "amax", _amax_for_rows,
+              when=lambda recipe: recipe.granularity == "row"),
+)  # fmt: skip
+"""Wrong amaxes that the kernel computes."""
 
 
-def changed_input_deviation(
-    cause: str, sentence: str, change: Callable[[torch.Tensor], torch.Tensor]
-) -> QuantizeDeviation:
-    return QuantizeDeviation(
-        cause, f"{AMAX_IS} {sentence}", _AMAX,
-        overrides={"amax": lambda replay: compute_amax(change(replay.x), replay.recipe)},
-    )  # fmt: skip
+def _of_present_amax(form: Callable[[torch.Tensor, float], torch.Tensor]) -> Callable[[Replay], torch.Tensor]:
+    """The scale `form` of the amax and of the largest element, in place of the given scale."""
+
+    def scale(r: Replay) -> torch.Tensor:
+        amax = r.correct_amax
+        return torch.where((amax > 0) & amax.isfinite(), form(amax, r.recipe.element.max), 1.0)
+
+    return scale
 
 
-def _tensor_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of the tensor scale. Later stages show them if the kernel does not report the tensor scale."""
-    yield QuantizeDeviation(
-        "subnormal-amaxes-flushed", "the scale of the tensor is that of an amax of 0 where the amax is subnormal",
-        _SCALED, overrides={"tensor scale": _scale_without_subnormal_amaxes},
-    )  # fmt: skip
-    forms: list[tuple[str, str, Override]] = []
-    if recipe.tensor_scale != "amax/max":
-        max_product = recipe.max_product
-        forms += [
-            (f"tensor-scale-order:{expression}", f"is {expression}", _inside_limits(form))
-            for expression, form in (
-                ("1/(amax/max)", lambda amax: divide(1.0, amax / torch.full_like(amax, max_product))),
-                ("1/(amax*(1/max))", lambda amax: divide(1.0, amax * (1.0 / max_product))),
-                ("(max/6)/amax*6", lambda amax: divide(max_product / recipe.element.max, amax) * recipe.element.max),
-            )
-        ]
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        forms.append((
-            f"tensor-scale-through-{name}", f"is rounded to {name}",
-            partial(_rounded_scale, dtype),
-        ))  # fmt: skip
-    if recipe.tensor_limit in ("1-for-nan", "finite"):
-        forms += [
-            ("zero-block-not-one", f"is {phrase} for an amax of 0, not 1", partial(_scale_for_zero_amax, number))
-            for phrase, number in SCALES_FOR_ZERO_AMAX.items()
-        ]
-    forms.append(("tensor-scale-flushed", "is flushed to 0 where it is subnormal", _flushed_scale))
-    forms.append(("tensor-scale-inverted", "is its inverse", lambda replay: divide(1.0, _correct_scale(replay))))
-    for cause, phrase, override in forms:
-        yield QuantizeDeviation(
-            cause, f"the scale of the tensor {phrase}", _SCALED, overrides={"tensor scale": override},
-            implausible=True,
-        )  # fmt: skip
+GIVEN_SCALES: tuple[QuantizeDeviation, ...] = (
+    Deviation("tensor-scale-ignored", "the scale is that of the amax of the tensor, not the given one",
+              "used tensor scale", _of_present_amax(lambda amax, most: divide(most, amax)), row_local=False),
+    Deviation("tensor-scale-ignored", "the scale is that of the amax of the tensor, not the given one",
+              "used tensor scale", _of_present_amax(lambda amax, most: divide(1.0, amax) * most), row_local=False),
+)  # fmt: skip
+"""A given tensor scale that the kernel ignores."""
 
 
-def _stage_of_present_amax(
-    form: Callable[[torch.Tensor, float], torch.Tensor], stage: str, replay: Replay
-) -> torch.Tensor:
-    """The stage with the scale `form` of the amax and of the largest element, in place of the given scale."""
-    amax = compute_amax(replay.kernel_matrix.subject.x, replay.recipe)
-    scaled = Replay(replay.kernel_matrix)
-    scaled.tensor_scale = torch.where((amax > 0) & amax.isfinite(), form(amax, replay.recipe.element.max), 1.0)
-    return scaled.tensor_scale if stage == "tensor scale" else scaled.compute_stage(stage)
+def _amax(r: Replay) -> torch.Tensor:
+    assert r.amax is not None
+    return r.amax
 
 
-def _scale_for_zero_amax(number: float, replay: Replay) -> torch.Tensor:
-    return torch.where(_replay_amax(replay) == 0, number, _correct_scale(replay))
-
-
-def _rounded_amax(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return compute_amax(replay.x, replay.recipe).to(dtype).float()
-
-
-def _upper_bits_of_amax(bits: int, replay: Replay) -> torch.Tensor:
-    return roundings.upper_bits(compute_amax(replay.x, replay.recipe), bits)
-
-
-def _rounded_scale(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
-    return _correct_scale(replay).to(dtype).float()
-
-
-def _flushed_scale(replay: Replay) -> torch.Tensor:
-    scale = _correct_scale(replay)
-    return torch.where(scale.abs() < torch.finfo(torch.float32).smallest_normal, 0.0, scale)
-
-
-def _scale_without_subnormal_amaxes(replay: Replay) -> torch.Tensor:
-    amax = _replay_amax(replay)
-    flushed = amax.masked_fill(amax < torch.finfo(torch.float32).smallest_normal, 0)
-    return tensor_scale(flushed, replay.recipe, replay.x.dtype)
-
-
-def _replay_amax(replay: Replay) -> torch.Tensor:
-    assert replay.amax is not None
-    return replay.amax
-
-
-def _correct_scale(replay: Replay) -> torch.Tensor:
-    return tensor_scale(_replay_amax(replay), replay.recipe, replay.x.dtype)
-
-
-def _inside_limits(form: Callable[[torch.Tensor], torch.Tensor]) -> Override:
+def _inside_limits(form: Callable[[torch.Tensor, Recipe], torch.Tensor], r: Replay) -> torch.Tensor:
     """Tensor scale by `form` of the amax. If the correct scale is at a limit, the correct scale."""
+    amax, correct, scale = _amax(r), r.correct_tensor_scale, form(_amax(r), r.recipe)
+    return torch.where((amax > 0) & scale.isfinite() & (correct < FLT_MAX), scale, correct)
 
-    def override(replay: Replay) -> torch.Tensor:
-        amax, correct = _replay_amax(replay), _correct_scale(replay)
-        scale = form(amax)
-        return torch.where((amax > 0) & scale.isfinite() & (correct < torch.finfo(torch.float32).max), scale, correct)
 
-    return override
+_ORDERS: dict[str, Callable[[torch.Tensor, Recipe], torch.Tensor]] = {
+    "1/(amax/max)": lambda amax, recipe: divide(1.0, amax / torch.full_like(amax, recipe.max_product)),
+    "1/(amax*(1/max))": lambda amax, recipe: divide(1.0, amax * (1.0 / recipe.max_product)),
+    "(max/6)/amax*6": lambda amax, recipe: divide(recipe.max_product / recipe.element.max, amax) * recipe.element.max,
+}
+TENSOR_SCALES: tuple[QuantizeDeviation, ...] = (
+    Deviation("subnormal-amaxes-flushed",
+              "the scale of the tensor is that of an amax of 0 where the amax is subnormal", "tensor scale",
+              lambda r: tensor_scale(flush(_amax(r)), r.recipe, r.x.dtype)),
+    Deviation("tensor-scale-order:{}", "the scale of the tensor is {}", "tensor scale", _inside_limits, _ORDERS,
+              lambda recipe: recipe.tensor_scale != "amax/max", implausible=True),
+    Deviation("tensor-scale-through-{}", "the scale of the tensor is rounded to {}", "tensor scale",
+              narrowed(lambda r: r.correct_tensor_scale), NARROW, implausible=True),
+    Deviation("zero-block-not-one", "the scale of the tensor is {} for an amax of 0, not 1", "tensor scale",
+              lambda number, r: torch.where(_amax(r) == 0, number, r.correct_tensor_scale), SCALES_FOR_ZERO_AMAX,
+              lambda recipe: recipe.tensor_limit in ("1-for-nan", "finite"), implausible=True),
+    Deviation("tensor-scale-flushed", "the scale of the tensor is flushed to 0 where it is subnormal", "tensor scale",
+              lambda r: flush(r.correct_tensor_scale), implausible=True),
+    Deviation("tensor-scale-inverted", "the scale of the tensor is its inverse", "tensor scale",
+              lambda r: divide(1.0, r.correct_tensor_scale), implausible=True),
+)  # fmt: skip
+"""Wrong tensor scales. Later stages show them if the kernel does not report the tensor scale."""
