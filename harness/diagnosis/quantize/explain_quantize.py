@@ -26,6 +26,14 @@ from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 BOTH: QuantizeDeviation = Deviation("both:{}", "{1[0]}; and {1[1]}", "several")
+SCALES_MOVED: QuantizeDeviation = Deviation(
+    "scales-moved", "the scales are the right ones in another order", "scales", exact=False
+)
+SCALES_CHANGED: QuantizeDeviation = Deviation(
+    "scales-stored-wrong", "the stored scales are not those that scaled the elements", "scales", exact=False
+)
+RIGHT_CODES = "; the codes are those of the right scales"
+"""End of the sentence where only the scales are wrong."""
 MAX_EXPLANATIONS = 5
 """Explanations of a wrong stage."""
 
@@ -42,7 +50,8 @@ def explain_quantize(
     Every stage of a matrix is replayed on the kernel's result of the stage before. A deviation is exact if it gives
     every byte of these matrices, the bytes of the case's other matrices with wrong stages, and the bytes of the case on
     the further inputs of `further`. If no single deviation gives the bytes, pairs of those that explain a part are
-    tried. If no pair does, the explanations are possible causes: deviations that give the bytes of the first wrong
+    tried. Codes that are those of the right scales are right, and only the scales are explained. If no pair does, the
+    explanations are possible causes: deviations that give the bytes of the first wrong
     stage alone, or the deviation that explains most of the wrong elements. The result has at most `MAX_EXPLANATIONS`,
     the simplest first. It is empty if the stage is not a stage of a quantized matrix.
     """
@@ -50,6 +59,8 @@ def explain_quantize(
     search = _search_of(outcome, start + point, history, limit)
     if search is None or name not in search.wrong_stages:
         return []
+    if search.has_right_codes and name == "scales":
+        return _of_stored_scales(search, wrong_stage.stage)
     deviations = search.explain(search.wrong_stages)
     if deviations:
         others = _other_matrices(outcome, start + point)
@@ -73,6 +84,18 @@ def explain_quantize(
     unexplained = [stage for stage in search.wrong_stages if stage != name]
     simplest = simplest_of_causes(search.explain([name]))
     return [_with_reason(deviation, wrong_stage.stage, unexplained) for deviation in simplest]
+
+
+def _of_stored_scales(search: _Search, stage: str) -> list[Explanation]:
+    """What happened to the scales after the codes were made."""
+    deviations = [each for each in search.explain(["scales"]) if each.step == "scales"]
+    found = [Explanation.of(deviation, stage) for deviation in simplest_of_causes(deviations)]
+    if not found:
+        stored = [matrix.kernel_stages["scales"] for matrix in search.matrices]
+        right = [Replay(matrix).compute_stage("scales") for matrix in search.matrices]
+        moved = all(torch.equal(*(t.flatten().sort().values for t in pair)) for pair in zip(stored, right, strict=True))
+        found = [Explanation.of(SCALES_MOVED if moved else SCALES_CHANGED, stage)]
+    return [replace(each, sentence=each.sentence + RIGHT_CODES) for each in found]
 
 
 def simplest_of_causes(deviations: Sequence[QuantizeDeviation]) -> list[QuantizeDeviation]:
@@ -137,6 +160,7 @@ class _Search:
         self.is_exhausted = False
         """Whether enough searches of this recipe and stage found nothing."""
         self._masks: dict[str, list[torch.Tensor]] = {}
+        self.has_right_codes = "codes" in failed_stages and all(matrix.right_codes for matrix in matrices)
         # A failed stage can be right in these matrices. A deviation without effect would explain its bytes.
         self.wrong_stages = [s for s in failed_stages if any(bool(mask.any()) for mask in self._wrong_masks(s))]
 

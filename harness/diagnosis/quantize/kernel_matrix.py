@@ -33,6 +33,8 @@ class KernelMatrix:
     """Tensor scale, if it is an input of the recipe."""
     result: Quantized
     """The whole result of the kernel."""
+    right_codes: bool = False
+    """Whether the codes are those of the right scales, whatever scales the kernel stored."""
 
     @property
     def element_count(self) -> int:
@@ -81,7 +83,7 @@ class KernelMatrix:
             None if numbers is None else _select_numbers(numbers, rows)
             for numbers in (self.reference_amax, self.given_tensor_scale)
         )
-        return KernelMatrix(part, selected, amax, tensor_scale, self.result)
+        return KernelMatrix(part, selected, amax, tensor_scale, self.result, self.right_codes)
 
 
 def _select_numbers(numbers: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -100,4 +102,5 @@ def kernel_matrix(judged: Judged) -> KernelMatrix:
         if result.tensor_scale is not None:
             stages["tensor scale"] = result.tensor_scale
     tensor_scale = judged.oracle.tensor_scale if subject.recipe.tensor_scale == "given" else None
-    return KernelMatrix(subject, stages, judged.oracle.amax, tensor_scale, result)
+    right_codes = torch.equal(stages["codes"], stored_along_rows(judged.oracle))
+    return KernelMatrix(subject, stages, judged.oracle.amax, tensor_scale, result, right_codes)

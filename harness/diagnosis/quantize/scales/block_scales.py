@@ -216,12 +216,16 @@ def _has_tiles(recipe: Recipe) -> bool:
     return recipe.block[0] > 1 and not recipe.whole
 
 
+def _has_rows(recipe: Recipe) -> bool:
+    return not recipe.whole
+
+
 STORED_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("scales-flushed", "scales: flushed to 0 where they are subnormal", "scales", _flushed_scales,
               when=lambda recipe: recipe.scale in (E8M0, FP32) and not recipe.whole),
     Deviation("scales-transposed", "scales are stored by column, not by row", "scales",
               lambda r: r.compute_stage("scales").T.reshape(r.scales.shape),
-              when=lambda recipe: not recipe.whole, row_local=False),
+              when=_has_rows, row_local=False),
     Deviation("tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", "scales",
               _tiles_exchanged, when=_has_tiles, row_local=False),
     Deviation("tiles-transposed", "tiles within a square of {0}x{0} have each other's block amaxes, row and column "
@@ -231,5 +235,9 @@ STORED_SCALES: tuple[QuantizeDeviation, ...] = (
               lambda r: r.compute_stage("scales").roll(-1, 1)),
     Deviation("scales-of-previous-block", "a block has the scale of the one before", "scales",
               lambda r: r.compute_stage("scales").roll(1, 1)),
+    Deviation("scales-of-next-row", "a row has the scales of the next one", "scales",
+              lambda r: r.compute_stage("scales").roll(-1, 0), when=_has_rows, row_local=False),
+    Deviation("scales-of-previous-row", "a row has the scales of the one before", "scales",
+              lambda r: r.compute_stage("scales").roll(1, 0), when=_has_rows, row_local=False),
 )  # fmt: skip
 """Wrong scales of any format."""
