@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.quantized import Half, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ def as_quantized(
     recipe: Recipe,
     *,
     shape: tuple[int, int] | None = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
     transposed: bool = False,
     method: str,
 ) -> Quantized:
@@ -92,8 +93,8 @@ def as_quantized(
 
     The result is an object with codes, scales and amax, a mapping with these keys, or a tuple in that order. amax may
     be None if the kernel returns no amax. Codes and block scales may be uint8, int8 or the dtype of torch of their
-    format, and are viewed as bytes. Strides are kept. `transposed`: codes and linear scales are stored as in a
-    transposed Quantized. Raises BackendError if a part is missing or has another shape, dtype or device.
+    format, and are viewed as bytes. Strides are kept. `layout`, `transposed`: as in the Quantized. Raises
+    BackendError if a part is missing or has another shape, dtype or device.
     """
     import torch
 
@@ -101,14 +102,11 @@ def as_quantized(
     per_tensor_shape = amax_shape(shape, recipe)
     expected = {
         "codes": (torch.uint8, codes_shape(shape, recipe, transposed=transposed)),
-        "scales": (
-            scale_dtype(recipe),
-            swizzled_shape(shape, recipe) if swizzled else scales_shape(shape, recipe, transposed=transposed),
-        ),
+        "scales": (scale_dtype(recipe), scales_shape(shape, recipe, transposed=transposed, layout=layout)),
         "amax": (torch.float32, per_tensor_shape),
         "tensor_scale": (torch.float32, per_tensor_shape),
     }
-    subject = f"{recipe} of {shape}" + (", swizzled," if swizzled else "")
+    subject = f"{recipe} of {shape}" + (f", scales {layout}," if layout != LINEAR else "")
     parts = _checked(_parts(result, method), expected, recipe, x.device, subject, method)
     return Quantized(
         parts["codes"],
@@ -117,7 +115,7 @@ def as_quantized(
         recipe,
         shape,
         parts.get("tensor_scale"),
-        swizzled,
+        layout,
         transposed,
     )
 
@@ -178,9 +176,9 @@ def padded_rows(sizes: list[int], recipe: Recipe) -> list[int]:
 
 
 def as_sections(
-    result: Any, x: torch.Tensor, sizes: list[int], recipe: Recipe, *, columnwise: bool = False
+    result: Any, x: torch.Tensor, sizes: list[int], recipe: Recipe, half: Half = Half.ROW
 ) -> list[Quantized]:
-    """A backend's result as the Quantized of every section of `x` (M, K), or of its transpose if `columnwise`.
+    """A backend's result as the Quantized of a half of every section of `x` (M, K).
 
     The result is a list or tuple with a result of `as_quantized` for each section, or the parts of a GroupedQuantized
     as an object, mapping or tuple. Raises BackendError as `as_quantized` does.
@@ -188,8 +186,8 @@ def as_sections(
     import torch
 
     rows, columns = matrix_shape(x)
-    transposed = columnwise and recipe.columnwise == "in-place"
-    shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
+    flat, transposed = half is Half.COLUMN, half.transposed(recipe)
+    shapes = [half.shape((size, columns)) for size in sizes]
     method = "quantize_grouped"
     if isinstance(result, tuple | list) and not any(isinstance(part, torch.Tensor) for part in result):
         if len(result) != len(sizes):
@@ -203,11 +201,11 @@ def as_sections(
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
         stored = [shape_of(shape, recipe, transposed=transposed) for shape in shapes]
         stored_shape: tuple[int, ...] = (sum(height for height, _ in stored), shape_of((rows, columns), recipe)[1])
-        if columnwise:
+        if flat:
             stored_shape = (sum(map(math.prod, stored)),)
         # Flat, or with spare tile rows if the host does not know the sizes of the sections: the spare end is not used.
         part = parts.get(name)
-        room = columnwise or (name == "scales" and recipe.stored_rows > 1 and not recipe.whole)
+        room = flat or (name == "scales" and recipe.stored_rows > 1 and not recipe.whole)
         if (
             room
             and isinstance(part, torch.Tensor)
@@ -217,7 +215,7 @@ def as_sections(
             parts[name] = part[: stored_shape[0]]
         expected[name] = (torch.uint8 if name == "codes" else scale_dtype(recipe), stored_shape)
     checked = _checked(parts, expected, recipe, x.device, f"{recipe} of {(rows, columns)} in sections {sizes}", method)
-    return split_sections(checked, sizes, columns, recipe, columnwise=columnwise)
+    return split_sections(checked, sizes, columns, recipe, half)
 
 
 def split_sections(
@@ -225,20 +223,19 @@ def split_sections(
     sizes: list[int],
     columns: int,
     recipe: Recipe,
-    *,
-    columnwise: bool = False,
+    half: Half = Half.ROW,
 ) -> list[Quantized]:
     """The Quantized of each section, from codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
     import torch
 
-    shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
-    transposed = columnwise and recipe.columnwise == "in-place"
+    shapes = [half.shape((size, columns)) for size in sizes]
+    flat, transposed = half is Half.COLUMN, half.transposed(recipe)
 
     # A torch.split instead of a slice for each section: with guard zones each call of torch costs ten times as much.
     def split(part: torch.Tensor, stored: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        counts = [math.prod(shape) if columnwise else shape[0] for shape in stored]
+        counts = [math.prod(shape) if flat else shape[0] for shape in stored]
         pieces = torch.split(part[: sum(counts)], counts)
-        return [piece.view(shape) for piece, shape in zip(pieces, stored, strict=True)] if columnwise else pieces
+        return [piece.view(shape) for piece, shape in zip(pieces, stored, strict=True)] if flat else pieces
 
     def single(name: str) -> Sequence[torch.Tensor | None]:
         part = parts.get(name)
@@ -254,7 +251,7 @@ def split_sections(
     ]
 
 
-def join_sections(sections: list[Quantized], *, columnwise: bool = False) -> dict[str, torch.Tensor]:
+def join_sections(sections: list[Quantized], half: Half = Half.ROW) -> dict[str, torch.Tensor]:
     """Inverse of `split_sections`: codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
     import torch
 
@@ -262,7 +259,7 @@ def join_sections(sections: list[Quantized], *, columnwise: bool = False) -> dic
     for name in QUANTIZED_PARTS:
         parts = [getattr(section, name) for section in sections]
         if not any(part is None for part in parts):
-            joined[name] = torch.cat([part.flatten() for part in parts] if columnwise else parts)
+            joined[name] = torch.cat([part.flatten() for part in parts] if half is Half.COLUMN else parts)
     return joined
 
 

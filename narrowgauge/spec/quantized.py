@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
 
 if TYPE_CHECKING:
     import torch
+
+Value = TypeVar("Value")
+
+
+class Half(StrEnum):
+    """A half of a matrix x (M, K): x quantized along K, or its transpose (K, M) quantized along M.
+
+    `tuple(Half)` are both, in the order of every pair: results, amaxes and words of `quantize_both`.
+    """
+
+    ROW = "rowwise"
+    COLUMN = "columnwise"
+
+    @classmethod
+    def of(cls, *, columnwise: bool) -> Half:
+        """The half that an argument `columnwise` names."""
+        return cls.COLUMN if columnwise else cls.ROW
+
+    def pick(self, pair: Sequence[Value]) -> Value:
+        """The entry of this half."""
+        return pair[self is Half.COLUMN]
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """The matrix that is quantized along its rows: `x` (M, K), or a view of its transpose."""
+        return self.pick((x, x.T))
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Shape of `matrix` for x of shape (M, K)."""
+        rows, columns = shape
+        return self.pick(((rows, columns), (columns, rows)))
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe of this half in `quantize_both`, which rotates the columnwise half alone."""
+        return self.pick((recipe.rowwise, recipe))
+
+    def operand(self, role: str) -> str:
+        """Name of the half of an operand of a layer for an observer: `x` or `x columnwise`."""
+        return self.pick((role, f"{role} columnwise"))
+
+    def transposed(self, recipe: Recipe) -> bool:
+        """Whether the half is stored as `Quantized.transposed` says."""
+        return self is Half.COLUMN and recipe.columnwise == "in-place"
 
 
 @dataclass(repr=False)
@@ -20,11 +64,13 @@ class Quantized:
     0), else (M, K).
     scales: decode scales, linear and unpadded. uint8 codes of the scale format: (M, ⌈K/block⌉); a block of 16 or 32
     rows stores its scale once per row. float32 scales: (⌈M/rows⌉, ⌈K/block⌉), (M, 1) for a scale
-    per row, or (1, 1) for a whole tensor. If `swizzled`: padded and in the 128×4 layout.
+    per row, or (1, 1) for a whole tensor.
     amax: float32 (1,), or (M,) for a recipe with an amax per row; None for a recipe without tensor scale.
     tensor_scale: the encode factor of the quantization, or the decode factor if the dialect has one, float32, of the
     shape of amax; None if the kernel does not report the factor.
     shape: (M, K) of the input, before the last block was padded with zeros.
+    scale_layout: layout of the scales, with its padding if it is not linear. `swizzled=True`, also in its position, is
+    the layout 128x4.
     transposed: codes are stored as (K, M) and linear scales as (⌈K/block⌉, M), like the columnwise MX halves
     (`Recipe.columnwise`).
     """
@@ -35,8 +81,31 @@ class Quantized:
     recipe: Recipe
     shape: tuple[int, int]
     tensor_scale: torch.Tensor | None = None
-    swizzled: bool = False
+    scale_layout: ScaleLayout = LINEAR
     transposed: bool = False
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        amax: torch.Tensor | None,
+        recipe: Recipe,
+        shape: tuple[int, int],
+        tensor_scale: torch.Tensor | None = None,
+        scale_layout: ScaleLayout | bool = LINEAR,
+        transposed: bool = False,
+        *,
+        swizzled: bool | None = None,
+    ) -> None:
+        self.codes, self.scales, self.amax, self.recipe, self.shape = codes, scales, amax, recipe, shape
+        self.tensor_scale, self.transposed = tensor_scale, transposed
+        layout = scale_layout if swizzled is None else swizzled
+        self.scale_layout = layout if isinstance(layout, str) else TILES if layout else LINEAR
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether the scales are in the layout 128x4."""
+        return self.scale_layout == TILES
 
     @property
     def required_amax(self) -> torch.Tensor:
@@ -50,7 +119,8 @@ class Quantized:
 
     def __repr__(self) -> str:
         """Recipe, shape, device and storage, without the content of a tensor."""
-        storage = [name for name in ("swizzled", "transposed") if getattr(self, name)]
+        storage = [] if self.scale_layout == LINEAR else [f"scales {self.scale_layout}"]
+        storage += ["transposed"] if self.transposed else []
         return f"Quantized({', '.join([str(self.recipe), _size(self.shape), str(self.codes.device), *storage])})"
 
 
@@ -74,6 +144,11 @@ class GroupedQuantized:
     sizes: torch.Tensor
     tensor_scale: torch.Tensor | None = None
     columnwise: bool = False
+
+    @property
+    def half(self) -> Half:
+        """The half of each section."""
+        return Half.of(columnwise=self.columnwise)
 
     @property
     def required_amax(self) -> torch.Tensor:
@@ -102,9 +177,9 @@ class GroupedQuantized:
         """
         parts = []
         start = code = scale = 0
-        transposed = self.columnwise and self.recipe.columnwise == "in-place"
+        transposed = self.half.transposed(self.recipe)
         for number, rows in enumerate(self.sizes.tolist()):
-            shape = (self.shape[1], rows) if self.columnwise else (rows, self.shape[1])
+            shape = self.half.shape((rows, self.shape[1]))
             high, wide = codes_shape(shape, self.recipe, transposed=transposed)
             tall, broad = scales_shape(shape, self.recipe, transposed=transposed)
             if self.columnwise:
@@ -143,24 +218,23 @@ def codes_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = Fa
     return (rows, -(-columns // 2)) if recipe.element.bits == 4 else (rows, columns)
 
 
-def scales_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:
-    """Shape of the stored, unpadded block scales of a (M, K) matrix: a row of scales per row of the matrix.
+def scales_shape(
+    shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False, layout: ScaleLayout = LINEAR
+) -> tuple[int, int]:
+    """Shape of the stored block scales of a (M, K) matrix: a row of scales per row of the matrix.
 
-    Float32 scales have a row per row of blocks. A tensor with a single scale has (1, 1), even if the tensor is empty; a
-    recipe with a scale per row has (M, 1), even if K is 0.
+    Linear scales are unpadded; other layouts have their padded shape, also if the codes are `transposed`. Float32
+    scales have a row per row of blocks. A tensor with a single scale has (1, 1), even if the tensor is empty; a recipe
+    with a scale per row has (M, 1), even if K is 0.
     """
+    if layout != LINEAR:
+        return LAYOUTS[layout].padded_shape(scales_shape(shape, recipe))
     if recipe.whole:
         return 1, 1
     if recipe.spans_k:
         return (1, shape[0]) if transposed else (shape[0], 1)
     rows, columns = -(-shape[0] // recipe.stored_rows), -(-shape[1] // recipe.block[1])
     return (columns, rows) if transposed else (rows, columns)
-
-
-def swizzled_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int, int]:
-    """Shape of the block scales of a (M, K) matrix in the 128×4 layout: whole tiles."""
-    rows, columns = scales_shape(shape, recipe)
-    return -(-rows // 128) * 128, -(-columns // 4) * 4
 
 
 def amax_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int]:

@@ -25,7 +25,7 @@ def halves(recipe: str) -> Quantized:
     ("q", "text"),
     [
         (ops.quantize(X, "nvfp4"), "Quantized(nvfp4, 32x64, cpu)"),
-        (ops.quantize(X, "nvfp4@modelopt", swizzled=True), "Quantized(nvfp4@modelopt, 32x64, cpu, swizzled)"),
+        (ops.quantize(X, "nvfp4@modelopt", swizzled=True), "Quantized(nvfp4@modelopt, 32x64, cpu, scales 128x4)"),
         (halves("mxfp8-e4m3"), "Quantized(mxfp8-e4m3, 64x32, cpu, transposed)"),
         (ops.quantize_grouped(X, SIZES, "nvfp4"), "GroupedQuantized(nvfp4, 32x64 in 3 sections, cpu)"),
         (

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.operations.swizzle.deviations import deviating_layouts, padding_not_zeroed
-from narrowgauge.reference.quantize.layout import pad_scales, swizzle
+from narrowgauge.reference.quantize.layout import swizzle
 
 _LAYOUT = frozenset({"layout"})
 
@@ -36,7 +36,7 @@ def layout_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDevi
 
 
 def _deviating_layout(number: int, replay: Replay) -> torch.Tensor:
-    return list(deviating_layouts(replay.scales))[number][2].view(pad_scales(replay.scales).shape)
+    return list(deviating_layouts(replay.scales))[number][2]
 
 
 def _padding_bytes(matrix: KernelMatrix) -> torch.Tensor:

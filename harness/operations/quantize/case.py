@@ -13,7 +13,6 @@ from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,
     Flag,
-    Orientation,
     RandomBits,
     RecipeName,
     Shape,
@@ -25,15 +24,16 @@ from narrowgauge.harness.cases.keys import (
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import bands_problem, division_problem
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
 
 Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
 """Layout of block scales."""
-ORIENTATIONS: tuple[Orientation, ...] = ("rowwise", "columnwise")
+SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {"linear": LINEAR, "swizzled": TILES}
+"""The layout of each word of `Scales`."""
 QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 """Stages of a quantized tensor."""
-HALVES = ("rowwise", "columnwise")
-"""Prefixes of the stages of both halves."""
 
 
 def quantized_stages(recipe: Recipe, prefix: str = "") -> tuple[str, ...]:
@@ -184,8 +184,8 @@ class QuantizeCase(MatrixCase):
     @classmethod
     def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Dtype, inputs: str, file: str) -> Iterable[Self]:
         """Rowwise and columnwise cases of a captured matrix."""
-        for usage in ORIENTATIONS:
-            yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=usage, file=file)
+        for half in Half:
+            yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=half.value, file=file)
 
     @property
     def columnwise(self) -> bool:
@@ -224,12 +224,12 @@ class QuantizeCase(MatrixCase):
         shown = quantized_stages(self.recipes[0])
         if self.usage != "both":
             return (*shown, "values")
-        return (*(f"{half}.{stage}" for half in HALVES for stage in shown), "halves")
+        return (*(f"{half}.{stage}" for half in Half for stage in shown), "halves")
 
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:
-        halves = (f"{half}.{stage}" for half in HALVES for stage in QUANTIZED)
-        return (*QUANTIZED, "values", *halves, "halves", "layout", *(f"{half}.layout" for half in HALVES))
+        halves = (f"{half}.{stage}" for half in Half for stage in QUANTIZED)
+        return (*QUANTIZED, "values", *halves, "halves", "layout", *(f"{half}.layout" for half in Half))
 
 
 def amax_problem(recipe: Recipe) -> str | None:

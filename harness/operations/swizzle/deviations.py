@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
-from narrowgauge.reference.quantize.layout import pad_scales, swizzle
+from narrowgauge.reference.quantize.layout import swizzle
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
 SWIZZLE_READS = {
     "swizzle-columns-not-padded": "tiles of swizzled scales of {} are counted by columns that are not padded",
@@ -19,45 +21,37 @@ SWIZZLE_READS = {
     },
 }
 """Sentences of wrong offsets from which swizzled scales are read, with {} for the matrix."""
-Layout = tuple[str, str, torch.Tensor]
+WRONG_ORDERS = {
+    "swizzle-32-4": ("scales: the row of a tile is split as (32, 4), not as (4, 32)", "A c:32 b:4", "A G c b h"),
+    "swizzle-tiles-by-column": (
+        "scales: tiles of 128x4 lie column by column, not row by row", "A b:4 c:32", "G A c b h"
+    ),
+    "swizzle-columns-before-rows": (
+        "scales: the 16 bytes of a tile's row are ordered by column before row", "A b:4 c:32", "A G c h b"
+    ),
+    "swizzle-linear-tiles": ("scales: tiles of 128x4 are linear inside", "A b:4 c:32", "A G b c h"),
+}  # fmt: skip
+"""Sentence of each wrong layout, its digits of the row and its order in memory."""
+WrongLayout = tuple[str, str, torch.Tensor]
 """Cause, sentence, and the swizzled bytes in the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
+_RIGHT = LAYOUTS[TILES]
 
 
-def deviating_layouts(scales: torch.Tensor) -> Iterator[Layout]:
+def deviating_layouts(scales: torch.Tensor) -> Iterator[WrongLayout]:
     """Linear scales (R, C) in known wrong layouts. The scales are uint8 or numbers of their places.
 
     Several layouts can give the same bytes, also the correct bytes: tiles in a single column, equal scales. Source of
     the correct layout and of the wrong split of the row: docs/numerics.md#scale-layout.
     """
-    padded = pad_scales(scales)
-    rows, columns = padded.shape
+    padded = _RIGHT.pad(scales)
     flat = torch.zeros_like(padded).flatten()
     flat[: scales.numel()] = scales.flatten()
     yield "not-swizzled", "scales are linear, not swizzled", padded
-    yield "not-swizzled", "scales are linear, neither swizzled nor padded", flat.view(rows, columns)
-    split_rows = padded.view(rows // 128, 32, 4, columns // 4, 4)
-    yield (
-        "swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)",
-        split_rows.permute(0, 3, 1, 2, 4).reshape(rows, columns),
-    )  # fmt: skip
-    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
-    yield (
-        "swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row",
-        tiles.permute(3, 0, 2, 1, 4).reshape(rows, columns),
-    )  # fmt: skip
-    yield (
-        "swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
-        tiles.permute(0, 3, 2, 4, 1).reshape(rows, columns),
-    )  # fmt: skip
-    yield (
-        "swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside",
-        padded.view(rows // 128, 128, columns // 4, 4).permute(0, 2, 1, 3).reshape(rows, columns),
-    )  # fmt: skip
-    transposed = pad_scales(scales.T.reshape(scales.shape)).view(rows // 128, 4, 32, columns // 4, 4)
-    yield (
-        "scales-transposed", "scales are transposed, then swizzled",
-        transposed.permute(0, 3, 2, 1, 4).reshape(rows, columns),
-    )  # fmt: skip
+    yield "not-swizzled", "scales are linear, neither swizzled nor padded", flat.view(padded.shape)
+    for cause, (sentence, row_digits, order) in WRONG_ORDERS.items():
+        yield cause, sentence, replace(_RIGHT, rows=row_digits, order=order).pack(scales)
+    transposed = scales.T.reshape(scales.shape)
+    yield "scales-transposed", "scales are transposed, then swizzled", _RIGHT.pack(transposed)
 
 
 def wrong_offsets(cause: str, shape: torch.Size, device: torch.device) -> torch.Tensor | None:
@@ -66,17 +60,12 @@ def wrong_offsets(cause: str, shape: torch.Size, device: torch.device) -> torch.
     """
     rows, columns = shape
     row, column = torch.arange(rows, device=device).unsqueeze(1), torch.arange(columns, device=device)
-    tiles = -(-columns // 4)
     if cause == "swizzle-columns-not-padded":
         if columns % 4 == 0 or rows <= 128:
             return None
-        tiles = columns // 4
-    else:
-        count = int(cause.rpartition(":")[2])
-        if rows <= count:
-            return None
-        row = row % count
-    return 512 * (row // 128 * tiles + column // 4) + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        return _RIGHT.offset(row, column, (rows, columns // 4 * 4))
+    count = int(cause.rpartition(":")[2])
+    return None if rows <= count else _RIGHT.offset(row % count, column, shape)
 
 
 def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:
