@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.quantized import Half, Quantized, amax_shape, codes_shape, scales_shape
+from narrowgauge.spec.quantized import PARTS, GroupedQuantized, Half, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
@@ -76,7 +76,7 @@ _NARROW_DTYPES = {
     "E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 """Dtypes of torch with the codes of a format, by the name of the format."""
-QUANTIZED_PARTS = ("codes", "scales", "amax", "tensor_scale")
+QUANTIZED_PARTS = PARTS
 
 
 def as_quantized(
@@ -109,14 +109,7 @@ def as_quantized(
     subject = f"{recipe} of {shape}" + (f", scales {layout}," if layout != LINEAR else "")
     parts = _checked(_parts(result, method), expected, recipe, x.device, subject, method)
     return Quantized(
-        parts["codes"],
-        parts["scales"],
-        parts.get("amax"),
-        recipe,
-        shape,
-        parts.get("tensor_scale"),
-        layout,
-        transposed,
+        parts["codes"], parts["scales"], parts.get("amax"), recipe, shape, parts.get("tensor_scale"), layout, transposed
     )
 
 
@@ -228,39 +221,10 @@ def split_sections(
     """The Quantized of each section, from codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
     import torch
 
-    shapes = [half.shape((size, columns)) for size in sizes]
-    flat, transposed = half is Half.COLUMN, half.transposed(recipe)
-
-    # A torch.split instead of a slice for each section: with guard zones each call of torch costs ten times as much.
-    def split(part: torch.Tensor, stored: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        counts = [math.prod(shape) if flat else shape[0] for shape in stored]
-        pieces = torch.split(part[: sum(counts)], counts)
-        return [piece.view(shape) for piece, shape in zip(pieces, stored, strict=True)] if flat else pieces
-
-    def single(name: str) -> Sequence[torch.Tensor | None]:
-        part = parts.get(name)
-        return [None] * len(sizes) if part is None else torch.split(part[: len(sizes)], 1)
-
-    codes = split(parts["codes"], [codes_shape(shape, recipe, transposed=transposed) for shape in shapes])
-    scales = split(parts["scales"], [scales_shape(shape, recipe, transposed=transposed) for shape in shapes])
-    return [
-        Quantized(code, scale, amax, recipe, shape, encode, transposed=transposed)
-        for shape, code, scale, amax, encode in zip(
-            shapes, codes, scales, single("amax"), single("tensor_scale"), strict=True
-        )
-    ]
-
-
-def join_sections(sections: list[Quantized], half: Half = Half.ROW) -> dict[str, torch.Tensor]:
-    """Inverse of `split_sections`: codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
-    import torch
-
-    joined: dict[str, torch.Tensor] = {}
-    for name in QUANTIZED_PARTS:
-        parts = [getattr(section, name) for section in sections]
-        if not any(part is None for part in parts):
-            joined[name] = torch.cat([part.flatten() for part in parts] if half is Half.COLUMN else parts)
-    return joined
+    return GroupedQuantized(
+        parts["codes"], parts["scales"], parts.get("amax"), recipe, (sum(sizes), columns), torch.tensor(sizes),
+        parts.get("tensor_scale"), half is Half.COLUMN,
+    ).sections()  # fmt: skip
 
 
 def _parts(result: Any, method: str) -> dict[str, Any]:

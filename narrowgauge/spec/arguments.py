@@ -14,7 +14,7 @@ from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, words_shape
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
-from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout, find_layout
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of stochastic rounding. Either words, int32 (M, ⌈K/4⌉): element 4j + i of a row takes byte i of word j,
@@ -158,16 +158,17 @@ def check_amax(amax: torch.Tensor | None, shape: Sequence[int], recipe: Recipe, 
     check_tensor(amax, name, (torch.float32,), shape)
 
 
-def chosen_layout(scales: str, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
+def chosen_layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
     """The layout of the arguments `scales` and `swizzled`, which is another word for the layout 128x4.
 
     Raises ValueError for an unknown layout, for another layout beside `swizzled`, and for a layout of bytes with a
     recipe that has float32 scales.
     """
-    layout = find_layout(scales)
-    if swizzled and layout not in (LINEAR, TILES):
-        raise ValueError(f"swizzled=True is the layout {TILES}, and scales is {layout!r}; omit swizzled=True")
-    layout = TILES if swizzled else layout
+    if scales not in LAYOUTS:
+        raise ValueError(f"scales is {scales!r}; it can be {', '.join(map(repr, LAYOUTS))}")
+    if swizzled and scales not in (LINEAR, TILES):
+        raise ValueError(f"swizzled=True is the layout {TILES}, and scales is {scales!r}; omit swizzled=True")
+    layout = TILES if swizzled else scales
     if layout != LINEAR and recipe.scale is FP32:
         option = "swizzled=True" if swizzled else f"scales={layout!r}"
         raise ValueError(

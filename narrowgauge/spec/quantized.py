@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 Value = TypeVar("Value")
+PARTS = ("codes", "scales", "amax", "tensor_scale")
+"""Tensors of a stored matrix."""
 
 
 class Half(StrEnum):
@@ -56,8 +59,28 @@ class Half(StrEnum):
         return self is Half.COLUMN and recipe.columnwise == "in-place"
 
 
+class _Stored:
+    """Methods of a stored matrix."""
+
+    amax: torch.Tensor | None
+    recipe: Recipe
+
+    @property
+    def required_amax(self) -> torch.Tensor:
+        """`amax`, for operations that need the amax. Raises ValueError if `amax` is None."""
+        if self.amax is None:
+            raise ValueError(
+                f"amax is None; recipe {self.recipe} needs the amax of the tensor: quantize with it, or set amax"
+            )
+        return self.amax
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same matrix on a device. Tensors of this device are not copied."""
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if hasattr(part, "to")})  # type: ignore[type-var]
+
+
 @dataclass(repr=False)
-class Quantized:
+class Quantized(_Stored):
     """A quantized (M, K) matrix with blocks along K.
 
     codes: uint8, (M, ⌈K/2⌉) for 4-bit elements (first element in the low nibble; an odd K leaves the last high nibble
@@ -107,16 +130,6 @@ class Quantized:
         """Whether the scales are in the layout 128x4."""
         return self.scale_layout == TILES
 
-    @property
-    def required_amax(self) -> torch.Tensor:
-        """`amax`, for operations that need the amax. Raises ValueError if `amax` is None."""
-        return _required_amax(self.amax, self.recipe)
-
-    def to(self, device: torch.device | str) -> Quantized:
-        """The same matrix on a device. Tensors of this device are not copied."""
-        codes, scales, amax, tensor_scale = _moved(device, self.codes, self.scales, self.amax, self.tensor_scale)
-        return replace(self, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale)
-
     def __repr__(self) -> str:
         """Recipe, shape, device and storage, without the content of a tensor."""
         storage = [] if self.scale_layout == LINEAR else [f"scales {self.scale_layout}"]
@@ -125,7 +138,7 @@ class Quantized:
 
 
 @dataclass(repr=False)
-class GroupedQuantized:
+class GroupedQuantized(_Stored):
     """A matrix (M, K), quantized in separate sections along M; `sections()` returns a `Quantized` per section.
 
     sizes: int64 (G,), rows of each section, on the device of the codes.
@@ -145,23 +158,6 @@ class GroupedQuantized:
     tensor_scale: torch.Tensor | None = None
     columnwise: bool = False
 
-    @property
-    def half(self) -> Half:
-        """The half of each section."""
-        return Half.of(columnwise=self.columnwise)
-
-    @property
-    def required_amax(self) -> torch.Tensor:
-        """`amax`, a number per section. Raises ValueError if `amax` is None."""
-        return _required_amax(self.amax, self.recipe)
-
-    def to(self, device: torch.device | str) -> GroupedQuantized:
-        """The same sections on a device. Tensors of this device are not copied."""
-        codes, scales, amax, tensor_scale, sizes = _moved(
-            device, self.codes, self.scales, self.amax, self.tensor_scale, self.sizes
-        )
-        return replace(self, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale, sizes=sizes)
-
     def __repr__(self) -> str:
         """Recipe, shape, number of sections, device and orientation, without the content of a tensor."""
         shape = f"{_size(self.shape)} in {len(self.sizes)} section{'' if len(self.sizes) == 1 else 's'}"
@@ -175,41 +171,43 @@ class GroupedQuantized:
         an amax (1,), as `quantize` of these rows alone gives; a columnwise one has those of its transpose (K, m).
         Waits for the device of `sizes`.
         """
-        parts = []
-        start = code = scale = 0
-        transposed = self.half.transposed(self.recipe)
-        for number, rows in enumerate(self.sizes.tolist()):
-            shape = self.half.shape((rows, self.shape[1]))
-            high, wide = codes_shape(shape, self.recipe, transposed=transposed)
-            tall, broad = scales_shape(shape, self.recipe, transposed=transposed)
-            if self.columnwise:
-                codes = self.codes[code : code + high * wide].view(high, wide)
-                scales = self.scales[scale : scale + tall * broad].view(tall, broad)
-                code, scale = code + high * wide, scale + tall * broad
-            else:
-                codes, scales = self.codes[start : start + rows], self.scales[scale : scale + tall]
-                start, scale = start + rows, scale + tall
-            amax, encode = (
-                None if values is None else values[number : number + 1] for values in (self.amax, self.tensor_scale)
-            )
-            parts.append(Quantized(codes, scales, amax, self.recipe, shape, encode, transposed=transposed))
-        return parts
+        half, count = Half.of(columnwise=self.columnwise), len(self.sizes)
+        transposed = half.transposed(self.recipe)
+        shapes = [half.shape((rows, self.shape[1])) for rows in self.sizes.tolist()]
+        codes, scales = (
+            self._split(part, [shape_of(shape, self.recipe, transposed=transposed) for shape in shapes])
+            for part, shape_of in ((self.codes, codes_shape), (self.scales, scales_shape))
+        )
+        numbers = (
+            [None] * count if n is None else n[:count].unsqueeze(1).unbind() for n in (self.amax, self.tensor_scale)
+        )
+        return [
+            Quantized(code, scale, amax, self.recipe, shape, encode, transposed=transposed)
+            for shape, code, scale, amax, encode in zip(shapes, codes, scales, *numbers, strict=True)
+        ]
+
+    def _split(self, part: torch.Tensor, shapes: list[tuple[int, int]]) -> Iterable[torch.Tensor]:
+        # A split instead of a slice for each section: with guard zones each call of torch costs ten times as much.
+        counts = [math.prod(shape) if self.columnwise else shape[0] for shape in shapes]
+        pieces = part[: sum(counts)].split(counts)  # type: ignore[no-untyped-call]
+        return (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
-def _moved(device: torch.device | str, *tensors: torch.Tensor | None) -> Iterator[Any]:
-    """The tensors on a device; None stays None."""
-    return (None if tensor is None else tensor.to(device) for tensor in tensors)
+def joined_sections(sections: Sequence[Quantized], half: Half = Half.ROW) -> dict[str, torch.Tensor]:
+    """codes, scales, amax and tensor_scale of a GroupedQuantized, from those of its sections."""
+    import torch
+
+    joined: dict[str, torch.Tensor] = {}
+    for name in PARTS:
+        parts = [getattr(section, name) for section in sections]
+        if not any(part is None for part in parts):
+            joined[name] = torch.cat([part.flatten() for part in parts] if half is Half.COLUMN else parts)
+    return joined
 
 
 def _size(shape: tuple[int, int]) -> str:
     """`128x256`."""
     return "x".join(map(str, shape))
-
-
-def _required_amax(amax: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-    if amax is None:
-        raise ValueError(f"amax is None; recipe {recipe} needs the amax of the tensor: quantize with it, or set amax")
-    return amax
 
 
 def codes_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:

@@ -42,19 +42,15 @@ class Layout:
     """Libraries with this layout."""
 
     @cached_property
-    def _digits(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _digits(self) -> tuple[dict[str, int], ...]:
         """Digits of the row and of the column with their sizes, the slowest first; 0 for the digit without a size."""
-        rows, columns = (
-            {name: int(size or 0) for name, _, size in (digit.partition(":") for digit in text.split())}
-            for text in (self.rows, self.columns)
-        )
-        return rows, columns
+        texts = ([digit.partition(":") for digit in text.split()] for text in (self.rows, self.columns))
+        return tuple({name: int(size or 0) for name, _, size in digits} for digits in texts)
 
     @cached_property
-    def tile(self) -> tuple[int, int]:
+    def tile(self) -> tuple[int, ...]:
         """Rows and columns whose multiples are not padded."""
-        rows, columns = (math.prod(filter(None, digits.values())) for digits in self._digits)
-        return rows, columns
+        return tuple(math.prod(filter(None, digits.values())) for digits in self._digits)
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Shape of linear scales (R, C) after the padding, which is also the shape of packed scales."""
@@ -71,10 +67,10 @@ class Layout:
 
     def pad(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales (R, C) in linear order with zeros on the right and below."""
-        rows, columns = self.padded_shape(scales.shape)
-        if (rows, columns) == tuple(scales.shape):
+        shape = self.padded_shape(scales.shape)
+        if shape == scales.shape:
             return scales
-        padded = scales.new_zeros(rows, columns)
+        padded = scales.new_zeros(shape)
         padded[: scales.shape[0], : scales.shape[1]] = scales
         return padded
 
@@ -125,10 +121,3 @@ LAYOUTS: Mapping[str, Layout] = {
 }  # fmt: skip
 TILED = {name: layout for name, layout in LAYOUTS.items() if layout.padding != "none"}
 """The layouts with tiles and padding."""
-
-
-def find_layout(name: object) -> ScaleLayout:
-    """The name of a layout. Raises ValueError for a name that `LAYOUTS` does not have."""
-    if name not in LAYOUTS:
-        raise ValueError(f"scales is {name!r}; it can be {', '.join(map(repr, LAYOUTS))}")
-    return name  # type: ignore[return-value]

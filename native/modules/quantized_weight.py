@@ -9,9 +9,7 @@ import torch
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.spec.modules.arguments import check_written
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Half, Quantized
-
-_PARTS = ("codes", "scales", "amax", "tensor_scale")
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 
 
 class QuantizedWeight(Float32Buffers):
@@ -29,13 +27,13 @@ class QuantizedWeight(Float32Buffers):
         self.recipe: TrainingRecipe | None = None
         self.register_buffer("place", torch.empty(0, device=device), persistent=False)
         for half in Half:
-            for part in _PARTS:
+            for part in PARTS:
                 self.register_buffer(f"{half}_{part}", None)
 
     def hold(self, rows: Quantized, columns: Quantized, recipe: TrainingRecipe) -> None:
         """Replaces the halves by `rows` and `columns`, quantized under `recipe`."""
         for half, q in zip(Half, (rows, columns), strict=True):
-            for part in _PARTS:
+            for part in PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
         self.recipe = recipe
 
@@ -47,7 +45,7 @@ class QuantizedWeight(Float32Buffers):
         written = check_written(self.shape, self.recipe, recipe)
         rows, columns = (
             Quantized(
-                **{part: getattr(self, f"{half}_{part}") for part in _PARTS},
+                **{part: getattr(self, f"{half}_{part}") for part in PARTS},
                 recipe=half.recipe(written.weight),
                 shape=half.shape(self.shape),
                 transposed=half.transposed(written.weight),
@@ -67,7 +65,7 @@ class QuantizedWeight(Float32Buffers):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # The shapes depend on the recipe, so a new weight has no buffers to load into.
         for half in Half:
-            for part in _PARTS:
+            for part in PARTS:
                 value = state_dict.get(f"{prefix}{half}_{part}")
                 room = None if value is None else torch.empty_like(value, device=self.place.device)
                 setattr(self, f"{half}_{part}", room)

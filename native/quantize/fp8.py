@@ -24,7 +24,7 @@ from narrowgauge.spec.arguments import (
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
+from narrowgauge.spec.scale_layouts import ScaleLayout
 
 TILE = 128
 """Rows and columns of the tile of a thread block."""
@@ -71,49 +71,29 @@ def variant(recipe: Recipe) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def quantize(
-    x: torch.Tensor,
-    recipe: Recipe,
-    *,
-    amax: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    layout: ScaleLayout = LINEAR,
-) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
-
-    `amax`, float32 (1,), replaces the tensor's own amax if the recipe has one scale for the tensor. `scale`, float32
-    (1,), is the encode scale of delayed scaling. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or
-    ValueError for inputs of another dtype or shape and for random bits; ToolchainError if kernels cannot be compiled.
-    """
-    row, _ = quantize_both(
-        x, recipe, (Half.ROW,), amax=(amax, None), scale=scale, random=None if random is None else (random, None),
-        layout=layout,
-    )  # fmt: skip
-    assert row is not None
-    return row
-
-
 def quantize_both(
     x: torch.Tensor,
     recipe: Recipe,
     halves: Collection[Half],
     *,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    layout: ScaleLayout = LINEAR,
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    `amax`: the amaxes of the rowwise and the columnwise result. `scale`: the encode scale of both. A result that the
-    caller does not ask for is None. Raises as `quantize` does.
+    `amaxes`: of each half, float32 (1,), in place of the tensor's own amax if the recipe has one scale for the tensor.
+    `scale`, float32 (1,): the encode scale of both halves, of delayed scaling. A half that is not among `halves` is
+    None. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or ValueError for inputs of another dtype
+    or shape and for random bits; ToolchainError if kernels cannot be compiled.
     """
     x = as_matrix(x)
-    check_random(random, Half.ROW.shape(x.shape), recipe)
+    for half in halves:
+        check_random(half.pick(bits), half.shape(x.shape), recipe)
     check_scale(scale, 1, recipe)
     check_contiguous(scale=scale)
-    amaxes, amax_out = _amaxes(x, recipe, (None, None) if amax is None else amax, halves)
+    amaxes, amax_out = _amaxes(x, recipe, amaxes, halves)
     outputs = [
         _output(half.shape(x.shape), recipe, half.pick(amaxes), x.device) if half in halves else None for half in Half
     ]
@@ -140,12 +120,7 @@ def quantize_grouped(
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `half`: of each section.
-    `amax` and `scale`: float32 (G,). Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it."""
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)

@@ -19,7 +19,6 @@ from narrowgauge.spec.arguments import (
     check_random,
     check_random_of_sections,
     check_scale,
-    split_random,
 )
 from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -68,50 +67,27 @@ class _Output:
 _NO_OUTPUT: dict[str, Value] = {"wanted": 0, "codes": None, "scales": None, "random": None, "offset": 0}
 
 
-def quantize(
-    x: torch.Tensor,
-    recipe: Recipe,
-    *,
-    amax: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    layout: ScaleLayout = LINEAR,
-) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
-
-    `random`: random words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: docs/numerics.md#mx. Raises TypeError
-    or ValueError for inputs of another dtype or shape, and for an amax or an encode scale, which MX does not use;
-    ToolchainError if kernels cannot be compiled.
-    """
-    x = as_matrix(x)
-    _check_options(amax, scale, recipe)
-    shape = (x.shape[0], x.shape[1])
-    output = _output(shape, recipe, random, x.device, layout)
-    _launch(x, recipe, output, None, layout=layout)
-    return Quantized(output.codes, output.scales, None, recipe, shape, scale_layout=layout)
-
-
 def quantize_both(
     x: torch.Tensor,
     recipe: Recipe,
     halves: Collection[Half],
     *,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    layout: ScaleLayout = LINEAR,
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    `recipe.columnwise` is the layout of the columnwise result. `random`: the random words of the rowwise and of the
-    columnwise result, or (seed, offset) of Philox; the columnwise result uses offset + 1. A result that the caller does
-    not ask for is None. Raises as `quantize` does.
+    `recipe.columnwise` is the layout of the columnwise result. `bits`: of each half, random words, int32 (M, ⌈K/4⌉), or
+    (seed, offset) of Philox. A half that is not among `halves` is None. Source: docs/numerics.md#mx. Raises TypeError
+    or ValueError for inputs of another dtype or shape, and for an amax or an encode scale, which MX does not use;
+    ToolchainError if kernels cannot be compiled.
     """
     x = as_matrix(x)
-    for given in amax or ():
-        _check_options(given, scale, recipe)
+    for amax in amaxes:
+        check_amax(amax, (1,), recipe)
     check_scale(scale, 1, recipe)
-    bits = split_random(random)
     forms = [(half.shape(x.shape), None, layout, half.transposed(recipe)) for half in Half]
     outputs = [
         _output(form[0], recipe, half.pick(bits), x.device, layout, transposed=form[-1]) if half in halves else None
@@ -135,16 +111,12 @@ def quantize_grouped(
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `half`: of each section.
-    Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it."""
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
-    _check_options(amax, scale, recipe)
+    check_amax(amax, (1,), recipe)
+    check_scale(scale, 1, recipe)
     check_random_of_sections(random, recipe)
     output = _output((rows, columns), recipe, random, x.device, LINEAR)
     if half is Half.COLUMN:  # flat, with room for a half byte and a short block at the end of every section
@@ -156,11 +128,6 @@ def quantize_grouped(
     return GroupedQuantized(
         output.codes, output.scales, None, recipe, (rows, columns), sizes, columnwise=half is Half.COLUMN
     )  # fmt: skip
-
-
-def _check_options(amax: torch.Tensor | None, scale: torch.Tensor | None, recipe: Recipe) -> None:
-    check_amax(amax, (1,), recipe)
-    check_scale(scale, 1, recipe)
 
 
 def _output(

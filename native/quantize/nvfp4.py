@@ -31,7 +31,6 @@ from narrowgauge.spec.arguments import (
     check_rotated_sections,
     check_scale,
     check_section_recipe,
-    split_random,
 )
 from narrowgauge.spec.quantized import (
     GroupedQuantized,
@@ -202,13 +201,7 @@ def quantize(
     random: object = None,
     layout: ScaleLayout = LINEAR,
 ) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
-
-    Any M and K, but a transform needs whole groups; further dimensions count as rows. `amax`, float32 (1,), or (M,) if
-    the recipe has an amax per row, replaces the tensor's own amax. `random`: random words, int32 (M, ⌈K/4⌉), or
-    (seed, offset) of Philox. Source: docs/numerics.md#nvfp4. Raises TypeError or ValueError for inputs of another dtype
-    or shape and for an encode scale; ToolchainError if kernels cannot be compiled.
-    """
+    """`native.ops.quantize`: a recipe with a transform rotates the rows. Source: docs/numerics.md#nvfp4."""
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
     shape = (x.shape[0], x.shape[1])
@@ -253,37 +246,35 @@ def quantize_both(
     recipe: Recipe,
     halves: Collection[Half],
     *,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    layout: ScaleLayout = LINEAR,
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    A transform rotates the columnwise result only; groups other than 16 take a separate launch. `amax` and `random`
-    have an entry for the rowwise and one for the columnwise result; `random` may also be (seed, offset) of Philox, and
-    the columnwise result uses offset + 1. An unrequested result is None. Raises as `quantize` does.
+    A transform rotates the columnwise result only; groups other than 16 take a separate launch. `amaxes`, `bits`: amax
+    and random bits of each half. A half that is not among `halves` is None. Raises as `quantize` does.
     """
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
-    bits = split_random(random)
     for half in halves:
         shape, words = half.shape(x.shape), half.pick(bits)
         check_rotated(x, shape[1], half.recipe(recipe))
         check_random(words, shape, recipe)
         check_contiguous(random=words)
-    given = (None, None) if amax is None else amax
     # The kernel chooses the scale of a square block by one amax, and two given amaxes take two launches.
-    separate = recipe.candidates != "6" and recipe.block[0] > 1 and amax is not None
+    separate = recipe.candidates != "6" and recipe.block[0] > 1 and tuple(amaxes) != (None, None)
     if len(halves) == 2 and (separate or not _fused(recipe)):
-        row = quantize(x, recipe.rowwise, amax=given[0], random=bits[0], layout=layout)
-        column = quantize_both(x, recipe, (Half.COLUMN,), amax=amax, random=random, layout=layout)[1]
+        row = quantize(x, recipe.rowwise, amax=amaxes[0], random=bits[0], layout=layout)
+        alone = (Half.COLUMN,)
+        column = quantize_both(x, recipe, alone, amaxes=amaxes, scale=scale, bits=bits, layout=layout)[1]
         return row, column
     if not _fused(recipe) and Half.COLUMN in halves:
-        return None, quantize(x.T, recipe, amax=given[1], random=bits[1], layout=layout)
+        return None, quantize(x.T, recipe, amax=amaxes[1], random=bits[1], layout=layout)
     outputs = [
         None if own is None else _output(half.shape(x.shape), recipe, own, half.pick(bits), layout)
-        for half, own in zip(Half, _both_amaxes(x, recipe, given, halves), strict=True)
+        for half, own in zip(Half, _amaxes(x, recipe, amaxes, halves), strict=True)
     ]
     rotation = "NO_ROTATION" if recipe.transform is None else "ROTATE_COLUMNS"
     _launch(x, recipe, *outputs, rotation=rotation, layout=layout)
@@ -294,37 +285,27 @@ def quantize_both(
     return row_half, column_half
 
 
-def _both_amaxes(
-    x: torch.Tensor,
-    recipe: Recipe,
-    given: Sequence[torch.Tensor | None],
-    halves: Collection[Half],
+def _amaxes(
+    x: torch.Tensor, recipe: Recipe, given: Sequence[torch.Tensor | None], halves: Collection[Half]
 ) -> list[torch.Tensor | None]:
-    """Amaxes of the rowwise and the columnwise result, None if not wanted. One read gives both if a rotation lies
-    between."""
+    """Amax of each half, given or of the matrix; None for a half that is not wanted. One read gives both if a rotation
+    lies between."""
     wanted = {half: half.pick(given) for half in halves}
     for half, amax in wanted.items():
         if amax is not None:
             check_tensor(amax, f"{half} amax", (torch.float32,), amax_shape(half.shape(x.shape), recipe))
     missing = [half for half, amax in wanted.items() if amax is None]
-    own = _own_amaxes(x, recipe, missing) if missing else (None, None)
-    wanted |= {half: half.pick(own) for half in missing}
-    return [wanted.get(half) for half in Half]
-
-
-def _own_amaxes(
-    x: torch.Tensor, recipe: Recipe, halves: Collection[Half]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    rowwise, columnwise = (half in halves for half in Half)
-    if recipe.transform is not None:
-        return oriented_amax(
-            x, plain=rowwise, rotated=columnwise, along_rows=False, signs=recipe.transform.signs,
-            propagate_nan=recipe.nan == "propagate",
+    if missing and recipe.transform is not None:
+        own = oriented_amax(
+            x, plain=Half.ROW in missing, rotated=Half.COLUMN in missing, along_rows=False,
+            signs=recipe.transform.signs, propagate_nan=recipe.nan == "propagate",
         )  # fmt: skip
-    if recipe.granularity == "row":
-        return (_amax(x, recipe) if rowwise else None), (_amax(x, recipe, along_rows=False) if columnwise else None)
-    amax = _amax(x, recipe)
-    return amax, amax
+        wanted |= {half: half.pick(own) for half in missing}
+    elif recipe.granularity == "row":
+        wanted |= {half: _amax(x, recipe, along_rows=half is Half.ROW) for half in missing}
+    elif missing:
+        wanted |= dict.fromkeys(missing, _amax(x, recipe))
+    return [wanted.get(half) for half in Half]
 
 
 def quantize_grouped(
@@ -337,12 +318,7 @@ def quantize_grouped(
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), each with its own amax. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `half`: of each section,
-    rotated if the recipe has a transform. `amax`: float32 (G,). Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it. `amax`: float32 (G,)."""
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
     rows, columns = x.shape

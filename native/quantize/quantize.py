@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.native.quantize import fp8, mx, nvfp4
 from narrowgauge.native.runtime.arguments import supported
-from narrowgauge.spec.arguments import chosen_layout, wanted_halves
+from narrowgauge.spec.arguments import chosen_layout, split_random, wanted_halves
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
 from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -39,13 +39,15 @@ def quantize(
     """
     recipe = supported(recipe)
     layout = _layout(scales, recipe, swizzled=swizzled)
-    result: Quantized = _FAMILIES[recipe.scale].quantize(
-        x, recipe, amax=amax, scale=scale, random=random, layout=layout
-    )
+    if recipe.scale is E4M3:
+        return nvfp4.quantize(x, recipe, amax=amax, scale=scale, random=random, layout=layout)
+    result: Quantized = _FAMILIES[recipe.scale].quantize_both(
+        x, recipe, (Half.ROW,), amaxes=(amax, None), scale=scale, bits=(random, None), layout=layout
+    )[0]
     return result
 
 
-def _layout(scales: str, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
+def _layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
     """`chosen_layout`. Raises NotImplementedError for a layout that the kernels do not write."""
     layout = chosen_layout(scales, recipe, swizzled=swizzled)
     if layout not in (LINEAR, TILES):
@@ -77,7 +79,7 @@ def quantize_both(
     halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
     layout = _layout(scales, recipe, swizzled=swizzled)
     results: tuple[Quantized | None, Quantized | None] = _FAMILIES[recipe.scale].quantize_both(
-        x, recipe, halves, amax=amax, scale=scale, random=random, layout=layout
+        x, recipe, halves, amaxes=amax or (None, None), scale=scale, bits=split_random(random), layout=layout
     )
     return results
 

@@ -7,9 +7,7 @@ import torch
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
 from narrowgauge.spec.modules.arguments import check_written
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Half, Quantized
-
-_PARTS = ("codes", "scales", "amax", "tensor_scale")
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 
 
 class QuantizedWeight(Float32Buffers):
@@ -28,13 +26,13 @@ class QuantizedWeight(Float32Buffers):
         self.recipe: TrainingRecipe | None = None
         self.register_buffer("place", torch.empty(0, device=device), persistent=False)
         for half in Half:
-            for part in _PARTS:
+            for part in PARTS:
                 self.register_buffer(f"{half}_{part}", None)
 
     def write(self, rowwise: Quantized, columnwise: Quantized, recipe: TrainingRecipe) -> None:
         """Stores new halves. The tensors of the former halves are unchanged: a pending backward may need them."""
         for half, q in zip(Half, (rowwise, columnwise), strict=True):
-            for part in _PARTS:
+            for part in PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
         self.recipe = recipe
 
@@ -48,7 +46,7 @@ class QuantizedWeight(Float32Buffers):
         return row, column
 
     def _half(self, half: Half, recipe: TrainingRecipe) -> Quantized:
-        parts = {part: getattr(self, f"{half}_{part}") for part in _PARTS}
+        parts = {part: getattr(self, f"{half}_{part}") for part in PARTS}
         weight, transposed = half.recipe(recipe.weight), half.transposed(recipe.weight)
         return Quantized(**parts, recipe=weight, shape=half.shape(self.shape), transposed=transposed)
 

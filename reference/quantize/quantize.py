@@ -6,6 +6,7 @@ The numbers are made by `quantize_matrix` in `steps.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from narrowgauge.spec.arguments import (
     split_random,
     wanted_halves,
 )
-from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, amax_shape
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, amax_shape, joined_sections
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
@@ -180,13 +181,5 @@ def quantize_grouped(
         scale_of_section = None if scale is None else scale[number : number + 1]
         parts.append(quantize_half(half, section, recipe, amax_of_section, scale_of_section, random, first))
         first += parts[-1].scales.numel()
-    codes, scales = ([getattr(part, name) for part in parts] for name in ("codes", "scales"))
-    if half is Half.COLUMN:
-        codes, scales = ([part.flatten() for part in stored] for stored in (codes, scales))
-    amaxes = [part.amax for part in parts if part.amax is not None]
-    encode = [part.tensor_scale for part in parts if part.tensor_scale is not None]
-    shape = (x.shape[0], x.shape[1])
-    return GroupedQuantized(
-        torch.cat(codes), torch.cat(scales), torch.cat(amaxes) if amaxes else None, recipe, shape, sizes,
-        torch.cat(encode) if encode else None, columnwise=columnwise,
-    )  # fmt: skip
+    tensors: dict[str, Any] = {"amax": None} | joined_sections(parts, half)
+    return GroupedQuantized(**tensors, recipe=recipe, shape=Half.ROW.shape(x.shape), sizes=sizes, columnwise=columnwise)

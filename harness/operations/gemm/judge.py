@@ -79,11 +79,6 @@ class Source:
         """The transpose, as it is stored."""
         return self.matrix.T.contiguous()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of quantize."""
-        return {"scale": self.scale, "random": self.random}
-
 
 def judge_operands(case: GemmCase, inputs: Inputs, backend: Backend, outcome: Outcome) -> tuple[Operand, Operand]:
     """x and w of a case, quantized, with their stages judged. x alone is quantized, and is both operands, if x is
@@ -111,7 +106,7 @@ def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, Half]
     recipe = source.recipe
     if makes_own_bits(backend, recipe):
         backend.host.seed(source.random)
-    options = {**source.options, "layout": source.layout}
+    options: dict[str, Any] = {"scale": source.scale, "random": source.random, "layout": source.layout}
     if source.half is Half.COLUMN:
         with suppress(Unsupported):
             physical = laid_out(source.physical, source.view)

@@ -262,10 +262,10 @@ class LinearStages:
         scale = ground.tensors(prefix + "scale", (3,))
         if len(history) != len(scale):
             history, scale = history[-1:], scale[-1:]
-        found = []
-        for one, other in zip(history, scale, strict=False):
-            found.append(((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:])))
-        return found
+        return [
+            ((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:]))
+            for one, other in zip(history, scale, strict=False)
+        ]
 
     def _judge_states(self, found: tuple[State, State], expected: Delayed, before: Delayed) -> None:
         parts = zip(found, (expected.forward, expected.grad), (before.forward, before.grad), strict=True)
@@ -342,15 +342,14 @@ class LinearStages:
         seed, offset = self.plan.seed + self._seed_offset, 2 * passes
         return operand.half.pick(((seed, offset), (seed, offset + 1)))
 
-    def _quantized(self, operand: Operand) -> list[Quantized] | None:
-        """One operand: as the module reported it, its stages judged, or the reference's own.
-
-        None where it was not reported, and is not what every right module has.
-        """
-        self._operands[operand] = self._judged(operand)
-        return self._operands[operand]
+    def _pair(self, product: str) -> list[list[Quantized] | None]:
+        """Both operands of a product, `_judged`."""
+        self._operands |= {operand: self._judged(operand) for operand in PRODUCTS[product]}
+        return [self._operands[operand] for operand in PRODUCTS[product]]
 
     def _judged(self, operand: Operand) -> list[Quantized] | None:
+        """One operand: as the module reported it, its stages judged, or the reference's own. None where it was not
+        reported, and is not what every right module has."""
         ground, key, recipe = self.ground, self.layer.prefix + operand.name, self._recipe(operand)
         own = ground.own and recipe.rounding == "stochastic"
         matrices, random = self._matrices.get(operand.role), self._random(operand)
@@ -453,7 +452,7 @@ class LinearStages:
     ) -> torch.Tensor | None:
         """Judge a product (M, `width`) of PRODUCTS (+ bias), reported as `name`, and give it. The rows of padding of a
         section are cut off."""
-        a, b = map(self._quantized, PRODUCTS[product])
+        a, b = self._pair(product)
         found = self.ground.tensor(self.layer.prefix + name, (sum(self.sizes), width))
         if a is None or b is None or found is None:
             self.ground.unseen[self.layer.prefix + name] = None
@@ -461,34 +460,37 @@ class LinearStages:
         stages = []
         order = self.ground.order(a, b) if self.layer.groups else self.ground.order(a[0], b[0])
         for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
-            added = None if bias is None else bias[number]
-            stages.append([self._product(name, left, right, part, order, self.plan.dtype, bias=added)])
-            if not stages[-1][0].passed:
-                given = {"c": None, "bias": added}
-                self._note_other_operands(stages[-1][0], product, number, (left, right), part, order, given)
+            given = {"c": None, "bias": None if bias is None else bias[number]}
+            stages.append([self._product(product, name, number, (left, right), part, order, given)])
         self._add(stages)
         return found
 
     def _product(
         self,
+        product: str,
         name: str,
-        a: Quantized,
-        b: Quantized,
+        number: int,
+        pair: tuple[Quantized, Quantized],
         output: torch.Tensor,
         order: Summation,
-        out_dtype: torch.dtype,
-        *,
-        c: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        given: dict[str, torch.Tensor | None],
     ) -> StageResult:
-        """Judge the rows of a @ b.T (+ c) (+ bias) that are in `output`, and keep them for a diagnosis."""
+        """Judge the rows of a @ b.T (+ c) (+ bias) of a section that are in `output`, and keep them for a diagnosis.
+        `given`: c and bias."""
         ground, stage = self.ground, self._stage(name)
-        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order), len(output))
-        ground.outcome.products.append(Product(_first_rows(a, len(output)), b, c, bias, output, limits, order, stage))
-        return output_stage(stage, output, limits, figures=ground.figures)
+        dtype = torch.float32 if product == "dw" and self.plan.accumulate else self.plan.dtype
+        limits = _cut(bounds(*pair, out_dtype=dtype, order=order, c=given["c"], bias=given["bias"]), len(output))
+        left = _first_rows(pair[0], len(output))
+        ground.outcome.products.append(
+            Product(left, pair[1], given["c"], given["bias"], output, limits, order, stage)
+        )  # fmt: skip
+        result = output_stage(stage, output, limits, figures=ground.figures)
+        if not result.passed:
+            self._note_other_operands(result, product, number, pair, output, order, given)
+        return result
 
     def _weight_gradients(self) -> None:
-        a, b = map(self._quantized, PRODUCTS["dw"])
+        a, b = self._pair("dw")
         if a is None or b is None or self._unknown("dw"):
             self.ground.unseen[self.layer.prefix + "dw"] = None
             if a is not None and b is not None:
@@ -501,12 +503,8 @@ class LinearStages:
                 stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
                 continue
             c = self.step.before.get(name)
-            out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
-            order = self.ground.order(left, right)
-            stage = self._product("dw", left, right, dw, order, out_dtype, c=c)
-            if not stage.passed:
-                given = {"c": c, "bias": None}
-                self._note_other_operands(stage, "dw", number, (left, right), dw, order, given)
+            given = {"c": c, "bias": None}
+            stage = self._product("dw", "dw", number, (left, right), dw, self.ground.order(left, right), given)
             early = self.step.early.get(name)
             if stage.passed and early is not None and (c is None or not equal_bits(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
@@ -545,7 +543,7 @@ class LinearStages:
                 a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
                 if a is None or b is None:
                     continue
-                limits = bounds(a, b, out_dtype=output.dtype, order=order, c=given.get("c"), bias=given.get("bias"))
+                limits = bounds(a, b, out_dtype=output.dtype, order=order, c=given["c"], bias=given["bias"])
                 if output_stage(stage.stage, output, _cut(limits, len(output)), figures=False).passed:
                     stage.causes.append(cause)
                     return

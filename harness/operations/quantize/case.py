@@ -77,8 +77,8 @@ class MatrixCase(Case):
 
     @property
     def columnwise(self) -> bool:
-        """Whether the transpose of the matrix is quantized."""
-        return False
+        """Whether the transpose of the matrix is quantized: the key `usage` of an operation that has it."""
+        return getattr(self, "usage", "") == "columnwise"
 
     @property
     def physical(self) -> bool:
@@ -148,6 +148,15 @@ class QuantizeCase(MatrixCase):
     def called(self) -> str:
         return "quantize_both" if self.usage == "both" else super().called
 
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """Halves that `quantize_both` is asked for; empty for `quantize`, which cannot give a half that is stored in
+        place."""
+        if self.usage == "both":
+            return tuple(Half)
+        half = Half(self.usage)
+        return (half,) if half.transposed(self.recipes[0]) else ()
+
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
         width = usual_block(recipe)[1]
@@ -186,10 +195,6 @@ class QuantizeCase(MatrixCase):
         """Rowwise and columnwise cases of a captured matrix."""
         for half in Half:
             yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=half.value, file=file)
-
-    @property
-    def columnwise(self) -> bool:
-        return self.usage == "columnwise"
 
     @property
     def axes(self) -> Mapping[str, Axis]:

@@ -11,7 +11,7 @@ from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.quantize.case import MatrixCase, QuantizeCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.quantized import words_shape
+from narrowgauge.spec.quantized import Half, words_shape
 
 
 def quantize_inputs(make: Maker[QuantizeCase]) -> Inputs:
@@ -25,16 +25,15 @@ def quantize_inputs(make: Maker[QuantizeCase]) -> Inputs:
         else _matrix(make)
     )
     words, counters = {}, {}
+    names = [half.pick(("x", "xT")) for half in case.halves or (Half.ROW,)]
     if case.recipes[0].rounding == "stochastic" and case.random == "words":
         shapes = {"x": (x.shape[0], x.shape[1]), "xT": (x.shape[1], x.shape[0])}
-        in_place = case.columnwise and case.physical
-        for name in ("x", "xT") if case.usage == "both" else ("xT",) if in_place else ("x",):
+        for name in names:
             words[f"random.{name}"] = make.draw(f"random of {name}").words(*words_shape(shapes[name]))
     elif case.recipes[0].rounding == "stochastic":
         counters["x"] = make.counter("x")
     scale = make.given_scales({"x": (case.recipes[0], (x,))})
-    roles = ("x", "xT") if case.usage == "both" else ("x",)
-    amax = given_amaxes(make, (x,), roles) if case.amax else {}
+    amax = given_amaxes(make, (x,), names) if case.amax else {}
     return Inputs({"x": x.view(case.shape) if case.physical else x, **words, **scale, **amax}, counters)
 
 

@@ -55,15 +55,6 @@ class Plan:
         return self.case.recipes[0]
 
     @cached_property
-    def halves(self) -> tuple[Half, ...]:
-        """Halves that `quantize_both` is asked for; empty for `quantize`. A columnwise half that is stored in place is
-        no transpose that `quantize` could be given."""
-        if self.case.usage == "both":
-            return tuple(Half)
-        half = Half(self.case.usage)
-        return (half,) if half.transposed(self.recipe) else ()
-
-    @cached_property
     def own(self) -> bool:
         """Whether the backend rounds by random bits of its own."""
         return makes_own_bits(self.backend, self.recipe)
@@ -71,17 +62,18 @@ class Plan:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the results, which are prefixes of tensors and stages."""
-        return tuple(f"{half}." for half in self.halves) if len(self.halves) == 2 else ("",)
+        return tuple(f"{half}." for half in self.case.halves) if len(self.case.halves) == 2 else ("",)
 
     @cached_property
     def alone(self) -> dict[Half, str]:
         """Names of the results of each of two halves that is made alone."""
-        return {half: f"{half}{_ALONE}" for half in self.halves} if len(self.halves) == 2 else {}
+        return {half: f"{half}{_ALONE}" for half in self.case.halves} if len(self.case.halves) == 2 else {}
 
     @cached_property
     def arguments(self) -> Tensors:
-        """The tensors that the backend is given, by name."""
-        return {**self.inputs.tensors, "x": laid_out(self.inputs.x, self.case.view)}
+        """The tensors that the backend is given, by the names of its arguments."""
+        inputs = self.inputs.tensors | {"x": laid_out(self.inputs.x, self.case.view)}
+        return {name.replace(".xT", _TRANSPOSE).removesuffix(".x"): tensor for name, tensor in inputs.items()}
 
     @cached_property
     def drawn(self) -> list[str]:
@@ -91,9 +83,9 @@ class Plan:
 
     def options(self, given: Tensors, bits: tuple[int, int] | None) -> dict[str, Any]:
         """Keyword arguments of the call, from the tensors that are given and seed and offset of Philox."""
-        words, amaxes = ((given.get(f"{kind}.x"), given.get(f"{kind}.xT")) for kind in ("random", "amax"))
-        options = {"amax": amaxes[0], "scale": given.get("scale.x"), "random": words[0] if bits is None else bits}
-        if not self.halves:
+        words, amaxes = ((given.get(kind), given.get(kind + _TRANSPOSE)) for kind in ("random", "amax"))
+        options = {"amax": amaxes[0], "scale": given.get("scale"), "random": words[0] if bits is None else bits}
+        if not self.case.halves:
             return options
         pairs = {"amax": amaxes, "random": words if bits is None else bits}
         return options | {name: None if pair == (None, None) else pair for name, pair in pairs.items()}
@@ -101,9 +93,9 @@ class Plan:
     def quantize(self, given: Tensors, bits: tuple[int, int] | None, halves: Sequence[Half] = ()) -> list[Quantized]:
         """The results of one call, of some `halves` of those of the plan alone."""
         options = self.options(given, bits) | {"layout": SCALE_LAYOUTS[self.case.scales]}
-        if not self.halves:
+        if not self.case.halves:
             return [call_quantize(self.backend, given["x"], self.recipe, **options)]
-        return quantize_halves(self.backend, halves or self.halves, given["x"], self.recipe, **options)
+        return quantize_halves(self.backend, halves or self.case.halves, given["x"], self.recipe, **options)
 
     def call(self, given: Tensors) -> Tensors:
         """The results of a run by name; of two halves also those of each half alone."""
@@ -131,9 +123,9 @@ class Plan:
         given = self.options(self.arguments, self.bits)
         amaxes, random = given["amax"], given["random"]
         parts = [(Half.ROW, self.recipe, amaxes, random)]
-        if self.halves:
+        if self.case.halves:
             pairs = (None, None) if amaxes is None else amaxes, split_random(random)
-            parts = [(half, half.recipe(self.recipe), *map(half.pick, pairs)) for half in self.halves]
+            parts = [(half, half.recipe(self.recipe), *map(half.pick, pairs)) for half in self.case.halves]
         for half, recipe, amax, bits in parts:
             subject = Subject.of_half(
                 half, matrix, recipe, bits, free=free, own=self.own, amax_given=self.case.amax
@@ -146,12 +138,16 @@ class Plan:
         assert self.bits is not None
         bits = bits_of(self.bits, call)
         self.backend.host.seed(bits)
-        alone = [half for half, name in self.alone.items() if half is self.halves[number] and f"{name}codes" in outputs]
+        alone = [
+            half for half, name in self.alone.items() if half is self.case.halves[number] and f"{name}codes" in outputs
+        ]
         results = self.quantize(self.arguments, bits, alone)
         q = results[0 if alone else number]
         return elements(stored_along_rows(q), q.shape[1], q.recipe)
 
 
+_TRANSPOSE = " of the transpose"
+"""End of the names of arguments of the columnwise half."""
 _ALONE = " alone."
 """End of the names of a half that is made alone."""
 

@@ -53,7 +53,7 @@ class GroupedQuantizeCase(MatrixCase):
     def _whole(self) -> int:
         """Divisor of the rows of a section: a columnwise half is rotated in groups of rows."""
         recipe = find_recipe(self.recipe)
-        return recipe.transform.group if recipe.transform and self.usage == "columnwise" else 1
+        return recipe.transform.group if recipe.transform and self.columnwise else 1
 
     def problem(self) -> str | None:
         recipe, (rows, columns) = find_recipe(self.recipe), self.shape
@@ -61,10 +61,6 @@ class GroupedQuantizeCase(MatrixCase):
         wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)
         wrong = wrong or rotation_problem(recipe, [self.dtype], extent, axis)
         return wrong or sections_problem(recipe, self.sections, rows, whole=self._whole)
-
-    @property
-    def columnwise(self) -> bool:
-        return self.usage == "columnwise"
 
     @property
     def native_sources(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, non_default
-from narrowgauge.harness.backends.results import as_sections, join_sections, split_sections
+from narrowgauge.harness.backends.results import as_sections, split_sections
 from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize.judge import add_judged, rotates_freely
@@ -18,7 +18,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import Half, Quantized
+from narrowgauge.spec.quantized import Half, Quantized, joined_sections
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
@@ -55,7 +55,7 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
             given["x"], given["sizes"], recipe, half, amax=given.get("amax"),
             scale=given.get("scale"), random=random,
         )  # fmt: skip
-        return join_sections(sections, half)
+        return joined_sections(sections, half)
 
     sizes = torch.tensor(case.section_sizes, device=x.device)
     amax = inputs.get("amax.x")

@@ -31,7 +31,7 @@ from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.reference.quantize.scaling import divide, element_factors, per_row, scale_elements
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.quantized import Half, Quantized
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, ScaleLayout
 
@@ -203,15 +203,14 @@ def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quanti
 
 def made_of(parts: Mapping[str, torch.Tensor], like: Quantized, prefix: str = "") -> Quantized:
     """A Quantized that has these tensors, named with a prefix, and the recipe and the shape of `like`."""
-    codes, scales = parts[f"{prefix}codes"], parts[f"{prefix}scales"]
-    amax, tensor_scale = parts.get(f"{prefix}amax"), parts.get(f"{prefix}tensor_scale")
-    return replace(like, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale)
+    tensors: dict[str, Any] = {name: parts.get(f"{prefix}{name}") for name in PARTS}
+    return replace(like, **tensors)
 
 
 def dense_parts(q: Quantized) -> Quantized:
     """`q` with contiguous tensors."""
-    amax, tensor_scale = (None if part is None else dense(part) for part in (q.amax, q.tensor_scale))
-    return replace(q, codes=dense(q.codes), scales=dense(q.scales), amax=amax, tensor_scale=tensor_scale)
+    tensors: dict[str, Any] = {name: dense(part) for name in PARTS if (part := getattr(q, name)) is not None}
+    return replace(q, **tensors)
 
 
 def stored_along_rows(q: Quantized) -> torch.Tensor:

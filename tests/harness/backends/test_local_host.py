@@ -98,7 +98,7 @@ def test_linear_conventions_pass_on_the_request_for_tiles() -> None:
     ("conventions", "message"),
     [
         ({"nibble": "halves"}, "conventions is {'nibble': 'halves'}; it maps nibbles, layout, transposed"),
-        ({"layout": "tiles"}, "conventions: layout is 'tiles'; it can be 'linear', 'padded'"),
+        ({"layout": "tiles"}, "conventions: layout is 'tiles'; it can be 'linear', '128x4'"),
         ("high-first", "conventions is 'high-first'; it maps"),
     ],
 )

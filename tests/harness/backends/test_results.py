@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError, Unsupported
-from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
+from narrowgauge.harness.backends.results import as_quantized, as_sections
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.operations.quantize.call import quantize, quantize_halves
 from narrowgauge.harness.operations.quantize_grouped.judge import quantize_grouped
@@ -15,7 +15,7 @@ from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.quantized import Half
+from narrowgauge.spec.quantized import Half, joined_sections
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
@@ -100,12 +100,12 @@ def sections(**changes):
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_sections_are_split_and_joined(columnwise):
     q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=columnwise)
-    result = as_sections(q, X, SIZES, NVFP4, q.half)
+    result = as_sections(q, X, SIZES, NVFP4, Half.of(columnwise=columnwise))
     assert [s.shape for s in result] == [(48, n) if columnwise else (n, 48) for n in SIZES]
     for one, other in zip(result, q.sections(), strict=True):
         for name in ("codes", "scales", "amax", "tensor_scale"):
             assert torch.equal(getattr(one, name), getattr(other, name))
-    joined = join_sections(result, q.half)
+    joined = joined_sections(result, Half.of(columnwise=columnwise))
     assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
 
 
@@ -194,7 +194,7 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
             room = replace(whole, scales=torch.cat([whole.scales, whole.scales]))
             again = as_sections(room, TALL, sizes.tolist(), recipe, half)
             assert all(torch.equal(a.scales, b.scales) for a, b in zip(again, parts, strict=True))
-        joined = join_sections(parts, half)
+        joined = joined_sections(parts, half)
         assert torch.equal(joined["codes"], whole.codes)
         assert torch.equal(joined["scales"], whole.scales)
 
