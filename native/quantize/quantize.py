@@ -78,8 +78,9 @@ def quantize_both(
     recipe = supported(recipe)
     halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
     layout = _layout(scales, recipe, swizzled=swizzled)
+    amaxes = (None, None) if amax is None else amax
     results: tuple[Quantized | None, Quantized | None] = _FAMILIES[recipe.scale].quantize_both(
-        x, recipe, halves, amaxes=amax or (None, None), scale=scale, bits=split_random(random), layout=layout
+        x, recipe, halves, amaxes=amaxes, scale=scale, bits=split_random(random), layout=layout
     )
     return results
 
