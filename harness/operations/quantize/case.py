@@ -76,9 +76,9 @@ class MatrixCase(Case):
         return None
 
     @property
-    def columnwise(self) -> bool:
-        """Whether the transpose of the matrix is quantized: the key `usage` of an operation that has it."""
-        return getattr(self, "usage", "") == "columnwise"
+    def half(self) -> Half:
+        """The half that is quantized, of the key `usage` if the operation has it; rowwise if both are."""
+        return Half.of(columnwise=getattr(self, "usage", "") == Half.COLUMN)
 
     @property
     def physical(self) -> bool:
@@ -86,7 +86,7 @@ class MatrixCase(Case):
 
         Sections are rows of (M, K) in both usages, and a half that is made in place is a half of (M, K).
         """
-        return not self.columnwise or bool(self.section_sizes) or self.recipes[0].columnwise == "in-place"
+        return self.half is Half.ROW or bool(self.section_sizes) or self.half.transposed(self.recipes[0])
 
     @property
     def tensors(self) -> Tensors:
@@ -101,7 +101,7 @@ class MatrixCase(Case):
     @property
     def axes(self) -> Mapping[str, Axis]:
         along, across = block_columns(self.recipes[0]), block_rows(self.recipes[0])
-        units = {"M": along, "K": across} if self.columnwise else {"M": across, "K": along}
+        units = dict(zip(self.half.pick(("MK", "KM")), (across, along), strict=True))
         sections = {"G": Axis(len(self.section_sizes))} if self.section_sizes else {}
         rows = max(self.section_sizes, default=self.extents["M"])
         extents = {"M": rows, "K": self.extents["K"]}
@@ -110,12 +110,12 @@ class MatrixCase(Case):
     @property
     def constrained(self) -> Mapping[str, tuple[int, ...]]:
         rows, columns = self.extents["M"], self.extents["K"]
-        return {"M": (columns,), "K": (rows,)} if self.columnwise else {"M": (rows,), "K": (columns,)}
+        return self.half.pick(({"M": (rows,), "K": (columns,)}, {"M": (columns,), "K": (rows,)}))
 
     def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
-        transposed = prefix == "columnwise" or (bool(self.section_sizes) and self.columnwise)
+        half = self.half if self.section_sizes else Half.of(columnwise=prefix == Half.COLUMN)
         x = self.tensors["x"]
-        return x[::-1] if transposed and self.recipes[0].columnwise != "in-place" else x
+        return x if half.transposed(self.recipes[0]) else half.pick((x, x[::-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,7 @@ class QuantizeCase(MatrixCase):
         place."""
         if self.usage == "both":
             return tuple(Half)
-        half = Half(self.usage)
-        return (half,) if half.transposed(self.recipes[0]) else ()
+        return (self.half,) if self.half.transposed(self.recipes[0]) else ()
 
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:

@@ -63,8 +63,8 @@ def _matrix(make: Maker[MatrixCase], rows: int = 0) -> torch.Tensor:
     if make.is_captured:
         x = make.captured_matrix(shape, dtype)
         return x if case.physical else x.T.contiguous()
-    x = make.matrix("x", shape[::-1] if case.columnwise else shape, dtype, case.recipes[0])
-    return x.T.contiguous() if case.columnwise and case.physical else x
+    x = make.matrix("x", case.half.shape(shape), dtype, case.recipes[0])
+    return x.T.contiguous() if case.half is Half.COLUMN and case.physical else x
 
 
 def spread_bands(x: torch.Tensor, bands: Sequence[slice], rows: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from narrowgauge.harness.operations.quantize.case import (
     quantizing_sources,
     sections_problem,
 )
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
@@ -53,7 +54,7 @@ class GroupedQuantizeCase(MatrixCase):
     def _whole(self) -> int:
         """Divisor of the rows of a section: a columnwise half is rotated in groups of rows."""
         recipe = find_recipe(self.recipe)
-        return recipe.transform.group if recipe.transform and self.columnwise else 1
+        return recipe.transform.group if recipe.transform and self.half is Half.COLUMN else 1
 
     def problem(self) -> str | None:
         recipe, (rows, columns) = find_recipe(self.recipe), self.shape

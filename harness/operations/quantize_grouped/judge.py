@@ -42,7 +42,7 @@ def quantize_grouped(
 
 def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize_grouped of x (M, K): the stages of quantize, each stage merged from all sections."""
-    half = Half(case.usage)
+    half = case.half
     x, random, scale = inputs.x, inputs.counters.get("x"), inputs.get("scale.x")
     recipe = find_recipe(case.recipe)
     own = makes_own_bits(backend, recipe)
