@@ -19,7 +19,7 @@ from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.scale_layouts import LINEAR
+from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
 """Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
@@ -86,7 +86,7 @@ class FunctionBackend(Backend):
             q = self._read(result, x, recipe)
         except (TypeError, ValueError) as error:
             raise BackendError(f"quantize gave a result that does not fit: {error}") from error
-        if asked and q.scale_layout == LINEAR:
+        if asked and q.scale_layout != TILES:
             raise Unsupported("quantize gives linear scales; this case is of scales in the 128x4 layout")
         stored = q if asked else with_layout(q, LINEAR)
         return {name: getattr(stored, name) for name in QUANTIZED_PARTS}
