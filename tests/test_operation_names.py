@@ -17,7 +17,7 @@ SEARCHED = ("harness", "narrowgauge/spec", "narrowgauge/adapt")
 EXEMPT = ("harness/api/", "harness/backends/adapters/", "harness/operations/modules/")
 """Public functions with an operation in their name, libraries with their methods, and what the modules share."""
 HOMONYMS = {
-    ("narrowgauge/adapt/conventions.py", "linear"),
+    ("narrowgauge/spec/scale_layouts.py", "linear"),
     ("narrowgauge/spec/program.py", "gemm"),
     ("narrowgauge/spec/program.py", "quantize"),
 }

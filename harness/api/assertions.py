@@ -16,7 +16,6 @@ from typing import Any, Literal, ParamSpec
 import torch
 
 from narrowgauge import adapt
-from narrowgauge.adapt.scale_layouts import TILE_ROWS
 from narrowgauge.harness.api.judging.drawn_codes import Draws
 from narrowgauge.harness.api.judging.judge_call import Judgement, assertion, judge_of, verdict_of
 from narrowgauge.harness.api.judging.judge_output import OutputArguments, judge_output
@@ -28,12 +27,13 @@ from narrowgauge.harness.operations.stages.quantized import Judged, Subject, no_
 from narrowgauge.harness.operations.transform.judge import add_rotated
 from narrowgauge.reference import ops
 from narrowgauge.reference.gemm.gemm import check_operands
-from narrowgauge.reference.quantize.layout import linear_scales
+from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.reference.quantize.scaling import tensor_scale as tensor_scale_of
 from narrowgauge.spec.arguments import as_matrix, check_epilogue, check_rotation, check_tensor
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILED
 from narrowgauge.spec.summation import Summation
 
 P = ParamSpec("P")
@@ -98,7 +98,7 @@ def assert_quantized(
     if static:
         oracle = _static_oracle(matrix, kernel, oracle, random)
     outcome = _quantize_outcome(Subject(matrix, recipe, random, free=_free(rotation)), kernel, oracle, static=static)
-    if layout in TILE_ROWS and not kernel.swizzled:
+    if layout in TILED and kernel.scale_layout == LINEAR:
         padding = adapt.padding(scales, recipe, kernel.shape, layout=layout, transposed=transposed)
         outcome.stages.append(_padding_stage(padding))
     return Judgement(outcome, _label(recipe, matrix), matrix, diagnose)
@@ -175,7 +175,7 @@ def assert_dequantized(
     recipe, matrix = find_recipe(recipe), _matrix(values, "values")
     conventions = {"tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": transposed}
     parts = {"codes": codes, "scales": scales, "amax": amax, "tensor_scale": tensor_scale}
-    kernel = _linear(_quantized(parts, matrix, recipe, conventions, None))
+    kernel = with_layout(_quantized(parts, matrix, recipe, conventions, None), LINEAR)
     if recipe.element.bits == 6 and bool(no_codes(kernel).any()):
         raise ValueError(f"codes has bytes from {recipe.element.codes} up, which are no codes of {recipe.element.name}")
     subject = Subject(matrix, replace(recipe, transform=None))
@@ -343,11 +343,7 @@ def _operand(q: Quantized | Mapping[str, Any], name: str) -> Quantized:
         raise TypeError(
             f"{name} is a Quantized, of narrowgauge.quantize or narrowgauge.adapt.quantized, not {type(q).__name__}"
         )
-    return _linear(q)
-
-
-def _linear(q: Quantized) -> Quantized:
-    return replace(q, scales=linear_scales(q), swizzled=False) if q.swizzled else q
+    return with_layout(q, LINEAR)
 
 
 def _static_oracle(matrix: torch.Tensor, kernel: Quantized, oracle: Quantized, random: Any) -> Quantized:
@@ -363,7 +359,7 @@ def _static_oracle(matrix: torch.Tensor, kernel: Quantized, oracle: Quantized, r
 
 
 def _padding_stage(padding: torch.Tensor) -> StageResult:
-    """The stage `layout` of scales in tiles that are not swizzled: their padding is 0."""
+    """The stage `layout` of scales in tiles that a Quantized does not keep: their padding is 0."""
     wrong = int((padding != 0).sum())
     text = f"{format_count(wrong)} of {format_count(padding.numel())} padding bytes are not 0" if wrong else ""
     return StageResult("layout", "exact", padding.numel(), wrong, sentence=text)

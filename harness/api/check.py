@@ -36,6 +36,7 @@ from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import TILES
 
 GROUPS = 10
 """Groups of failures that a message shows."""
@@ -141,9 +142,7 @@ def check(
     if contract is not None:
         operation, selected = _of_contract(contract, operation, recipe, chosen)
     else:
-        operation, selected = _selected(
-            _one_of(subject, recipe), operation, chosen, layout == "128x4", parameters_of(function)
-        )
+        operation, selected = _selected(_one_of(subject, recipe), operation, chosen, layout, parameters_of(function))
     options: dict[str, Any] = {
         "contract": contract, "operation": operation, "device": str(torch.device(device)), "seed": seed,
         "declares": dict(declares or {}), "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles,
@@ -206,7 +205,7 @@ def _of_contract(
 
 
 def _selected(
-    recipe: Any, operation: str | None, chosen: dict[str, Any], swizzled: bool, known: Collection[str]
+    recipe: Any, operation: str | None, chosen: dict[str, Any], layout: Layout, known: Collection[str]
 ) -> tuple[str, list[tuple[Case, bool]]]:
     """The operation, and the cases with whether an exception means that the function does not support the case.
 
@@ -229,7 +228,7 @@ def _selected(
         return operation, [(case, False) for case in cases]
     operation = operation or "quantize"
     _check_operation(operation)
-    found = _cases(recipe, operation, **chosen, swizzled=swizzled, known=known)
+    found = _cases(recipe, operation, **chosen, layout=layout, known=known)
     if beginning and found and not (begun := [pair for pair in found if pair[0].id.startswith(beginning)]):
         raise ValueError(
             f"{beginning!r} is no id of a case, and no case of this check begins with it"
@@ -291,7 +290,7 @@ def _cases(
     dtypes: Sequence[torch.dtype],
     keys: Mapping[str, Any],
     *,
-    swizzled: bool,
+    layout: Layout,
     known: Collection[str],
 ) -> list[tuple[Case, bool]]:
     """The cases of a recipe, and whether an exception means that the function does not support the case.
@@ -318,7 +317,7 @@ def _cases(
     for shape, family, more, optional in wanted:
         for dtype in dtypes:
             values = {**cls.usual_keys(chosen, name_of(dtype)), **more, **keys, "shape": shape, "inputs": family}
-            if kind == "quantize" and swizzled:
+            if kind == "quantize" and layout == TILES:
                 values["scales"] = "swizzled"
             try:
                 case = make_case(kind, chosen, values)

@@ -15,10 +15,11 @@ from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, read_conventions
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.reference import ops
-from narrowgauge.reference.quantize.layout import linear_scales
+from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
 """Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
@@ -78,17 +79,17 @@ class FunctionBackend(Backend):
         """The result of a method; that of `quantize` is read by the conventions of the function."""
         if method != "quantize" or self.has("dequantize"):
             return super().call(method, *arguments, **options)
-        swizzled = options.pop("swizzled", False)
+        asked = options.pop("swizzled", False)
         x, recipe = arguments
         result = super().call(method, x, recipe, **options)
         try:
             q = self._read(result, x, recipe)
         except (TypeError, ValueError) as error:
             raise BackendError(f"quantize gave a result that does not fit: {error}") from error
-        if swizzled and not q.swizzled:
+        if asked and q.scale_layout != TILES:
             raise Unsupported("quantize gives linear scales; this case is of scales in the 128x4 layout")
-        scales = q.scales if swizzled or not q.swizzled else linear_scales(q)
-        return {name: getattr(q, name) for name in QUANTIZED_PARTS} | {"scales": scales}
+        stored = q if asked else with_layout(q, LINEAR)
+        return {name: getattr(stored, name) for name in QUANTIZED_PARTS}
 
     def _read(self, result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
         """A result in the conventions. Raises TypeError and ValueError."""

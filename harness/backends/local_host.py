@@ -25,6 +25,7 @@ from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import every_method
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
 from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
+from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 if TYPE_CHECKING:
     import torch
@@ -124,18 +125,19 @@ class LocalHost:
         from narrowgauge import adapt
 
         conventions = self._conventions or {}
-        tiles = conventions.get("layout") == "128x4"
+        tiles = conventions.get("layout") == TILES
         asked = options.get("swizzled", False)
         given = {key: value for key, value in options.items() if not (tiles and key == "swizzled")}
         result = self._called(name, function, x, recipe, **given)
-        read = conventions if tiles or not asked else {**conventions, "layout": "128x4"}
+        read = conventions if tiles or not asked else {**conventions, "layout": TILES}
         try:
             q = read_conventions(result, x.shape, recipe, read)
         except (TypeError, ValueError) as error:
             raise BackendError(
                 f"{name} gave a result that does not fit the conventions {dict(read)}: {error}"
             ) from error
-        return q if asked or not q.swizzled else replace(q, scales=adapt.stored_as(q).scales, swizzled=False)
+        linear = asked or q.scale_layout == LINEAR
+        return q if linear else replace(q, scales=adapt.stored_as(q).scales, scale_layout=LINEAR)
 
     def _called(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if missing := _missing_keyword(function, options):

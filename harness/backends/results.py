@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.quantized import PARTS, GroupedQuantized, Half, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ _NARROW_DTYPES = {
     "E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 """Dtypes of torch with the codes of a format, by the name of the format."""
-QUANTIZED_PARTS = ("codes", "scales", "amax", "tensor_scale")
+QUANTIZED_PARTS = PARTS
 
 
 def as_quantized(
@@ -84,7 +85,7 @@ def as_quantized(
     recipe: Recipe,
     *,
     shape: tuple[int, int] | None = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
     transposed: bool = False,
     method: str,
 ) -> Quantized:
@@ -92,8 +93,8 @@ def as_quantized(
 
     The result is an object with codes, scales and amax, a mapping with these keys, or a tuple in that order. amax may
     be None if the kernel returns no amax. Codes and block scales may be uint8, int8 or the dtype of torch of their
-    format, and are viewed as bytes. Strides are kept. `transposed`: codes and linear scales are stored as in a
-    transposed Quantized. Raises BackendError if a part is missing or has another shape, dtype or device.
+    format, and are viewed as bytes. Strides are kept. `layout`, `transposed`: as in the Quantized. Raises
+    BackendError if a part is missing or has another shape, dtype or device.
     """
     import torch
 
@@ -101,24 +102,14 @@ def as_quantized(
     per_tensor_shape = amax_shape(shape, recipe)
     expected = {
         "codes": (torch.uint8, codes_shape(shape, recipe, transposed=transposed)),
-        "scales": (
-            scale_dtype(recipe),
-            swizzled_shape(shape, recipe) if swizzled else scales_shape(shape, recipe, transposed=transposed),
-        ),
+        "scales": (scale_dtype(recipe), scales_shape(shape, recipe, transposed=transposed, layout=layout)),
         "amax": (torch.float32, per_tensor_shape),
         "tensor_scale": (torch.float32, per_tensor_shape),
     }
-    subject = f"{recipe} of {shape}" + (", swizzled," if swizzled else "")
+    subject = f"{recipe} of {shape}" + (f", scales {layout}," if layout != LINEAR else "")
     parts = _checked(_parts(result, method), expected, recipe, x.device, subject, method)
     return Quantized(
-        parts["codes"],
-        parts["scales"],
-        parts.get("amax"),
-        recipe,
-        shape,
-        parts.get("tensor_scale"),
-        swizzled,
-        transposed,
+        parts["codes"], parts["scales"], parts.get("amax"), recipe, shape, parts.get("tensor_scale"), layout, transposed
     )
 
 
@@ -178,9 +169,9 @@ def padded_rows(sizes: list[int], recipe: Recipe) -> list[int]:
 
 
 def as_sections(
-    result: Any, x: torch.Tensor, sizes: list[int], recipe: Recipe, *, columnwise: bool = False
+    result: Any, x: torch.Tensor, sizes: list[int], recipe: Recipe, half: Half = Half.ROW
 ) -> list[Quantized]:
-    """A backend's result as the Quantized of every section of `x` (M, K), or of its transpose if `columnwise`.
+    """A backend's result as the Quantized of a half of every section of `x` (M, K).
 
     The result is a list or tuple with a result of `as_quantized` for each section, or the parts of a GroupedQuantized
     as an object, mapping or tuple. Raises BackendError as `as_quantized` does.
@@ -188,8 +179,8 @@ def as_sections(
     import torch
 
     rows, columns = matrix_shape(x)
-    transposed = columnwise and recipe.columnwise == "in-place"
-    shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
+    flat, transposed = half is Half.COLUMN, half.transposed(recipe)
+    shapes = [half.shape((size, columns)) for size in sizes]
     method = "quantize_grouped"
     if isinstance(result, tuple | list) and not any(isinstance(part, torch.Tensor) for part in result):
         if len(result) != len(sizes):
@@ -203,11 +194,11 @@ def as_sections(
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
         stored = [shape_of(shape, recipe, transposed=transposed) for shape in shapes]
         stored_shape: tuple[int, ...] = (sum(height for height, _ in stored), shape_of((rows, columns), recipe)[1])
-        if columnwise:
+        if flat:
             stored_shape = (sum(map(math.prod, stored)),)
         # Flat, or with spare tile rows if the host does not know the sizes of the sections: the spare end is not used.
         part = parts.get(name)
-        room = columnwise or (name == "scales" and recipe.stored_rows > 1 and not recipe.whole)
+        room = flat or (name == "scales" and recipe.stored_rows > 1 and not recipe.whole)
         if (
             room
             and isinstance(part, torch.Tensor)
@@ -217,7 +208,7 @@ def as_sections(
             parts[name] = part[: stored_shape[0]]
         expected[name] = (torch.uint8 if name == "codes" else scale_dtype(recipe), stored_shape)
     checked = _checked(parts, expected, recipe, x.device, f"{recipe} of {(rows, columns)} in sections {sizes}", method)
-    return split_sections(checked, sizes, columns, recipe, columnwise=columnwise)
+    return split_sections(checked, sizes, columns, recipe, half)
 
 
 def split_sections(
@@ -225,45 +216,15 @@ def split_sections(
     sizes: list[int],
     columns: int,
     recipe: Recipe,
-    *,
-    columnwise: bool = False,
+    half: Half = Half.ROW,
 ) -> list[Quantized]:
     """The Quantized of each section, from codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
     import torch
 
-    shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
-    transposed = columnwise and recipe.columnwise == "in-place"
-
-    # A torch.split instead of a slice for each section: with guard zones each call of torch costs ten times as much.
-    def split(part: torch.Tensor, stored: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
-        counts = [math.prod(shape) if columnwise else shape[0] for shape in stored]
-        pieces = torch.split(part[: sum(counts)], counts)
-        return [piece.view(shape) for piece, shape in zip(pieces, stored, strict=True)] if columnwise else pieces
-
-    def single(name: str) -> Sequence[torch.Tensor | None]:
-        part = parts.get(name)
-        return [None] * len(sizes) if part is None else torch.split(part[: len(sizes)], 1)
-
-    codes = split(parts["codes"], [codes_shape(shape, recipe, transposed=transposed) for shape in shapes])
-    scales = split(parts["scales"], [scales_shape(shape, recipe, transposed=transposed) for shape in shapes])
-    return [
-        Quantized(code, scale, amax, recipe, shape, encode, transposed=transposed)
-        for shape, code, scale, amax, encode in zip(
-            shapes, codes, scales, single("amax"), single("tensor_scale"), strict=True
-        )
-    ]
-
-
-def join_sections(sections: list[Quantized], *, columnwise: bool = False) -> dict[str, torch.Tensor]:
-    """Inverse of `split_sections`: codes, scales, amax and tensor_scale stored as in a GroupedQuantized."""
-    import torch
-
-    joined: dict[str, torch.Tensor] = {}
-    for name in QUANTIZED_PARTS:
-        parts = [getattr(section, name) for section in sections]
-        if not any(part is None for part in parts):
-            joined[name] = torch.cat([part.flatten() for part in parts] if columnwise else parts)
-    return joined
+    return GroupedQuantized(
+        parts["codes"], parts["scales"], parts.get("amax"), recipe, (sum(sizes), columns), torch.tensor(sizes),
+        parts.get("tensor_scale"), half is Half.COLUMN,
+    ).sections()  # fmt: skip
 
 
 def _parts(result: Any, method: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.adapt.conventions import LINEAR
 from narrowgauge.harness.api.assertions import assert_quantized
 from narrowgauge.harness.api.function_backend import name_of_function
 from narrowgauge.harness.api.judging.judge_call import judge_of
@@ -280,7 +279,7 @@ def _default_adapter(result: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {"x": tensors[0]}
     if isinstance(result, Quantized):
         found = {name: getattr(result, name) for name in ("codes", "scales", "amax", "tensor_scale", "recipe")}
-        return parts | found | {"layout": "128x4" if result.swizzled else LINEAR}
+        return parts | found | {"layout": result.scale_layout}
     if isinstance(result, (tuple, list)) and 2 <= len(result) <= 3:
         result = dict(zip(("codes", "scales", "amax"), result, strict=False))
     if not isinstance(result, Mapping) or not {"codes", "scales"} <= result.keys():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Literal
+
+from narrowgauge.spec.scale_layouts import LAYOUTS, ScaleLayout
 
 Nibbles = Literal["low-first", "high-first", "halves", "unpacked"]
 """Places of the codes of 4 bits."""
-Layout = Literal["linear", "padded", "128x4", "8x4"]
+Layout = Literal[ScaleLayout, "padded"]
 """Order of the block scales in memory."""
-LINEAR: Final = "linear"
-"""The layout without tiles and padding."""
 TensorScaleIs = Literal["amax", "encode", "decode"]
 """Meaning of the tensor scale."""
 
@@ -49,14 +49,9 @@ CONVENTIONS = (
                "DeepGEMM, vLLM (packed UE8M0)"),
     Convention("scales", "numbers", "values of the scale format in float32, bfloat16, float16 or float64: powers of "
                "two for E8M0; float32 for float32 scales", "DeepGEMM, DeepSeek, emulations"),
-    Convention("layout", LINEAR, "a row of scales for each row, no padding",
-               "torchao, modelopt, compressed-tensors, FlashInfer (linear)"),
+    *(Convention("layout", layout.name, layout.meaning, layout.users) for layout in LAYOUTS.values()),
     Convention("layout", "padded", "linear, with further rows below and columns on the right, of any content",
                "Transformer Engine"),
-    Convention("layout", "128x4", "tiles of 128 rows by 4 columns of block-scaled tensor cores, padded with zeros",
-               "cuBLAS, CUTLASS, torch (scaled_mm), torchao (to_blocked), vLLM, FlashInfer, comfy-kitchen"),
-    Convention("layout", "8x4", "tiles of 8 rows by 4 columns, row by row, padded with zeros",
-               "FlashInfer, TensorRT-LLM"),
     Convention("transposed", "True", "codes (K, M) and linear scales (⌈K/block⌉, M), as stored or as a view; packed "
                "codes (⌈K/2⌉, M)", "column-major operands of torch._scaled_mm, columnwise MX halves"),
     Convention("tensor_scale_is", "amax", "the largest magnitude of the tensor", "Transformer Engine, mlx"),
@@ -68,15 +63,9 @@ CONVENTIONS = (
 )  # fmt: skip
 """All conventions that `quantized` understands. 2688 stands for `Recipe.max_product`, which is 448 or 57344 for FP8."""
 
-_CHOICES = {
-    "nibbles": get_args(Nibbles),
-    "layout": get_args(Layout),
-    "tensor_scale_is": get_args(TensorScaleIs),
-}
-
 
 def check_choice(argument: str, value: object) -> None:
     """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is."""
-    if value not in _CHOICES[argument]:
-        known = ", ".join(repr(name) for name in _CHOICES[argument])
-        raise ValueError(f"{argument} is {value!r}; it can be {known}")
+    choices = [known.value for known in CONVENTIONS if known.argument == argument]
+    if value not in choices:
+        raise ValueError(f"{argument} is {value!r}; it can be {', '.join(map(repr, choices))}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.adapt.conventions import LINEAR, Layout, Nibbles, TensorScaleIs, check_choice
+from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.adapt.number_codes import (
     codes_of_numbers,
     holds_numbers,
@@ -16,12 +16,12 @@ from narrowgauge.adapt.number_codes import (
     numbers_of_exponents,
     stored_bytes,
 )
-from narrowgauge.adapt.scale_layouts import TILE_ROWS, from_tiles, tiled_shape, to_tiles
 from narrowgauge.adapt.tensor_scales import amax_and_tensor_scale
 from narrowgauge.adapt.tensors import tensor
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILED, TILES
 
 
 def quantized(
@@ -50,7 +50,7 @@ def quantized(
     transposed: codes and scales are the transposes of the shapes above. Scales in tiles keep their shape.
     true_amax: the amax of the input, for a tensor scale of another kind than the recipe computes with.
 
-    The result is never `transposed`. Layout 128x4 gives a `swizzled` result with the padding; the remaining layouts
+    The result is never `transposed`. Layout 128x4 gives a result of this layout with the padding; the remaining layouts
     give linear scales, and `padding` gives the omitted bytes. Only float64 tensor scales are rounded, to float32.
     Tensors stay on their device and are copied only to change their layout.
 
@@ -66,19 +66,15 @@ def quantized(
     stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
     if own_codes.device != stored.device:
         raise ValueError(f"codes are on {own_codes.device} and scales on {stored.device}; move them to one device")
-    swizzled = layout == "128x4"
-    if layout in TILE_ROWS and not swizzled:
-        stored = from_tiles(stored, layout)
-    if not swizzled:
-        rows, columns = scales_shape(matrix, recipe)
-        stored = stored[:rows, :columns].contiguous()
+    if layout != TILES:
+        stored = _unpacked_scales(stored, layout, scales_shape(matrix, recipe))
     if holds_numbers(stored) and recipe.scale is not FP32:
         stored = codes_of_numbers(stored, recipe.scale, "scales")
     own_amax, own_scale = amax_and_tensor_scale(
         recipe, matrix, own_codes.device, amax=amax, tensor_scale=tensor_scale, tensor_scale_is=tensor_scale_is,
         true_amax=true_amax,
     )  # fmt: skip
-    return Quantized(own_codes, stored, own_amax, recipe, matrix, own_scale, swizzled=swizzled)
+    return Quantized(own_codes, stored, own_amax, recipe, matrix, own_scale, TILES if layout == TILES else LINEAR)
 
 
 def padding(
@@ -93,7 +89,7 @@ def padding(
     check_choice("layout", layout)
     matrix = _matrix_shape(shape)
     stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
-    linear = from_tiles(stored, layout) if layout in TILE_ROWS else stored
+    linear = _unpacked_scales(stored, layout, stored.shape)
     rows, columns = scales_shape(matrix, recipe)
     return torch.cat([linear[:rows, columns:].flatten(), linear[rows:].flatten()])
 
@@ -124,19 +120,17 @@ def stored_as(
         codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles, recipe.block[1])
     rows, columns = scales_shape(q.shape, recipe)
     scales = q.scales
-    if q.swizzled:
-        scales = from_tiles(scales, "128x4")[:rows, :columns]
+    if q.scale_layout != LINEAR:
+        scales = LAYOUTS[q.scale_layout].unpack(scales, (rows, columns))
     elif q.transposed:
         scales = scales.T
-    if layout != LINEAR:
+    if layout in TILED:
         _check_tiles(recipe, layout, q.scales)
-        height, width = (rows, -(-columns // 4) * 4)
-        if recipe.scale is not FP32:
-            height, width = tiled_shape((rows, columns), "128x4" if layout == "padded" else layout)
-        scales = torch.nn.functional.pad(scales, (0, width - columns, 0, height - rows))
-    if layout in TILE_ROWS:
-        scales = to_tiles(scales, layout)
-    elif transposed:
+        scales = LAYOUTS[layout].pack(scales)
+    elif layout == "padded":
+        height, width = LAYOUTS[TILES].padded_shape((rows, columns))
+        scales = torch.nn.functional.pad(scales, (0, width - columns, 0, 0 if recipe.scale is FP32 else height - rows))
+    if layout not in TILED and transposed:
         scales = scales.T
     return Stored((codes.T if transposed else codes).contiguous(), scales.contiguous())
 
@@ -244,15 +238,16 @@ def _stored_scales(
         stored = stored.reshape(1, 1)
     linear = scales_shape(shape, recipe)
     what = f"scales of recipe {recipe} of {shape}, layout {layout},"
-    if layout in TILE_ROWS:
+    if layout in TILED:
         _check_tiles(recipe, layout, stored)
-        return _tiled(stored, tiled_shape(linear, layout), what)
+        return _tiled(stored, TILED[layout].padded_shape(linear), what)
     if layout == "padded":
         stored = stored.T if transposed and stored.dim() == 2 else stored
         if stored.dim() != 2 or stored.shape[0] < linear[0] or stored.shape[1] < linear[1]:
             raise ValueError(f"{what} have at least shape {linear}, not {tuple(stored.shape)}")
         return stored
-    tiles = [name for name in TILE_ROWS if stored.numel() == math.prod(tiled_shape(linear, name)) and not recipe.whole]
+    sizes = {name: math.prod(tiled.padded_shape(linear)) for name, tiled in TILED.items()}
+    tiles = [name for name, size in sizes.items() if stored.numel() == size and not recipe.whole]
     remedy = f"; for scales in tiles give layout={tiles[0]!r}, for rows of zeros layout='padded'" if tiles else ""
     return _shaped(stored, "scales", linear, transposed, what, remedy)
 
@@ -269,8 +264,15 @@ def _tiled(stored: torch.Tensor, shape: tuple[int, int], what: str) -> torch.Ten
     return stored.reshape(shape).contiguous()
 
 
+def _unpacked_scales(stored: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    """Scales of `_stored_scales` in linear order, cut to a `shape`."""
+    if layout == "padded":
+        return stored[: shape[0], : shape[1]].contiguous()
+    return LAYOUTS[layout].unpack(stored, shape)
+
+
 def _check_tiles(recipe: Recipe, layout: Layout, scales: torch.Tensor) -> None:
-    if layout in TILE_ROWS and scales.dtype != torch.uint8:
+    if layout in TILED and scales.dtype != torch.uint8:
         name = str(scales.dtype).removeprefix("torch.")
         raise ValueError(
             f"layout {layout} holds bytes, and the scales of recipe {recipe} are {name}; give layout='linear' or "

@@ -11,9 +11,10 @@ import torch
 
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized, words_shape
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, words_shape
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of stochastic rounding. Either words, int32 (M, ⌈K/4⌉): element 4j + i of a row takes byte i of word j,
@@ -47,10 +48,12 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2)
 
 
-def check_halves(*, rowwise: bool, columnwise: bool, method: str) -> None:
-    """Raises ValueError if neither the rowwise nor the columnwise half is wanted."""
-    if not (rowwise or columnwise):
+def wanted_halves(*, rowwise: bool, columnwise: bool, method: str) -> tuple[Half, ...]:
+    """The halves of the arguments of a method. Raises ValueError if both are False."""
+    halves = tuple(half for half, wanted in zip(Half, (rowwise, columnwise), strict=True) if wanted)
+    if not halves:
         raise ValueError(f"{method} takes rowwise=True, columnwise=True or both; both are False")
+    return halves
 
 
 def check_rotation(x: torch.Tensor, recipe: Recipe) -> Hadamard:
@@ -155,15 +158,28 @@ def check_amax(amax: torch.Tensor | None, shape: Sequence[int], recipe: Recipe, 
     check_tensor(amax, name, (torch.float32,), shape)
 
 
-def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
-    """Raises ValueError if swizzled scales are wanted from a recipe with float32 scales."""
-    if swizzled and recipe.scale is FP32:
-        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout holds bytes: omit swizzled=True")
+def chosen_layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
+    """The layout of the arguments `scales` and `swizzled`, which is another word for the layout 128x4.
+
+    Raises ValueError for an unknown layout, for another layout beside `swizzled`, and for a layout of bytes with a
+    recipe that has float32 scales.
+    """
+    if scales not in LAYOUTS:
+        raise ValueError(f"scales is {scales!r}; it can be {', '.join(map(repr, LAYOUTS))}")
+    if swizzled and scales not in (LINEAR, TILES):
+        raise ValueError(f"swizzled=True is the layout {TILES}, and scales is {scales!r}; omit swizzled=True")
+    layout = TILES if swizzled else scales
+    if layout != LINEAR and recipe.scale is FP32:
+        option = "swizzled=True" if swizzled else f"scales={layout!r}"
+        raise ValueError(
+            f"recipe {recipe} has float32 scales; the {layout.replace('x', '×')} layout holds bytes: omit {option}"
+        )
+    return layout
 
 
-def check_swizzled_scales(scales: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raises TypeError or ValueError unless `scales` are uint8 codes in the 128×4 layout of linear scales (R, C)."""
-    check_tensor(scales, "swizzled scales", (torch.uint8,), (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4))
+def check_packed_scales(scales: torch.Tensor, shape: tuple[int, int], layout: ScaleLayout = TILES) -> None:
+    """Raises TypeError or ValueError unless `scales` are the uint8 codes of linear scales (R, C) in a layout."""
+    check_tensor(scales, f"{layout} scales", (torch.uint8,), LAYOUTS[layout].padded_shape(shape))
 
 
 def check_scales_matrix(scales: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _HEADER = "gemm/parameters.cuh"
 _GEMM = KernelStruct(_HEADER, "GemmParameters")
@@ -123,11 +124,11 @@ def operand_fields(q: Quantized, name: str) -> tuple[Fields, torch.Tensor | None
 def layout_of(recipe: Recipe, q: Quantized | None = None) -> int:
     """Flags of Layout for codes and linear scales: of the sections of a recipe, or of `q`.
 
-    Scales that were swizzled are in the order of the matrix, even if its codes are transposed.
+    Scales of another layout are in the order of the matrix, even if its codes are transposed.
     """
     layout = _LAYOUT["SCALES_OF_128_ROWS"] if recipe.stored_rows == 128 else 0
     if q is not None and q.transposed:
-        layout |= _LAYOUT["CODES_TRANSPOSED"] | (0 if q.swizzled else _LAYOUT["SCALES_TRANSPOSED"])
+        layout |= _LAYOUT["CODES_TRANSPOSED"] | (_LAYOUT["SCALES_TRANSPOSED"] if q.scale_layout == LINEAR else 0)
     return layout
 
 

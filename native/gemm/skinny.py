@@ -13,6 +13,7 @@ from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _SKINNY = KernelStruct("gemm/skinny/gemm_skinny_e4m3.cuh", "SkinnyParameters")
 _TOKENS = 16
@@ -63,7 +64,7 @@ def takes(a: Quantized, b: Quantized, family: str) -> bool:
 
 def takes_operand(q: Quantized, family: str) -> bool:
     """Whether the layout, the alignment and the element format of an operand are those of these kernels."""
-    if q.transposed or q.swizzled or (family != "nvfp4" and q.recipe.element is not E4M3):
+    if q.transposed or q.scale_layout != LINEAR or (family != "nvfp4" and q.recipe.element is not E4M3):
         return False
     return q.codes.data_ptr() % _ALIGNMENT == 0 and q.scales.data_ptr() % _ALIGNMENT == 0
 

@@ -18,7 +18,7 @@ from narrowgauge.native.quantize.quantize import quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.modules.arguments import check_groups, check_splits
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized
 
 
 class GroupedLinear(Layer):
@@ -70,16 +70,16 @@ class GroupedLinear(Layer):
         assert step.recipe is not None
         recipe = step.recipe.input if role == INPUT else step.recipe.grad
         scale, sizes = self.scale_of(role, step.scale), sizes.to(x.device)
-        halves: list[GroupedQuantized | None] = [None, None]
-        for across in (side for side, wanted in enumerate((rowwise, columnwise)) if wanted):
-            halves[across] = q = quantize_grouped(
-                x, sizes, recipe if across else recipe.rowwise, columnwise=bool(across),
+        made: dict[Half, GroupedQuantized] = {}
+        for half in (half for half, wanted in zip(Half, (rowwise, columnwise), strict=True) if wanted):
+            made[half] = q = quantize_grouped(
+                x, sizes, half.recipe(recipe), columnwise=half is Half.COLUMN,
                 scale=None if scale is None else scale.expand(self.groups).contiguous(),
-                random=(self.seed, offset + across) if recipe.rounding == "stochastic" else None,
+                random=(self.seed, half.pick((offset, offset + 1))) if recipe.rounding == "stochastic" else None,
             )  # fmt: skip
             if step.scale is not None:
                 self.record(role, q.required_amax.amax(0, keepdim=True))
-        return halves[0], halves[1]
+        return made.get(Half.ROW), made.get(Half.COLUMN)
 
     def forward_sections(
         self, x: torch.Tensor, splits: list[int], bias: torch.Tensor | None, step: Pass

@@ -28,7 +28,7 @@ from narrowgauge.spec.modules.arguments import (
 )
 from narrowgauge.spec.modules.autocast import current, remember
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 
 _PASSES = "backward_passes"
 """Name of the number of backward passes in a state dict, int64 (); absent before the first pass."""
@@ -295,7 +295,7 @@ class Layer(History):
 
 def report_halves(layer: Layer, name: str, rows: Any, columns: Any) -> None:
     """Passes the quantized halves of an operand to the observer: a Quantized, or a list with a Quantized per weight."""
-    for half, half_name in ((rows, name), (columns, f"{name} columnwise")):
-        first = half[0] if isinstance(half, list) else half
+    for half, given in zip(Half, (rows, columns), strict=True):
+        first = given[0] if isinstance(given, list) else given
         if isinstance(first, Quantized):
-            layer.report(half_name, half)
+            layer.report(half.operand(name), given)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 
 from narrowgauge.native.quantize.amax import amax, oriented_amax
 from narrowgauge.native.quantize.hadamard import transform
 from narrowgauge.native.runtime.arguments import supported
-from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
+from narrowgauge.spec.arguments import as_matrix, check_rotated, wanted_halves
 from narrowgauge.spec.modules.arguments import (
     check_dimension,
     check_extents,
@@ -16,6 +18,7 @@ from narrowgauge.spec.modules.arguments import (
     check_group,
     check_sharded_recipe,
 )
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -41,14 +44,14 @@ def sharded_amax(
     """
     recipe = supported(recipe)
     rank = check_group(group)
-    check_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
+    halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
     check_sharded_recipe(recipe)
     if recipe.tensor_scale == "none":
         return None, None
     failure: Exception | None = None
     own: list[torch.Tensor | None] = [None, None]
     try:
-        own = _own_amaxes(x.detach(), recipe, rowwise=rowwise, columnwise=columnwise)
+        own = _own_amaxes(x.detach(), recipe, halves)
     except Exception as error:  # any error: the other processes already wait in the collective
         failure = error
     # Magnitudes are reduced as integers, because libraries treat NaN in a maximum differently: bits of magnitudes have
@@ -64,22 +67,23 @@ def sharded_amax(
         raise failure
     check_failed_shard(int(bits[2]))
     largest = bits.view(torch.float32)
-    return (largest[0:1] if rowwise else None), (largest[1:2] if columnwise else None)
+    row, column = (half.pick((largest[:1], largest[1:2])) if half in halves else None for half in Half)
+    return row, column
 
 
-def _own_amaxes(x: torch.Tensor, recipe: Recipe, *, rowwise: bool, columnwise: bool) -> list[torch.Tensor | None]:
-    """Amaxes of the rowwise and the columnwise half of this process's shard; None if the flag is False."""
+def _own_amaxes(x: torch.Tensor, recipe: Recipe, halves: Collection[Half]) -> list[torch.Tensor | None]:
+    """Amaxes of the rowwise and the columnwise half of this process's shard; None for a half that is not wanted."""
     x = as_matrix(x)
     propagate_nan = recipe.nan == "propagate"
-    if recipe.transform is None or not columnwise:
+    if recipe.transform is None or Half.COLUMN not in halves:
         plain = _amax(x, propagate_nan=propagate_nan)
-        return [plain if rowwise else None, plain if columnwise else None]
+        return [plain if half in halves else None for half in Half]
     check_rotated(x, x.shape[0], recipe)
     if recipe.transform.group == 16:  # the amax kernel rotates groups of 16
         return list(
             oriented_amax(
                 x,
-                plain=rowwise,
+                plain=Half.ROW in halves,
                 rotated=True,
                 along_rows=False,
                 signs=recipe.transform.signs,
@@ -87,7 +91,7 @@ def _own_amaxes(x: torch.Tensor, recipe: Recipe, *, rowwise: bool, columnwise: b
             )
         )
     rotated = amax(transform(x.T, recipe), propagate_nan=propagate_nan)
-    return [_amax(x, propagate_nan=propagate_nan) if rowwise else None, rotated]
+    return [_amax(x, propagate_nan=propagate_nan) if Half.ROW in halves else None, rotated]
 
 
 def _amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor:

@@ -9,10 +9,7 @@ import torch
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.spec.modules.arguments import check_written
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Quantized
-
-_PARTS = ("codes", "scales", "amax", "tensor_scale")
-_HALVES = ("rowwise", "columnwise")
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 
 
 class QuantizedWeight(Float32Buffers):
@@ -29,14 +26,14 @@ class QuantizedWeight(Float32Buffers):
         self.shape = shape
         self.recipe: TrainingRecipe | None = None
         self.register_buffer("place", torch.empty(0, device=device), persistent=False)
-        for half in _HALVES:
-            for part in _PARTS:
+        for half in Half:
+            for part in PARTS:
                 self.register_buffer(f"{half}_{part}", None)
 
     def hold(self, rows: Quantized, columns: Quantized, recipe: TrainingRecipe) -> None:
         """Replaces the halves by `rows` and `columns`, quantized under `recipe`."""
-        for half, q in zip(_HALVES, (rows, columns), strict=True):
-            for part in _PARTS:
+        for half, q in zip(Half, (rows, columns), strict=True):
+            for part in PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
         self.recipe = recipe
 
@@ -46,17 +43,16 @@ class QuantizedWeight(Float32Buffers):
         Raises ValueError if the weight was written under a different recipe, RuntimeError if no weight was written.
         """
         written = check_written(self.shape, self.recipe, recipe)
-        weight_recipe = written.weight
-        rows, columns = ({part: getattr(self, f"{half}_{part}") for part in _PARTS} for half in _HALVES)
-        return (
-            Quantized(**rows, recipe=weight_recipe.rowwise, shape=self.shape),
+        rows, columns = (
             Quantized(
-                **columns,
-                recipe=weight_recipe,
-                shape=self.shape[::-1],
-                transposed=weight_recipe.columnwise == "in-place",
-            ),
+                **{part: getattr(self, f"{half}_{part}") for part in PARTS},
+                recipe=half.recipe(written.weight),
+                shape=half.shape(self.shape),
+                transposed=half.transposed(written.weight),
+            )
+            for half in Half
         )
+        return rows, columns
 
     def get_extra_state(self) -> str | None:
         """Name of the recipe; None before the first write."""
@@ -68,8 +64,8 @@ class QuantizedWeight(Float32Buffers):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # The shapes depend on the recipe, so a new weight has no buffers to load into.
-        for half in _HALVES:
-            for part in _PARTS:
+        for half in Half:
+            for part in PARTS:
                 value = state_dict.get(f"{prefix}{half}_{part}")
                 room = None if value is None else torch.empty_like(value, device=self.place.device)
                 setattr(self, f"{half}_{part}", room)

@@ -13,6 +13,7 @@ from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_out_dtype
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _PER_THREAD = 16
 """Elements of a thread of the general kernel."""
@@ -63,7 +64,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
         (blocks_for(rows * -(-columns // _PER_THREAD), THREADS),),
         (THREADS,),
         (q.codes, np.int32(q.transposed), scales, np.int32(_SCALE_KIND[recipe.scale]), np.int64(recipe.stored_rows),
-         np.int64(recipe.block[1]), np.int32(q.transposed and not q.swizzled), amax,
+         np.int64(recipe.block[1]), np.int32(q.transposed and q.scale_layout == LINEAR), amax,
          np.int32(recipe.granularity == "row"), np.float32(1 / recipe.max_product), out,
          np.int64(rows), np.int64(columns)),
         device=q.codes.device,

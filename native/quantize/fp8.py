@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,11 @@ from narrowgauge.spec.arguments import (
     check_random,
     check_random_of_sections,
     check_scale,
-    check_swizzled,
 )
 from narrowgauge.spec.formats import E5M2
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, scales_shape
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import ScaleLayout
 
 TILE = 128
 """Rows and columns of the tile of a thread block."""
@@ -71,65 +71,41 @@ def variant(recipe: Recipe) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def quantize(
-    x: torch.Tensor,
-    recipe: Recipe,
-    *,
-    amax: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    swizzled: bool = False,
-) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
-
-    `amax`, float32 (1,), replaces the tensor's own amax if the recipe has one scale for the tensor. `scale`, float32
-    (1,), is the encode scale of delayed scaling. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or
-    ValueError for inputs of another dtype or shape, for random bits and for swizzled scales; ToolchainError if kernels
-    cannot be compiled.
-    """
-    row, _ = quantize_both(
-        x, recipe, columnwise=False, amax=(amax, None), scale=scale, random=None if random is None else (random, None),
-        swizzled=swizzled,
-    )  # fmt: skip
-    assert row is not None
-    return row
-
-
 def quantize_both(
     x: torch.Tensor,
     recipe: Recipe,
+    halves: Collection[Half],
     *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    swizzled: bool = False,
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    `amax`: the amaxes of the rowwise and the columnwise result. `scale`: the encode scale of both. A result that the
-    caller does not ask for is None. Raises as `quantize` does.
+    `amaxes`: of each half, float32 (1,), in place of the tensor's own amax if the recipe has one scale for the tensor.
+    `scale`, float32 (1,): the encode scale of both halves, of delayed scaling. A half that is not among `halves` is
+    None. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or ValueError for inputs of another dtype
+    or shape and for random bits; ToolchainError if kernels cannot be compiled.
     """
     x = as_matrix(x)
-    shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    _check_options(recipe, shape, random, swizzled=swizzled)
+    for half in halves:
+        check_random(half.pick(bits), half.shape(x.shape), recipe)
     check_scale(scale, 1, recipe)
     check_contiguous(scale=scale)
-    amaxes, amax_out = _amaxes(
-        x, recipe, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise
-    )
+    amaxes, amax_out = _amaxes(x, recipe, amaxes, halves)
     outputs = [
-        _output(output_shape, recipe, output_amax, x.device) if wanted else None
-        for wanted, output_shape, output_amax in zip((rowwise, columnwise), (shape, shape_t), amaxes, strict=True)
+        _output(half.shape(x.shape), recipe, half.pick(amaxes), x.device) if half in halves else None for half in Half
     ]
     # A transposed view of a contiguous matrix is quantized as the matrix, with the outputs exchanged, so that reads are
     # coalesced.
     along_rows = x.stride(1) == 1 or x.stride(0) != 1
     _launch(x if along_rows else x.T, recipe, outputs if along_rows else outputs[::-1], scale, amax_out)
     row, column = (
-        None if output is None else Quantized(output.codes, output.scales, output.amax, recipe, of, output.encode)
-        for output, of in zip(outputs, (shape, shape_t), strict=True)
+        None
+        if output is None
+        else Quantized(output.codes, output.scales, output.amax, recipe, half.shape(x.shape), output.encode, layout)
+        for half, output in zip(Half, outputs, strict=True)
     )
     return row, column
 
@@ -138,18 +114,13 @@ def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
     recipe: Recipe,
+    half: Half,
     *,
-    columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
-    of each section. `amax` and `scale`: float32 (G,). Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it."""
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
@@ -170,17 +141,17 @@ def quantize_grouped(
     blocks = count if recipe.whole else rows // TILE + count
     across = 1 if recipe.whole else blocks_for(columns, TILE) if columns else 0
     of_lines = _scale_block(recipe) == "LINES"
-    height = rows if of_lines and not columnwise else blocks
-    lines = columns if of_lines and columnwise else across
+    height, lines = (rows, columns) if of_lines else (blocks, across)
+    codes, scales = half.pick((((rows, columns), (height, across)), ((rows * columns,), (lines * blocks,))))
     output = _Output(
-        torch.empty((rows * columns,) if columnwise else (rows, columns), dtype=torch.uint8, device=x.device),
-        torch.empty((lines * blocks,) if columnwise else (height, across), dtype=torch.float32, device=x.device),
+        torch.empty(codes, dtype=torch.uint8, device=x.device),
+        torch.empty(scales, dtype=torch.float32, device=x.device),
         amax,
         torch.empty((count,), dtype=torch.float32, device=x.device) if recipe.whole else None,
     )
-    _launch(x, recipe, [None, output] if columnwise else [output, None], scale, amax_out, sizes)
+    _launch(x, recipe, half.pick(((output, None), (None, output))), scale, amax_out, sizes)
     return GroupedQuantized(
-        output.codes, output.scales, amax, recipe, (rows, columns), sizes, output.encode, columnwise=columnwise
+        output.codes, output.scales, amax, recipe, (rows, columns), sizes, output.encode, half is Half.COLUMN
     )
 
 
@@ -239,24 +210,20 @@ def _amaxes(
     x: torch.Tensor,
     recipe: Recipe,
     given: Sequence[torch.Tensor | None],
-    *,
-    rowwise: bool,
-    columnwise: bool,
+    halves: Collection[Half],
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
     """Amaxes of the rowwise and the columnwise result, if the recipe has one scale for the tensor: given, or computed.
 
     If scales depend on the tensor's own amax, it is computed here, once. With delayed scaling the kernel that quantizes
     computes it: then the tensor that receives it is the second result, too.
     """
-    wanted = (rowwise, columnwise)
-    names = ("amax", "amax") if not columnwise else ("rowwise amax", "columnwise amax")
-    for is_wanted, amax, name in zip(wanted, given, names, strict=True):
-        if is_wanted:
-            check_amax(amax, amax_shape((0, 0), recipe), recipe, name)
-            check_contiguous(**{name: amax})
+    for half in halves:
+        name, amax = f"{half} amax" if Half.COLUMN in halves else "amax", half.pick(given)
+        check_amax(amax, amax_shape((0, 0), recipe), recipe, name)
+        check_contiguous(**{name: amax})
     if not recipe.whole:
         return [None, None], None
-    missing = any(is_wanted and amax is None for is_wanted, amax in zip(wanted, given, strict=True))
+    missing = any(half.pick(given) is None for half in halves)
     amax_out = _amax_output(recipe, 1, x.device) if missing else None
     own = _tensor_amax(x, propagate_nan=recipe.nan == "propagate") if missing and amax_out is None else amax_out
     return [own if amax is None else amax for amax in given], amax_out
@@ -272,8 +239,3 @@ def _tensor_amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor | None
         if view.is_contiguous():
             return tensor_amax(view, propagate_nan=propagate_nan)
     return oriented_amax(x, plain=True, rotated=False, along_rows=True, propagate_nan=propagate_nan)[0]
-
-
-def _check_options(recipe: Recipe, shape: tuple[int, int], random: object, *, swizzled: bool) -> None:
-    check_random(random, shape, recipe)
-    check_swizzled(recipe, swizzled=swizzled)

@@ -7,16 +7,13 @@ import torch
 
 from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.spec.arguments import check_scales_matrix, check_swizzled_scales
+from narrowgauge.spec.arguments import check_packed_scales, check_scales_matrix
 from narrowgauge.spec.quantized import Quantized, scales_shape
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES
 
 _CHUNK = 16
 """Scales of a thread in four rows, 32 apart."""
 _THREADS = 128
-
-
-def _padded(shape: tuple[int, int]) -> tuple[int, int]:
-    return blocks_for(shape[0], 128) * 128 if shape[0] else 0, -(-shape[1] // 4) * 4
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
@@ -27,14 +24,14 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     check_scales_matrix(scales)
     check_contiguous(scales=scales)
     rows, columns = scales.shape
-    out = torch.empty(_padded((rows, columns)), dtype=torch.uint8, device=scales.device)
+    out = torch.empty(LAYOUTS[TILES].padded_shape(scales.shape), dtype=torch.uint8, device=scales.device)
     _move("swizzle", scales, out, rows, columns)
     return out
 
 
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Swizzled scales to linear scales of `shape` (R, C). Raises as `swizzle` does."""
-    check_swizzled_scales(scales, shape)
+    check_packed_scales(scales, shape)
     check_contiguous(scales=scales)
     out = torch.empty(shape, dtype=torch.uint8, device=scales.device)
     _move("unswizzle", scales, out, *shape)
@@ -42,8 +39,8 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:
-    """The scales of `q` in linear layout, without padding: the stored scales, unswizzled if they are swizzled."""
-    return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
+    """The scales of `q`, linear and without padding: the stored scales, or those of the layout 128x4 unswizzled."""
+    return q.scales if q.scale_layout == LINEAR else unswizzle(q.scales, scales_shape(q.shape, q.recipe))
 
 
 def _move(kernel: str, source: torch.Tensor, target: torch.Tensor, rows: int, columns: int) -> None:

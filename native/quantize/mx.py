@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,10 @@ from narrowgauge.spec.arguments import (
     check_random,
     check_random_of_sections,
     check_scale,
-    split_random,
 )
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("quantize/quantize_mx.cu", "QuantizeMxParameters")
 _THREADS = 128
@@ -67,100 +67,67 @@ class _Output:
 _NO_OUTPUT: dict[str, Value] = {"wanted": 0, "codes": None, "scales": None, "random": None, "offset": 0}
 
 
-def quantize(
+def quantize_both(
     x: torch.Tensor,
     recipe: Recipe,
+    halves: Collection[Half],
     *,
-    amax: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    swizzled: bool = False,
-) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    `random`: random words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: docs/numerics.md#mx. Raises TypeError
+    `recipe.columnwise` is the layout of the columnwise result. `bits`: of each half, random words, int32 (M, ⌈K/4⌉), or
+    (seed, offset) of Philox. A half that is not among `halves` is None. Source: docs/numerics.md#mx. Raises TypeError
     or ValueError for inputs of another dtype or shape, and for an amax or an encode scale, which MX does not use;
     ToolchainError if kernels cannot be compiled.
     """
     x = as_matrix(x)
-    _check_options(amax, scale, recipe)
-    shape = (x.shape[0], x.shape[1])
-    output = _output(shape, recipe, random, x.device, swizzled=swizzled)
-    _launch(x, recipe, output, None, swizzled=swizzled)
-    return Quantized(output.codes, output.scales, None, recipe, shape, swizzled=swizzled)
-
-
-def quantize_both(
-    x: torch.Tensor,
-    recipe: Recipe,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    swizzled: bool = False,
-) -> tuple[Quantized | None, Quantized | None]:
-    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
-
-    `recipe.columnwise` is the layout of the columnwise result. `random`: the random words of the rowwise and of the
-    columnwise result, or (seed, offset) of Philox; the columnwise result uses offset + 1. A result that the caller does
-    not ask for is None. Raises as `quantize` does.
-    """
-    x = as_matrix(x)
-    for given in amax or ():
-        _check_options(given, scale, recipe)
+    for amax in amaxes:
+        check_amax(amax, (1,), recipe)
     check_scale(scale, 1, recipe)
-    shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    bits, bits_t = split_random(random)
-    in_place = recipe.columnwise == "in-place"
-    row = _output(shape, recipe, bits, x.device, swizzled=swizzled) if rowwise else None
-    column = _output(shape_t, recipe, bits_t, x.device, swizzled=swizzled, transposed=in_place) if columnwise else None
-    _launch(x, recipe, row, column, swizzled=swizzled)
-    return (
-        None if row is None else Quantized(row.codes, row.scales, None, recipe, shape, swizzled=swizzled),
-        None
-        if column is None
-        else Quantized(column.codes, column.scales, None, recipe, shape_t, swizzled=swizzled, transposed=in_place),
+    forms = [(half.shape(x.shape), None, layout, half.transposed(recipe)) for half in Half]
+    outputs = [
+        _output(form[0], recipe, half.pick(bits), x.device, layout, transposed=form[-1]) if half in halves else None
+        for half, form in zip(Half, forms, strict=True)
+    ]
+    _launch(x, recipe, *outputs, layout=layout)
+    row, column = (
+        None if output is None else Quantized(output.codes, output.scales, None, recipe, *form)
+        for output, form in zip(outputs, forms, strict=True)
     )
+    return row, column
 
 
 def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
     recipe: Recipe,
+    half: Half,
     *,
-    columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
-    of each section. Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it."""
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
-    _check_options(amax, scale, recipe)
+    check_amax(amax, (1,), recipe)
+    check_scale(scale, 1, recipe)
     check_random_of_sections(random, recipe)
-    output = _output((rows, columns), recipe, random, x.device, swizzled=False)
-    if columnwise:  # flat, with room for a half byte and a short block at the end of every section
+    output = _output((rows, columns), recipe, random, x.device, LINEAR)
+    if half is Half.COLUMN:  # flat, with room for a half byte and a short block at the end of every section
         count = len(sizes)
         codes = columns * ((rows + count) // 2 + 1) if recipe.element.bits == 4 else columns * rows
         output.codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
         output.scales = torch.empty(columns * (rows // recipe.block[1] + count), dtype=torch.uint8, device=x.device)
-    _launch(x, recipe, None if columnwise else output, output if columnwise else None, sizes=sizes)
+    _launch(x, recipe, *half.pick(((output, None), (None, output))), sizes=sizes)
     return GroupedQuantized(
-        output.codes, output.scales, None, recipe, (rows, columns), sizes, columnwise=columnwise
+        output.codes, output.scales, None, recipe, (rows, columns), sizes, columnwise=half is Half.COLUMN
     )  # fmt: skip
-
-
-def _check_options(amax: torch.Tensor | None, scale: torch.Tensor | None, recipe: Recipe) -> None:
-    check_amax(amax, (1,), recipe)
-    check_scale(scale, 1, recipe)
 
 
 def _output(
@@ -168,18 +135,15 @@ def _output(
     recipe: Recipe,
     random: object,
     device: torch.device,
+    layout: ScaleLayout,
     *,
-    swizzled: bool,
     transposed: bool = False,
 ) -> _Output:
     check_random(random, shape, recipe)
     check_contiguous(random=random)
-    # No thread writes the padding of swizzled scales; torch sets the padding to 0.
-    scales = (
-        torch.zeros(swizzled_shape(shape, recipe), dtype=torch.uint8, device=device)
-        if swizzled
-        else torch.empty(scales_shape(shape, recipe, transposed=transposed), dtype=torch.uint8, device=device)
-    )
+    # No thread writes the padding of a layout; torch sets the padding to 0.
+    new = torch.empty if layout == LINEAR else torch.zeros
+    scales = new(scales_shape(shape, recipe, transposed=transposed, layout=layout), dtype=torch.uint8, device=device)
     codes = torch.empty(codes_shape(shape, recipe, transposed=transposed), dtype=torch.uint8, device=device)
     return _Output(codes, scales, random)
 
@@ -191,11 +155,17 @@ def _launch(
     column: _Output | None,
     *,
     sizes: torch.Tensor | None = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
 ) -> None:
     rows, columns = x.shape
     stochastic, square_blocks = recipe.rounding == "stochastic", recipe.block[0] > 1
-    plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or square_blocks or swizzled)
+    plain = (
+        column is None
+        and sizes is None
+        and x.is_contiguous()
+        and layout == LINEAR
+        and not (stochastic or square_blocks)
+    )
     # If both kernels can quantize `x`, the plain kernel, which has no barrier, is faster on a CPU.
     tiled = sizes is None and _in_tiles(x, recipe, column)
     if tiled and not (plain and x.device.type == "cpu"):
@@ -210,7 +180,7 @@ def _launch(
     variant: dict[str, Value] = {
         "scale_order": scale_order(recipe), "up_from": up_from(recipe), "square_blocks": square_blocks,
         "propagate_nan": recipe.nan == "propagate", "in_place": recipe.columnwise == "in-place",
-        "stochastic": stochastic, "swizzled": swizzled,
+        "stochastic": stochastic, "swizzled": layout != LINEAR,
     }  # fmt: skip
     parameters = _PARAMETERS(
         x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,

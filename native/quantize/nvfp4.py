@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,17 +31,17 @@ from narrowgauge.spec.arguments import (
     check_rotated_sections,
     check_scale,
     check_section_recipe,
-    split_random,
 )
 from narrowgauge.spec.quantized import (
     GroupedQuantized,
+    Half,
     Quantized,
     amax_shape,
     codes_shape,
     scales_shape,
-    swizzled_shape,
 )
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("quantize/quantize_nvfp4.cu", "QuantizeNvfp4Parameters")
 _VARIANT = KernelStruct("quantize/quantize_nvfp4.cu", "QuantizeNvfp4Variant")
@@ -96,25 +96,23 @@ class _Output:
 _NO_OUTPUT = _OUTPUT(amax=None, codes=None, scales=None, tensor_scale=None, random=None, offset=0)
 
 
-def _output(shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor, random: object, *, swizzled: bool) -> _Output:
+def _output(shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor, random: object, layout: ScaleLayout) -> _Output:
     device = amax.device
-    # No thread writes the padding of swizzled scales; torch sets the padding to 0.
-    scales = (
-        torch.zeros(swizzled_shape(shape, recipe), dtype=torch.uint8, device=device)
-        if swizzled
-        else torch.empty(scales_shape(shape, recipe), dtype=torch.uint8, device=device)
-    )
+    # No thread writes the padding of a layout; torch sets the padding to 0.
+    new = torch.empty if layout == LINEAR else torch.zeros
+    scales = new(scales_shape(shape, recipe, layout=layout), dtype=torch.uint8, device=device)
     codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
     return _Output(codes, scales, amax, torch.empty_like(amax), random)
 
 
-def variant(recipe: Recipe, *, rotation: str, swizzled: bool, random_given: bool) -> dict[str, Value]:
+def variant(recipe: Recipe, *, rotation: str, layout: ScaleLayout, random_given: bool) -> dict[str, Value]:
     """Fields of the kernel's struct QuantizeNvfp4Variant. `rotation` is an enumerator of its Rotation."""
     return {
         "candidates": _CANDIDATES[recipe.candidates], "square_blocks": recipe.block[0] > 1,
         "amax_per_row": recipe.granularity == "row", "propagate_nan": recipe.nan == "propagate", "rotation": rotation,
         "signs": 0 if recipe.transform is None else recipe.transform.signs,
-        "stochastic": recipe.rounding == "stochastic", "random_given": random_given, "swizzled": swizzled,
+        "stochastic": recipe.rounding == "stochastic", "random_given": random_given,
+        "swizzled": layout != LINEAR,
         "scale_order": _SCALE_ORDER[recipe.block_scale],
     }  # fmt: skip
 
@@ -127,12 +125,12 @@ def _launch(
     *,
     rotation: str,
     sizes: torch.Tensor | None = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
 ) -> None:
     rows, columns = x.shape
     outputs = (row, column)
     random_given = any(output is not None and isinstance(output.random, torch.Tensor) for output in outputs)
-    choices = variant(recipe, rotation=rotation, swizzled=swizzled, random_given=random_given)
+    choices = variant(recipe, rotation=rotation, layout=layout, random_given=random_given)
     seed = next((o.random[0] for o in outputs if o is not None and isinstance(o.random, tuple)), 0)
     parameters = _PARAMETERS(
         x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
@@ -141,7 +139,7 @@ def _launch(
     )  # fmt: skip
     arguments = [parameters, *(_NO_OUTPUT if output is None else output.parameters() for output in outputs)]
     grid: tuple[int, ...]
-    plain = column is None and sizes is None and not swizzled and x.is_contiguous() and _is_plain(recipe)
+    plain = column is None and sizes is None and layout == LINEAR and x.is_contiguous() and _is_plain(recipe)
     if row is not None and plain:
         name, threads = f"quantize_nvfp4_plain_{suffix(x.dtype)}", THREADS
         grid = (blocks_for(row.scales.numel(), THREADS * _PLAIN_BLOCKS),)
@@ -201,15 +199,9 @@ def quantize(
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
 ) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
-
-    Any M and K, but a transform needs whole groups; further dimensions count as rows. `amax`, float32 (1,), or (M,) if
-    the recipe has an amax per row, replaces the tensor's own amax. `random`: random words, int32 (M, ⌈K/4⌉), or
-    (seed, offset) of Philox. Source: docs/numerics.md#nvfp4. Raises TypeError or ValueError for inputs of another dtype
-    or shape and for an encode scale; ToolchainError if kernels cannot be compiled.
-    """
+    """`native.ops.quantize`: a recipe with a transform rotates the rows. Source: docs/numerics.md#nvfp4."""
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
     shape = (x.shape[0], x.shape[1])
@@ -218,20 +210,20 @@ def quantize(
     check_contiguous(random=random)
     if not _fused(recipe):
         rotated = quantize(
-            transform(x, recipe), replace(recipe, transform=None), amax=amax, random=random, swizzled=swizzled
+            transform(x, recipe), replace(recipe, transform=None), amax=amax, random=random, layout=layout
         )
         return replace(rotated, recipe=recipe)
     if amax is None:
         amax = _amax(x, recipe)
     check_tensor(amax, "amax", (torch.float32,), amax_shape(shape, recipe))
-    output = _output(shape, recipe, amax, random, swizzled=swizzled)
+    output = _output(shape, recipe, amax, random, layout)
     rotation = "NO_ROTATION" if recipe.transform is None else "ROTATE_ROWS"
-    _launch(x, recipe, output, None, rotation=rotation, swizzled=swizzled)
-    return _quantized(output, recipe, shape, swizzled=swizzled)
+    _launch(x, recipe, output, None, rotation=rotation, layout=layout)
+    return _quantized(output, recipe, shape, layout)
 
 
-def _quantized(output: _Output, recipe: Recipe, shape: tuple[int, int], *, swizzled: bool) -> Quantized:
-    return Quantized(output.codes, output.scales, output.amax, recipe, shape, output.tensor_scale, swizzled)
+def _quantized(output: _Output, recipe: Recipe, shape: tuple[int, int], layout: ScaleLayout) -> Quantized:
+    return Quantized(output.codes, output.scales, output.amax, recipe, shape, output.tensor_scale, layout)
 
 
 def _amax(x: torch.Tensor, recipe: Recipe, *, along_rows: bool = True) -> torch.Tensor:
@@ -252,134 +244,110 @@ def _amax(x: torch.Tensor, recipe: Recipe, *, along_rows: bool = True) -> torch.
 def quantize_both(
     x: torch.Tensor,
     recipe: Recipe,
+    halves: Collection[Half],
     *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    amax: Sequence[torch.Tensor | None] | None = None,
-    scale: torch.Tensor | None = None,
-    random: object = None,
-    swizzled: bool = False,
+    amaxes: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    bits: Sequence[object],
+    layout: ScaleLayout,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    A transform rotates the columnwise result only; groups other than 16 take a separate launch. `amax` and `random`
-    have an entry for the rowwise and one for the columnwise result; `random` may also be (seed, offset) of Philox, and
-    the columnwise result uses offset + 1. An unrequested result is None. Raises as `quantize` does.
+    A transform rotates the columnwise result only; groups other than 16 take a separate launch. `amaxes`, `bits`: amax
+    and random bits of each half. A half that is not among `halves` is None. Raises as `quantize` does.
     """
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
-    shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    bits, bits_t = split_random(random)
-    if columnwise:
-        check_rotated(x, x.shape[0], recipe)
-        check_random(bits_t, shape_t, recipe)
-        check_contiguous(random=bits_t)
-    if rowwise:
-        check_random(bits, shape, recipe)
-        check_contiguous(random=bits)
-    given = (None, None) if amax is None else amax
+    for half in halves:
+        shape, words = half.shape(x.shape), half.pick(bits)
+        check_rotated(x, shape[1], half.recipe(recipe))
+        check_random(words, shape, recipe)
+        check_contiguous(random=words)
     # The kernel chooses the scale of a square block by one amax, and two given amaxes take two launches.
-    separate = recipe.candidates != "6" and recipe.block[0] > 1 and amax is not None
-    if rowwise and columnwise and (separate or not _fused(recipe)):
-        row = quantize(x, recipe.rowwise, amax=given[0], random=bits, swizzled=swizzled)
-        column = quantize_both(x, recipe, rowwise=False, amax=amax, random=random, swizzled=swizzled)[1]
+    separate = recipe.candidates != "6" and recipe.block[0] > 1 and tuple(amaxes) != (None, None)
+    if len(halves) == 2 and (separate or not _fused(recipe)):
+        row = quantize(x, recipe.rowwise, amax=amaxes[0], random=bits[0], layout=layout)
+        alone = (Half.COLUMN,)
+        column = quantize_both(x, recipe, alone, amaxes=amaxes, scale=scale, bits=bits, layout=layout)[1]
         return row, column
-    if not _fused(recipe) and columnwise:
-        return None, quantize(x.T, recipe, amax=given[1], random=bits_t, swizzled=swizzled)
-    amaxes = _both_amaxes(x, recipe, given, rowwise=rowwise, columnwise=columnwise)
-    row_output, column_output = (
-        None if output_amax is None else _output(output_shape, recipe, output_amax, words, swizzled=swizzled)
-        for output_shape, output_amax, words in zip((shape, shape_t), amaxes, (bits, bits_t), strict=True)
-    )
+    if not _fused(recipe) and Half.COLUMN in halves:
+        return None, quantize(x.T, recipe, amax=amaxes[1], random=bits[1], layout=layout)
+    outputs = [
+        None if own is None else _output(half.shape(x.shape), recipe, own, half.pick(bits), layout)
+        for half, own in zip(Half, _amaxes(x, recipe, amaxes, halves), strict=True)
+    ]
     rotation = "NO_ROTATION" if recipe.transform is None else "ROTATE_COLUMNS"
-    _launch(x, recipe, row_output, column_output, rotation=rotation, swizzled=swizzled)
-    return (
-        None if row_output is None else _quantized(row_output, recipe.rowwise, shape, swizzled=swizzled),
-        None if column_output is None else _quantized(column_output, recipe, shape_t, swizzled=swizzled),
+    _launch(x, recipe, *outputs, rotation=rotation, layout=layout)
+    row_half, column_half = (
+        None if output is None else _quantized(output, half.recipe(recipe), half.shape(x.shape), layout)
+        for half, output in zip(Half, outputs, strict=True)
     )
+    return row_half, column_half
 
 
-def _both_amaxes(
-    x: torch.Tensor,
-    recipe: Recipe,
-    given: Sequence[torch.Tensor | None],
-    *,
-    rowwise: bool,
-    columnwise: bool,
+def _amaxes(
+    x: torch.Tensor, recipe: Recipe, given: Sequence[torch.Tensor | None], halves: Collection[Half]
 ) -> list[torch.Tensor | None]:
-    """Amaxes of the rowwise and the columnwise result, None if not wanted. One read gives both if a rotation lies
-    between."""
-    wanted = (rowwise, columnwise)
-    for amax, is_wanted, name, extent in zip(given, wanted, ("rowwise", "columnwise"), x.shape, strict=True):
-        if is_wanted and amax is not None:
-            check_tensor(amax, f"{name} amax", (torch.float32,), amax_shape((extent, 0), recipe))
-    missing = [is_wanted and amax is None for is_wanted, amax in zip(wanted, given, strict=True)]
-    own = _own_amaxes(x, recipe, rowwise=missing[0], columnwise=missing[1]) if any(missing) else (None, None)
-    amaxes = [own_amax if amax is None else amax for amax, own_amax in zip(given, own, strict=True)]
-    return [amax if is_wanted else None for is_wanted, amax in zip(wanted, amaxes, strict=True)]
-
-
-def _own_amaxes(
-    x: torch.Tensor, recipe: Recipe, *, rowwise: bool, columnwise: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if recipe.transform is not None:
-        return oriented_amax(
-            x, plain=rowwise, rotated=columnwise, along_rows=False, signs=recipe.transform.signs,
-            propagate_nan=recipe.nan == "propagate",
+    """Amax of each half, given or of the matrix; None for a half that is not wanted. One read gives both if a rotation
+    lies between."""
+    wanted = {half: half.pick(given) for half in halves}
+    for half, amax in wanted.items():
+        if amax is not None:
+            check_tensor(amax, f"{half} amax", (torch.float32,), amax_shape(half.shape(x.shape), recipe))
+    missing = [half for half, amax in wanted.items() if amax is None]
+    if missing and recipe.transform is not None:
+        own = oriented_amax(
+            x, plain=Half.ROW in missing, rotated=Half.COLUMN in missing, along_rows=False,
+            signs=recipe.transform.signs, propagate_nan=recipe.nan == "propagate",
         )  # fmt: skip
-    if recipe.granularity == "row":
-        return (_amax(x, recipe) if rowwise else None), (_amax(x, recipe, along_rows=False) if columnwise else None)
-    amax = _amax(x, recipe)
-    return amax, amax
+        wanted |= {half: half.pick(own) for half in missing}
+    elif recipe.granularity == "row":
+        wanted |= {half: _amax(x, recipe, along_rows=half is Half.ROW) for half in missing}
+    elif missing:
+        wanted |= dict.fromkeys(missing, _amax(x, recipe))
+    return [wanted.get(half) for half in Half]
 
 
 def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
     recipe: Recipe,
+    half: Half,
     *,
-    columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), each with its own amax. Sections may be empty.
-
-    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
-    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
-    of each section, rotated if the recipe has a transform. `amax`: float32 (G,). Raises as `quantize` does.
-    """
+    """The half of sections of `x` (M, K), as `native.ops.quantize_grouped` describes it. `amax`: float32 (G,)."""
     check_scale(scale, 1, recipe)
     x = as_matrix(x)
     rows, columns = x.shape
-    _check_sizes(sizes, rows, recipe, rotated=columnwise)
+    _check_sizes(sizes, rows, recipe, rotated=half is Half.COLUMN)
     # For columnwise sections, `_check_sizes` checks that every section has whole groups.
-    check_rotated(x, 0 if columnwise else columns, recipe)
+    check_rotated(x, half.pick((columns, 0)), recipe)
     check_random_of_sections(random, recipe)
     if not _fused(recipe):  # every group lies in a section: one launch rotates all sections
-        y = transform(x.T, recipe).T if columnwise else transform(x, recipe)
+        y = half.matrix(transform(half.matrix(x), recipe))
         plain = replace(recipe, transform=None)
-        return replace(
-            quantize_grouped(y, sizes, plain, columnwise=columnwise, amax=amax, random=random), recipe=recipe
-        )
+        return replace(quantize_grouped(y, sizes, plain, half, amax=amax, random=random), recipe=recipe)
     count = len(sizes)
     rotated = recipe.transform is not None
     if amax is None:
         plain_amax, rotated_amax = oriented_amax(
-            x, plain=not rotated, rotated=rotated, along_rows=not columnwise, sizes=sizes,
+            x, plain=not rotated, rotated=rotated, along_rows=half is Half.ROW, sizes=sizes,
             signs=0 if recipe.transform is None else recipe.transform.signs, propagate_nan=recipe.nan == "propagate",
         )  # fmt: skip
         amax = rotated_amax if rotated else plain_amax
         assert amax is not None
     check_tensor(amax, "amax", (torch.float32,), (count,))
-    output = _output((rows, columns), recipe, amax, random, swizzled=False)
-    if columnwise:  # flat, with room for a half byte and a short block at the end of every section
+    output = _output((rows, columns), recipe, amax, random, LINEAR)
+    if half is Half.COLUMN:  # flat, with room for a half byte and a short block at the end of every section
         output.codes = torch.empty(columns * ((rows + count) // 2 + 1), dtype=torch.uint8, device=x.device)
         output.scales = torch.empty(columns * (rows // 16 + count), dtype=torch.uint8, device=x.device)
-    rotation = "NO_ROTATION" if not rotated else "ROTATE_COLUMNS" if columnwise else "ROTATE_ROWS"
-    _launch(x, recipe, None if columnwise else output, output if columnwise else None, rotation=rotation, sizes=sizes)
+    rotation = half.pick(("ROTATE_ROWS", "ROTATE_COLUMNS")) if rotated else "NO_ROTATION"
+    _launch(x, recipe, *half.pick(((output, None), (None, output))), rotation=rotation, sizes=sizes)
     return GroupedQuantized(
-        output.codes, output.scales, amax, recipe, (rows, columns), sizes, output.tensor_scale, columnwise=columnwise
+        output.codes, output.scales, amax, recipe, (rows, columns), sizes, output.tensor_scale, half is Half.COLUMN
     )
 
 

@@ -9,10 +9,11 @@ import torch
 
 from narrowgauge.native.quantize import fp8, mx, nvfp4
 from narrowgauge.native.runtime.arguments import supported
-from narrowgauge.spec.arguments import check_halves
+from narrowgauge.spec.arguments import chosen_layout, split_random, wanted_halves
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
 
 _FAMILIES: dict[Format, ModuleType] = {E4M3: nvfp4, E8M0: mx, FP32: fp8}
 
@@ -24,6 +25,7 @@ def quantize(
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: torch.Tensor | tuple[int, int] | None = None,
+    scales: ScaleLayout = LINEAR,
     swizzled: bool = False,
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
@@ -31,15 +33,26 @@ def quantize(
     Any M and K, but a transform needs whole groups; further dimensions count as rows. `amax`, float32 (1,), or (M,)
     if the recipe has an amax per row, replaces the tensor's own amax. `scale`, float32 (1,), is the encode scale
     of delayed scaling. `random`: random words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox, for recipes with
-    stochastic rounding. `swizzled` scales are padded and in the 128×4 layout. Raises TypeError or ValueError for inputs
-    of another dtype or shape, NotImplementedError for a recipe that the kernels lack, ToolchainError if kernels cannot
-    be compiled.
+    stochastic rounding. `scales`: layout of the scales, linear or 128x4 with its padding, which `swizzled` names too.
+    Raises TypeError or ValueError for inputs of another dtype or shape, NotImplementedError for a recipe or a layout
+    that the kernels lack, ToolchainError if kernels cannot be compiled.
     """
     recipe = supported(recipe)
-    result: Quantized = _FAMILIES[recipe.scale].quantize(
-        x, recipe, amax=amax, scale=scale, random=random, swizzled=swizzled
-    )
+    layout = _layout(scales, recipe, swizzled=swizzled)
+    if recipe.scale is E4M3:
+        return nvfp4.quantize(x, recipe, amax=amax, scale=scale, random=random, layout=layout)
+    result: Quantized = _FAMILIES[recipe.scale].quantize_both(
+        x, recipe, (Half.ROW,), amaxes=(amax, None), scale=scale, bits=(random, None), layout=layout
+    )[0]
     return result
+
+
+def _layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> ScaleLayout:
+    """`chosen_layout`. Raises NotImplementedError for a layout that the kernels do not write."""
+    layout = chosen_layout(scales, recipe, swizzled=swizzled)
+    if layout not in (LINEAR, TILES):
+        raise NotImplementedError(f"the native kernels write scales in layout {LINEAR} or {TILES}, not {layout}")
+    return layout
 
 
 def quantize_both(
@@ -51,6 +64,7 @@ def quantize_both(
     amax: Sequence[torch.Tensor | None] | None = None,
     scale: torch.Tensor | None = None,
     random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
+    scales: ScaleLayout = LINEAR,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
@@ -62,9 +76,11 @@ def quantize_both(
     ValueError if the caller asks for neither result.
     """
     recipe = supported(recipe)
-    check_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
+    halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
+    layout = _layout(scales, recipe, swizzled=swizzled)
+    amaxes = (None, None) if amax is None else amax
     results: tuple[Quantized | None, Quantized | None] = _FAMILIES[recipe.scale].quantize_both(
-        x, recipe, rowwise=rowwise, columnwise=columnwise, amax=amax, scale=scale, random=random, swizzled=swizzled
+        x, recipe, halves, amaxes=amaxes, scale=scale, bits=split_random(random), layout=layout
     )
     return results
 
@@ -87,6 +103,6 @@ def quantize_grouped(
     """
     recipe = supported(recipe)
     result: GroupedQuantized = _FAMILIES[recipe.scale].quantize_grouped(
-        x, sizes, recipe, columnwise=columnwise, amax=amax, scale=scale, random=random
+        x, sizes, recipe, Half.of(columnwise=columnwise), amax=amax, scale=scale, random=random
     )
     return result

@@ -9,8 +9,9 @@ import torch
 
 from narrowgauge.spec import arguments
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
-from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -58,12 +59,13 @@ def check_tensor(
 def check_operand(q: Quantized, name: str) -> torch.Tensor | None:
     """Checks the parts of an operand, and returns the amax if its recipe decodes with it, else None.
 
-    Raises TypeError or ValueError if a part of `q` has a wrong shape or dtype.
+    Raises TypeError or ValueError if a part of `q` has a wrong shape or dtype, NotImplementedError for a layout of
+    scales that the kernels do not read.
     """
+    if q.scale_layout not in (LINEAR, TILES):
+        raise NotImplementedError(f"{name} has scales in layout {q.scale_layout}; kernels read {LINEAR} and {TILES}")
     check_tensor(q.codes, f"{name}.codes", (torch.uint8,), codes_shape(q.shape, q.recipe, transposed=q.transposed))
-    stored = (
-        swizzled_shape(q.shape, q.recipe) if q.swizzled else scales_shape(q.shape, q.recipe, transposed=q.transposed)
-    )
+    stored = scales_shape(q.shape, q.recipe, transposed=q.transposed, layout=q.scale_layout)
     check_tensor(q.scales, f"{name}.scales", (torch.float32 if q.recipe.scale is FP32 else torch.uint8,), stored)
     if q.recipe.decode == "s":
         return None

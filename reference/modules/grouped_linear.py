@@ -17,7 +17,7 @@ from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.modules.arguments import check_groups, check_splits
 from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.quantized import GroupedQuantized
+from narrowgauge.spec.quantized import GroupedQuantized, Half
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -79,16 +79,16 @@ class GroupedLinear(QuantizedLayer):
         recipe: Recipe,
         scale: torch.Tensor | None,
         *,
-        columnwise: bool = False,
+        half: Half = Half.ROW,
         random: tuple[int, int] | None = None,
     ) -> GroupedQuantized:
         """A half of `x` (M, K), already padded, quantized in sections. `random`: seed and offset of both halves."""
         half_random = None
         if random is not None and recipe.rounding == "stochastic":
-            half_random = (random[0], random[1] + columnwise)
+            half_random = half.pick((random, (random[0], random[1] + 1)))
         scales = None if scale is None else scale.repeat(self.groups)
-        half_recipe = recipe if columnwise else recipe.rowwise
-        return quantize_grouped(x, sizes, half_recipe, columnwise=columnwise, scale=scales, random=half_random)
+        columnwise = half is Half.COLUMN
+        return quantize_grouped(x, sizes, half.recipe(recipe), columnwise=columnwise, scale=scales, random=half_random)
 
 
 class _Products(torch.autograd.Function):
@@ -141,10 +141,10 @@ class _Products(torch.autograd.Function):
         scale = None if recipe is None or not recipe.history else column(layer.scale, GRAD)
         sizes = torch.tensor(ctx.splits, device=dy.device)
 
-        def grad(recipe: TrainingRecipe, *, columnwise: bool) -> GroupedQuantized:
+        def grad(recipe: TrainingRecipe, half: Half) -> GroupedQuantized:
             padded, aligned = pad_sections(dy, sizes, recipe.input)
-            q = layer.sections(padded, aligned, recipe.grad, scale, columnwise=columnwise, random=random)
-            layer.observe("dy columnwise" if columnwise else "dy", q.sections())
+            q = layer.sections(padded, aligned, recipe.grad, scale, half=half, random=random)
+            layer.observe(half.operand("dy"), q.sections())
             if recipe.history:
                 layer.record(GRAD, q.required_amax)
             return q
@@ -156,9 +156,9 @@ class _Products(torch.autograd.Function):
                     [part @ weight for part, weight in zip(torch.split(dy, ctx.splits), weights, strict=True)]
                 )
             else:
-                a = grad(recipe, columnwise=False)
+                a = grad(recipe, Half.ROW)
                 pairs = zip(weights, ctx.halves, strict=True)
-                b = [layer.weight_operand(weight, halves, recipe, scales, columnwise=True) for weight, halves in pairs]
+                b = [layer.weight_operand(weight, halves, recipe, scales, half=Half.COLUMN) for weight, halves in pairs]
                 layer.observe("w columnwise", b)
                 dx = unpad_sections(gemm_grouped(a, b, out_dtype=layer.dtype), sizes, recipe.input)
             layer.observe("dx", dx)
@@ -173,9 +173,9 @@ class _Products(torch.autograd.Function):
                 pairs = zip(torch.split(dy, ctx.splits), torch.split(rows, ctx.splits), strict=True)
                 products = [plain_weight_product(*pair) for pair in pairs]
             else:
-                left = grad(recipe, columnwise=True).sections()
+                left = grad(recipe, Half.COLUMN).sections()
                 padded, aligned = pad_sections(rows, sizes, recipe.input)
-                x_columnwise = layer.sections(padded, aligned, recipe.input, column(scales, INPUT), columnwise=True)
+                x_columnwise = layer.sections(padded, aligned, recipe.input, column(scales, INPUT), half=Half.COLUMN)
                 right = x_columnwise.sections()
                 layer.observe("x columnwise", right)
                 products = [weight_product(*pair) for pair in zip(left, right, strict=True)]

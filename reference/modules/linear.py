@@ -18,7 +18,7 @@ from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column
 from narrowgauge.spec.modules.arguments import check_rotated_rows
 from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 
 
 class Linear(QuantizedLayer):
@@ -132,9 +132,9 @@ class _Products(torch.autograd.Function):
         # The scale of the gradient is updated at the end of every backward: the current scale, not the forward's scale.
         scale = None if recipe is None or not recipe.history else column(layer.scale, GRAD)
 
-        def grad(recipe: TrainingRecipe, *, columnwise: bool) -> Quantized:
-            q = layer.operand(dy, recipe.grad, scale, columnwise=columnwise, random=random)
-            layer.observe("dy columnwise" if columnwise else "dy", q)
+        def grad(recipe: TrainingRecipe, half: Half) -> Quantized:
+            q = layer.operand(dy, recipe.grad, scale, half=half, random=random)
+            layer.observe(half.operand("dy"), q)
             if recipe.history:
                 layer.record(GRAD, q.required_amax)
             return q
@@ -144,8 +144,8 @@ class _Products(torch.autograd.Function):
             if recipe is None:
                 dx = dy @ weight
             else:
-                a = grad(recipe, columnwise=False)
-                b = layer.weight_operand(weight, ctx.halves[0], recipe, scales, columnwise=True)
+                a = grad(recipe, Half.ROW)
+                b = layer.weight_operand(weight, ctx.halves[0], recipe, scales, half=Half.COLUMN)
                 layer.observe("w columnwise", b)
                 dx = gemm(a, b, out_dtype=layer.dtype)
             layer.observe_input_gradient(dx)
@@ -157,8 +157,8 @@ class _Products(torch.autograd.Function):
             if recipe is None:
                 product = plain_weight_product(dy, rows)
             else:
-                a = grad(recipe, columnwise=True)
-                b = layer.operand(rows, recipe.input, column(scales, INPUT), columnwise=True)
+                a = grad(recipe, Half.COLUMN)
+                b = layer.operand(rows, recipe.input, column(scales, INPUT), half=Half.COLUMN)
                 layer.observe("x columnwise", b)
                 product = weight_product(a, b)
             (dw,) = layer.weight_gradients([product])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.steps import block_amaxes
-from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
+from narrowgauge.spec.arguments import as_matrix, check_rotated, wanted_halves
 from narrowgauge.spec.modules.arguments import (
     check_dimension,
     check_extents,
@@ -16,6 +18,7 @@ from narrowgauge.spec.modules.arguments import (
     check_group,
     check_sharded_recipe,
 )
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 Amaxes = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -47,14 +50,14 @@ def sharded_amax(
     """
     recipe = find_recipe(recipe)
     rank = check_group(group)
-    check_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
+    halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
     check_sharded_recipe(recipe)
     if recipe.tensor_scale == "none":
         return None, None
     failure: Exception | None = None
     own = [torch.zeros(1, device=x.device)] * 2
     try:
-        own = _own_amaxes(x.detach(), recipe, columnwise=columnwise)
+        own = _own_amaxes(x.detach(), recipe, halves)
     except Exception as error:  # raised after the collective: otherwise the remaining processes would wait for ever
         failure = error
     amax = torch.cat(own)
@@ -66,16 +69,17 @@ def sharded_amax(
         raise failure
     check_failed_shard(int(numbers[-1]))
     largest = torch.where(numbers[2:4] > 0, torch.nan, numbers[:2])
-    return (largest[:1] if rowwise else None), (largest[1:] if columnwise else None)
+    row, column = (half.pick((largest[:1], largest[1:])) if half in halves else None for half in Half)
+    return row, column
 
 
-def _own_amaxes(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> list[torch.Tensor]:
+def _own_amaxes(x: torch.Tensor, recipe: Recipe, halves: Collection[Half]) -> list[torch.Tensor]:
     """The amaxes of the shard of this process, (1,) for each half; 0 for an unwanted columnwise half."""
     x = as_matrix(x).contiguous()
     plain = tensor_amax(block_amaxes(x, recipe.rowwise))
     if recipe.transform is None:
         return [plain, plain]
-    if not columnwise:
+    if Half.COLUMN not in halves:
         return [plain, torch.zeros_like(plain)]
     check_rotated(x, x.shape[0], recipe)
     return [plain, tensor_amax(block_amaxes(transform(x.T, recipe), recipe))]

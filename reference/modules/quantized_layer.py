@@ -23,7 +23,7 @@ from narrowgauge.spec.modules.arguments import (
 )
 from narrowgauge.spec.modules.autocast import current, remember
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
 
 Product = Callable[[torch.dtype, torch.Tensor | None], torch.Tensor]
@@ -121,21 +121,22 @@ class QuantizedLayer(AmaxHistory):
         recipe: Recipe,
         scale: torch.Tensor | None,
         *,
-        columnwise: bool = False,
+        half: Half = Half.ROW,
         random: tuple[int, int] | None = None,
     ) -> Quantized:
         """A half of `x` (M, K), quantized. `scale`, float32 (1,): of delayed scaling. `random`: of both halves.
 
         With an `amax_group` the amax is reduced over its processes.
         """
-        wanted = {"rowwise": not columnwise, "columnwise": columnwise}
+        row, column = (each is half for each in Half)
         amax = None
         if self.amax_group is not None and recipe.tensor_scale != "none":
-            amax = sharded_amax(x, recipe, self.amax_group, **wanted)
+            amax = sharded_amax(x, recipe, self.amax_group, rowwise=row, columnwise=column)
         random = random if recipe.rounding == "stochastic" else None
-        halves = quantize_both(x, recipe, amax=amax, scale=scale, random=random, **wanted)
-        (half,) = (half for half in halves if half is not None)
-        return half
+        halves = quantize_both(x, recipe, rowwise=row, columnwise=column, amax=amax, scale=scale, random=random)
+        q = half.pick(halves)
+        assert q is not None
+        return q
 
     def held_halves(self, recipe: TrainingRecipe | None) -> list[Halves | None]:
         """The halves of each quantized weight at the time of this forward; None for a weight that is a parameter.
@@ -154,12 +155,12 @@ class QuantizedLayer(AmaxHistory):
         recipe: TrainingRecipe,
         scales: torch.Tensor | None,
         *,
-        columnwise: bool = False,
+        half: Half = Half.ROW,
     ) -> Quantized:
         """A half of a weight: from `halves` if the weight is stored quantized, else quantized now."""
         if halves is not None:
-            return halves[columnwise]
-        return self.operand(weight, recipe.weight, column(scales, WEIGHT), columnwise=columnwise)
+            return half.pick(halves)
+        return self.operand(weight, recipe.weight, column(scales, WEIGHT), half=half)
 
     def write_weights(self, weights: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None) -> None:
         """Quantizes both halves of the weights (N, K) and stores only the halves. `recipe` None: of the autocast.
@@ -173,8 +174,7 @@ class QuantizedLayer(AmaxHistory):
         check_masters(weights, len(self._weights), (self.out_features, self.in_features))
         scale = column(self.present_scales(recipe, weights[0].device), WEIGHT)
         halves = [
-            [self.operand(weight.detach(), recipe.weight, scale, columnwise=half) for half in (False, True)]
-            for weight in weights
+            [self.operand(weight.detach(), recipe.weight, scale, half=half) for half in Half] for weight in weights
         ]
         for name, (rowwise, columnwise) in zip(self._weights, halves, strict=True):
             self.get_submodule(f"quantized_{name}").write(rowwise, columnwise, recipe)  # type: ignore[operator]

@@ -7,10 +7,7 @@ import torch
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
 from narrowgauge.spec.modules.arguments import check_written
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import Quantized
-
-_HALVES = ("rowwise", "columnwise")
-_PARTS = ("codes", "scales", "amax", "tensor_scale")
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 
 
 class QuantizedWeight(Float32Buffers):
@@ -28,14 +25,14 @@ class QuantizedWeight(Float32Buffers):
         self.shape = shape
         self.recipe: TrainingRecipe | None = None
         self.register_buffer("place", torch.empty(0, device=device), persistent=False)
-        for half in _HALVES:
-            for part in _PARTS:
+        for half in Half:
+            for part in PARTS:
                 self.register_buffer(f"{half}_{part}", None)
 
     def write(self, rowwise: Quantized, columnwise: Quantized, recipe: TrainingRecipe) -> None:
         """Stores new halves. The tensors of the former halves are unchanged: a pending backward may need them."""
-        for half, q in zip(_HALVES, (rowwise, columnwise), strict=True):
-            for part in _PARTS:
+        for half, q in zip(Half, (rowwise, columnwise), strict=True):
+            for part in PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
         self.recipe = recipe
 
@@ -45,18 +42,13 @@ class QuantizedWeight(Float32Buffers):
         Raises RuntimeError before the first `write`, ValueError if the last `write` had another recipe.
         """
         written = check_written(self.shape, self.recipe, recipe)
-        row, column = (self._half(half, written) for half in _HALVES)
+        row, column = (self._half(half, written) for half in Half)
         return row, column
 
-    def _half(self, half: str, recipe: TrainingRecipe) -> Quantized:
-        parts = {part: getattr(self, f"{half}_{part}") for part in _PARTS}
-        columnwise = half == "columnwise"
-        half_recipe = recipe.weight if columnwise else recipe.weight.rowwise
-        return Quantized(
-            parts["codes"], parts["scales"], parts["amax"], half_recipe,
-            self.shape[::-1] if columnwise else self.shape, parts["tensor_scale"],
-            transposed=columnwise and half_recipe.columnwise == "in-place",
-        )  # fmt: skip
+    def _half(self, half: Half, recipe: TrainingRecipe) -> Quantized:
+        parts = {part: getattr(self, f"{half}_{part}") for part in PARTS}
+        weight, transposed = half.recipe(recipe.weight), half.transposed(recipe.weight)
+        return Quantized(**parts, recipe=weight, shape=half.shape(self.shape), transposed=transposed)
 
     def get_extra_state(self) -> str | None:
         """The name of the recipe, stored beside the buffers in a state dict."""

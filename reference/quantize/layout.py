@@ -1,12 +1,15 @@
-"""Memory layout of codes and scales: two 4-bit codes in a byte, scales in tiles of 128×4."""
+"""Memory layout of codes and scales: two 4-bit codes in a byte, scales in the layouts of `spec.scale_layouts`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from narrowgauge.spec.arguments import check_scales_matrix, check_swizzled_scales
+from narrowgauge.spec.arguments import check_packed_scales, check_scales_matrix
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -53,12 +56,6 @@ def elements(codes: torch.Tensor, columns: int, recipe: Recipe) -> torch.Tensor:
     return unpack(codes if recipe.packing == "low-first" else swap_nibbles(codes), columns)
 
 
-def pad_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Scales (R, C), uint8, padded with zeros on the right and below to whole tiles: (⌈R/128⌉·128, ⌈C/4⌉·4)."""
-    rows, columns = scales.shape
-    return torch.nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
-
-
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """Linear scales (R, C), uint8, padded with zeros and in the layout of block-scaled tensor cores.
 
@@ -67,16 +64,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     or TypeError for a wrong shape or dtype.
     """
     check_scales_matrix(scales)
-    padded = pad_scales(scales)
-    rows, columns = padded.shape
-    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
-
-
-def swizzled_offset(row: int, column: int, columns: int) -> int:
-    """Offset in bytes at which `swizzle` puts the scale at (row, column) of a matrix with `columns` columns."""
-    tile = row // 128 * -(-columns // 4) + column // 4
-    return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+    return LAYOUTS[TILES].pack(scales)
 
 
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -84,14 +72,26 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
     Raises ValueError if `scales` does not have the padded shape.
     """
-    check_swizzled_scales(scales, shape)
-    rows, columns = scales.shape
-    tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[: shape[0], : shape[1]].contiguous()
+    check_packed_scales(scales, shape)
+    return LAYOUTS[TILES].unpack(scales, shape)
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:
-    """Scales of `q`, linear and unpadded, along its rows, also if `q` stores swizzled scales or the transpose."""
-    if q.swizzled:
-        return unswizzle(q.scales, scales_shape(q.shape, q.recipe))
+    """Scales of `q`, linear and unpadded, along its rows, also if `q` has another layout or stores the transpose."""
+    if q.scale_layout != LINEAR:
+        shape = scales_shape(q.shape, q.recipe)
+        check_packed_scales(q.scales, shape, q.scale_layout)
+        return LAYOUTS[q.scale_layout].unpack(q.scales, shape)
     return q.scales.T.contiguous() if q.transposed else q.scales
+
+
+def with_layout(q: Quantized, layout: ScaleLayout) -> Quantized:
+    """`q` with its scales in a layout. Scales of one byte alone have other layouts than linear."""
+    if q.scale_layout == layout:
+        return q
+    scales = linear_scales(q)
+    if layout != LINEAR:
+        scales = LAYOUTS[layout].pack(scales)
+    elif q.transposed:
+        scales = scales.T.contiguous()
+    return replace(q, scales=scales, scale_layout=layout)

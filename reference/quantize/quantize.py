@@ -6,28 +6,30 @@ The numbers are made by `quantize_matrix` in `steps.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from narrowgauge.reference.quantize.layout import linear_scales, pack, swizzle, unpack
+from narrowgauge.reference.quantize.layout import pack, unpack, with_layout
 from narrowgauge.reference.quantize.steps import quantize_matrix
 from narrowgauge.spec.arguments import (
     Random,
     as_matrix,
     check_amax,
-    check_halves,
     check_random,
     check_random_of_sections,
     check_rotated,
     check_rotated_sections,
     check_scale,
     check_section_recipe,
-    check_swizzled,
+    chosen_layout,
     section_rows,
     split_random,
+    wanted_halves,
 )
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape
+from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, amax_shape, joined_sections
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 
 def quantize(
@@ -37,6 +39,7 @@ def quantize(
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: Random | None = None,
+    scales: ScaleLayout = LINEAR,
     swizzled: bool = False,
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, along K.
@@ -46,7 +49,7 @@ def quantize(
     `amax`: float32 (1,), or (M,) for row scales; replaces the amax of step 1 (after the transform).
     `scale`: float32 (1,), the encode scale, required by delayed scaling and refused by the remaining recipes.
     `random`: words or (seed, offset), see `Random`, required by stochastic rounding.
-    `swizzled`: byte scales are padded and in the 128×4 layout.
+    `scales`: layout of byte scales, with its padding. `swizzled`: the layout 128x4.
     Source: docs/numerics.md#nvfp4, steps 1 to 8; docs/numerics.md#nvfp4-variants; docs/numerics.md#mx;
     docs/numerics.md#fp8-with-float32-scales.
 
@@ -54,12 +57,8 @@ def quantize(
     random bits that the recipe needs and does not get, or gets and does not use.
     """
     recipe = find_recipe(recipe)
-    check_swizzled(recipe, swizzled=swizzled)
-    return _swizzled(_quantize(as_matrix(x), recipe, amax, scale, random), swizzled=swizzled)
-
-
-def _swizzled(q: Quantized, *, swizzled: bool) -> Quantized:
-    return replace(q, scales=swizzle(linear_scales(q)), swizzled=True) if swizzled else q
+    layout = chosen_layout(scales, recipe, swizzled=swizzled)
+    return with_layout(_quantize(as_matrix(x), recipe, amax, scale, random), layout)
 
 
 def _quantize(
@@ -88,6 +87,7 @@ def quantize_both(
     amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
     scale: torch.Tensor | None = None,
     random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
+    scales: ScaleLayout = LINEAR,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K): rowwise (M, K), and columnwise (K, M), the transpose quantized along M.
@@ -101,35 +101,38 @@ def quantize_both(
     halves are False.
     """
     recipe = find_recipe(recipe)
-    check_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
-    check_swizzled(recipe, swizzled=swizzled)
+    halves = wanted_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
+    layout = chosen_layout(scales, recipe, swizzled=swizzled)
     x = as_matrix(x)
     given = (None, None) if amax is None else amax
     bits = split_random(random)
-    row = column = None
-    for requested, shape, given_amax, half in (
-        (rowwise, x.shape, given[0], "rowwise"), (columnwise, x.shape[::-1], given[1], "columnwise")
-    ):  # fmt: skip
-        if requested:
-            check_amax(given_amax, amax_shape((shape[0], shape[1]), recipe), recipe, f"{half} amax")
-    if columnwise:
-        check_rotated(x, x.shape[0], recipe)
-    if rowwise:
-        row = quantize(x, recipe.rowwise, amax=given[0], scale=scale, random=bits[0], swizzled=swizzled)
-    if columnwise:
-        column = _swizzled(_quantize_transpose(x, recipe, given[1], scale, bits[1]), swizzled=swizzled)
+    for half in halves:
+        check_amax(half.pick(given), amax_shape(half.shape(x.shape), recipe), recipe, f"{half} amax")
+        check_rotated(x, half.shape(x.shape)[1], half.recipe(recipe))
+    row, column = (
+        with_layout(quantize_half(half, x, half.recipe(recipe), half.pick(given), scale, half.pick(bits)), layout)
+        if half in halves
+        else None
+        for half in Half
+    )
     return row, column
 
 
-def _quantize_transpose(
+def quantize_half(
+    half: Half,
     x: torch.Tensor,
     recipe: Recipe,
-    amax: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    random: Random | None,
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    random: Random | None = None,
     first: int = 0,
 ) -> Quantized:
-    """The transpose of `x` quantized. Square tiles of 4over6 choose their scales along the rows of `x`."""
+    """A half of `x` (M, K) with linear scales, as it is stored, under its own recipe. `first`: see `quantize_matrix`.
+
+    Square tiles of 4over6 choose the scales of both halves along the rows of `x`. Raises as `quantize` does.
+    """
+    if half is Half.ROW:
+        return _quantize(x, recipe, amax, scale, random, first)
     if recipe.columnwise == "in-place":
         q = _quantize(x.T, recipe, amax, scale, random, first)
         return replace(q, codes=q.codes.T.contiguous(), scales=q.scales.T.contiguous(), transposed=True)
@@ -166,7 +169,8 @@ def quantize_grouped(
     check_scale(scale, len(rows), recipe)
     check_random_of_sections(random, recipe)
     check_amax(amax, sizes.shape, recipe)
-    if columnwise:
+    half = Half.of(columnwise=columnwise)
+    if half is Half.COLUMN:
         check_rotated_sections(rows, recipe)
     else:
         check_rotated(x, x.shape[1], recipe)
@@ -175,16 +179,7 @@ def quantize_grouped(
     for number, section in enumerate(torch.split(x, rows)):
         amax_of_section = None if amax is None else amax[number : number + 1]
         scale_of_section = None if scale is None else scale[number : number + 1]
-        quantize_section = _quantize_transpose if columnwise else _quantize
-        parts.append(quantize_section(section, recipe, amax_of_section, scale_of_section, random, first))
+        parts.append(quantize_half(half, section, recipe, amax_of_section, scale_of_section, random, first))
         first += parts[-1].scales.numel()
-    codes, scales = ([getattr(part, name) for part in parts] for name in ("codes", "scales"))
-    if columnwise:
-        codes, scales = ([part.flatten() for part in stored] for stored in (codes, scales))
-    amaxes = [part.amax for part in parts if part.amax is not None]
-    encode = [part.tensor_scale for part in parts if part.tensor_scale is not None]
-    shape = (x.shape[0], x.shape[1])
-    return GroupedQuantized(
-        torch.cat(codes), torch.cat(scales), torch.cat(amaxes) if amaxes else None, recipe, shape, sizes,
-        torch.cat(encode) if encode else None, columnwise=columnwise,
-    )  # fmt: skip
+    tensors: dict[str, Any] = {"amax": None} | joined_sections(parts, half)
+    return GroupedQuantized(**tensors, recipe=recipe, shape=Half.ROW.shape(x.shape), sizes=sizes, columnwise=columnwise)

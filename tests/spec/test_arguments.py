@@ -88,7 +88,7 @@ QUANTIZING: list[Row] = [
     # as_matrix
     *every_method("x of float64", X.double(), FAMILIES, TypeError, "x is float32, bfloat16, float16", "not float64"),
     *every_method("of a vector", X[0], FAMILIES, ValueError, "(M, K)", "not shape (32,)", "reshape it"),
-    # check_halves
+    # wanted_halves
     *(row(f"neither half of {name}", calling("quantize_both", X, name, rowwise=False, columnwise=False), ValueError,
           "quantize_both", "rowwise=True", "columnwise=True", "both are False") for name in FAMILIES),
     # check_rotation
@@ -167,7 +167,7 @@ QUANTIZING: list[Row] = [
         TypeError, "amax is float32", "not float64"),
     row("a columnwise amax of three rows", calling("quantize_both", X, "nvfp4-rowscaled", amax=(torch.ones(3),) * 2),
         ValueError, "columnwise amax has shape (32,)", "not (3,)"),
-    # check_swizzled
+    # chosen_layout
     *(row(f"{method} {name} swizzled", calling(method, X, name, swizzled=True, scale=ONE if name == DELAYED else None),
           ValueError, f"recipe {name} has float32 scales", "128×4", "bytes")
       for method in ("quantize", "quantize_both") for name in (BLOCK, CURRENT, DELAYED)),

@@ -16,10 +16,11 @@ from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
+from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipe import mismatch
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
 _OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
 Changed = Quantized | None
@@ -81,7 +82,7 @@ def _transposed_scales(q: Quantized) -> Changed:
 def _read_swizzled(q: Quantized) -> Changed:
     if q.scales.dtype != torch.uint8:
         return None
-    return _with_scales(q, unswizzle(pad_scales(q.scales), (q.scales.shape[0], q.scales.shape[1])))
+    return _with_scales(q, unswizzle(LAYOUTS[TILES].pad(q.scales), (q.scales.shape[0], q.scales.shape[1])))
 
 
 def _read_linear(q: Quantized) -> Changed:

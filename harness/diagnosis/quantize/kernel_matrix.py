@@ -11,6 +11,7 @@ import torch
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, stored_along_rows
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 
 STAGES = ("amax", "tensor scale", "layout", "scales", "codes")
 """Stages of a quantized matrix, in order."""
@@ -94,7 +95,7 @@ def kernel_matrix(judged: Judged) -> KernelMatrix:
     """The stages that the kernel shows of a judged matrix."""
     result, subject = judged.given, judged.subject
     stages = {"scales": linear_scales(judged.kernel), "codes": stored_along_rows(result)}
-    if result.swizzled:
+    if result.scale_layout != LINEAR:
         stages["layout"] = result.scales
     if judged.oracle.amax is not None and judged.oracle.tensor_scale is not None:
         if result.amax is not None:

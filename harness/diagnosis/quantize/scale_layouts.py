@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.operations.stages.deviation import Deviation
-from narrowgauge.harness.operations.swizzle.deviations import deviating_layouts, padding_not_zeroed
+from narrowgauge.harness.operations.swizzle.deviations import WRONG_LAYOUTS, padding_not_zeroed
 from narrowgauge.reference.quantize.layout import swizzle
 
 PADDING: QuantizeDeviation = Deviation(
@@ -27,7 +27,7 @@ def layout_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDevi
     """Deviations of the layout, the most plausible first. None if the kernel's scales are not swizzled."""
     if not matrices or "layout" not in matrices[0].kernel_stages:
         return
-    for row in deviating_layouts(matrices[0].kernel_stages["scales"]):
+    for row in WRONG_LAYOUTS:
         yield row.through(lambda layout, r: layout(r.scales), row_local=False)
     if all(padding_not_zeroed(matrix.kernel_stages["layout"], matrix.kernel_stages["scales"]) for matrix in matrices):
         fillings = torch.unique(torch.cat([_padding_bytes(matrix) for matrix in matrices]))

@@ -17,18 +17,20 @@ from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.gemm.case import GemmCase
 from narrowgauge.harness.operations.gemm.end_to_end import Operand, add_end_to_end
 from narrowgauge.harness.operations.gemm.product import judge_product
-from narrowgauge.harness.operations.quantize.call import quantize, quantize_both
+from narrowgauge.harness.operations.quantize.call import quantize, quantize_halves
+from narrowgauge.harness.operations.quantize.case import SCALE_LAYOUTS
 from narrowgauge.harness.operations.quantize.given_codes import given_operand
-from narrowgauge.harness.operations.quantize.judge import columnwise_subject, only_half, rotates_freely, second_half
+from narrowgauge.harness.operations.quantize.judge import rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
-from narrowgauge.reference.quantize.layout import linear_scales
-from narrowgauge.spec.arguments import Random
+from narrowgauge.reference.quantize.layout import with_layout
+from narrowgauge.spec.arguments import split_random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
 """Operands that a layout stores transposed, so that their columnwise halves are multiplied."""
@@ -63,34 +65,28 @@ class Source:
     matrix: torch.Tensor
     """(M, K), quantized along its rows."""
     recipe: Recipe
-    random: Random | None = None
+    random: tuple[int, int] | None = None
     scale: torch.Tensor | None = None
-    columnwise: bool = False
-    """Whether the operand is the columnwise half of the physical transpose. A rowwise operand is quantize of the
-    matrix, and so is a columnwise one if the backend has no `quantize_both`."""
+    half: Half = Half.ROW
+    """A columnwise operand is that half of the physical transpose. A rowwise operand is quantize of the matrix, and so
+    is a columnwise one if the backend has no `quantize_both`."""
     view: str = "contiguous"
     """Memory of the tensor that is quantized (`laid_out`)."""
-    swizzled: bool = False
-    """Whether the scales of the operand are swizzled."""
+    layout: ScaleLayout = LINEAR
 
     @cached_property
     def physical(self) -> torch.Tensor:
         """The transpose, as it is stored."""
         return self.matrix.T.contiguous()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of quantize."""
-        return {"scale": self.scale, "random": self.random}
-
 
 def judge_operands(case: GemmCase, inputs: Inputs, backend: Backend, outcome: Outcome) -> tuple[Operand, Operand]:
-    """x and w of a case, quantized, with their stages judged. Scales are swizzled if the case asks for it; x alone is
-    quantized, and is both operands, if x is multiplied by itself."""
+    """x and w of a case, quantized, with their stages judged. x alone is quantized, and is both operands, if x is
+    multiplied by itself."""
     sources = [
         Source(
-            name, matrix, recipe, random=inputs.random(name), scale=inputs.get(f"scale.{name}"),
-            columnwise=name in COLUMNWISE[case.layout], view=case.view, swizzled=case.scales == "swizzled",
+            name, matrix, recipe, random=inputs.counters.get(name), scale=inputs.get(f"scale.{name}"),
+            half=Half.of(columnwise=name in COLUMNWISE[case.layout]), view=case.view, layout=SCALE_LAYOUTS[case.scales],
         )
         for name, matrix, recipe in zip("xw", (inputs.x, inputs["w"]), case.operand_recipes, strict=True)
     ][: 1 if case.same else 2]  # fmt: skip
@@ -99,47 +95,39 @@ def judge_operands(case: GemmCase, inputs: Inputs, backend: Backend, outcome: Ou
     return operands[0], operands[-1]
 
 
-def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, bool]]:
-    """Each source as the backend quantizes it, and whether it is a columnwise half; None if the backend does not
-    quantize it. The process holds the lock of the GPU for all sources together."""
+def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, Half]]:
+    """Each source as the backend quantizes it, and the half that it is; None if the backend does not quantize it. The
+    process holds the lock of the GPU for all sources together."""
     with backend.host.lock():
         return [_quantize(source, backend) for source in sources]
 
 
-def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, bool]:
+def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, Half]:
     recipe = source.recipe
     if makes_own_bits(backend, recipe):
         backend.host.seed(source.random)
-    options = {**source.options, "swizzled": source.swizzled}
-    if source.columnwise:
+    options: dict[str, Any] = {"scale": source.scale, "random": source.random, "layout": source.layout}
+    if source.half is Half.COLUMN:
         with suppress(Unsupported):
             physical = laid_out(source.physical, source.view)
-            return only_half(quantize_both(backend, physical, recipe, rowwise=False, **options)), True
+            return quantize_halves(backend, [Half.COLUMN], physical, recipe, **options)[0], Half.COLUMN
     with suppress(Unsupported):
-        return quantize(backend, laid_out(source.matrix, source.view), recipe, **options), False
-    return None, False
+        return quantize(backend, laid_out(source.matrix, source.view), recipe, **options), Half.ROW
+    return None, Half.ROW
 
 
-def judge_operand(source: Source, kernel: Quantized | None, half: bool, backend: Backend, outcome: Outcome) -> Operand:
+def judge_operand(source: Source, kernel: Quantized | None, half: Half, backend: Backend, outcome: Outcome) -> Operand:
     """The operand that `quantize_sources` gave, with its stages judged; the reference's operand if it gave None."""
     recipe = source.recipe
-    free, own = rotates_freely(backend), makes_own_bits(backend, recipe)
-    if half:
-        oracle = only_half(reference.quantize_both(source.physical, recipe, rowwise=False, **source.options))
-        subject = columnwise_subject(source.matrix, recipe, second_half(source.random), free=free, own=own)
-    else:
-        oracle = reference.quantize(source.matrix, recipe, **source.options)
-        subject = Subject(source.matrix, recipe, source.random, free=free, own=own)
+    x, random = half.pick((source.matrix, source.physical)), half.pick(split_random(source.random))
+    oracle = reference.quantize_half(half, x, recipe, None, source.scale, random)
     if kernel is None:
-        return Operand(_swizzled(oracle) if source.swizzled else oracle, oracle)
+        return Operand(with_layout(oracle, source.layout), oracle)
+    free, own = rotates_freely(backend), makes_own_bits(backend, recipe)
+    subject = Subject.of_half(half, x, recipe, random, free=free, own=own)
     stages, judged = quantize_stages(subject, kernel, oracle, prefix=f"{source.name}.")
     outcome.stages += stages
     outcome.judged.append(judged)
     # Numbers that the kernel does not show are those of the reference.
     shown = replace(kernel, amax=judged.kernel.amax, tensor_scale=judged.kernel.tensor_scale)
     return Operand(shown, oracle)
-
-
-def _swizzled(q: Quantized) -> Quantized:
-    """`q` with its scales in the 128×4 layout."""
-    return replace(q, scales=reference.swizzle(linear_scales(q)), swizzled=True)

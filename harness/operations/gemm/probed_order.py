@@ -17,6 +17,7 @@ from narrowgauge.harness.operations.gemm.probed_gemm import declaration_for, ope
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 from narrowgauge.spec.summation import Summation
 
 _Key = tuple[tuple[int, int], tuple[int, int], str, torch.dtype, str]
@@ -54,7 +55,7 @@ class ProbedOrder:
             return cls(None, "the product has an addend")
         if a.recipe != b.recipe:
             return cls(None, f"the operands have two recipes, {a.recipe} and {b.recipe}")
-        if a.transposed or b.transposed or a.swizzled or b.swizzled:
+        if any(q.transposed or q.scale_layout != LINEAR for q in (a, b)):
             return cls(None, "an operand is stored transposed, or with swizzled scales")
         orders = _found.setdefault(backend, {})
         key = (a.shape, b.shape, str(a.recipe), out_dtype, str(a.codes.device))

@@ -19,8 +19,9 @@ from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
-from narrowgauge.reference.quantize.layout import linear_scales
+from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 from narrowgauge.spec.summation import ORDERS, Summation, is_order
 
 Operands = Quantized | Sequence[Quantized]
@@ -78,11 +79,6 @@ def product_arguments(
     return {**named(a, "a"), **named(b, "b"), "c": c, "bias": bias}
 
 
-def linear(q: Quantized) -> Quantized:
-    """`q` with linear scales, as the bounds and the diagnosis read them."""
-    return replace(q, scales=linear_scales(q), swizzled=False) if q.swizzled else q
-
-
 def judge_product(
     outcome: Outcome,
     a: Quantized,
@@ -113,7 +109,7 @@ def judge_product(
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
     (order,) = orders
-    operands = _rows_of(linear(a), bands), linear(b)
+    operands = _rows_of(with_layout(a, LINEAR), bands), with_layout(b, LINEAR)
     outputs = {"output": _in_bands(outputs["output"], bands)}
     limits = bounds(*operands, out_dtype=out_dtype, c=inputs.get("c"), bias=inputs.get("bias"), order=order)
     if probes_order(backend) and order.order is None:

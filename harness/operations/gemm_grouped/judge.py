@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm, join_sections
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm
 from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.gemm.end_to_end import Operand, add_end_to_end
@@ -33,7 +33,7 @@ from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized, joined_sections
 from narrowgauge.spec.summation import Summation
 
 
@@ -115,7 +115,7 @@ def grouped_arguments(
 ) -> dict[str, torch.Tensor | None]:
     """The arguments of a grouped product by name."""
     sizes = torch.tensor([q.shape[0] for q in sections], device=matrices[0].codes.device)
-    joined = join_sections(list(sections))
+    joined = joined_sections(list(sections))
     arguments = {"sizes": sizes, "c": c, "bias": bias, **{f"a.{part}": joined.get(part) for part in QUANTIZED_PARTS}}
     for number, matrix in enumerate(matrices):
         arguments |= named(matrix, f"b{number}")

@@ -17,7 +17,6 @@ from narrowgauge.harness.operations.gemm.product import (
     add_protection,
     addends,
     judge_product,
-    linear,
     order_of,
     product_arguments,
 )
@@ -29,10 +28,12 @@ from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.quantized import Subject, made_of, quantize_stages
 from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
+from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 
 def judge_gemm_quantized(case: QuantizedGemmCase, inputs: Inputs, backend: Backend) -> Outcome:
@@ -62,7 +63,8 @@ def judge_gemm_quantized(case: QuantizedGemmCase, inputs: Inputs, backend: Backe
     fused = as_quantized(outputs, a.codes, recipe, shape=(a.shape[0], b.shape[0]), method="gemm_quantized")
     outcome.outputs |= {f"fused.{name}": tensor for name, tensor in outputs.items()}
     if not backend.has("gemm"):
-        subject = _of_any_sums(outcome, (linear(a), linear(b)), fused, inputs, backend, out_dtype)
+        linear = with_layout(a, LINEAR), with_layout(b, LINEAR)
+        subject = _of_any_sums(outcome, linear, fused, inputs, backend, out_dtype)
         _add_fused(outcome, subject, fused, reference.quantize(subject.matrix, recipe, scale=scale))
         outcome.seconds = seconds
         return outcome

@@ -17,7 +17,6 @@ from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.gemm.product import Operands
-from narrowgauge.harness.operations.quantize.judge import columnwise_subject
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
@@ -30,12 +29,35 @@ from narrowgauge.harness.operations.update_scale.judge import history_stage, sca
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES
 from narrowgauge.spec.summation import Summation
 
-INPUT, WEIGHT, GRAD = 0, 1, 2
-"""Columns of an amax history, and numbers among scales."""
+COLUMNS = {"x": 0, "w": 1, "dy": 2}
+"""Columns of an amax history, and numbers among scales, of each role of an operand."""
+GRAD = COLUMNS["dy"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of the products of a layer: a half of the input x, of the weights w or of the gradient dy."""
+
+    role: str
+    half: Half
+
+    @property
+    def name(self) -> str:
+        """Name of the operand for an observer."""
+        return self.half.operand(self.role)
+
+
+PRODUCTS = {
+    "y": (Operand("x", Half.ROW), Operand("w", Half.ROW)),
+    "dx": (Operand("dy", Half.ROW), Operand("w", Half.COLUMN)),
+    "dw": (Operand("dy", Half.COLUMN), Operand("x", Half.COLUMN)),
+}
+"""Operands of each product of a layer."""
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Columns of an amax history, float32 (H, n), and their scales, float32 (n,)."""
@@ -153,14 +175,15 @@ class LinearStages:
         self.plan, self.step = ground.plan, ground.step
         rows = ground.step.x.reshape(-1, ground.step.x.shape[-1]).shape[0]
         self.sizes = list(ground.plan.sections) if layer.groups else [rows]
-        self._operands: dict[str, list[Quantized] | None] = {}
+        self._matrices: dict[str, Matrices] = {"w": self._weights}
+        """The matrices of each role, which every half is quantized from."""
+        self._operands: dict[Operand, list[Quantized] | None] = {}
         self._at_forward: State | None = None
         self._forward: State | None = None
         """The right state of input and weight after the forward."""
         self._reported_forward: State | None = None
         self._given: dict[int, tuple[torch.Tensor, ...]] = {}
         """Arguments of the updates of delayed scaling: 0 of input and weight, 1 of the gradient."""
-        self._x: Matrices = None
 
     @property
     def _training(self) -> TrainingRecipe:
@@ -168,32 +191,21 @@ class LinearStages:
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported."""
-        self._x = self._padded(x)
+        self._matrices["x"] = self._padded(x)
         self._at_forward = self.delayed.forward
-        a = self._halves("x", self._x, self._training.input, INPUT, columnwise=False)
-        b = self._halves("w", self._weights, self._training.weight, WEIGHT, columnwise=False)
         bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
-        shape = (sum(self.sizes), self.layer.outer)
-        y = self.ground.tensor(self.layer.prefix + "y", shape)
-        self._products("y", a, b, y, bias=bias)
-        return y
+        return self._products("y", "y", self.layer.outer, bias=bias)
 
     def backward(self, dy: torch.Tensor | None, gradient: str = "dx") -> torch.Tensor | None:
         """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
-        given = self._padded(dy)
-        training, frozen = self._training, self.plan.use
-        dx = None
+        self._matrices["dy"] = self._padded(dy)
+        frozen, dx = self.plan.use, None
         if frozen != "frozen-input" or self.layer.prefix or self.layer.norm:
-            a = self._halves("dy", given, training.grad, GRAD, columnwise=False)
-            b = self._halves("w columnwise", self._weights, training.weight, WEIGHT, columnwise=True)
-            dx = self.ground.tensor(self.layer.prefix + gradient, (sum(self.sizes), self.layer.inner))
-            self._products(gradient, a, b, dx)
+            dx = self._products("dx", gradient, self.layer.inner)
         if frozen == "frozen-weight":
             self._no_weight_gradients()
         else:
-            left = self._halves("dy columnwise", given, training.grad, GRAD, columnwise=True)
-            right = self._halves("x columnwise", self._x, training.input, INPUT, columnwise=True)
-            self._weight_gradients(left, right)
+            self._weight_gradients()
         if self.plan.bias:
             self._bias_gradients(dy)
         return dx
@@ -204,7 +216,7 @@ class LinearStages:
         """Move the state of input and weight. Judge it after a probe, which has no backward."""
         if not self._training.history:
             return
-        before, expected = self._at_forward, self._updated(self._at_forward, ("x", "w"), self._training.input)
+        before, expected = self._at_forward, self._updated(0, self._at_forward, PRODUCTS["y"], self._training.input)
         self._forward = expected
         found = self._reported_states()
         if self.step.probe:
@@ -227,9 +239,9 @@ class LinearStages:
         """Move the state of the gradient, and judge history and scales after the step."""
         if not self._training.history:
             return
-        name = "dy" if self._operands.get("dy") else "dy columnwise"
+        row, column = (Operand("dy", half) for half in Half)
         before = self.delayed.grad
-        expected = self._updated(before, (name,), self._training.grad)
+        expected = self._updated(1, before, [row if self._operands.get(row) else column], self._training.grad)
         found, forward = self._reported_states(), self._forward
         pending = self.plan.use.startswith("pending")
         self.delayed.grad = expected
@@ -250,10 +262,10 @@ class LinearStages:
         scale = ground.tensors(prefix + "scale", (3,))
         if len(history) != len(scale):
             history, scale = history[-1:], scale[-1:]
-        found = []
-        for one, other in zip(history, scale, strict=False):
-            found.append(((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:])))
-        return found
+        return [
+            ((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:]))
+            for one, other in zip(history, scale, strict=False)
+        ]
 
     def _judge_states(self, found: tuple[State, State], expected: Delayed, before: Delayed) -> None:
         parts = zip(found, (expected.forward, expected.grad), (before.forward, before.grad), strict=True)
@@ -281,22 +293,23 @@ class LinearStages:
         stages.append(history_stage(self._stage("history"), history, right[0], old[0]))
         stages.append(scale_stage(self._stage("scale"), scale, right[1], old))
 
-    def _updated(self, state: State | None, names: Sequence[str], recipe: Recipe) -> State | None:
-        """The state after the update, of the amaxes of the module's own operands; None where one is unknown."""
+    def _updated(self, number: int, state: State | None, operands: Sequence[Operand], recipe: Recipe) -> State | None:
+        """The state after an update, by number, of the amaxes of the module's own operands; None where one is
+        unknown."""
         if state is None:
             return None
         history, scale = (tensor.clone() for tensor in state)
         of_sections: list[torch.Tensor] = []
-        for number, name in enumerate(names):
-            halves = self._operands.get(name)
+        for place, operand in enumerate(operands):
+            halves = self._operands.get(operand)
             if halves is None or any(q.amax is None for q in halves):
                 return None
             amaxes = [q.amax.max() for q in halves if q.amax is not None]
-            before = history[0, number].clone()
-            history[0, number] = torch.stack([before, *amaxes]).amax()
+            before = history[0, place].clone()
+            history[0, place] = torch.stack([before, *amaxes]).amax()
             of_sections.append(torch.stack([torch.maximum(before, amax) for amax in amaxes]))
         together = torch.stack(of_sections, 1) if len({len(column) for column in of_sections}) == 1 else history[:1]
-        self._given[0 if names[0] == "x" else 1] = history.clone(), scale.clone(), together
+        self._given[number] = history.clone(), scale.clone(), together
         return reference.update_scale(history, scale, recipe)
 
     # ---- operands --------------------------------------------------------------------------------------------------
@@ -317,60 +330,65 @@ class LinearStages:
         alignment = self._training.input.row_alignment if self.layer.groups else 1
         return [-(-size // alignment) * alignment for size in self.sizes]
 
-    def _halves(
-        self, name: str, matrices: Matrices, recipe: Recipe, column: int, *, columnwise: bool
-    ) -> list[Quantized] | None:
-        """One operand, quantized: as the module reported it, its stages judged, or the reference's own.
+    def _recipe(self, operand: Operand) -> Recipe:
+        training = self._training
+        return operand.half.recipe({"x": training.input, "w": training.weight, "dy": training.grad}[operand.role])
 
-        None where it was not reported, and is not what every right module has.
-        """
-        ground, key = self.ground, self.layer.prefix + name
-        recipe = recipe if columnwise else recipe.rowwise
+    def _random(self, operand: Operand) -> tuple[int, int] | None:
+        """Seed and offset of an operand; None if its recipe does not round stochastically."""
+        if self._recipe(operand).rounding != "stochastic":
+            return None
+        passes = self.step.number if self.ground.passes < 0 else self.ground.passes
+        seed, offset = self.plan.seed + self._seed_offset, 2 * passes
+        return operand.half.pick(((seed, offset), (seed, offset + 1)))
+
+    def _pair(self, product: str) -> list[list[Quantized] | None]:
+        """Both operands of a product, `_judged`."""
+        self._operands |= {operand: self._judged(operand) for operand in PRODUCTS[product]}
+        return [self._operands[operand] for operand in PRODUCTS[product]]
+
+    def _judged(self, operand: Operand) -> list[Quantized] | None:
+        """One operand: as the module reported it, its stages judged, or the reference's own. None where it was not
+        reported, and is not what every right module has."""
+        ground, key, recipe = self.ground, self.layer.prefix + operand.name, self._recipe(operand)
         own = ground.own and recipe.rounding == "stochastic"
-        random = None
-        if recipe.rounding == "stochastic":
-            passes = self.step.number if self.ground.passes < 0 else self.ground.passes
-            random = (self.plan.seed + self._seed_offset, 2 * passes + int(columnwise))
-        unknown = bool(self._training.history) and self._state(column) is None
-        oracles = None if matrices is None or unknown else self._oracles(matrices, recipe, column, random, columnwise)
+        matrices, random = self._matrices.get(operand.role), self._random(operand)
+        unknown = matrices is None or (bool(self._training.history) and self._state(operand.role) is None)
+        oracles = None if matrices is None or unknown else self._oracles(operand, matrices, random)
         found = ground.seen(key)
         if found is None:
-            free = ground.free and recipe.transform is not None
-            self._operands[name] = None if free or own else oracles
-            return self._operands[name]
-        kernels = self._reported(name, found, recipe, column, columnwise=columnwise)
+            return None if own or (ground.free and recipe.transform is not None) else oracles
+        kernels = self._reported(operand, found)
         if matrices is None or oracles is None:
             ground.unseen[key] = None
-            self._operands[name] = kernels
             return kernels
         parts, judged = [], []
         first = 0
         for matrix, kernel, oracle in zip(matrices, kernels, oracles, strict=True):
-            if columnwise:
-                subject = columnwise_subject(matrix.T.contiguous(), recipe, random, free=ground.free, own=own)
-                subject = replace(subject, first=first)
-            else:
-                subject = Subject(matrix, recipe, random, first, own=own)
+            subject = Subject.of_half(operand.half, matrix, recipe, random, first=first, free=ground.free, own=own)
             first += oracle.scales.numel()
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
             judged.append(one)
-        self._note_origin(name, found, parts, kernels)
+        self._note_origin(operand, found, parts, kernels)
         self._add(parts)
         ground.outcome.judged += judged
-        self._operands[name] = [one.kernel for one in judged]
-        return self._operands[name]
+        return [one.kernel for one in judged]
 
-    def _note_origin(self, name: str, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]) -> None:
+    def _note_origin(
+        self, operand: Operand, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]
+    ) -> None:
         """Where operands are wrong, whether they are those of the step before, or made of the other half."""
         wrong = [stage for stages in parts for stage in stages if not stage.passed]
-        for cause, other in self.ground.others.items() if wrong else ():
-            if _same(found, other.last(self.layer.prefix + name)):
+        if not wrong:
+            return
+        for cause, other in self.ground.others.items():
+            if _same(found, other.last(self.layer.prefix + operand.name)):
                 wrong[0].causes.append(cause)
-        if wrong and self.layer.groups and self._padding_alone(parts, kernels):
+        if self.layer.groups and self._padding_alone(parts, kernels):
             wrong[0].causes.append("padding-not-zeroed")
-        rows = self._operands.get(name.removesuffix(" columnwise"))
-        if wrong and rows is not None and name.endswith(" columnwise") and _made_of(rows, kernels):
+        rows = self._operands.get(Operand(operand.role, Half.ROW))
+        if operand.half is Half.COLUMN and rows is not None and _made_of(rows, kernels):
             wrong[0].causes.append("quantized-twice")
 
     def _padding_alone(self, parts: list[list[StageResult]], kernels: list[Quantized]) -> bool:
@@ -384,9 +402,9 @@ class LinearStages:
             not_zero |= bool(wrong) and bool((kernel.codes.view(torch.uint8)[size:] & magnitude).any())
         return not_zero
 
-    def _state(self, column: int) -> State | None:
+    def _state(self, role: str) -> State | None:
         """The state that scales an operand: that of the forward, or at a backward that of the gradient."""
-        return self.delayed.grad if column == GRAD else self._at_forward
+        return self.delayed.grad if role == "dy" else self._at_forward
 
     @property
     def _seed_offset(self) -> int:
@@ -394,34 +412,35 @@ class LinearStages:
         return self.plan.layers.index(self.layer)
 
     def _oracles(
-        self, matrices: Sequence[torch.Tensor], recipe: Recipe, column: int, random: Any, columnwise: bool
+        self, operand: Operand, matrices: Sequence[torch.Tensor], random: tuple[int, int] | None
     ) -> list[Quantized]:
+        recipe = self._recipe(operand)
         sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
         scale = None
-        if recipe.tensor_scale == "given" and (state := self._state(column)) is not None:
-            scale = state[1][column % GRAD].expand(len(matrices)).contiguous()
+        if recipe.tensor_scale == "given" and (state := self._state(operand.role)) is not None:
+            scale = state[1][COLUMNS[operand.role] % GRAD].expand(len(matrices)).contiguous()
         grouped = reference.quantize_grouped(
-            torch.cat(list(matrices)), sizes, recipe, columnwise=columnwise, scale=scale, random=random
+            torch.cat(list(matrices)), sizes, recipe, columnwise=operand.half is Half.COLUMN, scale=scale, random=random
         )
         return grouped.sections()
 
-    def _reported(self, name: str, found: Any, recipe: Recipe, column: int, *, columnwise: bool) -> list[Quantized]:
+    def _reported(self, operand: Operand, found: Any) -> list[Quantized]:
         """What was reported as the Quantized of each section. Raises BackendError where it is none."""
-        device = self.step.x.device
-        if column == WEIGHT:
+        half, name, recipe = operand.half, operand.name, self._recipe(operand)
+        if operand.role == "w":
             shapes = [(self.layer.outer, self.layer.inner)] * len(self.layer.weights)
         else:
-            width = self.layer.inner if column == INPUT else self.layer.outer
+            width = self.layer.inner if operand.role == "x" else self.layer.outer
             shapes = [(rows, width) for rows in self._rows()]
         whole = found if isinstance(found, list) and self.layer.groups else [found]
         if len(whole) != len(shapes):
             raise BackendError(f"the module reported {name} of {len(whole)} sections; there are {len(shapes)}")
-        transposed = columnwise and recipe.columnwise == "in-place"
-        like = torch.empty(0, device=device)
+        like = torch.empty(0, device=self.step.x.device)
         return [
             as_quantized(
-                one, like, recipe, shape=shape[::-1] if columnwise else shape, transposed=transposed,
-                swizzled=isinstance(one, dict) and bool(one.get("swizzled")), method=f"the reported {name}",
+                one, like, recipe, shape=half.shape(shape), transposed=half.transposed(recipe),
+                layout=TILES if isinstance(one, dict) and one.get("swizzled") else LINEAR,
+                method=f"the reported {name}",
             )
             for one, shape in zip(whole, shapes, strict=True)
         ]  # fmt: skip
@@ -429,47 +448,49 @@ class LinearStages:
     # ---- products --------------------------------------------------------------------------------------------------
 
     def _products(
-        self,
-        name: str,
-        a: list[Quantized] | None,
-        b: list[Quantized] | None,
-        found: torch.Tensor | None,
-        *,
-        bias: list[torch.Tensor] | None = None,
-    ) -> None:
-        """Judge a @ b.T (+ bias) of every section, whose rows of padding are cut off, against its part of `found`."""
+        self, product: str, name: str, width: int, *, bias: list[torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
+        """Judge a product (M, `width`) of PRODUCTS (+ bias), reported as `name`, and give it. The rows of padding of a
+        section are cut off."""
+        a, b = self._pair(product)
+        found = self.ground.tensor(self.layer.prefix + name, (sum(self.sizes), width))
         if a is None or b is None or found is None:
             self.ground.unseen[self.layer.prefix + name] = None
-            return
+            return found
         stages = []
         order = self.ground.order(a, b) if self.layer.groups else self.ground.order(a[0], b[0])
         for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
-            added = None if bias is None else bias[number]
-            stages.append([self._product(name, left, right, part, order, self.plan.dtype, bias=added)])
-            if not stages[-1][0].passed:
-                given = {"c": None, "bias": added}
-                self._note_other_operands(stages[-1][0], name, number, (left, right), part, order, given)
+            given = {"c": None, "bias": None if bias is None else bias[number]}
+            stages.append([self._product(product, name, number, (left, right), part, order, given)])
         self._add(stages)
+        return found
 
     def _product(
         self,
+        product: str,
         name: str,
-        a: Quantized,
-        b: Quantized,
+        number: int,
+        pair: tuple[Quantized, Quantized],
         output: torch.Tensor,
         order: Summation,
-        out_dtype: torch.dtype,
-        *,
-        c: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        given: dict[str, torch.Tensor | None],
     ) -> StageResult:
-        """Judge the rows of a @ b.T (+ c) (+ bias) that are in `output`, and keep them for a diagnosis."""
+        """Judge the rows of a @ b.T (+ c) (+ bias) of a section that are in `output`, and keep them for a diagnosis.
+        `given`: c and bias."""
         ground, stage = self.ground, self._stage(name)
-        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order), len(output))
-        ground.outcome.products.append(Product(_first_rows(a, len(output)), b, c, bias, output, limits, order, stage))
-        return output_stage(stage, output, limits, figures=ground.figures)
+        dtype = torch.float32 if product == "dw" and self.plan.accumulate else self.plan.dtype
+        limits = _cut(bounds(*pair, out_dtype=dtype, order=order, c=given["c"], bias=given["bias"]), len(output))
+        left = _first_rows(pair[0], len(output))
+        ground.outcome.products.append(
+            Product(left, pair[1], given["c"], given["bias"], output, limits, order, stage)
+        )  # fmt: skip
+        result = output_stage(stage, output, limits, figures=ground.figures)
+        if not result.passed:
+            self._note_other_operands(result, product, number, pair, output, order, given)
+        return result
 
-    def _weight_gradients(self, a: list[Quantized] | None, b: list[Quantized] | None) -> None:
+    def _weight_gradients(self) -> None:
+        a, b = self._pair("dw")
         if a is None or b is None or self._unknown("dw"):
             self.ground.unseen[self.layer.prefix + "dw"] = None
             if a is not None and b is not None:
@@ -482,12 +503,8 @@ class LinearStages:
                 stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
                 continue
             c = self.step.before.get(name)
-            out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
-            order = self.ground.order(left, right)
-            stage = self._product("dw", left, right, dw, order, out_dtype, c=c)
-            if not stage.passed:
-                given = {"c": c, "bias": None}
-                self._note_other_operands(stage, "dw", number, (left, right), dw, order, given)
+            given = {"c": c, "bias": None}
+            stage = self._product("dw", "dw", number, (left, right), dw, self.ground.order(left, right), given)
             early = self.step.early.get(name)
             if stage.passed and early is not None and (c is None or not equal_bits(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
@@ -511,7 +528,7 @@ class LinearStages:
     def _note_other_operands(
         self,
         stage: StageResult,
-        name: str,
+        product: str,
         number: int,
         operands: tuple[Quantized, Quantized],
         output: torch.Tensor,
@@ -519,34 +536,30 @@ class LinearStages:
         given: dict[str, torch.Tensor | None],
     ) -> None:
         """Whether a wrong product of a section is that of an operand, or of both, of another forward of the module."""
-        halves = {"y": ("x", "w"), "dw": ("dy columnwise", "x columnwise")}.get(name, ("dy", "w columnwise"))
         for cause, other in self.ground.others.items():
-            mine = (self._other_operand(other, half, number) for half in halves)
+            mine = (self._other_operand(other, operand, number) for operand in PRODUCTS[product])
             pairs = list(zip(operands, mine, strict=True))
             for choice in ((0, 1), (1, 0), (1, 1)):
                 a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
                 if a is None or b is None:
                     continue
-                limits = bounds(a, b, out_dtype=output.dtype, order=order, c=given.get("c"), bias=given.get("bias"))
+                limits = bounds(a, b, out_dtype=output.dtype, order=order, c=given["c"], bias=given["bias"])
                 if output_stage(stage.stage, output, _cut(limits, len(output)), figures=False).passed:
                     stage.causes.append(cause)
                     return
 
-    def _other_operand(self, other: Step, half: str, number: int) -> Quantized | None:
-        """A half of a section of an operand in another forward: as reported, else of a weight the reference's own."""
-        columnwise, column = half.endswith(" columnwise"), {"x": INPUT, "w": WEIGHT, "d": GRAD}[half[0]]
-        training = self._training
-        recipe = (training.input, training.weight, training.grad)[column]
-        recipe = recipe if columnwise else recipe.rowwise
-        found = other.last(self.layer.prefix + half)
+    def _other_operand(self, other: Step, operand: Operand, number: int) -> Quantized | None:
+        """A section of an operand in another forward: as reported, else of a weight the reference's own."""
+        found = other.last(self.layer.prefix + operand.name)
         if found is not None:
-            return self._reported(half, found, recipe, column, columnwise=columnwise)[number]
-        if column == GRAD or training.history or (column == INPUT and (self.layer.prefix or self.layer.norm)):
+            return self._reported(operand, found)[number]
+        role = operand.role
+        if role == "dy" or self._training.history or (role == "x" and (self.layer.prefix or self.layer.norm)):
             return None
         matrices: Sequence[torch.Tensor] = [other.parameters[weight] for weight in self.layer.weights]
-        if column == INPUT:
+        if role == "x":
             matrices = self._padded(other.x.flatten(0, -2)) or []
-        return self._oracles(matrices, recipe, column, None, columnwise)[number]
+        return self._oracles(operand, matrices, None)[number]
 
     def _bias_gradients(self, dy: torch.Tensor | None) -> None:
         if dy is None or self._unknown("dbias"):

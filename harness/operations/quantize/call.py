@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, non_default
 from narrowgauge.harness.backends.results import TensorForm, as_quantized, matrix_shape, type_name
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 
 def quantize(
@@ -21,43 +22,45 @@ def quantize(
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: Random | None = None,
-    swizzled: bool = False,
+    layout: ScaleLayout = LINEAR,
 ) -> Quantized:
     """Result of `quantize` as a Quantized with checked shapes and dtypes."""
-    options = non_default(amax=amax, scale=scale, random=random, swizzled=swizzled)
+    options = non_default(amax=amax, scale=scale, random=random, swizzled=layout != LINEAR)
     result = backend.call("quantize", x, recipe, **options)
-    return as_quantized(result, x, recipe, swizzled=swizzled, method="quantize")
+    return as_quantized(result, x, recipe, layout=layout, method="quantize")
 
 
-def quantize_both(
+def quantize_halves(
     backend: Backend,
+    halves: Sequence[Half],
     x: torch.Tensor,
     recipe: Recipe,
     *,
-    rowwise: bool = True,
-    columnwise: bool = True,
     amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
     scale: torch.Tensor | None = None,
     random: Random | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
-    swizzled: bool = False,
-) -> tuple[Quantized | None, Quantized | None]:
-    """Results of `quantize_both`: both halves as Quantized, None for a half without a request."""
-    options = non_default(amax=amax, scale=scale, random=random, swizzled=swizzled)
-    options |= {name: False for name, halves in (("rowwise", rowwise), ("columnwise", columnwise)) if not halves}
+    layout: ScaleLayout = LINEAR,
+) -> list[Quantized]:
+    """Results of `quantize_both` for some halves, in the order of Half, with checked shapes and dtypes."""
+    options = non_default(amax=amax, scale=scale, random=random, swizzled=layout != LINEAR)
+    options |= {half.value: False for half in Half if half not in halves}
     result = backend.call("quantize_both", x, recipe, **options)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise BackendError(f"quantize_both gave {type_name(result)}; it gives a rowwise and a columnwise half")
-    shape = matrix_shape(x)
     quantized = []
-    halves = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
-    for half, (name, requested, half_shape, half_recipe) in zip(result, halves, strict=True):
-        if (half is not None) != requested:
-            raise BackendError(f"quantize_both gave {'no' if requested else 'a'} {name} half, {name}={requested}")
-        layout: dict[str, Any] = {"shape": half_shape, "swizzled": swizzled}
-        layout |= {"transposed": name == "columnwise" and recipe.columnwise == "in-place"}
-        half_name = f"the {name} half of quantize_both"
-        quantized.append(as_quantized(half, x, half_recipe, **layout, method=half_name) if requested else None)
-    return quantized[0], quantized[1]
+    for half in Half:
+        found, requested = half.pick(result), half in halves
+        if (found is not None) != requested:
+            raise BackendError(f"quantize_both gave {'no' if requested else 'a'} {half} half, {half}={requested}")
+        if requested:
+            shape, transposed = half.shape(matrix_shape(x)), half.transposed(recipe)
+            quantized.append(
+                as_quantized(
+                    found, x, half.recipe(recipe), shape=shape, layout=layout, transposed=transposed,
+                    method=f"the {half} half of quantize_both",
+                )
+            )  # fmt: skip
+    return quantized
 
 
 def dequantize(backend: Backend, q: Quantized, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,6 @@ from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,
     Flag,
-    Orientation,
     RandomBits,
     RecipeName,
     Shape,
@@ -25,15 +24,16 @@ from narrowgauge.harness.cases.keys import (
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import bands_problem, division_problem
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
 
 Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
 """Layout of block scales."""
-ORIENTATIONS: tuple[Orientation, ...] = ("rowwise", "columnwise")
+SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {"linear": LINEAR, "swizzled": TILES}
+"""The layout of each word of `Scales`."""
 QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 """Stages of a quantized tensor."""
-HALVES = ("rowwise", "columnwise")
-"""Prefixes of the stages of both halves."""
 
 
 def quantized_stages(recipe: Recipe, prefix: str = "") -> tuple[str, ...]:
@@ -76,9 +76,9 @@ class MatrixCase(Case):
         return None
 
     @property
-    def columnwise(self) -> bool:
-        """Whether the transpose of the matrix is quantized."""
-        return False
+    def half(self) -> Half:
+        """The half that is quantized, of the key `usage` if the operation has it; rowwise if both are."""
+        return Half.of(columnwise=getattr(self, "usage", "") == Half.COLUMN)
 
     @property
     def physical(self) -> bool:
@@ -86,7 +86,7 @@ class MatrixCase(Case):
 
         Sections are rows of (M, K) in both usages, and a half that is made in place is a half of (M, K).
         """
-        return not self.columnwise or bool(self.section_sizes) or self.recipes[0].columnwise == "in-place"
+        return self.half is Half.ROW or bool(self.section_sizes) or self.half.transposed(self.recipes[0])
 
     @property
     def tensors(self) -> Tensors:
@@ -101,7 +101,7 @@ class MatrixCase(Case):
     @property
     def axes(self) -> Mapping[str, Axis]:
         along, across = block_columns(self.recipes[0]), block_rows(self.recipes[0])
-        units = {"M": along, "K": across} if self.columnwise else {"M": across, "K": along}
+        units = dict(zip(self.half.pick(("MK", "KM")), (across, along), strict=True))
         sections = {"G": Axis(len(self.section_sizes))} if self.section_sizes else {}
         rows = max(self.section_sizes, default=self.extents["M"])
         extents = {"M": rows, "K": self.extents["K"]}
@@ -110,12 +110,12 @@ class MatrixCase(Case):
     @property
     def constrained(self) -> Mapping[str, tuple[int, ...]]:
         rows, columns = self.extents["M"], self.extents["K"]
-        return {"M": (columns,), "K": (rows,)} if self.columnwise else {"M": (rows,), "K": (columns,)}
+        return self.half.pick(({"M": (rows,), "K": (columns,)}, {"M": (columns,), "K": (rows,)}))
 
     def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
-        transposed = prefix == "columnwise" or (bool(self.section_sizes) and self.columnwise)
+        half = self.half if self.section_sizes else Half.of(columnwise=prefix == Half.COLUMN)
         x = self.tensors["x"]
-        return x[::-1] if transposed and self.recipes[0].columnwise != "in-place" else x
+        return x if half.transposed(self.recipes[0]) else half.pick((x, x[::-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,14 @@ class QuantizeCase(MatrixCase):
     @property
     def called(self) -> str:
         return "quantize_both" if self.usage == "both" else super().called
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """Halves that `quantize_both` is asked for; empty for `quantize`, which cannot give a half that is stored in
+        place."""
+        if self.usage == "both":
+            return tuple(Half)
+        return (self.half,) if self.half.transposed(self.recipes[0]) else ()
 
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
@@ -184,12 +192,8 @@ class QuantizeCase(MatrixCase):
     @classmethod
     def of_matrix(cls, recipe: Recipe, shape: tuple[int, int], dtype: Dtype, inputs: str, file: str) -> Iterable[Self]:
         """Rowwise and columnwise cases of a captured matrix."""
-        for usage in ORIENTATIONS:
-            yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=usage, file=file)
-
-    @property
-    def columnwise(self) -> bool:
-        return self.usage == "columnwise"
+        for half in Half:
+            yield cls(recipe=str(recipe), shape=shape, dtype=dtype, inputs=inputs, usage=half.value, file=file)
 
     @property
     def axes(self) -> Mapping[str, Axis]:
@@ -224,12 +228,12 @@ class QuantizeCase(MatrixCase):
         shown = quantized_stages(self.recipes[0])
         if self.usage != "both":
             return (*shown, "values")
-        return (*(f"{half}.{stage}" for half in HALVES for stage in shown), "halves")
+        return (*(f"{half}.{stage}" for half in Half for stage in shown), "halves")
 
     @classmethod
     def stage_names(cls) -> tuple[str, ...]:
-        halves = (f"{half}.{stage}" for half in HALVES for stage in QUANTIZED)
-        return (*QUANTIZED, "values", *halves, "halves", "layout", *(f"{half}.layout" for half in HALVES))
+        halves = (f"{half}.{stage}" for half in Half for stage in QUANTIZED)
+        return (*QUANTIZED, "values", *halves, "halves", "layout", *(f"{half}.layout" for half in Half))
 
 
 def amax_problem(recipe: Recipe) -> str | None:

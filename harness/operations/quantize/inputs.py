@@ -11,7 +11,7 @@ from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.quantize.case import MatrixCase, QuantizeCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.quantized import words_shape
+from narrowgauge.spec.quantized import Half, words_shape
 
 
 def quantize_inputs(make: Maker[QuantizeCase]) -> Inputs:
@@ -25,16 +25,15 @@ def quantize_inputs(make: Maker[QuantizeCase]) -> Inputs:
         else _matrix(make)
     )
     words, counters = {}, {}
+    names = [half.pick(("x", "xT")) for half in case.halves or (Half.ROW,)]
     if case.recipes[0].rounding == "stochastic" and case.random == "words":
         shapes = {"x": (x.shape[0], x.shape[1]), "xT": (x.shape[1], x.shape[0])}
-        in_place = case.columnwise and case.physical
-        for name in ("x", "xT") if case.usage == "both" else ("xT",) if in_place else ("x",):
+        for name in names:
             words[f"random.{name}"] = make.draw(f"random of {name}").words(*words_shape(shapes[name]))
     elif case.recipes[0].rounding == "stochastic":
         counters["x"] = make.counter("x")
     scale = make.given_scales({"x": (case.recipes[0], (x,))})
-    roles = ("x", "xT") if case.usage == "both" else ("x",)
-    amax = given_amaxes(make, (x,), roles) if case.amax else {}
+    amax = given_amaxes(make, (x,), names) if case.amax else {}
     return Inputs({"x": x.view(case.shape) if case.physical else x, **words, **scale, **amax}, counters)
 
 
@@ -64,8 +63,8 @@ def _matrix(make: Maker[MatrixCase], rows: int = 0) -> torch.Tensor:
     if make.is_captured:
         x = make.captured_matrix(shape, dtype)
         return x if case.physical else x.T.contiguous()
-    x = make.matrix("x", shape[::-1] if case.columnwise else shape, dtype, case.recipes[0])
-    return x.T.contiguous() if case.columnwise and case.physical else x
+    x = make.matrix("x", case.half.shape(shape), dtype, case.recipes[0])
+    return x.T.contiguous() if case.half is Half.COLUMN and case.physical else x
 
 
 def spread_bands(x: torch.Tensor, bands: Sequence[slice], rows: int) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
-from narrowgauge.harness.operations.quantize.call import dequantize, quantize_both
+from narrowgauge.harness.operations.quantize.call import dequantize, quantize_halves
 from narrowgauge.harness.operations.quantize.call import quantize as call_quantize
-from narrowgauge.harness.operations.quantize.case import HALVES, QuantizeCase
+from narrowgauge.harness.operations.quantize.case import SCALE_LAYOUTS, QuantizeCase
 from narrowgauge.harness.operations.quantize.given_codes import given_operand
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words
+from narrowgauge.harness.operations.stages.black_box import bits_of, makes_own_bits, refuse_words
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import (
     Subject,
@@ -35,62 +35,160 @@ from narrowgauge.harness.operations.stages.quantized import (
 )
 from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
 from narrowgauge.reference.quantize.layout import elements
-from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.arguments import split_random
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
-WordsOfHalves = tuple[torch.Tensor | None, torch.Tensor | None]
+
+@dataclass(frozen=True)
+class Plan:
+    """The calls of a case: `quantize` of x, or `quantize_both` for some halves of x."""
+
+    case: QuantizeCase
+    inputs: Inputs
+    backend: Backend
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """Recipe of the case."""
+        return self.case.recipes[0]
+
+    @cached_property
+    def own(self) -> bool:
+        """Whether the backend rounds by random bits of its own."""
+        return makes_own_bits(self.backend, self.recipe)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the results, which are prefixes of tensors and stages."""
+        return tuple(f"{half}." for half in self.case.halves) if len(self.case.halves) == 2 else ("",)
+
+    @cached_property
+    def alone(self) -> dict[Half, str]:
+        """Names of the results of each of two halves that is made alone."""
+        return {half: f"{half}{_ALONE}" for half in self.case.halves} if len(self.case.halves) == 2 else {}
+
+    @cached_property
+    def arguments(self) -> Tensors:
+        """The tensors that the backend is given, by the names of its arguments."""
+        inputs = self.inputs.tensors | {"x": laid_out(self.inputs.x, self.case.view)}
+        return {name.replace(".xT", _TRANSPOSE).removesuffix(".x"): tensor for name, tensor in inputs.items()}
+
+    @cached_property
+    def drawn(self) -> list[str]:
+        """Names of the results that depend on random bits of the backend."""
+        names = [*self.names, *self.alone.values()] if self.own else []
+        return [f"{name}codes" for name in names]
+
+    def options(self, given: Tensors, bits: tuple[int, int] | None) -> dict[str, Any]:
+        """Keyword arguments of the call, from the tensors that are given and seed and offset of Philox."""
+        words, amaxes = ((given.get(kind), given.get(kind + _TRANSPOSE)) for kind in ("random", "amax"))
+        options = {"amax": amaxes[0], "scale": given.get("scale"), "random": words[0] if bits is None else bits}
+        if not self.case.halves:
+            return options
+        pairs = {"amax": amaxes, "random": words if bits is None else bits}
+        return options | {name: None if pair == (None, None) else pair for name, pair in pairs.items()}
+
+    def quantize(self, given: Tensors, bits: tuple[int, int] | None, halves: Sequence[Half] = ()) -> list[Quantized]:
+        """The results of one call, of some `halves` of those of the plan alone."""
+        options = self.options(given, bits) | {"layout": SCALE_LAYOUTS[self.case.scales]}
+        if not self.case.halves:
+            return [call_quantize(self.backend, given["x"], self.recipe, **options)]
+        return quantize_halves(self.backend, halves or self.case.halves, given["x"], self.recipe, **options)
+
+    def call(self, given: Tensors) -> Tensors:
+        """The results of a run by name; of two halves also those of each half alone."""
+        if self.own:
+            self.backend.host.seed(self.bits)
+        outputs = self._named(self.quantize(given, self.bits), self.names)
+        for half, name in self.alone.items():
+            with suppress(Unsupported):  # a kernel may be able to make only both halves
+                outputs |= self._named(self.quantize(given, self.bits, [half]), [name])
+        return outputs
+
+    @staticmethod
+    def _named(results: Sequence[Quantized], names: Sequence[str]) -> Tensors:
+        pairs = zip(names, results, strict=True)
+        return present({f"{name}{part}": tensor for name, q in pairs for part, tensor in parts_of(q).items()})
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Seed and offset of Philox. None: no random bits, or words among the arguments."""
+        return self.inputs.counters.get("x")
+
+    def expected(self) -> Iterator[tuple[Subject, Quantized]]:
+        """The matrix of each result, and its quantization by the reference, with linear scales."""
+        matrix, free = self.inputs.x.flatten(0, -2), rotates_freely(self.backend)
+        given = self.options(self.arguments, self.bits)
+        amaxes, random = given["amax"], given["random"]
+        parts = [(Half.ROW, self.recipe, amaxes, random)]
+        if self.case.halves:
+            pairs = (None, None) if amaxes is None else amaxes, split_random(random)
+            parts = [(half, half.recipe(self.recipe), *map(half.pick, pairs)) for half in self.case.halves]
+        for half, recipe, amax, bits in parts:
+            subject = Subject.of_half(
+                half, matrix, recipe, bits, free=free, own=self.own, amax_given=self.case.amax
+            )  # fmt: skip
+            yield subject, reference.quantize_half(half, matrix, recipe, amax, given["scale"], bits)
+
+    def further_codes(self, number: int, outputs: Tensors, call: int) -> torch.Tensor:
+        """Codes of a result of a further call, one per element, along the rows that are quantized. A half is made alone
+        if the backend can do so, since nothing compares these codes."""
+        assert self.bits is not None
+        bits = bits_of(self.bits, call)
+        self.backend.host.seed(bits)
+        alone = [
+            half for half, name in self.alone.items() if half is self.case.halves[number] and f"{name}codes" in outputs
+        ]
+        results = self.quantize(self.arguments, bits, alone)
+        q = results[0 if alone else number]
+        return elements(stored_along_rows(q), q.shape[1], q.recipe)
+
+
+_TRANSPOSE = " of the transpose"
+"""End of the names of arguments of the columnwise half."""
+_ALONE = " alone."
+"""End of the names of a half that is made alone."""
 
 
 def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize, and dequantize of its result if the backend has it; for usage both, quantize_both."""
-    if case.usage == "both":
-        return _judge_both(case, inputs, backend)
-    recipe, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
-    in_place = case.usage == "columnwise" and recipe.columnwise == "in-place"
-    random, scale = inputs.random("x"), inputs.get("scale.x")
-    own = makes_own_bits(backend, recipe)
-    refuse_words(case, backend, recipe)
-
-    def quantize(given: Tensors, random: Random | None) -> Quantized:
-        options: dict[str, Any] = {"amax": given.get("amax"), "scale": given.get("scale"), "swizzled": swizzled}
-        if in_place:
-            bits, options["amax"] = _bits_of_halves(random, given), None  # recipes with such halves take no amax
-            return only_half(quantize_both(backend, given["x"], recipe, rowwise=False, random=bits, **options))
-        return call_quantize(backend, given["x"], recipe, random=given.get("random", random), **options)
-
-    def call(given: Tensors) -> Tensors:
-        if own:
-            backend.host.seed(random)
-        return present(parts_of(quantize(given, random)))
-
-    given = _arguments(case, inputs)
-    outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
+    plan = Plan(case, inputs, backend)
+    refuse_words(case, backend, plan.recipe)
+    outputs, protection, seconds = repeated(backend, inputs.x.device, plan.arguments, plan.call, plan.drawn)
+    together = {name: tensor for name, tensor in outputs.items() if _ALONE not in name}
+    outcome = Outcome(protection, together, seconds=seconds)
     if case.bands:
-        return judge_bands(case, inputs, backend, Outcome(protection, outputs, seconds=seconds))
-    outcome = Outcome(protection, outputs, seconds=seconds)
-    matrix, free = x.flatten(0, -2), rotates_freely(backend)
-    if in_place:
-        bits = _bits_of_halves(random, given)
-        oracle = only_half(reference.quantize_both(x, recipe, rowwise=False, scale=scale, random=bits))
-        words = second_half(random, inputs.random("xT"))
-        subject = columnwise_subject(matrix.T.contiguous(), recipe, words, free=free, own=own)
-    else:
-        oracle = reference.quantize(x, recipe, amax=inputs.get("amax.x"), scale=scale, random=random)
-        subject = Subject(matrix, recipe, random, free=free, own=own, amax_given=case.amax)
-    if own:
-        subject.draw = _further(backend, random, lambda bits: quantize(given, bits))
-    kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
-    add_judged(outcome, subject, kernel, oracle)
-    shown = outcome.judged[0].kernel
-    given_codes = case.inputs == CODES.name
-    if backend.has("dequantize") and (given_codes or not bool(no_codes(shown).any())):
-        with suppress(Unsupported):  # quantize is judged without dequantize too
-            # In the memory layout that quantize gave, as a caller of both methods passes it on.
-            stored = shown if swizzled else replace(shown, codes=kernel.codes, scales=kernel.scales)
-            stored = given_operand(matrix, recipe) if given_codes else stored
-            _judge_dequantize(stored, x.dtype, backend, outcome)
+        return judge_bands(case, inputs, backend, outcome)
+    kernels = []
+    for number, (name, (subject, oracle)) in enumerate(zip(plan.names, plan.expected(), strict=True)):
+        subject.draw = partial(plan.further_codes, number, outputs) if plan.own else None
+        parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}{part}")) is not None}
+        kernels.append(_as_oracle(parts, inputs.x, oracle, SCALE_LAYOUTS[case.scales]))
+        add_judged(outcome, subject, kernels[-1], oracle, name)
+    if len(together) < len(outputs):
+        outcome.stages.append(_halves(outputs, plan.drawn))
+    if case.usage != "both":
+        _dequantized(case, inputs, backend, outcome, kernels[0])
     return outcome
+
+
+def _dequantized(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: Outcome, kernel: Quantized) -> None:
+    """Judge dequantize of the result in the memory layout that quantize gave, as a caller of both methods passes it on.
+
+    Codes with bytes that are no code are not decoded; codes that the case gives are decoded in place of the result.
+    """
+    given_codes = case.inputs == CODES.name
+    shown = outcome.judged[0].kernel
+    if not backend.has("dequantize") or (not given_codes and bool(no_codes(shown).any())):
+        return
+    if given_codes:
+        shown = given_operand(inputs.x.flatten(0, -2), kernel.recipe)
+    elif kernel.scale_layout == LINEAR:
+        shown = replace(shown, codes=kernel.codes, scales=kernel.scales)
+    with suppress(Unsupported):  # quantize is judged without dequantize too
+        _judge_dequantize(shown, inputs.x.dtype, backend, outcome)
 
 
 def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: Outcome) -> Outcome:
@@ -111,7 +209,7 @@ def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: O
         parts["scales"] = together(outputs["scales"], height)
     oracle = reference.quantize(matrix, recipe)
     subject = Subject(matrix, recipe, free=rotates_freely(backend))
-    add_judged(outcome, subject, _as_oracle(parts, matrix, oracle, swizzled=False), oracle)
+    add_judged(outcome, subject, _as_oracle(parts, matrix, oracle), oracle)
     shown = outcome.judged[0].kernel
     if backend.has("dequantize") and not bool(no_codes(shown).any()):
         whole = as_quantized(outputs, x, recipe, shape=(x.shape[0], x.shape[1]), method="quantize")
@@ -133,58 +231,21 @@ def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: O
     return outcome
 
 
-def only_half(halves: Iterable[Quantized | None]) -> Quantized:
-    """The half that quantize_both gave when the other one was not wanted."""
-    (half,) = _made(halves)
-    return half
-
-
-def _made(halves: Iterable[Quantized | None]) -> list[Quantized]:
-    """The halves that quantize_both gave."""
-    return [half for half in halves if half is not None]
-
-
-def _bits_of_halves(random: Random | None, given: Tensors) -> tuple[int, int] | WordsOfHalves | None:
-    """Random bits for quantize_both: seed and offset, or the words of the two halves among the arguments."""
-    if isinstance(random, tuple):
-        return random
-    words = given.get("random"), given.get("random of the transpose")
-    return words if any(part is not None for part in words) else None
-
-
-def _amaxes_of_halves(given: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The amaxes of the rowwise and the columnwise half among the arguments, or None."""
-    return (given["amax"], given["amax of the transpose"]) if "amax" in given else None
-
-
-def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, *, swizzled: bool) -> Quantized:
-    """A kernel's parts as the Quantized of the matrix that `oracle` is of, stored as that is."""
-    return as_quantized(
-        parts, x, oracle.recipe, shape=oracle.shape, swizzled=swizzled, transposed=oracle.transposed, method="quantize"
-    )
-
-
 def parts_of(q: Quantized) -> Arguments:
     """The tensors of a Quantized by name; None for a number that it does not hold."""
     return {name: getattr(q, name) for name in QUANTIZED_PARTS}
 
 
+def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, layout: ScaleLayout = LINEAR) -> Quantized:
+    """A kernel's parts as the Quantized of the matrix that `oracle` is of, its scales in a layout."""
+    return as_quantized(
+        parts, x, oracle.recipe, shape=oracle.shape, layout=layout, transposed=oracle.transposed, method="quantize"
+    )
+
+
 def rotates_freely(backend: Backend) -> bool:
     """Whether the backend leaves the order of the additions of its rotation undeclared."""
     return backend.declares.get("transform") != "butterfly"
-
-
-def _further(backend: Backend, random: Random | None, quantize: Callable[[tuple[int, int]], Quantized]) -> Draw:
-    """A function that returns the codes of further calls, one per element, along the rows that are quantized."""
-    assert isinstance(random, tuple)
-
-    def draw(call: int) -> torch.Tensor:
-        bits = bits_of(random, call)
-        backend.host.seed(bits)
-        q = quantize(bits)
-        return elements(stored_along_rows(q), q.shape[1], q.recipe)
-
-    return draw
 
 
 def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Quantized, prefix: str = "") -> None:
@@ -213,15 +274,6 @@ def _values(kernel: Quantized) -> torch.Tensor:
     return values.masked_fill(bad.T if kernel.transposed else bad, torch.nan)
 
 
-def _arguments(case: QuantizeCase, inputs: Inputs) -> Tensors:
-    """The tensors that a backend is given, by name; words of random bits are guarded as x is."""
-    words = {"random": inputs.random("x"), "random of the transpose": inputs.random("xT")}
-    amaxes = {"amax": inputs.get("amax.x"), "amax of the transpose": inputs.get("amax.xT")}
-    options = words | amaxes | {"scale": inputs.get("scale.x")}
-    passed = {name: tensor for name, tensor in options.items() if isinstance(tensor, torch.Tensor)}
-    return {"x": laid_out(inputs.x, case.view), **passed}
-
-
 def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, outcome: Outcome) -> None:
     """Run dequantize on the result of the kernel, guarded as quantize was, and add to the stages."""
 
@@ -236,89 +288,14 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
     outcome.outputs["values"] = outputs["values"]
 
 
-def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
-    recipe, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
-    random, scale = inputs.random("x"), inputs.get("scale.x")
-    own = makes_own_bits(backend, recipe)
-    refuse_words(case, backend, recipe)
-
-    def call(given: Tensors) -> Tensors:
-        if own:
-            backend.host.seed(random)
-        bits = _bits_of_halves(random, given)
-        options: dict[str, Any] = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
-        options |= {"amax": _amaxes_of_halves(given)}
-        outputs: dict[str, torch.Tensor | None] = {}
-        halves = _made(quantize_both(backend, given["x"], recipe, **options))
-        for name, half in zip(HALVES, halves, strict=True):
-            outputs |= {f"{name}.{part}": tensor for part, tensor in parts_of(half).items()}
-        for name, other in zip(HALVES, reversed(HALVES), strict=True):
-            with suppress(Unsupported):  # a kernel may be able to make only both halves
-                alone = only_half(quantize_both(backend, given["x"], recipe, **options | {other: False}))
-                outputs |= {f"{name} alone.{part}": tensor for part, tensor in parts_of(alone).items()}
-        return present(outputs)
-
-    given = _arguments(case, inputs)
-    drawn = [f"{name}{alone}.codes" for name in HALVES for alone in ("", " alone")] if own else []
-    outputs, protection, seconds = repeated(backend, x.device, given, call, drawn)
-    words = inputs.random("xT")
-    bits, amaxes = _bits_of_halves(random, given), _amaxes_of_halves(given)
-    oracles = _made(reference.quantize_both(x, recipe, amax=amaxes, scale=scale, random=bits))
-    together = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
-    outcome = Outcome(protection, together, seconds=seconds)
-    matrix = x.flatten(0, -2)
-    subjects = (
-        Subject(matrix, recipe.rowwise, random, own=own, amax_given=case.amax),
-        columnwise_subject(
-            matrix.T.contiguous(), recipe, second_half(random, words), free=rotates_freely(backend), own=own,
-            amax_given=case.amax,
-        ),
-    )  # fmt: skip
-
-    def half(bits: tuple[int, int], number: int) -> Quantized:
-        """A half of a further call: made alone if the backend can, since nothing compares these codes."""
-        options: dict[str, Any] = {"amax": amaxes, "scale": scale, "random": bits}
-        if f"{HALVES[number]} alone.codes" in outputs:
-            return only_half(quantize_both(backend, given["x"], recipe, **options | {HALVES[1 - number]: False}))
-        return _made(quantize_both(backend, given["x"], recipe, **options))[number]
-
-    for number, (name, subject, oracle) in enumerate(zip(HALVES, subjects, oracles, strict=True)):
-        if own:
-            subject.draw = _further(backend, random, partial(half, number=number))
-        parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}.{part}")) is not None}
-        kernel = _as_oracle(parts, x, oracle, swizzled=swizzled)
-        add_judged(outcome, subject, kernel, oracle, f"{name}.")
-    if " alone" in "".join(outputs):
-        outcome.stages.append(_halves(outputs, drawn))
-    return outcome
-
-
-def second_half(random: Random | None, words: Random | None = None) -> Random | None:
-    """Random bits of the columnwise half from those of the rowwise half: the next offset, or `words` of its own."""
-    return (random[0], random[1] + 1) if isinstance(random, tuple) else words
-
-
-def columnwise_subject(
-    matrix: torch.Tensor,
-    recipe: Recipe,
-    random: Random | None,
-    *,
-    free: bool,
-    own: bool = False,
-    amax_given: bool = False,
-) -> Subject:
-    """The columnwise half of `quantize_both`, as (K, M)."""
-    transposed = recipe.candidates != "6" and recipe.block[0] > 1
-    return Subject(matrix, recipe, random, transposed=transposed, free=free, own=own, amax_given=amax_given)
-
-
 def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
     """Check that a half made alone has the same bytes as in a call for both halves, except results in `drawn`."""
     result = StageResult("halves", "exact", 0)
-    for name in HALVES:
+    for half in Half:
         for part in QUANTIZED_PARTS:
-            alone, beside = outputs.get(f"{name} alone.{part}"), outputs.get(f"{name}.{part}")
-            if alone is None or beside is None or not alone.numel() or f"{name}.{part}" in drawn:
+            name = f"{half}.{part}"
+            alone, beside = outputs.get(f"{half}{_ALONE}{part}"), outputs.get(name)
+            if alone is None or beside is None or not alone.numel() or name in drawn:
                 continue
             result.compared += alone.numel()
             a, b = (element_bytes(t) for t in (alone, beside))
@@ -326,5 +303,5 @@ def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
                 different = int((a != b).any(1).sum())
                 result.mismatches += different
                 of = f"{format_count(different)} of {format_count(alone.numel())} {part}"
-                result.sentence = result.sentence or f"{of} of the {name} half differ when it is made alone"
+                result.sentence = result.sentence or f"{of} of the {half} half differ when it is made alone"
     return result

@@ -6,7 +6,6 @@ import torch
 
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.quantize.case import HALVES
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import (
     Judged,
@@ -20,7 +19,7 @@ from narrowgauge.harness.operations.stages.quantized import (
 from narrowgauge.harness.operations.stages.table import Place, Table, place_in, wrong_element
 from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.reference.quantize.scaling import tensor_scale
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 
 SHOWN_OF_WHOLE = 32
 """Shown elements of a row of a tensor with a single scale."""
@@ -45,7 +44,8 @@ def quantized_table(_: Inputs, outcome: Outcome, chosen_place: Place | None) -> 
         place = (row, column)
     else:
         place = place_in(outcome, f"{prefix}codes", chosen_place, shape)
-    subject = f"{prefix.rstrip('.')}{' half' if prefix.rstrip('.') in HALVES else ''}, " if prefix else ""
+    operand = prefix.rstrip(".")
+    subject = f"{operand}{' half' if operand in tuple(Half) else ''}, " if prefix else ""
     name = f"section {number}, " if len(parts) > 1 else subject
     return _block(judged, place, name)
 

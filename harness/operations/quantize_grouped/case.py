@@ -19,6 +19,7 @@ from narrowgauge.harness.operations.quantize.case import (
     quantizing_sources,
     sections_problem,
 )
+from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
@@ -53,7 +54,7 @@ class GroupedQuantizeCase(MatrixCase):
     def _whole(self) -> int:
         """Divisor of the rows of a section: a columnwise half is rotated in groups of rows."""
         recipe = find_recipe(self.recipe)
-        return recipe.transform.group if recipe.transform and self.usage == "columnwise" else 1
+        return recipe.transform.group if recipe.transform and self.half is Half.COLUMN else 1
 
     def problem(self) -> str | None:
         recipe, (rows, columns) = find_recipe(self.recipe), self.shape
@@ -61,10 +62,6 @@ class GroupedQuantizeCase(MatrixCase):
         wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)
         wrong = wrong or rotation_problem(recipe, [self.dtype], extent, axis)
         return wrong or sections_problem(recipe, self.sections, rows, whole=self._whole)
-
-    @property
-    def columnwise(self) -> bool:
-        return self.usage == "columnwise"
 
     @property
     def native_sources(self) -> frozenset[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, non_default
-from narrowgauge.harness.backends.results import as_sections, join_sections, split_sections
+from narrowgauge.harness.backends.results import as_sections, split_sections
 from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
-from narrowgauge.harness.operations.quantize.judge import add_judged, columnwise_subject, rotates_freely
+from narrowgauge.harness.operations.quantize.judge import add_judged, rotates_freely
 from narrowgauge.harness.operations.quantize_grouped.case import GroupedQuantizeCase
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
@@ -19,7 +18,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized, joined_sections
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
@@ -28,22 +27,22 @@ def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
     recipe: Recipe,
+    half: Half = Half.ROW,
     *,
-    columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: tuple[int, int] | None = None,
 ) -> list[Quantized]:
-    """Result of `quantize_grouped`: the Quantized of each section, of the section's transpose if `columnwise`."""
+    """Result of `quantize_grouped`: the half of each section."""
     rows = sizes.tolist()  # read before the call: the kernel may change the tensor
-    options = non_default(columnwise=columnwise, amax=amax, scale=scale, random=random)
+    options = non_default(columnwise=half is Half.COLUMN, amax=amax, scale=scale, random=random)
     result = backend.call("quantize_grouped", x, sizes, recipe, **options)
-    return as_sections(result, x, rows, recipe, columnwise=columnwise)
+    return as_sections(result, x, rows, recipe, half)
 
 
 def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize_grouped of x (M, K): the stages of quantize, each stage merged from all sections."""
-    columnwise = case.usage == "columnwise"
+    half = case.half
     x, random, scale = inputs.x, inputs.counters.get("x"), inputs.get("scale.x")
     recipe = find_recipe(case.recipe)
     own = makes_own_bits(backend, recipe)
@@ -53,23 +52,23 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
             backend.host.seed(random)
         sections = quantize_grouped(
             backend,
-            given["x"], given["sizes"], recipe, columnwise=columnwise, amax=given.get("amax"),
+            given["x"], given["sizes"], recipe, half, amax=given.get("amax"),
             scale=given.get("scale"), random=random,
         )  # fmt: skip
-        return join_sections(sections, columnwise=columnwise)
+        return joined_sections(sections, half)
 
     sizes = torch.tensor(case.section_sizes, device=x.device)
     amax = inputs.get("amax.x")
     given = {"x": laid_out(x, case.view), "sizes": sizes, "amax": amax, "scale": scale}
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
     oracle = reference.quantize_grouped(
-        x, sizes, recipe, columnwise=columnwise, amax=amax, scale=scale, random=random
+        x, sizes, recipe, columnwise=half is Half.COLUMN, amax=amax, scale=scale, random=random
     )  # fmt: skip
     outcome = Outcome(protection, outputs, seconds=seconds)
-    kernels = split_sections(outputs, list(case.section_sizes), x.shape[1], recipe, columnwise=columnwise)
+    kernels = split_sections(outputs, list(case.section_sizes), x.shape[1], recipe, half)
     parts = torch.split(x, list(case.section_sizes))
     judge_sections(
-        outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise,
+        outcome, parts, kernels, oracle.sections(), half=half, random=random,
         free=rotates_freely(backend), own=own, amax_given=case.amax,
     )  # fmt: skip
     return outcome
@@ -81,8 +80,8 @@ def judge_sections(
     kernels: list[Quantized],
     oracles: list[Quantized],
     *,
+    half: Half = Half.ROW,
     random: Random | None = None,
-    columnwise: bool = False,
     free: bool,
     own: bool = False,
     amax_given: bool = False,
@@ -93,12 +92,9 @@ def judge_sections(
     first = 0
     expected, actual = [outcome.expected], [outcome.actual]
     for part, kernel, oracle in zip(parts, kernels, oracles, strict=True):
-        recipe = oracle.recipe
-        if columnwise:
-            subject = columnwise_subject(part.T.contiguous(), recipe, random, free=free, own=own)
-            subject = replace(subject, first=first, amax_given=amax_given)
-        else:
-            subject = Subject(part, recipe, random, first, free=free, own=own, amax_given=amax_given)
+        subject = Subject.of_half(
+            half, part, oracle.recipe, random, first=first, free=free, own=own, amax_given=amax_given
+        )  # fmt: skip
         section = Outcome()
         add_judged(section, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()

@@ -7,12 +7,14 @@ from narrowgauge.reference import ops
 from narrowgauge.reference.bounds import bounds as products
 from narrowgauge.reference.high_precision import additions, attention, gelu, norm
 from narrowgauge.reference.numbers import blocks
+from narrowgauge.reference.quantize import quantize as halves
 from narrowgauge.reference.quantize import scaling, steps
 
 _PART = "reference"
 
 quantize = timed_function(_PART, ops.quantize)
 quantize_both = timed_function(_PART, ops.quantize_both)
+quantize_half = timed_function(_PART, halves.quantize_half)
 quantize_grouped = timed_function(_PART, ops.quantize_grouped)
 dequantize = timed_function(_PART, ops.dequantize)
 transform = timed_function(_PART, ops.transform)

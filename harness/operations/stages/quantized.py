@@ -27,12 +27,13 @@ from narrowgauge.harness.operations.stages.oracle import (
     tensor_amax,
     tensor_scale,
 )
-from narrowgauge.reference.quantize.layout import elements, linear_scales, pad_scales, swizzled_offset
+from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.reference.quantize.scaling import divide, element_factors, per_row, scale_elements
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.quantized import Quantized, scales_shape
+from narrowgauge.spec.quantized import PARTS, Half, Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, ScaleLayout
 
 
 @dataclass
@@ -60,6 +61,14 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.matrix = dense(self.matrix)
+
+    @classmethod
+    def of_half(
+        cls, half: Half, x: torch.Tensor, recipe: Recipe, random: Random | None = None, **options: Any
+    ) -> Subject:
+        """A half of `x` (M, K) under its own recipe. `random`: of this half. `options`: further fields."""
+        transposed = half is Half.COLUMN and recipe.candidates != "6" and recipe.block[0] > 1
+        return cls(half.matrix(x), recipe, random, transposed=transposed, **options)
 
     @cached_property
     def x(self) -> torch.Tensor:
@@ -124,13 +133,13 @@ class Judged:
     """Its scales linear, and the amax the reference's where the kernel shows none."""
     oracle: Quantized
     given: Quantized
-    """What the kernel gave, contiguous: its scales perhaps swizzled."""
+    """What the kernel gave, contiguous, its scales in their layout."""
 
 
 def quantize_stages(
     subject: Subject, kernel: Quantized, oracle: Quantized, prefix: str = ""
 ) -> tuple[list[StageResult], Judged]:
-    """amax, tensor scale, layout (of swizzled scales), block scales and codes of `kernel`.
+    """amax, tensor scale, layout (of scales that are not linear), block scales and codes of `kernel`.
 
     `oracle` is the reference's quantization of the subject, with linear scales. A stage that the kernel does not show
     (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear. Where one of the two is
@@ -152,19 +161,19 @@ def quantize_stages(
     right, own = linear_scales(oracle), stored_along_rows(oracle)
     as_oracle = _same(encode, oracle.tensor_scale) and _same(amax, oracle.amax)
     expected = right if as_oracle else subject.scales(amax, encode)
-    if kernel.swizzled:
+    if kernel.scale_layout != LINEAR:
         layout, scales = _layout(prefix + "layout", kernel, expected)
         stages.append(layout)
     else:
         scales = linear_scales(kernel)
     scales = _with_nans_of(expected, scales, recipe.scale)
     transposed = kernel.transposed
-    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed, kernel.swizzled))
+    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), kernel))
     used = used_scale(encode, scales, kernel)
     packed = own if as_oracle and used is encode and same_bytes(scales, right) else subject.codes(scales, used)
     found = stored_along_rows(kernel)
     codes = _with_nans_of(packed, found, recipe.element)
-    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed, kernel.swizzled))
+    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, kernel))
     # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
     kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
     stored = scales.T.contiguous() if transposed else scales
@@ -194,15 +203,14 @@ def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quanti
 
 def made_of(parts: Mapping[str, torch.Tensor], like: Quantized, prefix: str = "") -> Quantized:
     """A Quantized that has these tensors, named with a prefix, and the recipe and the shape of `like`."""
-    codes, scales = parts[f"{prefix}codes"], parts[f"{prefix}scales"]
-    amax, tensor_scale = parts.get(f"{prefix}amax"), parts.get(f"{prefix}tensor_scale")
-    return replace(like, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale)
+    tensors: dict[str, Any] = {name: parts.get(f"{prefix}{name}") for name in PARTS}
+    return replace(like, **tensors)
 
 
 def dense_parts(q: Quantized) -> Quantized:
     """`q` with contiguous tensors."""
-    amax, tensor_scale = (None if part is None else dense(part) for part in (q.amax, q.tensor_scale))
-    return replace(q, codes=dense(q.codes), scales=dense(q.scales), amax=amax, tensor_scale=tensor_scale)
+    tensors: dict[str, Any] = {name: dense(part) for name in PARTS if (part := getattr(q, name)) is not None}
+    return replace(q, **tensors)
 
 
 def stored_along_rows(q: Quantized) -> torch.Tensor:
@@ -292,13 +300,13 @@ def _amax(stage: str, subject: Subject, actual: torch.Tensor, expected: torch.Te
 
 
 def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[StageResult, torch.Tensor]:
-    """Swizzled scales: zero padding, and the right order. Gives the linear scales too.
+    """Scales that are not linear: zero padding, and the right order. Gives the linear scales too.
 
     Scales that are the `expected` ones in another order are wrong here, and then right in the next stage.
     """
-    linear = reference.unswizzle(kernel.scales, scales_shape(kernel.shape, kernel.recipe))
+    linear = linear_scales(kernel)
     result = StageResult(stage, "exact", kernel.scales.numel())
-    wanted = reference.swizzle(expected)
+    wanted = LAYOUTS[kernel.scale_layout].pack(expected)
     if not torch.equal(linear, expected) and torch.equal(
         kernel.scales.flatten().sort().values, wanted.flatten().sort().values
     ):
@@ -306,22 +314,24 @@ def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[Stag
         of = f"{format_count(result.mismatches)} of {format_count(result.compared)} bytes"
         result.sentence = f"the scales are right, but {of} lie in another place"
         return result, expected
-    result.mismatches, result.sentence = padding(kernel.scales, linear)
+    result.mismatches, result.sentence = padding(kernel.scales, linear, kernel.scale_layout)
     return result, linear
 
 
-def padding(swizzled: torch.Tensor, linear: torch.Tensor) -> tuple[int, str]:
-    """How many bytes of the padding are not 0, and the sentence that says so."""
-    count = int((swizzled != reference.swizzle(linear)).sum())
-    total = pad_scales(linear).numel() - linear.numel()
+def padding(packed: torch.Tensor, linear: torch.Tensor, layout: ScaleLayout) -> tuple[int, str]:
+    """How many bytes of the padding of a layout are not 0, and the sentence that says so."""
+    count = int((packed != LAYOUTS[layout].pack(linear)).sum())
+    total = packed.numel() - linear.numel()
     return count, f"{format_count(count)} of {format_count(total)} padding bytes are not 0" if count else ""
 
 
-def _swizzled(place: tuple[int, int], scales: torch.Tensor) -> dict[str, Any]:
-    """Where a scale lies in the 128×4 layout, from its place among the linear ones."""
-    row, column = place
-    offset = swizzled_offset(row, column, scales.shape[1])
-    return {"tile": f"({row // 128}, {column // 4})", "swizzled_offset": offset}
+def _place_in_layout(place: tuple[int, int], scales: torch.Tensor, kernel: Quantized) -> dict[str, Any]:
+    """Place of a linear scale in the layout of `kernel`; nothing if that is linear."""
+    if kernel.scale_layout == LINEAR:
+        return {}
+    layout = LAYOUTS[kernel.scale_layout]
+    tile = tuple(number // size for number, size in zip(place, layout.tile, strict=True))
+    return {"tile": str(tile), "swizzled_offset": layout.offset(*place, scales.shape)}
 
 
 def _scales(
@@ -330,12 +340,11 @@ def _scales(
     actual: torch.Tensor,
     expected: torch.Tensor,
     given: tuple[torch.Tensor | None, torch.Tensor | None],
-    transposed: bool,
-    swizzled: bool,
+    kernel: Quantized,
 ) -> StageResult:
-    """Stored scales along the subject's rows; where `transposed`, seen as they lie in memory."""
+    """Stored scales of `kernel` along the subject's rows; those of a transposed one seen as they lie in memory."""
     recipe, fmt = subject.recipe, subject.recipe.scale
-    encode = given[1]
+    encode, transposed = given[1], kernel.transposed
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (column, row) if transposed else (row, column)
@@ -345,8 +354,7 @@ def _scales(
             place = {"row": recipe.block[1] * row, "column": column, "block": row}
         else:  # a tile with one scale begins at that row
             place = {"row": 0 if recipe.whole else recipe.stored_rows * row, "block": column}
-        if swizzled:
-            place |= _swizzled(here, actual)
+        place |= _place_in_layout(here, actual, kernel)
         two = (expected[here], actual[here])
         return {
             **place, "input": value, "input_bits": raw,
@@ -373,11 +381,10 @@ def _codes(
     packed: torch.Tensor,
     scales: torch.Tensor,
     encode: torch.Tensor | None,
-    transposed: bool,
-    swizzled: bool,
+    kernel: Quantized,
 ) -> StageResult:
-    """Codes along the subject's rows, as stored there; where `transposed`, seen as they lie in memory."""
-    recipe, columns = subject.recipe, subject.matrix.shape[1]
+    """Codes of `kernel` along the subject's rows; those of a transposed one seen as they lie in memory."""
+    recipe, columns, transposed = subject.recipe, subject.matrix.shape[1], kernel.transposed
     if not subject.own and same_bytes(actual, packed):  # the padding nibble of an odd K is compared too
         return StageResult(stage, subject.rule, subject.matrix.numel())
     expected, found = (elements(codes, columns, recipe) for codes in (packed, actual))
@@ -391,7 +398,7 @@ def _codes(
         scale_value, scale_bits = scale_view(scale, recipe.scale)
         return {
             "row": row, "column": column, "block": block, "column_in_block": k if recipe.whole else k % recipe.block[1],
-            **(_swizzled(place, scales) if swizzled else {}),
+            **_place_in_layout(place, scales, kernel),
             "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
             "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),
         }  # fmt: skip

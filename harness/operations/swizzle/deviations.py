@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,53 +12,39 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
-from narrowgauge.reference.quantize.layout import pad_scales, swizzle
+from narrowgauge.reference.quantize.layout import swizzle
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
-
-def _tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Padded scales as (tiles down, 4, 32, tiles across, 4): row 32·i + j of a tile is at (i, j)."""
-    padded = pad_scales(scales)
-    return padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+_RIGHT = LAYOUTS[TILES]
 
 
 def _linear(scales: torch.Tensor) -> torch.Tensor:
     """The scales one behind the other, and the padding behind them."""
-    flat = torch.zeros_like(pad_scales(scales)).flatten()
+    flat = torch.zeros_like(_RIGHT.pad(scales)).flatten()
     flat[: scales.numel()] = scales.flatten()
-    return flat
+    return flat.view(_RIGHT.padded_shape(scales.shape))
 
 
-LAYOUTS: tuple[Deviation[torch.Tensor], ...] = (
-    Deviation("not-swizzled", "scales are linear, not swizzled", "layout", pad_scales),
+WRONG_LAYOUTS: tuple[Deviation[torch.Tensor], ...] = (
+    Deviation("not-swizzled", "scales are linear, not swizzled", "layout", _RIGHT.pad),
     Deviation("not-swizzled", "scales are linear, neither swizzled nor padded", "layout", _linear),
     Deviation("swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)", "layout",
-              lambda s: _tiles(s).reshape(-1, 32, 4, -(-s.shape[1] // 4), 4).permute(0, 3, 1, 2, 4)),
+              replace(_RIGHT, rows="A c:32 b:4").pack),
     Deviation("swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row", "layout",
-              lambda s: _tiles(s).permute(3, 0, 2, 1, 4)),
+              replace(_RIGHT, order="G A c b h").pack),
     Deviation("swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
-              "layout", lambda s: _tiles(s).permute(0, 3, 2, 4, 1)),
+              "layout", replace(_RIGHT, order="A G c h b").pack),
     Deviation("swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside", "layout",
-              lambda s: _tiles(s).permute(0, 3, 1, 2, 4)),
+              replace(_RIGHT, order="A G b c h").pack),
     Deviation("scales-transposed", "scales are transposed, then swizzled", "layout",
-              lambda s: _tiles(s.T.reshape(s.shape)).permute(0, 3, 2, 1, 4)),
+              lambda s: _RIGHT.pack(s.T.reshape(s.shape))),
 )  # fmt: skip
 """Wrong layouts of linear scales (R, C), which are uint8 or numbers of their places: functions to the swizzled bytes in
-any shape.
+the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4).
 
 Several layouts can give the same bytes, also the correct bytes: tiles in a single column, equal scales. Source of the
 correct layout and of the wrong split of the row: docs/numerics.md#scale-layout.
 """
-
-
-def deviating_layouts(scales: torch.Tensor) -> Iterator[Deviation[torch.Tensor]]:
-    """Wrong layouts; `change` of the scales gives the swizzled bytes in the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
-    for row in rows_of(LAYOUTS, scales):
-        yield row.through(lambda layout, scales: layout(scales).reshape(pad_scales(scales).shape))
-
-
-def _offsets(row: torch.Tensor, column: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Byte offsets of rows and columns, int64 (R, C), with so many tiles in a row of tiles."""
-    return 512 * (row // 128 * tiles + column // 4) + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
 
 
 def _rows_and_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,12 +54,14 @@ def _rows_and_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 def _columns_not_padded(scales: torch.Tensor) -> torch.Tensor | None:
     count, columns = scales.shape
-    return None if columns % 4 == 0 or count <= 128 else _offsets(*_rows_and_columns(scales), columns // 4)
+    if columns % 4 == 0 or count <= 128:
+        return None
+    return _RIGHT.offset(*_rows_and_columns(scales), (count, columns // 4 * 4))
 
 
 def _rows_modulo(count: int, scales: torch.Tensor) -> torch.Tensor | None:
     rows, columns = _rows_and_columns(scales)
-    return None if len(rows) <= count else _offsets(rows % count, columns, -(-len(columns) // 4))
+    return None if len(rows) <= count else _RIGHT.offset(rows % count, columns, scales.shape)
 
 
 SWIZZLE_READS: tuple[Deviation[torch.Tensor], ...] = (
@@ -100,7 +89,7 @@ def wrong_layouts(scales: torch.Tensor, swizzled: torch.Tensor, _: StageResult, 
     """Mistakes that give the swizzled bytes of the linear scales (R, C)."""
     if padding_not_zeroed(swizzled, scales):
         yield PADDING_NOT_ZEROED.cause, PADDING_NOT_ZEROED.sentence
-    for row in deviating_layouts(scales):
+    for row in WRONG_LAYOUTS:
         if torch.equal(row.result(scales), swizzled):
             yield row.cause, row.sentence
 
@@ -109,7 +98,7 @@ def wrong_reads(swizzled: torch.Tensor, linear: torch.Tensor, _: StageResult, __
     """Mistakes that read the linear scales (R, C) from the swizzled ones as a wrong layout."""
     swizzled = swizzled.flatten()
     numbers = torch.arange(1, linear.numel() + 1, device=linear.device).view(linear.shape)
-    for row in deviating_layouts(numbers):
+    for row in WRONG_LAYOUTS:
         places = row.result(numbers).flatten()
         positions = places.nonzero().flatten()
         read = torch.empty_like(linear).flatten()

@@ -21,12 +21,13 @@ from narrowgauge.harness.operations.stages.quantized import padding
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.swizzle.case import SwizzleCase
 from narrowgauge.harness.operations.swizzle.deviations import wrong_layouts, wrong_reads
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
 
 def judge_swizzle(case: SwizzleCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge swizzle of the bytes (R, C), padding included, and unswizzle of the result where there is one."""
     scales, shape = inputs.x, (inputs.x.shape[0], inputs.x.shape[1])
-    padded = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
+    padded = LAYOUTS[TILES].padded_shape(shape)
 
     def call(given: Tensors) -> Tensors:
         outputs = backend.results("swizzle", {"swizzled": TensorForm(padded, torch.uint8)}, given["scales"])
@@ -50,7 +51,7 @@ def _layout(swizzled: torch.Tensor, scales: torch.Tensor) -> StageResult:
     """Every byte where it belongs, seen in the linear order, and zeros in the padding."""
     linear = reference.unswizzle(swizzled, (scales.shape[0], scales.shape[1]))
     result = _bytes("layout", linear, scales)
-    wrong, sentence = padding(swizzled, linear)
+    wrong, sentence = padding(swizzled, linear, TILES)
     result.compared = swizzled.numel()
     result.mismatches += wrong
     result.sentence = result.sentence or sentence

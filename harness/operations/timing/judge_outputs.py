@@ -12,13 +12,13 @@ from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.quantize.judge import columnwise_subject, only_half
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.quantize.quantize import quantize_half
 from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import split_random
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import Summation
 
@@ -104,62 +104,49 @@ def judge_halves(
     """Judge a rowwise and a columnwise half of `x` (M, K). A half may be None."""
     verdict = Verdict()
     bits = split_random(arguments.random)
-    for columnwise, (half, amax, random) in enumerate(zip(halves, arguments.amax, bits, strict=True)):
-        if half is not None:
-            _judge_half(verdict, x, recipe, half, amax, arguments.scale, random, columnwise=bool(columnwise))
+    for half, q, amax, random in zip(Half, halves, arguments.amax, bits, strict=True):
+        if q is not None:
+            _judge_half(verdict, x, half, half.recipe(recipe), q, amax, arguments.scale, random)
     return verdict
 
 
 def judge_quantized(x: torch.Tensor, recipe: Recipe, arguments: QuantizeArguments, q: Quantized) -> Verdict:
     """Judge `quantize` of `x` (M, K). Rows are rotated if the recipe rotates."""
     verdict = Verdict()
-    _judge_half(
-        verdict, x, recipe, q, arguments.amax[0], arguments.scale, arguments.random, columnwise=False, rotates_rows=True
-    )
+    _judge_half(verdict, x, Half.ROW, recipe, q, arguments.amax[0], arguments.scale, arguments.random)
     return verdict
 
 
 def _judge_half(
     verdict: Verdict,
     x: torch.Tensor,
-    both_recipe: Recipe,
+    half: Half,
+    recipe: Recipe,
     q: Quantized,
     amax: torch.Tensor | None,
     scale: torch.Tensor | None,
     random: Any,
-    *,
-    columnwise: bool,
-    rotates_rows: bool = False,
 ) -> None:
-    """Judge a half by the stages of a quantized matrix, slice by slice. `rotates_rows`: the half is a result of
-    `quantize`, which rotates rows; `quantize_both` does not."""
-    lines, length = x.shape[::-1] if columnwise else x.shape
-    recipe = both_recipe if columnwise or rotates_rows else both_recipe.rowwise
+    """Judge a half under its own recipe by the stages of a quantized matrix, slice by slice."""
+    shape = half.shape(x.shape)
     per_tensor = recipe.tensor_scale != "none" and recipe.granularity == "tensor"
     if per_tensor and amax is None:
-        amax = _largest(x, recipe, columnwise=columnwise)
-    for rows in row_slices(lines, length):
-        words = None if random is None else _random_words(random, (lines, length), rows, x.device, recipe)
+        amax = _largest(half.matrix(x), recipe)
+    for rows in row_slices(*shape):
+        words = None if random is None else _random_words(random, shape, rows, x.device, recipe)
         slice_amax = amax if per_tensor or amax is None else amax[rows]
-        given: dict[str, Any] = {"amax": slice_amax, "scale": scale, "random": words}
-        if columnwise:
-            part = x[:, rows].contiguous()
-            given |= {"amax": (None, slice_amax), "random": None if words is None else (None, words)}
-            expected = only_half(reference.quantize_both(part, both_recipe, rowwise=False, **given))
-            subject = columnwise_subject(part.T.contiguous(), recipe, words, free=False, amax_given=True)
-        else:
-            expected = reference.quantize(x[rows], recipe, **given)
-            subject = Subject(x[rows], recipe, words, amax_given=True)
-        for stage in quantize_stages(subject, _rows(q, rows), expected, "columnwise " if columnwise else "rowwise ")[0]:
+        part = half.matrix(half.matrix(x)[rows]).contiguous()
+        expected = quantize_half(half, part, recipe, slice_amax, scale, words)
+        subject = Subject.of_half(half, part, recipe, words, amax_given=True)
+        for stage in quantize_stages(subject, _rows(q, rows), expected, f"{half} ")[0]:
             verdict.add(stage)
 
 
-def _largest(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> torch.Tensor:
-    """max|x| of a matrix without NaN, rotated if the recipe rotates, float32 (1,)."""
-    lines, length = x.shape[::-1] if columnwise else x.shape
+def _largest(matrix: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """max|x| of a matrix without NaN, rotated along its rows if the recipe rotates, float32 (1,)."""
     maxima = []
-    for rows in row_slices(lines, length):
-        part = x[:, rows].T.contiguous() if columnwise else x[rows]
+    for rows in row_slices(*matrix.shape):
+        part = matrix[rows].contiguous()
         part = part if recipe.transform is None else reference.transform(part, recipe)
         maxima.append(part.abs().amax().float())
     return torch.stack(maxima).amax().view(1)

@@ -22,6 +22,7 @@ import torch
 
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FP32, Format
+from narrowgauge.spec.scale_layouts import TILED, TILES
 
 LAYOUTS = ("compressed-tensors", "ModelOpt", "DeepSeek", "FP8", "gpt-oss", "GGUF")
 
@@ -263,7 +264,7 @@ def shape_problem(layer: Layer) -> tuple[str, str]:
             f"{text}: the blocks were counted on packed bytes, so the scales were computed from packed data",
             "packed",
         )
-    tiles = (-(-expected[0] // 128) * 128, -(-expected[1] // 4) * 4)
+    tiles = TILED[TILES].padded_shape(expected)
     if (scales.rows, scales.columns) == tiles:
         return f"{text}: this is the shape of the 128x4 layout; the layout {layer.layout} stores linear scales", "shape"
     return text, "shape"

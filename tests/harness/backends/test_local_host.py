@@ -63,7 +63,10 @@ def test_declared_conventions_read_the_result(swizzled: bool) -> None:
     recipe = find_recipe("nvfp4@modelopt")
     conventions = {"nibbles": "high-first", "layout": "128x4", "tensor_scale_is": "decode"}
     backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions=conventions))
-    got, q = call.quantize(backend, x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+    got, q = (
+        call.quantize(backend, x, recipe, layout="128x4" if swizzled else "linear"),
+        reference.quantize(x, recipe, swizzled=swizzled),
+    )
     assert seen == [{}]  # the library always makes tiles
     assert got.swizzled is swizzled
     for name in ("codes", "scales", "amax", "tensor_scale"):
@@ -80,19 +83,22 @@ def test_linear_conventions_pass_on_the_request_for_tiles() -> None:
     recipe, x = find_recipe("mxfp4"), torch.randn(8, 64)
     backend = Backend.local("b", SimpleNamespace(quantize=quantize, conventions={"nibbles": "halves"}))
     for swizzled in (False, True):
-        got, q = call.quantize(backend, x, recipe, swizzled=swizzled), reference.quantize(x, recipe, swizzled=swizzled)
+        got, q = (
+            call.quantize(backend, x, recipe, layout="128x4" if swizzled else "linear"),
+            reference.quantize(x, recipe, swizzled=swizzled),
+        )
         assert torch.equal(got.codes, q.codes)
         assert torch.equal(got.scales, q.scales)
     without = SimpleNamespace(quantize=lambda x, recipe: quantize(x, recipe)[:2], conventions={"nibbles": "halves"})
     with pytest.raises(Unsupported, match="no argument 'swizzled'"):
-        call.quantize(Backend.local("b", without), x, recipe, swizzled=True)
+        call.quantize(Backend.local("b", without), x, recipe, layout="128x4")
 
 
 @pytest.mark.parametrize(
     ("conventions", "message"),
     [
         ({"nibble": "halves"}, "conventions is {'nibble': 'halves'}; it maps nibbles, layout, transposed"),
-        ({"layout": "tiles"}, "conventions: layout is 'tiles'; it can be 'linear', 'padded'"),
+        ({"layout": "tiles"}, "conventions: layout is 'tiles'; it can be 'linear', '128x4'"),
         ("high-first", "conventions is 'high-first'; it maps"),
     ],
 )

@@ -15,6 +15,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import modules, ops
 from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import training_recipe
+from narrowgauge.spec.quantized import Half
 from tests.harness.sample_backends import backend
 
 SHAPE = (1, 16, 32, 32)
@@ -42,12 +43,12 @@ def record_of(linear: Any, use: str, *flags: str, training: str = "MXFP8BlockSca
 class CachesByVersion(modules.Linear):
     """Quantizes the weight again if its version counter has changed."""
 
-    def weight_operand(self, weight: torch.Tensor, *given: Any, columnwise: bool = False) -> Any:
+    def weight_operand(self, weight: torch.Tensor, *given: Any, half: Half = Half.ROW) -> Any:
         kept = self.__dict__.setdefault("kept", {})
-        version, q = kept.get(columnwise, (None, None))
+        version, q = kept.get(half, (None, None))
         if version != weight._version:
-            q = super().weight_operand(weight, *given, columnwise=columnwise)
-            kept[columnwise] = weight._version, q
+            q = super().weight_operand(weight, *given, half=half)
+            kept[half] = weight._version, q
         return q
 
 
@@ -216,10 +217,10 @@ class CountsAgain(modules.Linear):
 
 
 class QuantizesOncePerBackward(modules.Linear):
-    def weight_operand(self, weight: torch.Tensor, *given: Any, columnwise: bool = False) -> Any:
+    def weight_operand(self, weight: torch.Tensor, *given: Any, half: Half = Half.ROW) -> Any:
         kept = self.__dict__.setdefault("kept", {})
-        key = self._backwards, columnwise
-        return kept.setdefault(key, super().weight_operand(weight, *given, columnwise=columnwise))
+        key = self._backwards, half
+        return kept.setdefault(key, super().weight_operand(weight, *given, half=half))
 
 
 class HiddenCache(QuantizesOncePerBackward):

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError, Unsupported
-from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
+from narrowgauge.harness.backends.results import as_quantized, as_sections
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.operations.quantize.call import quantize, quantize_both
+from narrowgauge.harness.operations.quantize.call import quantize, quantize_halves
 from narrowgauge.harness.operations.quantize_grouped.judge import quantize_grouped
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.quantized import Half, joined_sections
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
@@ -99,12 +100,12 @@ def sections(**changes):
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_sections_are_split_and_joined(columnwise):
     q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=columnwise)
-    result = as_sections(q, X, SIZES, NVFP4, columnwise=columnwise)
+    result = as_sections(q, X, SIZES, NVFP4, Half.of(columnwise=columnwise))
     assert [s.shape for s in result] == [(48, n) if columnwise else (n, 48) for n in SIZES]
     for one, other in zip(result, q.sections(), strict=True):
         for name in ("codes", "scales", "amax", "tensor_scale"):
             assert torch.equal(getattr(one, name), getattr(other, name))
-    joined = join_sections(result, columnwise=columnwise)
+    joined = joined_sections(result, Half.of(columnwise=columnwise))
     assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
 
 
@@ -173,7 +174,7 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
         quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
     )
     q = quantize(loaded, TALL, recipe, **scale_of(recipe))
-    row, column = quantize_both(loaded, TALL, recipe, **scale_of(recipe))
+    row, column = quantize_halves(loaded, tuple(Half), TALL, recipe, **scale_of(recipe))
     expected = reference.quantize_both(TALL, recipe, **scale_of(recipe))
     for one, other in ((q, expected[0]), (row, expected[0]), (column, expected[1])):
         assert torch.equal(one.codes, other.codes)
@@ -181,19 +182,19 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
         assert (one.shape, one.transposed) == (other.shape, other.transposed)
     assert column.transposed == (recipe.columnwise == "in-place")
     sizes = torch.tensor([130, 0, 70])
-    for columnwise in (False, True):
-        options = {"columnwise": columnwise, **scale_of(recipe, 3)}
-        parts = quantize_grouped(loaded, TALL, sizes, recipe, **options)
-        whole = reference.quantize_grouped(TALL, sizes, recipe, **options)
+    for half in Half:
+        options = scale_of(recipe, 3)
+        parts = quantize_grouped(loaded, TALL, sizes, recipe, half, **options)
+        whole = reference.quantize_grouped(TALL, sizes, recipe, columnwise=half is Half.COLUMN, **options)
         for one, other in zip(parts, whole.sections(), strict=True):
             assert torch.equal(one.codes, other.codes)
             assert torch.equal(one.scales, other.scales)
             assert (one.shape, one.transposed) == (other.shape, other.transposed)
         if recipe.stored_rows > 1 and not recipe.whole:  # a kernel that does not read the sizes leaves room at the end
             room = replace(whole, scales=torch.cat([whole.scales, whole.scales]))
-            again = as_sections(room, TALL, sizes.tolist(), recipe, columnwise=columnwise)
+            again = as_sections(room, TALL, sizes.tolist(), recipe, half)
             assert all(torch.equal(a.scales, b.scales) for a, b in zip(again, parts, strict=True))
-        joined = join_sections(parts, columnwise=columnwise)
+        joined = joined_sections(parts, half)
         assert torch.equal(joined["codes"], whole.codes)
         assert torch.equal(joined["scales"], whole.scales)
 
@@ -229,7 +230,7 @@ def test_a_scale_is_given_where_there_is_one_and_nowhere_else():
     for options in ({}, {"scale": torch.ones(1)}):
         for call in (
             lambda o=options: quantize(loaded, TALL, NVFP4, **o),
-            lambda o=options: quantize_both(loaded, TALL, NVFP4, **o),
+            lambda o=options: quantize_halves(loaded, tuple(Half), TALL, NVFP4, **o),
             lambda o=options: quantize_grouped(loaded, TALL, sizes, NVFP4, **o),
         ):
             with pytest.raises(Unsupported):

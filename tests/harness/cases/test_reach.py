@@ -37,7 +37,8 @@ def keywords(method: str) -> set[str]:
     """The keywords of a method in the signatures of the reference and of the kernels, and in the two lists of methods
     for authors of backends."""
     signatures = (inspect.signature(getattr(ops, method)) for ops in (reference, native))
-    found = {name for s in signatures for name, p in s.parameters.items() if p.kind is p.KEYWORD_ONLY}
+    # A backend is asked for a layout by `swizzled`, the other word of `scales`.
+    found = {name for s in signatures for name, p in s.parameters.items() if p.kind is p.KEYWORD_ONLY} - {"scales"}
     page = (CASES.parent / "docs" / "backends.md").read_text(encoding="utf-8")
     for text in (protocol.__doc__ or "", page):
         (listed,) = re.findall(rf"{method}\(([^)]*)\)", text)[:1]

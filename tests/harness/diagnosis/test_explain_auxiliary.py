@@ -13,9 +13,9 @@ from narrowgauge.harness.operations.update_scale.deviations import HISTORIES, SC
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
-from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.scale_layouts import TILED
 from tests.harness.sample_backends import backend, rotating
 
 SWIZZLE = case_from_labels("swizzle", "", (300, 20), "u8", "bytes")
@@ -36,13 +36,13 @@ def causes(case, **doors):
 
 def tiled(scales, order):
     """Padded scales as tiles (i / 128, i / 32 % 4, i % 32, j / 4, j % 4), permuted."""
-    padded = pad_scales(scales)
+    padded = TILED["128x4"].pad(scales)
     rows, columns = padded.shape
     return padded.view(rows // 128, 4, 32, columns // 4, 4).permute(order).reshape(rows, columns)
 
 
 def split_32_4(scales):
-    padded = pad_scales(scales)
+    padded = TILED["128x4"].pad(scales)
     rows, columns = padded.shape
     return padded.view(rows // 128, 32, 4, columns // 4, 4).permute(0, 3, 1, 2, 4).reshape(rows, columns)
 
@@ -59,7 +59,7 @@ def dirty(scales):
 
 
 LAYOUTS = {
-    "not-swizzled": pad_scales,
+    "not-swizzled": TILED["128x4"].pad,
     "not-swizzled ": unpadded,
     "swizzle-32-4": split_32_4,
     "swizzle-tiles-by-column": lambda scales: tiled(scales, (3, 0, 2, 1, 4)),

@@ -25,8 +25,9 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha, exact_product
 from narrowgauge.reference.gemm.operands import element_values, operand, scale_values
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands
-from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
+from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.quantized import GroupedQuantized
+from narrowgauge.spec.scale_layouts import TILED
 from tests.harness.sample_backends import backend
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -135,7 +136,7 @@ def as_swizzled(q):
 
 
 def as_linear(q):
-    return replace(q, scales=unswizzle(pad_scales(q.scales), tuple(q.scales.shape)))
+    return replace(q, scales=unswizzle(TILED["128x4"].pad(q.scales), tuple(q.scales.shape)))
 
 
 BLOCKS = [rule for rule in RECIPES if "current" not in rule]

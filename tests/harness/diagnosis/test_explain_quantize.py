@@ -14,11 +14,12 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import signs
-from narrowgauge.reference.quantize.layout import pack, pad_scales
+from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, tensor_scale, unrounded_scales
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.scale_layouts import TILED
 from tests.harness.wrong_steps import (
     by_lane,
     bytes_of,
@@ -531,13 +532,13 @@ def test_tensors_and_rotations(cause, wanted, steps):
 
 
 def split_of_rows(s):
-    padded = pad_scales(s.scales)
+    padded = TILED["128x4"].pad(s.scales)
     rows, columns = padded.shape
     return padded.view(rows // 128, 32, 4, columns // 4, 4).permute(0, 3, 1, 2, 4).reshape(rows, columns)
 
 
 def tiles_by_column(s):
-    padded = pad_scales(s.scales)
+    padded = TILED["128x4"].pad(s.scales)
     rows, columns = padded.shape
     return padded.view(rows // 128, 4, 32, columns // 4, 4).permute(3, 0, 2, 1, 4).reshape(rows, columns)
 
@@ -549,7 +550,7 @@ def padding_of_ones(s):
 
 SWIZZLED = case("nvfp4", "tiles", "swizzled", shape=(200, 192))
 LAYOUTS = [
-    ("not-swizzled", SWIZZLED, {"layout": lambda s: pad_scales(s.scales)}),
+    ("not-swizzled", SWIZZLED, {"layout": lambda s: TILED["128x4"].pad(s.scales)}),
     ("swizzle-32-4", SWIZZLED, {"layout": split_of_rows}),
     ("swizzle-tiles-by-column", SWIZZLED, {"layout": tiles_by_column}),
     ("padding-not-zeroed", SWIZZLED, {"layout": padding_of_ones}),

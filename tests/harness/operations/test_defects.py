@@ -12,11 +12,11 @@ from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax, over_tiles
-from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.reference.quantize.quantize import quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
 from narrowgauge.reference.quantize.steps import encode_elements
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.scale_layouts import TILED
 from tests.harness.operation_cases import (
     fails,
     gemm_case,
@@ -43,7 +43,7 @@ def test_a_kernel_with_both_halves_or_none_has_no_such_stage():
 
 def wrong_split(scales):
     """Rows split as (32, 4) in place of (4, 32)."""
-    padded = pad_scales(scales)
+    padded = TILED["128x4"].pad(scales)
     rows, columns = padded.shape
     return padded.view(rows // 128, 32, 4, columns // 4, 4).permute(0, 3, 1, 2, 4).reshape(rows, columns)
 

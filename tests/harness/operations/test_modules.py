@@ -22,7 +22,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shrink import shrink
 from narrowgauge.reference import modules
 from narrowgauge.reference.high_precision.bounded import Bounded
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.harness.sample_backends import backend
 
@@ -127,7 +127,7 @@ class Relabelled(modules.Linear):
     changed = "x columnwise"
 
     def operand(self, x: torch.Tensor, recipe: Recipe, scale: Any, **options: Any) -> Quantized:
-        rule, (columnwise, random) = recipe, (options.get("columnwise", False), options.get("random"))
+        rule, (columnwise, random) = recipe, (options.get("half") is Half.COLUMN, options.get("random"))
         if self.changed == "x columnwise" and columnwise and recipe == find("nvfp4-rht"):
             rule = recipe.rowwise
         if self.changed == "dy" and random is not None:
@@ -145,8 +145,8 @@ class Nearest(Relabelled):
 class Dgrad(modules.Linear):
     """The product for the input's gradient takes the rowwise half of the square weight."""
 
-    def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
-        return super().weight_operand(*given, columnwise=False)
+    def weight_operand(self, *given: Any, half: Half = Half.ROW) -> Quantized:
+        return super().weight_operand(*given)
 
 
 class BiasTwice(modules.Linear):
@@ -157,9 +157,9 @@ class BiasTwice(modules.Linear):
 class Stale(modules.Linear):
     """A weight that is quantized in the first step only."""
 
-    def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
+    def weight_operand(self, *given: Any, half: Half = Half.ROW) -> Quantized:
         kept = self.__dict__.setdefault("kept", {})
-        return kept.setdefault(columnwise, super().weight_operand(*given, columnwise=columnwise))
+        return kept.setdefault(half, super().weight_operand(*given, half=half))
 
 
 class NotRolled(modules.Linear):

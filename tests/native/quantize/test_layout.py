@@ -52,3 +52,17 @@ def test_strided_scales_are_refused() -> None:
         ops.swizzle(scales(4, 4).T)
     with pytest.raises(ValueError, match=r"scales of shape \(128, 128\) has strides \(1, 128\).* pass .*contiguous"):
         ops.unswizzle(scales(128, 128).T, (128, 128))
+
+
+def test_scales_of_another_layout_are_refused() -> None:
+    x = torch.ones(16, 64)
+    with pytest.raises(NotImplementedError, match="write scales in layout linear or 128x4, not 8x4"):
+        ops.quantize(x, "nvfp4", scales="8x4")
+    tiles = reference.quantize(x, "nvfp4", scales="8x4")
+    for call in (lambda: ops.dequantize(tiles), lambda: ops.gemm(tiles, tiles, out_dtype=torch.float32)):
+        with pytest.raises(NotImplementedError, match="scales in layout 8x4; kernels read linear and 128x4"):
+            call()
+    halves = (side.quantize_both(x, "nvfp4", scales="128x4") for side in (ops, reference))
+    for one, other in zip(*halves, strict=True):
+        assert one.scale_layout == other.scale_layout == "128x4"
+        assert torch.equal(one.scales, other.scales)

@@ -20,7 +20,7 @@ GPU = torch.device("cuda")
 VARIANTS: dict[str, tuple[KernelStruct, dict[str, Any]]] = {
     "nvfp4": (
         nvfp4._VARIANT,
-        nvfp4.variant(find_recipe("nvfp4"), rotation="NO_ROTATION", swizzled=False, random_given=False),
+        nvfp4.variant(find_recipe("nvfp4"), rotation="NO_ROTATION", layout="linear", random_given=False),
     ),
     "fp8": (fp8._VARIANT, fp8.variant(find_recipe("fp8-block-1x128-e4m3-fp32"))),
 }

@@ -29,7 +29,7 @@ SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequant
 NEAREST, STOCHASTIC = (
     variant_flags(
         nvfp4._VARIANT,
-        nvfp4.variant(find_recipe(name), rotation="NO_ROTATION", swizzled=False, random_given=False),
+        nvfp4.variant(find_recipe(name), rotation="NO_ROTATION", layout="linear", random_given=False),
         torch.device("cuda"),
     )
     for name in ("nvfp4", "nvfp4-sr")

@@ -19,6 +19,7 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.scaling import divide, encode_scales, unrounded_scales
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import TILED, Layout
 
 
 def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
@@ -220,6 +221,12 @@ def _has_rows(recipe: Recipe) -> bool:
     return not recipe.whole
 
 
+def _in_layout(layout: Layout, r: Replay) -> torch.Tensor:
+    """Scales in a layout with tiles, read as linear ones: only whole tiles have their shape."""
+    scales = r.compute_stage("scales")
+    return layout.pack(scales) if layout.padded_shape(scales.shape) == scales.shape else scales
+
+
 STORED_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("scales-flushed", "scales: flushed to 0 where they are subnormal", "scales", _flushed_scales,
               when=lambda recipe: recipe.scale in (E8M0, FP32) and not recipe.whole),
@@ -239,5 +246,7 @@ STORED_SCALES: tuple[QuantizeDeviation, ...] = (
               lambda r: r.compute_stage("scales").roll(-1, 0), when=_has_rows, row_local=False),
     Deviation("scales-of-previous-row", "a row has the scales of the one before", "scales",
               lambda r: r.compute_stage("scales").roll(1, 0), when=_has_rows, row_local=False),
+    Deviation("scales-in-layout:{}", "scales are in the layout {}, not linear", "scales", _in_layout, TILED,
+              when=lambda recipe: recipe.scale is not FP32, row_local=False),
 )  # fmt: skip
 """Wrong scales of any format."""

@@ -23,6 +23,7 @@ from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 Shown = Mapping[str, torch.Tensor | Quantized]
 Tensors = Mapping[str, torch.Tensor]
@@ -213,7 +214,7 @@ def has_rows(result: torch.Tensor | Quantized) -> bool:
         return True
     alone = result.recipe.whole or result.recipe.block[0] == 1
     scaled = result.recipe.tensor_scale in ("none", "given") or result.amax is not None
-    return alone and scaled and not result.transposed and not result.swizzled
+    return alone and scaled and not result.transposed and result.scale_layout == LINEAR
 
 
 def rows_of(result: torch.Tensor | Quantized, rows: torch.Tensor) -> torch.Tensor | Quantized:
