@@ -26,6 +26,7 @@ from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
 from narrowgauge.harness.hosts.remote.results import ResultMemory
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
+from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import needs_lock
 
@@ -46,11 +47,13 @@ class HostSettings:
     workers: int = 1
     """Number of hosts that share the cores."""
     untrusted: bool = False
-    """Whether the reference is blocked in the host."""
+    """Whether the host is separated from the reference (`harness.hosts.separation`)."""
     sanitized: bool = False
     """Whether the host has the sanitizers."""
     change: tuple[str, str, str] | None = None
     """A changed source file of the native kernels: its name, its text, and the folder of its compiled kernels."""
+    hidden: tuple[str, ...] = ()
+    """Folders of the run that a separated host does not see."""
 
 
 class RemoteHost:
@@ -75,7 +78,8 @@ class RemoteHost:
         self._limit = CAPACITY
         self._run: RemoteRun | None = None
         marker = f"narrowgauge-{secrets.token_hex(8)}"
-        self.transport = Transport(channel, marker, interpreter)
+        hidden = settings.hidden if settings.untrusted else None
+        self.transport = Transport(channel, marker, interpreter, hidden)
         self.inputs = InputMemory(self.transport, self.device, f"{marker}-inputs")
         self.results = ResultMemory(self.transport, f"{marker}-results")
         self.transport.on_start = self._load_backend
@@ -114,10 +118,18 @@ class RemoteHost:
             with self.transport.reading("facts"):
                 self._room = number_of_bytes(answer["room"])
                 self.facts = self._facts(answer)
-                self._notes += _sentences(answer["notes"])
+                self._notes += _sentences(answer["notes"]) + self._separation_notes()
                 self.loaded += _news(answer["loaded"])
         except HostLost as lost:
             raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
+
+    def _separation_notes(self) -> list[dict[str, str]]:
+        """A note if the system cannot separate the host as `--untrusted` promises."""
+        process = self.transport.process
+        mechanism = process.separation if process is not None and self.settings.untrusted else NAMESPACES
+        if mechanism == NAMESPACES:
+            return []
+        return [{"cause": NOT_SEPARATED, "sentence": SENTENCES.get(mechanism, SENTENCES[NOTHING])}]
 
     def room(self) -> int:
         """Bytes of memory that were free when the host had loaded the backend, on its device."""

@@ -91,9 +91,9 @@ class _Server:
         before = read_environment()
         try:
             if settings["untrusted"]:
-                from narrowgauge.harness.hosts.blocked_imports import block_reference
+                from narrowgauge.harness.hosts.separation import refuse_imports
 
-                block_reference()
+                refuse_imports()
             if settings["sanitized"]:
                 os.environ.pop("LD_PRELOAD", None)  # compilers that a backend starts have no sanitizers
             if settings["change"]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -51,14 +51,25 @@ class Channel:
         self._connection = Connection(end)
 
     def start(
-        self, descriptors: list[int], *, environment: Mapping[str, str] | None = None, deadline: float = float("inf")
-    ) -> int:
-        """Start a host, and give its process id. `descriptors`: its connection, its output, and the file of its stacks.
+        self,
+        descriptors: list[int],
+        *,
+        environment: Mapping[str, str] | None = None,
+        hidden: Sequence[str] | None = None,
+        deadline: float = float("inf"),
+    ) -> tuple[int, str]:
+        """Start a host. Gives its process id, and the mechanism that separates it (`harness.hosts.separation`).
 
-        `environment`: variables of a fresh interpreter, for libraries that load at its start; None: a fork.
+        `descriptors`: its connection, its output, and the file of its stacks. `environment`: variables of a fresh
+        interpreter, for libraries that load at its start; None: a fork. `hidden`: folders of the run that a separated
+        host does not see; None: the host is not separated, and the mechanism is empty.
         """
-        message = {"op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment)}
-        return int(self._ask(message, descriptors, deadline)["pid"])
+        message = {
+            "op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment),
+            "hidden": None if hidden is None else list(hidden),
+        }  # fmt: skip
+        answer = self._ask(message, descriptors, deadline)
+        return int(answer["pid"]), str(answer["separation"])
 
     def end(self, pid: int, *, wait: float = 0.0) -> int | None:
         """Kill a host, after `wait` seconds, and its descendants. Gives its exit status, negative for a signal."""
@@ -278,25 +289,32 @@ def _start_hosts(descriptor: int) -> None:
                 _end_descendants()
                 judge.send({"status": status})
                 continue
+            told, tell = os.pipe2(os.O_CLOEXEC)
             pid = os.fork()
             if not pid:
-                run_and_exit(partial(_be_host, message, given))
-            for number in given:
+                run_and_exit(partial(_be_host, message, given, tell))
+            for number in (*given, tell):
                 os.close(number)
-            judge.send({"pid": pid})
+            with os.fdopen(told) as answer:  # the host writes before it loads the backend
+                judge.send({"pid": pid, "separation": answer.read()})
     _end_descendants()
 
 
-def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
-    """Serve as a host."""
+def _be_host(message: dict[str, Any], descriptors: list[int], tell: int) -> None:
+    """Serve as a host. `tell`: pipe for the mechanism of its separation."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    detach_process()
     connection, output, stacks = descriptors
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    close_others([connection, stacks])
+    close_others([connection, stacks, tell])
     take_state(message["state"])
+    if message["hidden"] is not None:
+        from narrowgauge.harness.hosts.separation import separate
+
+        os.write(tell, separate(message["hidden"]).encode())
+    os.close(tell)
+    detach_process()  # a separation ends the bond to the parent
     if message["fresh"] is not None:
         os.environ.update(message["fresh"])
         for kept in (connection, stacks):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.traces import VARIABLE
 from narrowgauge.harness.cases.operations import outside_paths
 from narrowgauge.harness.hosts.frames import Connection, FrameError
 from narrowgauge.harness.hosts.starter import Channel, starter
@@ -51,7 +52,7 @@ class Settings:
     sharing: int = 0
     """Number of cases that share the run's false alarms. 0: `run_tasks` counts its tasks."""
     untrusted: bool = False
-    """Whether the reference is blocked in the kernel hosts."""
+    """Whether kernel hosts are separated from the reference and from the files of the run."""
     fresh_host: bool = False
     """Whether each case has a kernel host of its own."""
     change: tuple[str, str, str] | None = None
@@ -261,7 +262,7 @@ def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:
 
     given = HostSettings(
         settings.backend, settings.device, settings.schedules, settings.workers, settings.untrusted, settings.sanitize,
-        settings.change,
+        settings.change, _own_folders(settings) if settings.untrusted else (),
     )  # fmt: skip
     interpreter = None
     if settings.sanitize:
@@ -269,3 +270,9 @@ def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:
 
         interpreter = Sanitizer()
     return RemoteHost(given, hosts, interpreter=interpreter, load=max(LOAD, settings.timeout))
+
+
+def _own_folders(settings: Settings) -> tuple[str, ...]:
+    """Folders to which only the processes of the run write: the report, and the steps of contracts."""
+    report = os.path.dirname(os.path.abspath(settings.failures)) if settings.failures else ""
+    return tuple(filter(None, (report, os.environ.get(VARIABLE))))

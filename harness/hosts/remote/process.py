@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +16,11 @@ from narrowgauge.harness.hosts.starter import Channel
 class HostProcess:
     """A process of a host."""
 
-    def __init__(self, channel: Channel, marker: str, variables: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, channel: Channel, marker: str, variables: Mapping[str, str] | None, hidden: Sequence[str] | None
+    ) -> None:
         """`marker`: as in `LeftProcesses`. `variables`: environment variables of a fresh interpreter; None: a fork.
+        `hidden`: as of `Channel.start`.
 
         Raises StarterError.
         """
@@ -27,7 +30,8 @@ class HostProcess:
         self._channel, self.stacks, self._exit = channel, StackFile(), -1
         self.connection = Connection(ours)
         try:
-            self.pid = channel.start([theirs.fileno(), written, self.stacks.descriptor], environment=variables)
+            given = [theirs.fileno(), written, self.stacks.descriptor]
+            self.pid, self.separation = channel.start(given, environment=variables, hidden=hidden)
         except BaseException:
             self._close()
             self.stacks.close()
