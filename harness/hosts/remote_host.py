@@ -17,6 +17,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guard import POISON
+from narrowgauge.harness.backends.guarded_memory import ZONE
 from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.cost import room
@@ -280,6 +281,7 @@ class RemoteHost:
 
     def end_run(self) -> tuple[float, list[str], list[str]]:
         """End a run. Gives its seconds, and the sentences of its violations."""
+        written = self._written_zones()
         self.leave_run()
         end = self.transport.ask({"op": "end", "lock": needs_lock(self.device.type)})
         with self.transport.reading("an end of the run"):
@@ -287,7 +289,23 @@ class RemoteHost:
             if not 0 <= seconds < 1e9:
                 raise ValueError(f"{seconds} seconds")
             outside, changed = ([str(text)[: codec.TEXT] for text in end[key]] for key in ("outside", "changed"))
-        return seconds, outside, changed
+        return seconds, outside or written, changed  # a host that says nothing proves nothing
+
+    def _written_zones(self) -> list[str]:
+        """Sentences on overwritten guard zones of the results of the run, which this process reads in the memory of the
+        host."""
+        process, run, written = self.transport.process, self._run, list[str]()
+        if process is None or run is None:
+            return written
+        calls = [entry for entry in run.script if isinstance(entry, Call)]
+        with self.transport.reading("guard zones"):
+            for call, place in ((entry, place) for entry in calls for place in entry.answer["guarded"]):
+                begin, size = map(number_of_bytes, place)
+                for side, start in (("before", begin - ZONE), ("behind", begin + size)):
+                    zone = process.memory(start, ZONE)
+                    if zone is not None and (count := ZONE - zone.count(run.poison)):
+                        written.append(f"{count} bytes {side} a result of {call.message['method']} were written")
+        return written
 
     def leave_run(self) -> None:
         """Forget the run, also after an exception."""

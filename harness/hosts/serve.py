@@ -278,7 +278,8 @@ class _Server:
                 "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
             }
         self.pending = None
-        return {"result": encoded, "used": writer.used, "aliases": aliases}
+        places = [] if self.run is None or method in DRIVEN else map(self.run.place_of, writer.tensors)
+        return {"result": encoded, "used": writer.used, "aliases": aliases, "guarded": list(filter(None, places))}
 
     def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""
@@ -389,6 +390,10 @@ class _Run:
             self._stack = ExitStack()
             self._stack.enter_context(self._host.variation(self._variation))
         return self._guard
+
+    def place_of(self, tensor: torch.Tensor) -> list[int] | None:
+        """As `Guard.place_of`, for a result in memory of a CPU: the judge reads the guard zones of these itself."""
+        return self._guard.place_of(tensor) if tensor.device.type == "cpu" else None
 
     def end(self) -> dict[str, Any]:
         """Leave the variation. The answer has the seconds of the calls and the violations."""

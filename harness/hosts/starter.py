@@ -27,6 +27,7 @@ from narrowgauge.harness.hosts.frames import Connection, FrameError, close_other
 from narrowgauge.harness.machine.process import (
     KILLED,
     adopt_orphans,
+    allow_reading,
     detach_process,
     end_with_parent,
     interpreter,
@@ -329,7 +330,9 @@ def serve_on(descriptor: int, stacks: int) -> None:
     from narrowgauge.harness.hosts.output import write_stacks
     from narrowgauge.harness.hosts.serve import serve
 
-    connection = Connection(socket.socket(fileno=descriptor))
+    end = socket.socket(fileno=descriptor)
+    allow_reading(end)
+    connection = Connection(end)
     with suppress(FrameError):
         settings, _ = connection.receive()
         # A sanitizer has its own handlers of fatal signals.

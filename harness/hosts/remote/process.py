@@ -27,7 +27,7 @@ class HostProcess:
         ours, theirs = pair()
         self._output, written = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
-        self._channel, self.stacks, self._exit = channel, StackFile(), -1
+        self._channel, self.stacks, self._exit, self._memory = channel, StackFile(), -1, -1
         self.connection = Connection(ours)
         try:
             given = [theirs.fileno(), written, self.stacks.descriptor]
@@ -66,6 +66,16 @@ class HostProcess:
         """Print what the host printed."""
         self.printed, self._open = forward(self._output, self.printed)
 
+    def memory(self, address: int, size: int) -> bytes | None:
+        """Bytes of the memory of the process. None if the system, or the process, does not let this process read."""
+        try:
+            if self._memory < 0:
+                self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            found = os.pread(self._memory, size, address)
+        except (OSError, OverflowError):
+            return None
+        return found if len(found) == size else None
+
     def end(self, *, wait: float = 0.0) -> int | None:
         """End the process, after `wait` seconds, and its descendants. Gives its exit status, and keeps the file of its
         stacks open. Raises StarterError."""
@@ -75,6 +85,6 @@ class HostProcess:
 
     def _close(self) -> None:
         self.connection.close()
-        for descriptor in (self._output, self._exit):
+        for descriptor in (self._output, self._exit, self._memory):
             if descriptor >= 0:
                 os.close(descriptor)
