@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 @pytest.mark.parametrize("side", ["before", "behind"])
 @pytest.mark.parametrize("patch", PATCHES)
-def test_a_write_beside_a_result_fails_also_if_the_host_says_nothing(patch: str, side: str) -> None:
+def test_a_write_beside_a_result_fails_without_the_host(patch: str, side: str) -> None:
     with hosted_backend(f"{__name__}:{side}_{patch}") as backend:
         record = run_case(QUANTIZE, backend)
     assert (record.verdict, record.stage) == ("fail", "memory"), record.message
