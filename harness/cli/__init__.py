@@ -16,8 +16,10 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Entry point. `narrowgauge run` starts its processes before it imports the commands: they import torch."""
     if sys.argv[1:2] == ["run"] and "--help" not in sys.argv:
+        from narrowgauge.harness.hosts.starter import end_orphans_at_exit
         from narrowgauge.harness.running.supervisor import start_server
 
+        end_orphans_at_exit()
         start_server()
     from narrowgauge.harness.cli import commands
 

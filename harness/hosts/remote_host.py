@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
+from narrowgauge.harness.hosts.remote.process import HostProcess
 from narrowgauge.harness.hosts.remote.results import ResultMemory
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
 from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
@@ -74,6 +76,8 @@ class RemoteHost:
         """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
         reader empties the list."""
         self._notes: list[dict[str, str]] = []
+        self._limits: list[tuple[int, int]] = []
+        """Limits of the resources of the process before the case."""
         self._variations: list[str] | None = None
         """Names of the ways of running, from the first answer of the host."""
         self._limit = CAPACITY
@@ -158,7 +162,8 @@ class RemoteHost:
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
         self._limit, self.aliases = memory, []
-        self.transport.start().printed = 0
+        process = self.transport.start()
+        process.printed, self._limits = 0, process.limits()
         self.transport.expect(seconds)
         self.transport.post({"op": "case"})
 
@@ -177,6 +182,8 @@ class RemoteHost:
             peak = number_of_bytes(answer["peak"])
             end = CaseEnd(gpu_error, answer["usable"] is True, peak, notes + _sentences(answer["notes"]))
             self.loaded += _news(answer["loaded"])
+            harm = self._harm(process, answer)
+        end.notes += [{"cause": cause, "sentence": f"the case left {sentence}"} for cause, sentence in harm.items()]
         if left := process.left.new():
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
@@ -184,9 +191,21 @@ class RemoteHost:
         process.forward()
         if max(self.inputs.touched, self.results.touched) > KEPT:
             self._free()
-        if not end.usable:
+        if not end.usable or harm:
             self.close()
         return end
+
+    def _harm(self, process: HostProcess, answer: dict[str, Any]) -> dict[str, str]:
+        """Sentences by causes: what the case left in its process and would harm later cases. The process is ended."""
+        found = {}
+        if self.inputs.replaced({int(number): int(place) for number, place in answer["inputs"]}, process.memory):
+            found["leaves-mappings"] = "other memory in place of its inputs"
+        limits = zip(chain(*process.limits()), chain(*self._limits), strict=False)
+        if any(_lower(now, before) for now, before in limits):
+            found["leaves-limits"] = "lower limits of resources (setrlimit)"
+        if answer["timers"]:
+            found["leaves-timers"] = "a timer that sends a signal (setitimer)"
+        return found
 
     def seed(self, random: object) -> None:
         """Seed torch's generators in the host."""
@@ -303,7 +322,7 @@ class RemoteHost:
                 begin, size = map(number_of_bytes, place)
                 for side, start in (("before", begin - ZONE), ("behind", begin + size)):
                     zone = process.memory(start, ZONE)
-                    if zone is not None and (count := ZONE - zone.count(run.poison)):
+                    if zone is not None and (count := len(zone) - zone.count(run.poison)):
                         written.append(f"{count} bytes {side} a result of {call.message['method']} were written")
         return written
 
@@ -402,6 +421,11 @@ class RemoteRun:
             more, written = self._host.inputs.check_slots(self.span, self._inputs, self._given, self.poison)
             outside, changed = outside + more, changed + written
         return outside, changed
+
+
+def _lower(limit: int, other: int) -> bool:
+    """Whether a limit of a resource is lower than another. -1: no limit."""
+    return limit != other and (other < 0 or 0 <= limit < other)
 
 
 def _raise_error(answer: dict[str, Any]) -> None:

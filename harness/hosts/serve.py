@@ -8,7 +8,9 @@ result a place in the results. The judge believes nothing that this process says
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -35,6 +37,7 @@ from narrowgauge.harness.machine.float_environment import changes, read_environm
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.process import prepare_process, wait_for_gpus_asleep
 
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 DRIVEN = ("run_module", "start_layer", "forward_layer", "backward_layer")
 """Methods that the host has in place of the backend: they call the backend's modules."""
 
@@ -79,6 +82,8 @@ class _Server:
         self.environment: dict[str, Any] = {}
         self.layers: LayerDriver | None = None
         """Layers of a training."""
+        self.threads: set[threading.Thread] = set()
+        """Threads of Python before the case."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +149,7 @@ class _Server:
     def on_case(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Begin a case."""
         self.earlier.clear()
+        self.threads = set(threading.enumerate())
         if self.device.type == "cuda":
             if torch.cuda.memory_reserved() > KEPT:
                 torch.cuda.empty_cache()
@@ -157,8 +163,18 @@ class _Server:
         before, self.environment = self.environment, read_environment()
         return {
             "gpu_error": end.gpu_error, "usable": end.usable, "peak": peak,
-            "notes": changes(before, self.environment), "loaded": self.loaded.news(),
+            "notes": changes(before, self.environment) + self._left(), "loaded": self.loaded.news(),
+            "timers": any(signal.getitimer(timer)[0] for timer in _TIMERS),
+            "inputs": [[number, memory.bytes.data_ptr()] for number, memory in self.inputs.items()],
         }  # fmt: skip
+
+    def _left(self) -> list[dict[str, str]]:
+        """A note on the threads of Python that the case started, and that still run."""
+        names = sorted(thread.name for thread in set(threading.enumerate()) - self.threads)
+        if not names:
+            return []
+        sentence = f"the case left {len(names)} thread{'s' * (len(names) > 1)} behind: {', '.join(names[:5])}"
+        return [{"cause": "leaves-threads", "sentence": sentence}]
 
     def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Names of the ways of running."""

@@ -8,6 +8,7 @@ servers, such as the process that forks judges (`harness.running.judge_server`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -37,6 +38,8 @@ from narrowgauge.harness.machine.process import (
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
 _KERNELS = "narrowgauge.native.ops"
 """Imported for hosts alone, after the fork of a server that was requested first: both then import at the same time."""
+_REMOVE = 0
+"""IPC_RMID of linux/ipc.h."""
 _POLL = 0.02
 """Seconds between two looks at a process that is to end."""
 
@@ -185,17 +188,25 @@ def main(descriptor: int) -> None:
     _warm_up()
     gc.freeze()  # a collection in a host would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
+    adopt_orphans()  # a backend can kill the process that would end what its host leaves behind
     run = Connection(socket.socket(fileno=descriptor))
+    forked: dict[int, int] = {}
+    """Forks of this process, by file descriptors that can be read at their end."""
     channels: dict[int, socket.socket] = {}
     """Channels whose judge has not asked for a host yet: most judges never use their second channel."""
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
-            for ready in readable([run, *channels], float("inf")):
+            for ready in readable([run, *channels, *forked], float("inf")):
+                if ready in forked:
+                    os.close(ready)
+                    del forked[ready]
+                    _end_descendants(forked.values())
+                    continue
                 if ready is not run:
                     with channels.pop(ready) as channel:
                         if channel.recv(1, socket.MSG_PEEK):  # else the judge has ended
-                            _fork(_start_hosts, ready)
+                            forked |= _fork(_start_hosts, ready)
                     continue
                 message, descriptors = run.receive()
                 if message["op"] == "judge" and _KERNELS not in sys.modules:
@@ -207,17 +218,19 @@ def main(descriptor: int) -> None:
                     if message["op"] == "judge":
                         channels[end] = socket.socket(fileno=end)
                     else:
-                        _fork(import_module(message["module"]).main, end)
+                        forked |= _fork(import_module(message["module"]).main, end)
                         os.close(end)
-    _wait_for_children()
+    _wait_for_children(forked.values())
 
 
-def _fork(function: Callable[[int], None], end: int) -> None:
-    """Call a function with a connection, by its file descriptor, in a fork."""
-    if not os.fork():
+def _fork(function: Callable[[int], None], end: int) -> dict[int, int]:
+    """Call a function with a connection, by its file descriptor, in a fork. Gives its process id by a file descriptor
+    that can be read at its end."""
+    if not (pid := os.fork()):
         gc.enable()
         close_others([end])
         run_and_exit(partial(function, end))
+    return {os.pidfd_open(pid): pid}
 
 
 def import_if_present(module: str) -> None:
@@ -269,11 +282,12 @@ def _warm_up() -> None:
         torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-def _wait_for_children() -> None:
-    """Wait until the judges have ended, and with them the processes that start their hosts."""
+def _wait_for_children(forked: Collection[int]) -> None:
+    """Wait until the judges have ended, and with them the processes that start their hosts. End all others."""
     until = time.monotonic() + KILLED
-    while children(os.getpid()) and time.monotonic() < until:
+    while not set(forked).isdisjoint(children(os.getpid())) and time.monotonic() < until:
         time.sleep(_POLL)
+    _end_descendants()
 
 
 def _start_hosts(descriptor: int) -> None:
@@ -287,7 +301,7 @@ def _start_hosts(descriptor: int) -> None:
             message, given = judge.receive()
             if message["op"] == "end":
                 status = end_child(message["pid"], message["wait"])
-                _end_descendants()
+                remove_shared_memory({message["pid"], *_end_descendants()})
                 judge.send({"status": status})
                 continue
             told, tell = os.pipe2(os.O_CLOEXEC)
@@ -298,7 +312,7 @@ def _start_hosts(descriptor: int) -> None:
                 os.close(number)
             with os.fdopen(told) as answer:  # the host writes before it loads the backend
                 judge.send({"pid": pid, "separation": answer.read()})
-    _end_descendants()
+    remove_shared_memory(_end_descendants())
 
 
 def _be_host(message: dict[str, Any], descriptors: list[int], tell: int) -> None:
@@ -360,16 +374,34 @@ def _exit_status(pid: int, seconds: float) -> int | None:
         time.sleep(min(_POLL, seconds / 10))
 
 
-def _end_descendants() -> None:
-    """Kill the children of this process, and the orphans of each killed child."""
-    until = time.monotonic() + KILLED
-    while (found := children(os.getpid())) and time.monotonic() < until:
+def end_orphans_at_exit() -> None:
+    """Adopt the processes that backends leave behind, also if a backend kills the starter, and end them at the exit of
+    this process."""
+    adopt_orphans()
+    earlier = children(os.getpid())
+    atexit.register(lambda: _end_descendants(earlier))
+
+
+def remove_shared_memory(creators: Collection[int]) -> None:
+    """Remove the System V shared memory that these processes made: it stays in memory when they have ended."""
+    with suppress(OSError), open("/proc/sysvipc/shm", encoding="ascii") as file:
+        for _, number, _, _, creator, *_ in map(str.split, file.readlines()[1:]):
+            if int(creator) in creators:
+                ctypes.CDLL(None).shmctl(int(number), _REMOVE, None)
+
+
+def _end_descendants(kept: Collection[int] = ()) -> set[int]:
+    """Kill the children of this process beside `kept`, and the orphans of each killed child. Gives all of them."""
+    until, ended = time.monotonic() + KILLED, set[int]()
+    while (found := set(children(os.getpid())) - set(kept)) and time.monotonic() < until:
+        ended |= found
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    return ended
 
 
 def children(parent: int) -> list[int]:

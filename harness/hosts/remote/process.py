@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -66,15 +67,26 @@ class HostProcess:
         """Print what the host printed."""
         self.printed, self._open = forward(self._output, self.printed)
 
+    def limits(self) -> list[tuple[int, int]]:
+        """Soft and hard limits of the resources of the process. Empty if the system does not tell them."""
+        numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+        try:
+            return [resource.prlimit(self.pid, number) for number in sorted(numbers)]
+        except (OSError, AttributeError):  # AttributeError: another system
+            return []
+
     def memory(self, address: int, size: int) -> bytes | None:
-        """Bytes of the memory of the process. None if the system, or the process, does not let this process read."""
+        """Bytes of the memory of the process. None if the system does not let this process read; fewer bytes, or none,
+        if there is no memory."""
         try:
             if self._memory < 0:
                 self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-            found = os.pread(self._memory, size, address)
-        except (OSError, OverflowError):
+        except OSError:
             return None
-        return found if len(found) == size else None
+        try:
+            return os.pread(self._memory, size, address)
+        except (OSError, OverflowError):
+            return b""
 
     def end(self, *, wait: float = 0.0) -> int | None:
         """End the process, after `wait` seconds, and its descendants. Gives its exit status, and keeps the file of its

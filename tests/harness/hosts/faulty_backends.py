@@ -244,6 +244,17 @@ def daemon(x: torch.Tensor, q: Any) -> Any:
     return q
 
 
+@attack("crash")
+def daemon_behind_the_parent_of_hosts(x: torch.Tensor, q: Any) -> Any:
+    """A process that survives the process that would end it."""
+    parent = os.getppid()
+    daemon(x, q)
+    time.sleep(0.2)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(5)
+    return q
+
+
 @attack("pass")
 def other_program(x: torch.Tensor, q: Any) -> Any:
     subprocess.Popen(["sleep", "600"], start_new_session=True)  # its output is that of the host
@@ -559,10 +570,9 @@ ATTACKS["second_run_ends"] = Wanted(_in_second_run(lambda x, q: os._exit(3)), fr
 
 MANY = (
     "patches_reference", "text_into_every_descriptor", "fork_whose_child_returns", "empty_frame", "gives_cycle",
-    "frames_of_other_messages", "exit_in_a_thread", "closes_all_descriptors", "daemon", "kills_its_group",
-    "writes_to_its_input", "descriptors_into_connection", "gives_many_tensors",
-    "folder_environment_and_path", "signals_and_collector", "patches_torch_equal",
-    "second_run_differs",
+    "daemon_behind_the_parent_of_hosts", "frames_of_other_messages", "exit_in_a_thread", "closes_all_descriptors",
+    "daemon", "kills_its_group", "writes_to_its_input", "descriptors_into_connection", "gives_many_tensors",
+    "folder_environment_and_path", "signals_and_collector", "patches_torch_equal", "second_run_differs",
 )  # fmt: skip
 MANY_SHAPES = {name: (16, 32 * (n + 1)) for n, name in enumerate(MANY)}
 
