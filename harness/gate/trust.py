@@ -146,6 +146,8 @@ def _header_problems(run: RecordedRun) -> Iterator[str]:
         yield f"header: device is {shown(run.device)}, not {', '.join(DEVICES)}"
     if repeated := [case for case, count in Counter(run.cases).items() if count > 1]:
         yield f"header: cases has {shown(repeated[0])} twice"
+    if not run.environment:
+        yield "header: environment is empty, and a run describes its machine"
     if run.schedules < 1:
         yield f"header: schedules is {run.schedules}, not a number ≥ 1"
     if run.shard is None and run.selection:

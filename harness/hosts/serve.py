@@ -21,7 +21,14 @@ import torch
 
 from narrowgauge.harness.backends.concurrency import Run, execute
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
+from narrowgauge.harness.backends.guarded_memory import (
+    ALIGNMENT,
+    Allocation,
+    Slot,
+    contiguous_strides,
+    element_bytes,
+    element_extent,
+)
 from narrowgauge.harness.backends.loading import Loaded, error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
@@ -434,10 +441,11 @@ class _Writer:
     def place(self, tensor: torch.Tensor) -> list[Any]:
         """The place of a tensor: first byte, dtype, shape, and strides or None. The bytes are contiguous.
 
-        Raises ValueError for a tensor on another device than the backend.
+        Raises ValueError for a tensor on another device than the backend, and for one without the memory of its shape.
         """
         if tensor.device.type != self._device.type:
             raise ValueError(f"a tensor on {tensor.device}; its input is on {self._device}")
+        _require_memory(tensor)
         start = self.used
         self.tensors.append(tensor)
         self._starts.append(start)
@@ -468,6 +476,19 @@ class _Writer:
         for tensor in self.tensors:
             parts += [element_bytes(tensor).view(-1), gap[: -tensor.nbytes % ALIGNMENT]]
         self._memory[self._first : self._first + self.used].copy_(torch.cat(parts))
+
+
+def _require_memory(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor whose elements cannot be read: the process would die."""
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(f"a {kind} of layout {tensor.layout}; a result is a dense tensor")
+    storage = tensor.untyped_storage()
+    last = int(tensor.storage_offset()) + element_extent(tensor.shape, tensor.stride())
+    if storage.device.type != tensor.device.type or (tensor.numel() and last * tensor.itemsize > storage.nbytes()):
+        raise ValueError(
+            f"a {kind} of shape {tuple(tensor.shape)} without its memory: it was freed, or is a fake tensor"
+        )
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

@@ -123,8 +123,8 @@ def cut(value: object) -> str:
 
 
 def escape(value: object) -> str:
-    """Text on one line, cut, with Markdown and HTML characters escaped."""
-    return re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value))
+    """Text on one line, cut, with Markdown and HTML characters escaped. It mentions no user of a forge."""
+    return re.sub(r"(?<!\w)@(?=\w)", "@<!-- -->", re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value)))
 
 
 def code(value: str) -> str:
