@@ -36,6 +36,12 @@ from narrowgauge.harness.machine.gpu_lock import needs_lock
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
 
+_NOTES, _NOTE = 20, 2000
+"""Notes of an answer that are kept, and characters of each. A kernel decides what a host says."""
+_NAMES = 10_000
+"""Files and packages of an answer that are kept."""
+_SLOW = 10.0
+"""Seconds of an import of a backend from which on a note says so: every kernel host imports it."""
 _SETTLE = 5.0
 """Seconds that the end of a case has at least."""
 
@@ -105,7 +111,7 @@ class RemoteHost:
 
     def _load_backend(self) -> None:
         """Load the backend in a new process. Raises BackendError."""
-        self._variations = None
+        self._variations, begun = None, time.monotonic()
         self.transport.expect(self._load)
         try:
             methods = {name: asdict(method) for name, method in every_method().items()}
@@ -124,6 +130,9 @@ class RemoteHost:
                 self._room = number_of_bytes(answer["room"])
                 self.facts = self._facts(answer)
                 self._notes += _sentences(answer["notes"]) + self._separation_notes()
+                if (seconds := time.monotonic() - begun) >= _SLOW:
+                    sentence = f"loading the backend took {seconds:.0f} s; each kernel host of the run loads it"
+                    self._notes.append({"cause": "slow-import", "sentence": sentence})
                 self.loaded += _news(answer["loaded"])
         except HostLost as lost:
             raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
@@ -437,15 +446,19 @@ def _raise_error(answer: dict[str, Any]) -> None:
 
 
 def _sentences(entries: Any) -> list[dict[str, str]]:
-    """Causes and sentences of an answer. Raises KeyError or TypeError if it has others."""
-    return [{key: str(entry[key])[: codec.TEXT] for key in ("cause", "sentence")} for entry in entries]
+    """Causes and sentences of an answer, the first `_NOTES` of them, cut. Raises KeyError or TypeError if it has
+    others."""
+    kept = [{key: str(entry[key])[:_NOTE] for key in ("cause", "sentence")} for entry in entries[:_NOTES]]
+    if len(entries) > _NOTES:
+        kept.append({"cause": "more-notes", "sentence": f"{len(entries) - _NOTES} more notes of the case are left out"})
+    return kept
 
 
 def _news(loaded: Any) -> list[dict[str, Any]]:
     """Modules and packages of an answer, if there are any. Raises KeyError or TypeError if it has others."""
     if not loaded:
         return []
-    names = {key: [str(name)[: codec.TEXT] for name in loaded[key]] for key in ("files", "packages")}
+    names = {key: [str(name)[:_NOTE] for name in loaded[key][:_NAMES]] for key in ("files", "packages")}
     return [{**names, "folder": str(loaded["folder"])[: codec.TEXT]}]
 
 

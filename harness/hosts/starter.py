@@ -415,8 +415,18 @@ def children(parent: int) -> list[int]:
 
 def parent_of(pid: int) -> int:
     """The parent of a process; 0 if the process has ended."""
+    return int((_status(pid) or ["", "0"])[1])
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as in /proc: T for stopped, t for traced. Empty if the process has ended."""
+    return (_status(pid) or [""])[0]
+
+
+def _status(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat behind the name."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return 0
-    return int(status[status.rindex(b")") + 2 :].split()[1])
+        return []
+    return text[text.rindex(")") + 2 :].split()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.traces import VARIABLE
 from narrowgauge.harness.cases.operations import outside_paths
 from narrowgauge.harness.hosts.frames import Connection, FrameError
-from narrowgauge.harness.hosts.starter import Channel, starter
+from narrowgauge.harness.hosts.starter import Channel, starter, state_of
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
 from narrowgauge.harness.machine.process import ending, prepare_process
 from narrowgauge.harness.records.record import new_record
@@ -82,6 +83,8 @@ GRACE = 5.0
 """Seconds that a worker without work has to end by itself."""
 LOAD = 300.0
 """Seconds that a worker may take to load a backend, or a case's timeout if that is longer."""
+STOPPED = 5.0
+"""Seconds beyond the timeout of a case after which a judge that a kernel stopped, or traces, is given up."""
 JUDGING = 120.0
 """Seconds that a judge may take beyond the timeout of a case, which limits the calls of the backend."""
 
@@ -107,6 +110,8 @@ class Worker(Fork):
     """Whether the worker ends after its last record: it can start no kernel host."""
     ready = False
     """Whether the worker has loaded the backend."""
+    pid = 0
+    """Process id of the judge, when it is ready."""
     task: Task | None = None
 
     def __init__(self, settings: Settings, gpu: str = "", on_loaded: OnRecord = lambda news: None) -> None:
@@ -133,6 +138,12 @@ class Worker(Fork):
         message = {"case": case, "seed": task.seed, "first": task.first, "timeout": seconds, "sharing": sharing}
         self.send(message)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the time of the task is over, and another process has stopped the judge: it will give no record."""
+        late = self.task is not None and time.monotonic() > self.deadline - JUDGING + STOPPED
+        return late and state_of(self.pid) in ("T", "t")
+
     def record(self) -> dict[str, Any] | None:
         """The record of the task, or None when the worker is ready. Raises Lost without a message."""
         try:
@@ -152,7 +163,7 @@ class Worker(Fork):
         for news in answer["loaded"]:
             self._on_loaded(news)
         if "room" in answer:
-            self.ready, self.room = True, answer["room"]
+            self.ready, self.room, self.pid = True, answer["room"], answer["pid"]
             return None
         record: dict[str, Any] = answer["record"]
         self.last = answer["last"]
@@ -214,7 +225,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         news, host.loaded = host.loaded, []
         return [entry | {"declared": backend.named} for entry in news]
 
-    connection.send({"room": host.room(), "loaded": loaded()})
+    connection.send({"room": host.room(), "loaded": loaded(), "pid": os.getpid()})
 
     @contextmanager
     def other_host() -> Iterator[Backend]:
