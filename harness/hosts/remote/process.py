@@ -13,6 +13,9 @@ from narrowgauge.harness.hosts.output import StackFile, forward
 from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
 from narrowgauge.harness.hosts.starter import Channel
 
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+"""Numbers of the resources that have a limit."""
+
 
 class HostProcess:
     """A process of a host."""
@@ -69,9 +72,8 @@ class HostProcess:
 
     def limits(self) -> list[tuple[int, int]]:
         """Soft and hard limits of the resources of the process. Empty if the system does not tell them."""
-        numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
         try:
-            return [resource.prlimit(self.pid, number) for number in sorted(numbers)]
+            return [resource.prlimit(self.pid, number) for number in _LIMITS]
         except (OSError, AttributeError):  # AttributeError: another system
             return []
 
