@@ -186,6 +186,8 @@ def non_default(**options: Any) -> dict[str, Any]:
 
 NAMED = ("sources", "environment")
 """Declarations that name files and environment variables."""
+MOST_NAMED = 1000
+"""Largest number of names in one of them."""
 
 
 def _named(name: str, declared: Any) -> tuple[Any, dict[str, list[str]]]:
@@ -198,6 +200,10 @@ def _named(name: str, declared: Any) -> tuple[Any, dict[str, list[str]]]:
         if not isinstance(value, list | tuple) or not all(isinstance(part, str) and part for part in value):
             example = {"sources": ["csrc/*.cu", "build/*.so"], "environment": ["NV_TILE"]}[key]
             raise BackendError(f"backend {name}: declares {key!r} to be {value!r}; it is a list of names: {example}")
+        if len(value) > MOST_NAMED:
+            raise BackendError(
+                f"backend {name}: declares {len(value)} {key}; the limit is {MOST_NAMED}, and sources may have a *"
+            )
     return {key: value for key, value in declared.items() if key not in NAMED}, {k: list(v) for k, v in named.items()}
 
 

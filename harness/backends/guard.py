@@ -121,7 +121,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return out if empty else out.copy_(func(*args, **kwargs))
         # A slot cannot grow. Tensors that `resize_` or a result given as `out` makes larger move to other memory.
         changed = args[:1] if func in _RESIZED else kwargs.values()
-        places = [(t, t.shape, t.stride()) for t in changed if isinstance(t, torch.Tensor) and self._memory.holds(t)]
+        places = [(t, t.shape, t.stride()) for t in changed if isinstance(t, torch.Tensor) and self._memory.slot_of(t)]
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -162,6 +162,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copy_outputs(self, outputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
         """Copies of the results of a run, on `device`."""
         return {key: self._memory.copy_out(tensor, device) for key, tensor in outputs.items()}
+
+    def place_of(self, tensor: torch.Tensor) -> list[int] | None:
+        """Address and size in bytes of the memory between the guard zones of a tensor, or None without guard zones."""
+        slot = self._memory.slot_of(tensor)
+        return None if slot is None else [slot.memory.tensor.data_ptr() + slot.start, slot.size]
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Sentences on overwritten guard zones, and sentences on changed inputs."""

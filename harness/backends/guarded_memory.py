@@ -161,10 +161,10 @@ class GuardedMemory:
         start = slot.start + int(tensor.storage_offset()) * tensor.element_size()
         return tensor_at(memory.copy, start, tensor.dtype, tensor.shape, tensor.stride())
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of a tensor is a slot."""
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot that is the storage of a tensor, or None."""
         address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-        return any(slot.address == address for slot in self.slots)
+        return next((slot for slot in self.slots if slot.address == address), None)
 
     def overwritten_zones(self, intact: torch.Tensor | None = None) -> list[str]:
         """A sentence for every overwritten guard zone. Zones of the allocation `intact` are skipped."""

@@ -57,12 +57,12 @@ class LocalHost:
         self.implementation, self.device, self.schedules = implementation, device, schedules
         self._methods = every_method() if methods is None else methods
         has = [method for method in self._methods if callable(getattr(implementation, method, None))]
+        says = partial(_attribute, name, implementation)
         self.facts = Facts(
-            name, frozenset(has), getattr(implementation, "declares", {}),
-            (getattr(implementation, "dialects", None), getattr(implementation, "constraints", {})),
-            takes_shuffles=_takes_shuffles(getattr(implementation, "variations", None)),
+            name, frozenset(has), says("declares", {}), (says("dialects", None), says("constraints", {})),
+            takes_shuffles=_takes_shuffles(says("variations", None)),
         )  # fmt: skip
-        declared = getattr(implementation, "conventions", None)
+        declared = says("conventions", None)
         self._conventions = None if declared is None else checked_conventions(name, declared)
         self.aliases: list[dict[str, str]] = []
         self._variations: list[Variation] = []
@@ -77,6 +77,8 @@ class LocalHost:
                 raise BackendError(
                     f"variations raised {type(error).__name__}: {error}{error_location(error)}"
                 ) from error
+            if wrong := [name for name, context in variations.items() if not callable(context)]:
+                raise BackendError(f"variations gave {wrong[0]!r} without a function that returns its context")
             if not variations:
                 raise BackendError("variations gave none; it names at least one way of running, or is left out")
             if len(variations) == 1:  # a single run shows no change of bytes
@@ -300,5 +302,17 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
+def _attribute(name: str, implementation: Any, attribute: str, default: Any) -> Any:
+    """An attribute of the implementation of the backend `name`, which may be a property. Raises BackendError."""
+    try:
+        return getattr(implementation, attribute, default)
+    except Exception as error:
+        place = error_location(error)
+        raise BackendError(f"backend {name}: {attribute} raised {type(error).__name__}: {error}{place}") from error
+
+
 def _takes_shuffles(variations: Any) -> bool:
-    return callable(variations) and "shuffles" in inspect.signature(variations).parameters
+    try:
+        return callable(variations) and "shuffles" in inspect.signature(variations).parameters
+    except ValueError:  # a function without a signature
+        return False

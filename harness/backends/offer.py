@@ -120,7 +120,12 @@ def _dialects(name: str, given: Any) -> dict[str, tuple[str, ...]] | None:
         raise BackendError(f"backend {name}: dialects is {given!r}; it maps names of recipes to dialects")
     dialects = {}
     for recipe, value in given.items():
-        dialects[recipe] = (value,) if isinstance(value, str) else tuple(value)
+        named = (value,) if isinstance(value, str) else value
+        if not isinstance(named, list | tuple) or not all(isinstance(dialect, str) for dialect in named):
+            raise BackendError(
+                f"backend {name}: dialects has {recipe!r}: {value!r}; it is a dialect, or a list of dialects"
+            )
+        dialects[recipe] = tuple(named)
         for dialect in dialects[recipe]:
             try:
                 find_recipe(f"{recipe}@{dialect}" if dialect != _DEFAULT else recipe)

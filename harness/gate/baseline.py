@@ -148,7 +148,7 @@ def read(path: Path) -> Baseline:
         ) from error
     except OSError as error:
         raise BaselineError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BaselineError(f"{path}: is no baseline: {error}") from error
     try:
         return _checked(content)

@@ -16,16 +16,13 @@ from pathlib import Path
 
 from narrowgauge.harness.cases.contracts.traces import contracts_of
 from narrowgauge.harness.records.environment import CONTRACT, RULE, kernel_hash, source_hashes
-from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
+from narrowgauge.harness.records.journal import JOURNAL_NAME, RecordedRun, UntrustedRunError, read
 from narrowgauge.harness.records.loaded_sources import differences
-from narrowgauge.harness.records.record_check import DEVICES, record_problems
+from narrowgauge.harness.records.record_check import DEVICES
 from narrowgauge.harness.records.typed import shown
-from narrowgauge.harness.report.text import number
 from narrowgauge.spec.program import ContractError
 from narrowgauge.spec.recipes import OwnRule, RuleError, read_rules
 
-LISTED = 20
-"""Largest number of problems in a message, which counts all of them."""
 _IN_RECORDS = ("backend", "device", "seed")
 """Fields of the header that every record repeats."""
 _IN_ENVIRONMENT = (*_IN_RECORDS, "schedules")
@@ -33,10 +30,6 @@ _IN_ENVIRONMENT = (*_IN_RECORDS, "schedules")
 _ELAPSED_LINE = 100
 """Length in bytes of a line of elapsed time, at most. A complete record is longer."""
 _GPU = re.compile(r".+, compute capability \d+\.\d+")
-
-
-class UntrustedRunError(JournalError):
-    """A run contradicts itself, or other sources made it. The message names each case and column, and the remedy."""
 
 
 def read_trusted(path: Path) -> RecordedRun:
@@ -47,7 +40,7 @@ def read_trusted(path: Path) -> RecordedRun:
     run = read(path)
     problems = [*_line_problems(path, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
     if problems:
-        raise _error(path, problems, run.command)
+        raise UntrustedRunError(path, problems, run.command)
     return run
 
 
@@ -64,7 +57,7 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     try:
         current = source_hashes(run.backend, file or "")
     except OSError as error:
-        raise _error(path, [f"sources: {error.filename} cannot be read: {error.strerror}"]) from error
+        raise UntrustedRunError(path, [f"sources: {error.filename} cannot be read: {error.strerror}"]) from error
     if run.loaded:  # with the module of the backend
         current["backend"] = run.sources.get("backend", "")
     elif _is_own(run.backend):
@@ -95,7 +88,7 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
         if value != now.get(part)
     ]
     if problems:
-        raise _error(path, problems, run.command)
+        raise UntrustedRunError(path, problems, run.command)
     return notes
 
 
@@ -132,15 +125,6 @@ def _contract_now(file: Path, name: str) -> str:
     return "" if contract is None else contract.digest
 
 
-def _error(path: Path, problems: list[str], command: str = "") -> UntrustedRunError:
-    lines = [f"  {problem}" for problem in problems[:LISTED]]
-    if len(problems) > LISTED:
-        lines.append(f"  … and {number(len(problems) - LISTED)} more")
-    listed = "\n".join(lines)
-    following = f"\nnext: {command}" if command else ""
-    return UntrustedRunError(f"{path}: the run cannot be trusted; run its cases again:\n{listed}{following}")
-
-
 def _line_problems(path: Path, records: int) -> Iterator[str]:
     """Times that are no times, and cases with several lines. `records`: number of cases that have a record."""
     lines = (path / JOURNAL_NAME if path.is_dir() else path).read_bytes().split(b"\n")[1:-1]
@@ -162,6 +146,8 @@ def _header_problems(run: RecordedRun) -> Iterator[str]:
         yield f"header: device is {shown(run.device)}, not {', '.join(DEVICES)}"
     if repeated := [case for case, count in Counter(run.cases).items() if count > 1]:
         yield f"header: cases has {shown(repeated[0])} twice"
+    if not run.environment:
+        yield "header: environment is empty, and a run describes its machine"
     if run.schedules < 1:
         yield f"header: schedules is {run.schedules}, not a number ≥ 1"
     if run.shard is None and run.selection:
@@ -176,12 +162,10 @@ def _header_problems(run: RecordedRun) -> Iterator[str]:
 
 
 def _run_problems(run: RecordedRun) -> Iterator[str]:
-    """Records that contradict themselves or the header."""
+    """Records that contradict the header."""
     selected = set(run.cases)
     for record in run.records:
         case = f"record {record['case']!a}"
-        for problem in record_problems(record):
-            yield f"{case}: {problem}"
         for name in _IN_RECORDS:
             if record.get(name) != getattr(run, name):
                 yield f"{case}: {name} is {shown(record.get(name))}, and the header has {shown(getattr(run, name))}"

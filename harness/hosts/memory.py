@@ -71,6 +71,10 @@ class SharedFile:
         """File descriptors to send with the description."""
         return [self.descriptor]
 
+    def read(self, start: int, size: int) -> bytes:
+        """Bytes of the memory."""
+        return self._map[start : start + size]
+
     def close(self) -> None:
         """Close the file. The mapping ends with the last tensor."""
         os.close(self.descriptor)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guard import POISON
+from narrowgauge.harness.backends.guarded_memory import ZONE
 from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.cost import room
@@ -24,14 +26,22 @@ from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
+from narrowgauge.harness.hosts.remote.process import HostProcess
 from narrowgauge.harness.hosts.remote.results import ResultMemory
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
+from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import needs_lock
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
 
+_NOTES, _NOTE = 20, 2000
+"""Notes of an answer that are kept, and characters of each. A kernel decides what a host says."""
+_NAMES = 10_000
+"""Files and packages of an answer that are kept."""
+_SLOW = 10.0
+"""Seconds of an import of a backend from which on a note says so: every kernel host imports it."""
 _SETTLE = 5.0
 """Seconds that the end of a case has at least."""
 
@@ -46,11 +56,13 @@ class HostSettings:
     workers: int = 1
     """Number of hosts that share the cores."""
     untrusted: bool = False
-    """Whether the reference is blocked in the host."""
+    """Whether the host is separated from the reference (`harness.hosts.separation`)."""
     sanitized: bool = False
     """Whether the host has the sanitizers."""
     change: tuple[str, str, str] | None = None
     """A changed source file of the native kernels: its name, its text, and the folder of its compiled kernels."""
+    hidden: tuple[str, ...] = ()
+    """Folders of the run that a separated host does not see."""
 
 
 class RemoteHost:
@@ -70,12 +82,15 @@ class RemoteHost:
         """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
         reader empties the list."""
         self._notes: list[dict[str, str]] = []
+        self._limits: list[tuple[int, int]] = []
+        """Limits of the resources of the process before the case."""
         self._variations: list[str] | None = None
         """Names of the ways of running, from the first answer of the host."""
         self._limit = CAPACITY
         self._run: RemoteRun | None = None
         marker = f"narrowgauge-{secrets.token_hex(8)}"
-        self.transport = Transport(channel, marker, interpreter)
+        hidden = settings.hidden if settings.untrusted else None
+        self.transport = Transport(channel, marker, interpreter, hidden)
         self.inputs = InputMemory(self.transport, self.device, f"{marker}-inputs")
         self.results = ResultMemory(self.transport, f"{marker}-results")
         self.transport.on_start = self._load_backend
@@ -96,7 +111,7 @@ class RemoteHost:
 
     def _load_backend(self) -> None:
         """Load the backend in a new process. Raises BackendError."""
-        self._variations = None
+        self._variations, begun = None, time.monotonic()
         self.transport.expect(self._load)
         try:
             methods = {name: asdict(method) for name, method in every_method().items()}
@@ -114,10 +129,21 @@ class RemoteHost:
             with self.transport.reading("facts"):
                 self._room = number_of_bytes(answer["room"])
                 self.facts = self._facts(answer)
-                self._notes += _sentences(answer["notes"])
+                self._notes += _sentences(answer["notes"]) + self._separation_notes()
+                if (seconds := time.monotonic() - begun) >= _SLOW:
+                    sentence = f"loading the backend took {seconds:.0f} s; each kernel host of the run loads it"
+                    self._notes.append({"cause": "slow-import", "sentence": sentence})
                 self.loaded += _news(answer["loaded"])
         except HostLost as lost:
             raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
+
+    def _separation_notes(self) -> list[dict[str, str]]:
+        """A note if the system cannot separate the host as `--untrusted` promises."""
+        process = self.transport.process
+        mechanism = process.separation if process is not None and self.settings.untrusted else NAMESPACES
+        if mechanism == NAMESPACES:
+            return []
+        return [{"cause": NOT_SEPARATED, "sentence": SENTENCES.get(mechanism, SENTENCES[NOTHING])}]
 
     def room(self) -> int:
         """Bytes of memory that were free when the host had loaded the backend, on its device."""
@@ -145,7 +171,8 @@ class RemoteHost:
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
         self._limit, self.aliases = memory, []
-        self.transport.start().printed = 0
+        process = self.transport.start()
+        process.printed, self._limits = 0, process.limits()
         self.transport.expect(seconds)
         self.transport.post({"op": "case"})
 
@@ -164,6 +191,8 @@ class RemoteHost:
             peak = number_of_bytes(answer["peak"])
             end = CaseEnd(gpu_error, answer["usable"] is True, peak, notes + _sentences(answer["notes"]))
             self.loaded += _news(answer["loaded"])
+            harm = self._harm(process, answer)
+        end.notes += [{"cause": cause, "sentence": f"the case left {sentence}"} for cause, sentence in harm.items()]
         if left := process.left.new():
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
@@ -171,9 +200,21 @@ class RemoteHost:
         process.forward()
         if max(self.inputs.touched, self.results.touched) > KEPT:
             self._free()
-        if not end.usable:
+        if not end.usable or harm:
             self.close()
         return end
+
+    def _harm(self, process: HostProcess, answer: dict[str, Any]) -> dict[str, str]:
+        """Sentences by causes: what the case left in its process and would harm later cases. The process is ended."""
+        found = {}
+        if self.inputs.replaced({int(number): int(place) for number, place in answer["inputs"]}, process.memory):
+            found["leaves-mappings"] = "other memory in place of its inputs"
+        limits = zip(chain(*process.limits()), chain(*self._limits), strict=False)
+        if any(_lower(now, before) for now, before in limits):
+            found["leaves-limits"] = "lower limits of resources (setrlimit)"
+        if answer["timers"]:
+            found["leaves-timers"] = "a timer that sends a signal (setitimer)"
+        return found
 
     def seed(self, random: object) -> None:
         """Seed torch's generators in the host."""
@@ -268,6 +309,7 @@ class RemoteHost:
 
     def end_run(self) -> tuple[float, list[str], list[str]]:
         """End a run. Gives its seconds, and the sentences of its violations."""
+        written = self._written_zones()
         self.leave_run()
         end = self.transport.ask({"op": "end", "lock": needs_lock(self.device.type)})
         with self.transport.reading("an end of the run"):
@@ -275,7 +317,23 @@ class RemoteHost:
             if not 0 <= seconds < 1e9:
                 raise ValueError(f"{seconds} seconds")
             outside, changed = ([str(text)[: codec.TEXT] for text in end[key]] for key in ("outside", "changed"))
-        return seconds, outside, changed
+        return seconds, outside or written, changed  # a host that says nothing proves nothing
+
+    def _written_zones(self) -> list[str]:
+        """Sentences on overwritten guard zones of the results of the run, which this process reads in the memory of the
+        host."""
+        process, run, written = self.transport.process, self._run, list[str]()
+        if process is None or run is None:
+            return written
+        calls = [entry for entry in run.script if isinstance(entry, Call)]
+        with self.transport.reading("guard zones"):
+            for call, place in ((entry, place) for entry in calls for place in entry.answer["guarded"]):
+                begin, size = map(number_of_bytes, place)
+                for side, start in (("before", begin - ZONE), ("behind", begin + size)):
+                    zone = process.memory(start, ZONE)
+                    if zone is not None and (count := len(zone) - zone.count(run.poison)):
+                        written.append(f"{count} bytes {side} a result of {call.message['method']} were written")
+        return written
 
     def leave_run(self) -> None:
         """Forget the run, also after an exception."""
@@ -374,6 +432,11 @@ class RemoteRun:
         return outside, changed
 
 
+def _lower(limit: int, other: int) -> bool:
+    """Whether a limit of a resource is lower than another. -1: no limit."""
+    return limit != other and (other < 0 or 0 <= limit < other)
+
+
 def _raise_error(answer: dict[str, Any]) -> None:
     """Raise Unsupported or BackendError if an answer says so."""
     if "unsupported" in answer:
@@ -383,15 +446,19 @@ def _raise_error(answer: dict[str, Any]) -> None:
 
 
 def _sentences(entries: Any) -> list[dict[str, str]]:
-    """Causes and sentences of an answer. Raises KeyError or TypeError if it has others."""
-    return [{key: str(entry[key])[: codec.TEXT] for key in ("cause", "sentence")} for entry in entries]
+    """Causes and sentences of an answer, the first `_NOTES` of them, cut. Raises KeyError or TypeError if it has
+    others."""
+    kept = [{key: str(entry[key])[:_NOTE] for key in ("cause", "sentence")} for entry in entries[:_NOTES]]
+    if len(entries) > _NOTES:
+        kept.append({"cause": "more-notes", "sentence": f"{len(entries) - _NOTES} more notes of the case are left out"})
+    return kept
 
 
 def _news(loaded: Any) -> list[dict[str, Any]]:
     """Modules and packages of an answer, if there are any. Raises KeyError or TypeError if it has others."""
     if not loaded:
         return []
-    names = {key: [str(name)[: codec.TEXT] for name in loaded[key]] for key in ("files", "packages")}
+    names = {key: [str(name)[:_NOTE] for name in loaded[key][:_NAMES]] for key in ("files", "packages")}
     return [{**names, "folder": str(loaded["folder"])[: codec.TEXT]}]
 
 

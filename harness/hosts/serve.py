@@ -8,7 +8,9 @@ result a place in the results. The judge believes nothing that this process says
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +21,14 @@ import torch
 
 from narrowgauge.harness.backends.concurrency import Run, execute
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
+from narrowgauge.harness.backends.guarded_memory import (
+    ALIGNMENT,
+    Allocation,
+    Slot,
+    contiguous_strides,
+    element_bytes,
+    element_extent,
+)
 from narrowgauge.harness.backends.loading import Loaded, error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
@@ -35,6 +44,7 @@ from narrowgauge.harness.machine.float_environment import changes, read_environm
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.process import prepare_process, wait_for_gpus_asleep
 
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 DRIVEN = ("run_module", "start_layer", "forward_layer", "backward_layer")
 """Methods that the host has in place of the backend: they call the backend's modules."""
 
@@ -79,6 +89,8 @@ class _Server:
         self.environment: dict[str, Any] = {}
         self.layers: LayerDriver | None = None
         """Layers of a training."""
+        self.threads: set[threading.Thread] = set()
+        """Threads of Python before the case."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -91,9 +103,9 @@ class _Server:
         before = read_environment()
         try:
             if settings["untrusted"]:
-                from narrowgauge.harness.hosts.blocked_imports import block_reference
+                from narrowgauge.harness.hosts.separation import refuse_imports
 
-                block_reference()
+                refuse_imports()
             if settings["sanitized"]:
                 os.environ.pop("LD_PRELOAD", None)  # compilers that a backend starts have no sanitizers
             if settings["change"]:
@@ -144,6 +156,7 @@ class _Server:
     def on_case(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Begin a case."""
         self.earlier.clear()
+        self.threads = set(threading.enumerate())
         if self.device.type == "cuda":
             if torch.cuda.memory_reserved() > KEPT:
                 torch.cuda.empty_cache()
@@ -157,8 +170,18 @@ class _Server:
         before, self.environment = self.environment, read_environment()
         return {
             "gpu_error": end.gpu_error, "usable": end.usable, "peak": peak,
-            "notes": changes(before, self.environment), "loaded": self.loaded.news(),
+            "notes": changes(before, self.environment) + self._left(), "loaded": self.loaded.news(),
+            "timers": any(signal.getitimer(timer)[0] for timer in _TIMERS),
+            "inputs": [[number, memory.bytes.data_ptr()] for number, memory in self.inputs.items()],
         }  # fmt: skip
+
+    def _left(self) -> list[dict[str, str]]:
+        """A note on the threads of Python that the case started, and that still run."""
+        names = sorted(thread.name for thread in set(threading.enumerate()) - self.threads)
+        if not names:
+            return []
+        sentence = f"the case left {len(names)} thread{'s' * (len(names) > 1)} behind: {', '.join(names[:5])}"
+        return [{"cause": "leaves-threads", "sentence": sentence}]
 
     def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Names of the ways of running."""
@@ -278,7 +301,8 @@ class _Server:
                 "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
             }
         self.pending = None
-        return {"result": encoded, "used": writer.used, "aliases": aliases}
+        places = [] if self.run is None or method in DRIVEN else map(self.run.place_of, writer.tensors)
+        return {"result": encoded, "used": writer.used, "aliases": aliases, "guarded": list(filter(None, places))}
 
     def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""
@@ -390,6 +414,10 @@ class _Run:
             self._stack.enter_context(self._host.variation(self._variation))
         return self._guard
 
+    def place_of(self, tensor: torch.Tensor) -> list[int] | None:
+        """As `Guard.place_of`, for a result in memory of a CPU: the judge reads the guard zones of these itself."""
+        return self._guard.place_of(tensor) if tensor.device.type == "cpu" else None
+
     def end(self) -> dict[str, Any]:
         """Leave the variation. The answer has the seconds of the calls and the violations."""
         if self._stack is not None:
@@ -413,10 +441,11 @@ class _Writer:
     def place(self, tensor: torch.Tensor) -> list[Any]:
         """The place of a tensor: first byte, dtype, shape, and strides or None. The bytes are contiguous.
 
-        Raises ValueError for a tensor on another device than the backend.
+        Raises ValueError for a tensor on another device than the backend, and for one without the memory of its shape.
         """
         if tensor.device.type != self._device.type:
             raise ValueError(f"a tensor on {tensor.device}; its input is on {self._device}")
+        _require_memory(tensor)
         start = self.used
         self.tensors.append(tensor)
         self._starts.append(start)
@@ -447,6 +476,19 @@ class _Writer:
         for tensor in self.tensors:
             parts += [element_bytes(tensor).view(-1), gap[: -tensor.nbytes % ALIGNMENT]]
         self._memory[self._first : self._first + self.used].copy_(torch.cat(parts))
+
+
+def _require_memory(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor whose elements cannot be read: the process would die."""
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(f"a {kind} of layout {tensor.layout}; a result is a dense tensor")
+    storage = tensor.untyped_storage()
+    last = int(tensor.storage_offset()) + element_extent(tensor.shape, tensor.stride())
+    if storage.device.type != tensor.device.type or (tensor.numel() and last * tensor.itemsize > storage.nbytes()):
+        raise ValueError(
+            f"a {kind} of shape {tuple(tensor.shape)} without its memory: it was freed, or is a fake tensor"
+        )
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ servers, such as the process that forks judges (`harness.running.judge_server`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -27,6 +28,7 @@ from narrowgauge.harness.hosts.frames import Connection, FrameError, close_other
 from narrowgauge.harness.machine.process import (
     KILLED,
     adopt_orphans,
+    allow_reading,
     detach_process,
     end_with_parent,
     interpreter,
@@ -36,6 +38,8 @@ from narrowgauge.harness.machine.process import (
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
 _KERNELS = "narrowgauge.native.ops"
 """Imported for hosts alone, after the fork of a server that was requested first: both then import at the same time."""
+_REMOVE = 0
+"""IPC_RMID of linux/ipc.h."""
 _POLL = 0.02
 """Seconds between two looks at a process that is to end."""
 
@@ -51,14 +55,25 @@ class Channel:
         self._connection = Connection(end)
 
     def start(
-        self, descriptors: list[int], *, environment: Mapping[str, str] | None = None, deadline: float = float("inf")
-    ) -> int:
-        """Start a host, and give its process id. `descriptors`: its connection, its output, and the file of its stacks.
+        self,
+        descriptors: list[int],
+        *,
+        environment: Mapping[str, str] | None = None,
+        hidden: Sequence[str] | None = None,
+        deadline: float = float("inf"),
+    ) -> tuple[int, str]:
+        """Start a host. Gives its process id, and the mechanism that separates it (`harness.hosts.separation`).
 
-        `environment`: variables of a fresh interpreter, for libraries that load at its start; None: a fork.
+        `descriptors`: its connection, its output, and the file of its stacks. `environment`: variables of a fresh
+        interpreter, for libraries that load at its start; None: a fork. `hidden`: folders of the run that a separated
+        host does not see; None: the host is not separated, and the mechanism is empty.
         """
-        message = {"op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment)}
-        return int(self._ask(message, descriptors, deadline)["pid"])
+        message = {
+            "op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment),
+            "hidden": None if hidden is None else list(hidden),
+        }  # fmt: skip
+        answer = self._ask(message, descriptors, deadline)
+        return int(answer["pid"]), str(answer["separation"])
 
     def end(self, pid: int, *, wait: float = 0.0) -> int | None:
         """Kill a host, after `wait` seconds, and its descendants. Gives its exit status, negative for a signal."""
@@ -173,17 +188,25 @@ def main(descriptor: int) -> None:
     _warm_up()
     gc.freeze()  # a collection in a host would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
+    adopt_orphans()  # a backend can kill the process that would end what its host leaves behind
     run = Connection(socket.socket(fileno=descriptor))
+    forked: dict[int, int] = {}
+    """Forks of this process, by file descriptors that can be read at their end."""
     channels: dict[int, socket.socket] = {}
     """Channels whose judge has not asked for a host yet: most judges never use their second channel."""
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
-            for ready in readable([run, *channels], float("inf")):
+            for ready in readable([run, *channels, *forked], float("inf")):
+                if ready in forked:
+                    os.close(ready)
+                    del forked[ready]
+                    _end_descendants(forked.values())
+                    continue
                 if ready is not run:
                     with channels.pop(ready) as channel:
                         if channel.recv(1, socket.MSG_PEEK):  # else the judge has ended
-                            _fork(_start_hosts, ready)
+                            forked |= _fork(_start_hosts, ready)
                     continue
                 message, descriptors = run.receive()
                 if message["op"] == "judge" and _KERNELS not in sys.modules:
@@ -195,17 +218,19 @@ def main(descriptor: int) -> None:
                     if message["op"] == "judge":
                         channels[end] = socket.socket(fileno=end)
                     else:
-                        _fork(import_module(message["module"]).main, end)
+                        forked |= _fork(import_module(message["module"]).main, end)
                         os.close(end)
-    _wait_for_children()
+    _wait_for_children(forked.values())
 
 
-def _fork(function: Callable[[int], None], end: int) -> None:
-    """Call a function with a connection, by its file descriptor, in a fork."""
-    if not os.fork():
+def _fork(function: Callable[[int], None], end: int) -> dict[int, int]:
+    """Call a function with a connection, by its file descriptor, in a fork. Gives its process id by a file descriptor
+    that can be read at its end."""
+    if not (pid := os.fork()):
         gc.enable()
         close_others([end])
         run_and_exit(partial(function, end))
+    return {os.pidfd_open(pid): pid}
 
 
 def import_if_present(module: str) -> None:
@@ -257,11 +282,12 @@ def _warm_up() -> None:
         torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-def _wait_for_children() -> None:
-    """Wait until the judges have ended, and with them the processes that start their hosts."""
+def _wait_for_children(forked: Collection[int]) -> None:
+    """Wait until the judges have ended, and with them the processes that start their hosts. End all others."""
     until = time.monotonic() + KILLED
-    while children(os.getpid()) and time.monotonic() < until:
+    while not set(forked).isdisjoint(children(os.getpid())) and time.monotonic() < until:
         time.sleep(_POLL)
+    _end_descendants()
 
 
 def _start_hosts(descriptor: int) -> None:
@@ -275,28 +301,35 @@ def _start_hosts(descriptor: int) -> None:
             message, given = judge.receive()
             if message["op"] == "end":
                 status = end_child(message["pid"], message["wait"])
-                _end_descendants()
+                remove_shared_memory({message["pid"], *_end_descendants()})
                 judge.send({"status": status})
                 continue
+            told, tell = os.pipe2(os.O_CLOEXEC)
             pid = os.fork()
             if not pid:
-                run_and_exit(partial(_be_host, message, given))
-            for number in given:
+                run_and_exit(partial(_be_host, message, given, tell))
+            for number in (*given, tell):
                 os.close(number)
-            judge.send({"pid": pid})
-    _end_descendants()
+            with os.fdopen(told) as answer:  # the host writes before it loads the backend
+                judge.send({"pid": pid, "separation": answer.read()})
+    remove_shared_memory(_end_descendants())
 
 
-def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
-    """Serve as a host."""
+def _be_host(message: dict[str, Any], descriptors: list[int], tell: int) -> None:
+    """Serve as a host. `tell`: pipe for the mechanism of its separation."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    detach_process()
     connection, output, stacks = descriptors
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    close_others([connection, stacks])
+    close_others([connection, stacks, tell])
     take_state(message["state"])
+    if message["hidden"] is not None:
+        from narrowgauge.harness.hosts.separation import separate
+
+        os.write(tell, separate(message["hidden"]).encode())
+    os.close(tell)
+    detach_process()  # a separation ends the bond to the parent
     if message["fresh"] is not None:
         os.environ.update(message["fresh"])
         for kept in (connection, stacks):
@@ -311,7 +344,9 @@ def serve_on(descriptor: int, stacks: int) -> None:
     from narrowgauge.harness.hosts.output import write_stacks
     from narrowgauge.harness.hosts.serve import serve
 
-    connection = Connection(socket.socket(fileno=descriptor))
+    end = socket.socket(fileno=descriptor)
+    allow_reading(end)
+    connection = Connection(end)
     with suppress(FrameError):
         settings, _ = connection.receive()
         # A sanitizer has its own handlers of fatal signals.
@@ -339,16 +374,34 @@ def _exit_status(pid: int, seconds: float) -> int | None:
         time.sleep(min(_POLL, seconds / 10))
 
 
-def _end_descendants() -> None:
-    """Kill the children of this process, and the orphans of each killed child."""
-    until = time.monotonic() + KILLED
-    while (found := children(os.getpid())) and time.monotonic() < until:
+def end_orphans_at_exit() -> None:
+    """Adopt the processes that backends leave behind, also if a backend kills the starter, and end them at the exit of
+    this process."""
+    adopt_orphans()
+    earlier = children(os.getpid())
+    atexit.register(lambda: _end_descendants(earlier))
+
+
+def remove_shared_memory(creators: Collection[int]) -> None:
+    """Remove the System V shared memory that these processes made: it stays in memory when they have ended."""
+    with suppress(OSError), open("/proc/sysvipc/shm", encoding="ascii") as file:
+        for _, number, _, _, creator, *_ in map(str.split, file.readlines()[1:]):
+            if int(creator) in creators:
+                ctypes.CDLL(None).shmctl(int(number), _REMOVE, None)
+
+
+def _end_descendants(kept: Collection[int] = ()) -> set[int]:
+    """Kill the children of this process beside `kept`, and the orphans of each killed child. Gives all of them."""
+    until, ended = time.monotonic() + KILLED, set[int]()
+    while (found := set(children(os.getpid())) - set(kept)) and time.monotonic() < until:
+        ended |= found
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    return ended
 
 
 def children(parent: int) -> list[int]:
@@ -362,8 +415,18 @@ def children(parent: int) -> list[int]:
 
 def parent_of(pid: int) -> int:
     """The parent of a process; 0 if the process has ended."""
+    return int((_status(pid) or ["", "0"])[1])
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as in /proc: T for stopped, t for traced. Empty if the process has ended."""
+    return (_status(pid) or [""])[0]
+
+
+def _status(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat behind the name."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return 0
-    return int(status[status.rindex(b")") + 2 :].split()[1])
+        return []
+    return text[text.rindex(")") + 2 :].split()

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from functools import cache
@@ -20,6 +21,8 @@ _BLOCKING_SYNC = 4
 """CU_CTX_SCHED_BLOCKING_SYNC of cuda.h."""
 _PARENT_DIES, _CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of linux/prctl.h."""
+_SET_PTRACER = 0x59616D61
+"""PR_SET_PTRACER of linux/prctl.h."""
 
 
 def prepare_process(workers: int, device: str = "cpu") -> None:
@@ -74,6 +77,13 @@ def adopt_orphans() -> None:
     """Make this process the parent of all its descendants whose parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
+
+
+def allow_reading(connection: socket.socket) -> None:
+    """Let the process that made a connection read the memory of this process. Some systems ask for it (Yama)."""
+    if sys.platform == "linux":
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        ctypes.CDLL(None).prctl(_SET_PTRACER, *map(ctypes.c_ulong, (int.from_bytes(peer[:4], sys.byteorder), 0, 0, 0)))
 
 
 def ending(status: int | None) -> str:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ FAILURES = "failures"
 """Folder of a report with the saved failures of its run (`harness.running.save_failures`)."""
 NOT_IN_HEADER = ("records", "elapsed", "loaded", "unverified")
 """Fields of a run that the header does not contain."""
+LISTED = 20
+"""Largest number of problems in a message, which counts all of them."""
 _ELAPSED_INTERVAL = 1.0
 """Seconds between two writes of the elapsed time: a killed run loses at most this much of it."""
 _LOADED = {"loaded", "unverified"}
@@ -45,6 +47,19 @@ _LINE = 1 << 26
 
 class JournalError(Exception):
     """A journal cannot be read, written or continued. The message names the file, the reason and the remedy."""
+
+
+class UntrustedRunError(JournalError):
+    """A run contradicts itself, or other sources made it. The message names each case and column, and the remedy."""
+
+    def __init__(self, path: Path, problems: list[str], command: str = "") -> None:
+        """`command`: that of the run, for the message."""
+        lines = [f"  {problem}" for problem in problems[:LISTED]]
+        if len(problems) > LISTED:
+            lines.append(f"  … and {len(problems) - LISTED} more")
+        listed = "\n".join(lines)
+        following = f"\nnext: {command}" if command else ""
+        super().__init__(f"{path}: the run cannot be trusted; run its cases again:\n{listed}{following}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ def read(path: Path) -> RecordedRun:
     """The run in the report folder `path`, or in the journal file `path`. Its text is escaped (`plain_text`).
 
     A truncated last line is ignored. Raises JournalError if there is no journal, a journal of another version, or a
-    line that is no record. `harness.records.record_check` finds missing columns and wrong values of a record.
+    line that is no record; UntrustedRunError if a record contradicts itself (`harness.records.record_check`).
     """
     return _read(path)[0]
 
@@ -150,9 +165,22 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
             raise JournalError(f"{file}: line {number} is no record: {problem}")
         else:
             latest[entry["case"]] = entry
-    return RecordedRun(
-        **header, records=list(latest.values()), elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
-    ), size
+    records = list(latest.values())
+    run = RecordedRun(
+        **header, records=records, elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
+    )  # fmt: skip
+    if problems := list(_contradictions(run)):
+        raise UntrustedRunError(path, problems, run.command)
+    return run, size
+
+
+def _contradictions(run: RecordedRun) -> Iterator[str]:
+    """Records that contradict themselves."""
+    from narrowgauge.harness.records.record_check import record_problems
+
+    for record in run.records:
+        for problem in record_problems(record):
+            yield f"record {record['case']!a}: {problem}"
 
 
 def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -200,9 +228,6 @@ def _line_type(kind: str) -> type:
     return object_type(kind, {name: types[name] for name in sorted(names)})
 
 
-_COLUMNS = tuple(column.name for column in fields(Record))
-
-
 class Journal:
     """Journal of the running run. The file is opened at the first record, so a run without records changes nothing.
 
@@ -233,7 +258,8 @@ class Journal:
         """Sources that the backend has loaded."""
         self._written_sources: dict[str, Any] = {}
         self._file: int | None = None
-        self._size = 0
+        self._size = self._changed = 0
+        """Size of the file, and the time of the last change by this process. No program can set that time back."""
         self._notice = ""
         """Warning about a file that was written again."""
         self._taken = ""
@@ -246,7 +272,7 @@ class Journal:
     def resumed(cls, directory: Path, header: RecordedRun, *, clock: Callable[[], float] | None = None) -> Journal:
         """Resume the journal in `directory`: its records are `earlier_records`, and its elapsed time continues.
 
-        Raises JournalError if there is no journal, if its run differs from `header`, if a record lacks a column, or if
+        Raises JournalError if there is no journal, if its run differs from `header` or contradicts itself, or if
         another process writes into the folder.
         """
         journal = cls(directory, lambda: header, clock=clock)
@@ -257,12 +283,6 @@ class Journal:
                     f"{journal.path}: is of another run: {'; '.join(differences)}. Run without --resume to begin anew, "
                     "or with another --report-dir to keep both"
                 )
-            for record in run.records:
-                if missing := [name for name in _COLUMNS if name not in record]:
-                    raise JournalError(
-                        f"{journal.path}: the record of {record['case']} has no column {missing[0]}. Run without "
-                        "--resume to begin anew"
-                    )
         except JournalError:
             journal.close()
             raise
@@ -355,6 +375,7 @@ class Journal:
             if os.fstat(self._file).st_size < self._size:  # since the journal was read for --resume
                 self._restore("changed")
             os.ftruncate(self._file, self._size)  # remove a truncated last line
+            self._changed = os.fstat(self._file).st_ctime_ns
         except OSError as error:
             self._close_file()
             raise self._error(error) from error
@@ -380,7 +401,7 @@ class Journal:
             return "deleted"
         if not os.path.samestat(found, os.fstat(self._file)):
             return "replaced"
-        return "changed" if found.st_size != self._size else ""
+        return "changed" if (found.st_size, found.st_ctime_ns) != (self._size, self._changed) else ""
 
     def _restore(self, change: str) -> None:
         """Write the file again, with all records so far. The file of another program is kept as `FOREIGN_NAME`."""
@@ -408,6 +429,7 @@ class Journal:
             raise
         os.close(self._file)
         self._file, self._size = file, len(content)
+        self._changed = os.fstat(file).st_ctime_ns
         self._notice = (
             f"{self.path}: another program has {change} this journal of a running run; it is written again with all "
             f"earlier records ({len(self._records)}){note}"
@@ -438,8 +460,10 @@ class Journal:
             with suppress(OSError):
                 if not self._change() or written:
                     os.ftruncate(self._file, self._size)
+                    self._changed = os.fstat(self._file).st_ctime_ns
             raise self._error(error) from error
         self._size += written
+        self._changed = os.fstat(self._file).st_ctime_ns
 
     def _error(self, error: OSError) -> JournalError:
         if isinstance(error, FolderInUseError):

@@ -16,7 +16,7 @@ from narrowgauge.harness.machine.plain_text import plain_value
 if TYPE_CHECKING:
     pass
 
-SCHEMA = 11
+SCHEMA = 12
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -120,6 +120,9 @@ class Record:
     options: str = ""
     """Further options of the `narrowgauge show` that runs the case as this run did: `--schedules 4`, or `--after` and
     the id of an earlier case. The words are quoted for a shell."""
+    declares: str = ""
+    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`. Verdicts depend
+    on it."""
     baseline: str = ""
     """What the baseline of this device, backend and seed records for a case that did not pass."""
     notes: list[dict[str, Any]] = field(default_factory=list)

@@ -123,8 +123,9 @@ def cut(value: object) -> str:
 
 
 def escape(value: object) -> str:
-    """Text on one line, cut, with Markdown and HTML characters escaped."""
-    return re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value))
+    """Text on one line, cut, with Markdown and HTML characters escaped. An invisible character behind each @ keeps a
+    name from being notified."""
+    return re.sub(r"(?<!\w)@(?=\w)", "@\u200b", re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value)))
 
 
 def code(value: str) -> str:

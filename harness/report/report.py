@@ -35,6 +35,8 @@ def write(
     from narrowgauge.harness.report.page import page
     from narrowgauge.harness.report.replace_files import replace_files
 
+    if declared := sorted({record["declares"] for record in records} - {""}):
+        environment = environment | {"declares": "; ".join(declared)}
     with replace_files(directory, last=PAGE) as new_files:
         tables.write(records, new_files)
         (new_files / "summary.md").write_text(

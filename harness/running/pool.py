@@ -114,6 +114,8 @@ def run_tasks(
 
     try:
         while workers:
+            for worker in [worker for worker in workers if worker.stopped]:
+                lose(worker, Lost("timeout", "the judge of the case was stopped by another process", loaded=True))
             for worker in late_or_readable(workers):
                 try:
                     record = worker.record()

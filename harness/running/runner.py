@@ -76,6 +76,7 @@ def run_case(
     """
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed, options=options)
+    record.declares = ", ".join(f"{key}: {value}" for key, value in sorted(backend.declares.items()))
     with_earlier = None
     if earlier is not None:
         with_earlier = partial(earlier.examine, record, case, sharing=sharing, timeout=timeout, started=started)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.traces import VARIABLE
 from narrowgauge.harness.cases.operations import outside_paths
 from narrowgauge.harness.hosts.frames import Connection, FrameError
-from narrowgauge.harness.hosts.starter import Channel, starter
+from narrowgauge.harness.hosts.starter import Channel, starter, state_of
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
 from narrowgauge.harness.machine.process import ending, prepare_process
 from narrowgauge.harness.records.record import new_record
@@ -51,7 +53,7 @@ class Settings:
     sharing: int = 0
     """Number of cases that share the run's false alarms. 0: `run_tasks` counts its tasks."""
     untrusted: bool = False
-    """Whether the reference is blocked in the kernel hosts."""
+    """Whether kernel hosts are separated from the reference and from the files of the run."""
     fresh_host: bool = False
     """Whether each case has a kernel host of its own."""
     change: tuple[str, str, str] | None = None
@@ -81,6 +83,8 @@ GRACE = 5.0
 """Seconds that a worker without work has to end by itself."""
 LOAD = 300.0
 """Seconds that a worker may take to load a backend, or a case's timeout if that is longer."""
+STOPPED = 5.0
+"""Seconds beyond the timeout of a case after which a judge that a kernel stopped, or traces, is given up."""
 JUDGING = 120.0
 """Seconds that a judge may take beyond the timeout of a case, which limits the calls of the backend."""
 
@@ -106,6 +110,8 @@ class Worker(Fork):
     """Whether the worker ends after its last record: it can start no kernel host."""
     ready = False
     """Whether the worker has loaded the backend."""
+    pid = 0
+    """Process id of the judge, when it is ready."""
     task: Task | None = None
 
     def __init__(self, settings: Settings, gpu: str = "", on_loaded: OnRecord = lambda news: None) -> None:
@@ -132,6 +138,12 @@ class Worker(Fork):
         message = {"case": case, "seed": task.seed, "first": task.first, "timeout": seconds, "sharing": sharing}
         self.send(message)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the time of the task is over, and another process has stopped the judge: it will give no record."""
+        late = self.task is not None and time.monotonic() > self.deadline - JUDGING + STOPPED
+        return late and state_of(self.pid) in ("T", "t")
+
     def record(self) -> dict[str, Any] | None:
         """The record of the task, or None when the worker is ready. Raises Lost without a message."""
         try:
@@ -151,7 +163,7 @@ class Worker(Fork):
         for news in answer["loaded"]:
             self._on_loaded(news)
         if "room" in answer:
-            self.ready, self.room = True, answer["room"]
+            self.ready, self.room, self.pid = True, answer["room"], answer["pid"]
             return None
         record: dict[str, Any] = answer["record"]
         self.last = answer["last"]
@@ -213,7 +225,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         news, host.loaded = host.loaded, []
         return [entry | {"declared": backend.named} for entry in news]
 
-    connection.send({"room": host.room(), "loaded": loaded()})
+    connection.send({"room": host.room(), "loaded": loaded(), "pid": os.getpid()})
 
     @contextmanager
     def other_host() -> Iterator[Backend]:
@@ -261,7 +273,7 @@ def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:
 
     given = HostSettings(
         settings.backend, settings.device, settings.schedules, settings.workers, settings.untrusted, settings.sanitize,
-        settings.change,
+        settings.change, _own_folders(settings) if settings.untrusted else (),
     )  # fmt: skip
     interpreter = None
     if settings.sanitize:
@@ -269,3 +281,9 @@ def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:
 
         interpreter = Sanitizer()
     return RemoteHost(given, hosts, interpreter=interpreter, load=max(LOAD, settings.timeout))
+
+
+def _own_folders(settings: Settings) -> tuple[str, ...]:
+    """Folders to which only the processes of the run write: the report, and the steps of contracts."""
+    report = os.path.dirname(os.path.abspath(settings.failures)) if settings.failures else ""
+    return tuple(filter(None, (report, os.environ.get(VARIABLE))))

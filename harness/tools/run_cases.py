@@ -27,6 +27,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
+from narrowgauge.harness.hosts.separation import NOT_SEPARATED
 from narrowgauge.harness.machine.processors import load, other_work
 from narrowgauge.harness.records import coverage
 from narrowgauge.harness.records.history import path_beside, update
@@ -119,6 +120,9 @@ def run_session(
     console.print(
         f"{plural(len(records), 'case')} in {duration(elapsed)}; report: {page}", markup=False, soft_wrap=True
     )
+    notes = (note for record in records for note in record["notes"])
+    for sentence in dict.fromkeys(note["sentence"] for note in notes if note["cause"] == NOT_SEPARATED):
+        print_text(f"--untrusted: {sentence}", console, "yellow")
     for name, reason in journal.sources.unverified.items():
         print_text(f"not verified: {name}: {reason}", console, "yellow")
     if busy:

@@ -88,6 +88,7 @@ def _fail(record: Any, number: int) -> None:
                 for axis in ("row", "column")
             },
             "heat": {"rows": 16, "columns": 16, "counts": [[(number * k) % 20 for k in range(64)] for _ in range(16)]},
+            "steps": [], "census": {}, "table": {},
         }
     ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ _FAR = 1 << 20
 BEHIND = 1 << 16
 """Bytes of poison behind the guard zones of an input. A kernel that reads on to the end of a tile of 128 rows reads
 behind the guard zone. Bytes of another input or of an earlier case there may be the same in every run."""
+_PAGE = 1 << 12
+_LOOKS = 32
+"""Pages of the inputs that are compared with the memory of the host after a case."""
 _SMALLEST = 1 << 26
 """Bytes of new shared memory of a GPU."""
 
@@ -195,6 +198,18 @@ class InputMemory:
             if 0 <= byte < slot.size:
                 return slot, byte
         return None
+
+    def replaced(self, addresses: Mapping[int, int], memory: Callable[[int, int], bytes | None]) -> bool:
+        """Whether the host has other memory in place of the inputs of the last case. `addresses`: of the memory by its
+        number, as the host says. `memory`: reads the memory of the host. Compares some bytes of some pages."""
+        for region in self._regions:
+            if isinstance(region.memory, SharedFile) and region.number in addresses:
+                step = max(_PAGE, region.used // _LOOKS // _PAGE * _PAGE)
+                for start in range(0, region.used, step):
+                    found = memory(addresses[region.number] + start, ALIGNMENT)
+                    if found is not None and found != region.memory.read(start, ALIGNMENT):
+                        return True
+        return False
 
     def _place_at(self, offset: Any) -> str:
         """The input at a byte of the memory of a CPU."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import resource
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,22 +13,29 @@ from narrowgauge.harness.hosts.output import StackFile, forward
 from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
 from narrowgauge.harness.hosts.starter import Channel
 
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+"""Numbers of the resources that have a limit."""
+
 
 class HostProcess:
     """A process of a host."""
 
-    def __init__(self, channel: Channel, marker: str, variables: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, channel: Channel, marker: str, variables: Mapping[str, str] | None, hidden: Sequence[str] | None
+    ) -> None:
         """`marker`: as in `LeftProcesses`. `variables`: environment variables of a fresh interpreter; None: a fork.
+        `hidden`: as of `Channel.start`.
 
         Raises StarterError.
         """
         ours, theirs = pair()
         self._output, written = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
-        self._channel, self.stacks, self._exit = channel, StackFile(), -1
+        self._channel, self.stacks, self._exit, self._memory = channel, StackFile(), -1, -1
         self.connection = Connection(ours)
         try:
-            self.pid = channel.start([theirs.fileno(), written, self.stacks.descriptor], environment=variables)
+            given = [theirs.fileno(), written, self.stacks.descriptor]
+            self.pid, self.separation = channel.start(given, environment=variables, hidden=hidden)
         except BaseException:
             self._close()
             self.stacks.close()
@@ -62,6 +70,26 @@ class HostProcess:
         """Print what the host printed."""
         self.printed, self._open = forward(self._output, self.printed)
 
+    def limits(self) -> list[tuple[int, int]]:
+        """Soft and hard limits of the resources of the process. Empty if the system does not tell them."""
+        try:
+            return [resource.prlimit(self.pid, number) for number in _LIMITS]
+        except (OSError, AttributeError):  # AttributeError: another system
+            return []
+
+    def memory(self, address: int, size: int) -> bytes | None:
+        """Bytes of the memory of the process. None if the system does not let this process read; fewer bytes, or none,
+        if there is no memory."""
+        try:
+            if self._memory < 0:
+                self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return os.pread(self._memory, size, address)
+        except (OSError, OverflowError):
+            return b""
+
     def end(self, *, wait: float = 0.0) -> int | None:
         """End the process, after `wait` seconds, and its descendants. Gives its exit status, and keeps the file of its
         stacks open. Raises StarterError."""
@@ -71,6 +99,6 @@ class HostProcess:
 
     def _close(self) -> None:
         self.connection.close()
-        for descriptor in (self._output, self._exit):
+        for descriptor in (self._output, self._exit, self._memory):
             if descriptor >= 0:
                 os.close(descriptor)

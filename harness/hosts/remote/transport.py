@@ -38,8 +38,11 @@ class Interpreter(Protocol):
 class Transport:
     """Sends messages to a host. The first message after the end of a host starts another."""
 
-    def __init__(self, channel: Channel, marker: str, interpreter: Interpreter | None) -> None:
-        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork."""
+    def __init__(
+        self, channel: Channel, marker: str, interpreter: Interpreter | None, hidden: Sequence[str] | None
+    ) -> None:
+        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork. `hidden`: as of
+        `Channel.start`."""
         self.process: HostProcess | None = None
         self.orphaned = False
         """Whether the process that starts the hosts has ended: a backend can kill its parent."""
@@ -50,7 +53,7 @@ class Transport:
         """Called at the end of a process."""
         self.input_at: Callable[[Any], str] = lambda offset: "its inputs"
         """Name of the input at a byte of the shared memory to which the host wrote."""
-        self._channel, self._marker, self._interpreter = channel, marker, interpreter
+        self._channel, self._marker, self._interpreter, self._hidden = channel, marker, interpreter, hidden
         self._outbox: list[dict[str, Any]] = []
         self._asked = 0
         self._problem = ""
@@ -69,7 +72,7 @@ class Transport:
                 raise BackendError(self._problem)
             variables = self._interpreter.variables if self._interpreter else None
             self._outbox = []
-            self.process = HostProcess(self._channel, self._marker, variables)
+            self.process = HostProcess(self._channel, self._marker, variables, self._hidden)
             self.on_start()
         except (StarterError, BackendError) as error:
             self.orphaned |= isinstance(error, StarterError)

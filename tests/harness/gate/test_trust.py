@@ -337,7 +337,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "a case with two records": (lambda lines: lines.append(lines[1]), "is there 2 times"),
     "a later pass of the failure": (
         lambda lines: lines.append(of(lines, "quantize") | {"case": of(lines, "quantize", "fail")["case"]}),
-        "is there 2 times",
+        "and its columns are those of",
     ),
 }  # fmt: skip
 HEADER: dict[str, tuple[Edit, str]] = {

@@ -1,7 +1,7 @@
 """Backends that attack their process, their judge or their machine in a single case, and are right in all others.
 
 `ATTACKS` has the attacks by name. `faulty_backends:one_<name>` is the backend with this attack in the case of shape
-`VICTIM`; `faulty_backends:many` has the attacks `MANY` in one case each.
+`VICTIM`; `faulty_backends:many` has the attacks `MANY` in one case each, `faulty_backends:results` the results `CHEAP`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.reference import ops
 
@@ -244,6 +245,17 @@ def daemon(x: torch.Tensor, q: Any) -> Any:
     return q
 
 
+@attack("crash")
+def daemon_behind_the_parent_of_hosts(x: torch.Tensor, q: Any) -> Any:
+    """A process that survives the process that would end it."""
+    parent = os.getppid()
+    daemon(x, q)
+    time.sleep(0.2)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(5)
+    return q
+
+
 @attack("pass")
 def other_program(x: torch.Tensor, q: Any) -> Any:
     subprocess.Popen(["sleep", "600"], start_new_session=True)  # its output is that of the host
@@ -458,6 +470,14 @@ class Subclass(torch.Tensor):
         return -1
 
 
+class Refusing(torch.Tensor):
+    """A tensor without any function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("no function")
+
+
 class Lying:
     """An object whose codes raise, sleep or are new ones."""
 
@@ -485,6 +505,12 @@ class Sleeping(Mapping[str, Any]):
         return 1
 
 
+def _freed(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
 def _cycle() -> list[Any]:
     found: list[Any] = []
     found.append(found)
@@ -509,6 +535,12 @@ def _quantized(x: torch.Tensor) -> torch.Tensor:
 
 RESULTS: dict[str, tuple[Callable[[torch.Tensor, Any], Any], tuple[str, ...]]] = {
     "sparse": (lambda x, q: replace(q, codes=q.codes.to_sparse()), ("error",)),
+    "fake": (lambda x, q: replace(q, codes=FakeTensorMode().from_tensor(q.codes)), ("error",)),
+    "freed": (lambda x, q: replace(q, codes=_freed(q.codes)), ("error",)),
+    "no_function": (lambda x, q: replace(q, codes=q.codes.as_subclass(Refusing)), ("error",)),
+    "nested": (lambda x, q: replace(q, codes=torch.nested.nested_tensor([q.codes])), ("error",)),
+    "mkldnn": (lambda x, q: replace(q, codes=q.codes.float().to_mkldnn()), ("error",)),
+    "parameter": (lambda x, q: replace(q, codes=torch.nn.Parameter(q.codes, requires_grad=False)), ("pass",)),
     "meta": (lambda x, q: replace(q, codes=q.codes.to("meta")), ("error",)),
     "complex": (lambda x, q: replace(q, codes=q.codes.to(torch.complex64)), ("error",)),
     "quantized": (lambda x, q: replace(q, codes=_quantized(x)), ("error",)),
@@ -559,12 +591,19 @@ ATTACKS["second_run_ends"] = Wanted(_in_second_run(lambda x, q: os._exit(3)), fr
 
 MANY = (
     "patches_reference", "text_into_every_descriptor", "fork_whose_child_returns", "empty_frame", "gives_cycle",
-    "frames_of_other_messages", "exit_in_a_thread", "closes_all_descriptors", "daemon", "kills_its_group",
-    "writes_to_its_input", "descriptors_into_connection", "gives_many_tensors",
-    "folder_environment_and_path", "signals_and_collector", "patches_torch_equal",
-    "second_run_differs",
+    "daemon_behind_the_parent_of_hosts", "frames_of_other_messages", "exit_in_a_thread", "closes_all_descriptors",
+    "daemon", "kills_its_group", "writes_to_its_input", "descriptors_into_connection", "gives_many_tensors",
+    "folder_environment_and_path", "signals_and_collector", "patches_torch_equal", "second_run_differs",
 )  # fmt: skip
 MANY_SHAPES = {name: (16, 32 * (n + 1)) for n, name in enumerate(MANY)}
+
+
+CHEAP = (
+    "fake", "freed", "no_function", "nested", "mkldnn", "parameter", "sparse", "meta", "quantized", "subclass", "empty",
+    "zero_dim", "stride_zero", "not_contiguous", "cycle", "none",
+)  # fmt: skip
+"""Names of results that do not end their host and take no memory."""
+RESULT_SHAPES = {f"gives_{name}": (16, 32 * (n + 1)) for n, name in enumerate(CHEAP)}
 
 
 def fast_math(name: str) -> Faulty:
@@ -576,6 +615,8 @@ def fast_math(name: str) -> Faulty:
 def __getattr__(name: str) -> Faulty:
     if name == "one_fast_math_library":
         return fast_math(name)
+    if name == "results":
+        return Faulty({shape: ATTACKS[each].attack for each, shape in RESULT_SHAPES.items()})
     if name == "many":
         return Faulty({MANY_SHAPES[each]: ATTACKS[each].attack for each in MANY})
     if (found := ATTACKS.get(name.removeprefix("one_"))) is not None:

@@ -26,7 +26,15 @@ from narrowgauge.harness.records.record_check import record_problems
 from narrowgauge.harness.running import supervisor
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
-from tests.harness.hosts.faulty_backends import ATTACKS, FAST_MATH, MANY_SHAPES, SHAPES, VICTIM, Faulty
+from tests.harness.hosts.faulty_backends import (
+    ATTACKS,
+    FAST_MATH,
+    MANY_SHAPES,
+    RESULT_SHAPES,
+    SHAPES,
+    VICTIM,
+    Faulty,
+)
 from tests.paths import PLUGIN, ROOT
 
 MODULE = "tests.harness.hosts.faulty_backends"
@@ -159,3 +167,12 @@ def test_many_attacks_in_a_run(folder: Path) -> None:
     status, output = run("2", "many")
     assert status == 1, output
     check(shapes, {shape: ATTACKS[name].verdicts for name, shape in MANY_SHAPES.items()}, lasting=False)
+
+
+@pytest.mark.parametrize("way", ["1", *(pytest.param(way, marks=pytest.mark.long) for way in ("2", "pytest"))])
+def test_results_of_any_kind_cost_their_own_case(way: str, folder: Path) -> None:
+    shapes = list(RESULT_SHAPES.values())
+    (folder / "cases" / "small.toml").write_text(small_toml.matrix(shape=shapes, dtype="bf16"))
+    status, output = run(way, "results")
+    assert status == 1, output
+    check(shapes, {shape: ATTACKS[name].verdicts for name, shape in RESULT_SHAPES.items()}, lasting=False)

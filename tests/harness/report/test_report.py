@@ -407,3 +407,13 @@ def test_elements_around_the_first_wrong_one_are_on_the_page() -> None:
     wrong = failing(findings=[FINDING | {"table": table}])
     (shown,) = failure(wrong, [])["findings"]
     assert shown["table"] == table
+
+
+def test_declarations_are_on_the_page_and_in_the_summary(tmp_path: Path) -> None:
+    """Verdicts depend on them."""
+    declared = "accumulator: truncating, subnormals: flushed"
+    report.write([record(declares=declared), record("uniform")], ENVIRONMENT, tmp_path, elapsed=1.0)
+    assert f"declares: {declared}" in (tmp_path / "summary.md").read_text()
+    assert declared in (tmp_path / "index.html").read_text()
+    report.write([record()], ENVIRONMENT, tmp_path, elapsed=1.0)
+    assert "declares:" not in (tmp_path / "summary.md").read_text()

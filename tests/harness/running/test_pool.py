@@ -1,5 +1,6 @@
 """Cases over workers: a judge or a kernel host that dies, hangs or cannot begin costs its own case alone."""
 
+import json
 import os
 import re
 import time
@@ -23,7 +24,7 @@ from tests.harness.sample_backends import QUANTIZE
 
 SIGKILL = "signal SIGKILL, as where memory runs out"
 KERNELS = """
-import os, signal
+import os, signal, socket, sys, time
 from narrowgauge.reference import ops
 
 class Broken:
@@ -33,6 +34,27 @@ class Broken:
 class Dying:
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+class Stopping:
+    # Stops the process at the other end of the connection at 16 rows.
+    def quantize(self, x, recipe):
+        if x.shape[0] == 16:
+            for number in map(int, os.listdir("/proc/self/fd")):
+                try:
+                    end = socket.socket(fileno=os.dup(number))
+                    judge = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                except OSError:
+                    continue
+                os.kill(int.from_bytes(judge[:4], sys.byteorder), signal.SIGSTOP)
+                time.sleep(600)
+        return ops.quantize(x, recipe)
+
+class Talking:
+    # Many long notes.
+    def quantize(self, x, recipe):
+        from narrowgauge.harness.hosts import serve
+        serve.changes = lambda before, after: [{"cause": "c", "sentence": "s" * 5000}] * 1000
+        return ops.quantize(x, recipe)
 
 class Fragile:
     # Wrong at 32 rows, and dies at fewer.
@@ -102,6 +124,27 @@ def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, mo
     assert not running_judges()
 
 
+def test_a_kernel_that_stops_its_judge_loses_little_time(kernels):
+    records = []
+    start = time.monotonic()
+    run_cases([case_of(16), case_of(32)], Settings("pool_kernels:Stopping", timeout=1.0), records.append)
+    assert time.monotonic() - start < 60  # the limit of a judge that runs is 120 s longer
+    assert {record["shape"]: record["verdict"] for record in records} == {"16x32": "timeout", "32x32": "pass"}
+    (message,) = (record["message"] for record in records if record["verdict"] == "timeout")
+    assert message == "the judge of the case was stopped by another process"
+    assert not running_judges()
+
+
+def test_notes_of_a_kernel_are_few_and_short(kernels):
+    records = []
+    run_cases([case_of(16)], Settings("pool_kernels:Talking"), records.append)
+    (record,) = records
+    assert record["verdict"] == "pass"
+    assert len(record["notes"]) == 21
+    assert record["notes"][-1]["sentence"] == "980 more notes of the case are left out"
+    assert len(json.dumps(record)) < 1 << 16
+
+
 # Scheduling, without processes. A scripted worker follows a word for each case.
 
 
@@ -116,7 +159,7 @@ class Scripted(Worker):
         self.expect(max(worker.LOAD, settings.timeout) + worker.JUDGING)
         self.made.append(self)
         if "never loads" not in self.script:
-            self.judge.send({"room": 1 << 40, "loaded": []})
+            self.judge.send({"room": 1 << 40, "loaded": [], "pid": os.getpid()})
 
     def end(self, wait=0.0):
         self.ended.append(wait)

@@ -373,3 +373,10 @@ def test_an_infinity_or_nan_on_both_sides_is_equal():
     said = informative(wrong, x)
     assert (said["allclose"], said["sweep"]) == (False, [0.8] * 6)
     assert round(said["sqnr_db"], 2) == 6.02
+
+
+def test_a_record_has_the_declarations_of_its_backend():
+    declares = {"subnormals": "flushed", "accumulator": "truncating"}
+    truncating = backend(gemm=reference.gemm, quantize=reference.quantize, declares=declares)
+    assert run_case(GEMM, truncating).declares == "accumulator: truncating, subnormals: flushed"
+    assert run_case(QUANTIZE, backend(quantize=reference.quantize)).declares == ""

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from narrowgauge.harness.cases.case import select
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.cost import estimated_seconds
-from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cases.operations import case_from_id, case_from_labels
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.records.journal import Journal, RecordedRun
@@ -40,8 +40,8 @@ def journal(directory: Path, seconds: dict[str, float | None]) -> Path:
     run = RecordedRun("reference", "cpu", 0, list(seconds), {}, {})
     written = Journal(directory, lambda: run)
     for case, taken in seconds.items():
-        record = new_record(SMALL, backend="reference", device="cpu", seed=0)
-        record.case, record.seconds_total = case, taken
+        record = new_record(case_from_id(case), backend="reference", device="cpu", seed=0)
+        record.verdict, record.message, record.seconds_total = "error", "not today", taken
         written.add(record.to_dict())
     written.close()
     return directory

@@ -19,6 +19,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shard import Shard, digest
 from narrowgauge.harness.tools.merge import MergeError, collect_failures, merge
 from tests.harness import small_toml
+from tests.harness.runs import record, wrong
 from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -98,7 +99,7 @@ def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
     assert (folder / "merged" / "summary.md").exists()
 
 
-CASES = [f"case {n}" for n in range(6)]
+CASES = [record(f"case {n}")["case"] for n in range(6)]
 
 
 def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
@@ -112,7 +113,7 @@ def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
     journal = Journal(Path(directory), lambda: run, clock=lambda: run.elapsed)
     journal.sources = LoadedSources(run.loaded, run.unverified)
     for case in [*cases[: len(cases) - missing]]:
-        journal.add({"case": case, "verdict": "pass", "saved": ""})
+        journal.add(record(case.rpartition("/")[2]))
     journal.close()
     return Path(directory)
 
@@ -158,7 +159,7 @@ REFUSED = {
     "selection": (two(selection="00"), ["a and b select different cases", "same case files, tier and keywords"]),
     "overlap": (two(cases=[*CASES[1::2], CASES[4]]), ["case 4 is in a and in b", "same --durations"]),
     "gap": (two(cases=CASES[3::2]), ["in none of the 2 shards", "same --durations"]),
-    "interrupted": (two(missing=2), ["b: shard 2/2", "2 of 3 cases", "case 3, case 5", "--resume"]),
+    "interrupted": (two(missing=2), ["b: shard 2/2", "2 of 3 cases", "case 3, quantize", "--resume"]),
 }
 
 
@@ -198,8 +199,8 @@ def test_saved_failures_come_along(folder):
     (folder / "b" / "failures" / "one.safetensors").write_bytes(b"inputs")
     run = merge(folders)
     there, lost, *_ = records = run.records
-    there |= {"saved": "/elsewhere/reports/shard-2/failures/one.safetensors", "save_note": ""}
-    lost |= {"saved": "reports/shard-1/failures/two.safetensors", "save_note": "not shrunk: a reason"}
+    there |= wrong("case 0") | {"saved": "/elsewhere/reports/shard-2/failures/one.safetensors", "save_note": ""}
+    lost |= wrong("case 1") | {"saved": "reports/shard-1/failures/two.safetensors", "save_note": "not shrunk: a reason"}
     merged = read(collect_failures(replace(run, records=records), folders, Path("out")) and Path("out"))
     first, second, third, *_ = merged.records
     assert (first["saved"], first["save_note"]) == ("out/failures/one.safetensors", "")

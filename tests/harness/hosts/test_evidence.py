@@ -1,0 +1,68 @@
+"""Evidence of a kernel host may fail a kernel and never pass one: the judge reads the guard zones of results itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.guard import Guard
+from narrowgauge.harness.backends.guarded_memory import GuardedMemory
+from narrowgauge.harness.hosts import serve
+from narrowgauge.harness.hosts.remote_host import hosted_backend
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops
+from tests.harness.sample_backends import QUANTIZE
+
+Patch = Callable[[], object]
+
+
+def set_(owner: Any, name: str, value: Any) -> Patch:
+    return lambda: setattr(owner, name, value)
+
+
+PATCHES: dict[str, Patch] = {
+    "honest": lambda: None,
+    "violations": set_(Guard, "violations", lambda self: ([], [])),
+    "zones": set_(GuardedMemory, "overwritten_zones", lambda self, intact=None: []),
+    "end_of_run": set_(serve._Run, "end", lambda self: {"seconds": 0.1, "outside": [], "changed": []}),
+    "torch": set_(torch, "count_nonzero", lambda *a, **k: torch.tensor(0)),
+    "equal": set_(torch.Tensor, "__ne__", lambda a, b: torch.zeros(1, dtype=torch.bool)),
+}
+"""Changes of the code that looks for writes outside of tensors."""
+
+
+class Outside:
+    """The reference, which writes a byte beside a result."""
+
+    def __init__(self, patch: Patch, byte: int) -> None:
+        self.patch, self.byte = patch, byte
+
+    def quantize(self, x: torch.Tensor, recipe: Any) -> Any:
+        """As the reference."""
+        q = ops.quantize(x, recipe)
+        codes = torch.empty_like(q.codes).copy_(q.codes)
+        self.patch()
+        ctypes.memset(codes.data_ptr() + (self.byte if self.byte < 0 else codes.nbytes + self.byte), 1, 1)
+        return replace(q, codes=codes)
+
+
+def __getattr__(name: str) -> Any:
+    kind, _, rest = name.partition("_")
+    if kind in ("before", "behind"):
+        return Outside(PATCHES[rest], {"before": -1, "behind": 5}[kind])
+    raise AttributeError(name)
+
+
+@pytest.mark.parametrize("side", ["before", "behind"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_write_beside_a_result_fails_without_the_host(patch: str, side: str) -> None:
+    with hosted_backend(f"{__name__}:{side}_{patch}") as backend:
+        record = run_case(QUANTIZE, backend)
+    assert (record.verdict, record.stage) == ("fail", "memory"), record.message
+    assert f"1 bytes {side} a" in record.message
+    assert record.explanations[0]["cause"] == "writes-outside"
