@@ -39,7 +39,7 @@ def recipe_traits(name: str) -> dict[str, str]:
         "tensor scale": "given" if recipe.tensor_scale == "given" else str(recipe.tensor_scale != "none"),
         "amax": recipe.granularity,
         "rounding": recipe.rounding,
-        "transform": str(recipe.transform is not None),
+        "rotation": str(recipe.transform is not None),
         "candidates": recipe.candidates,
     }
 
