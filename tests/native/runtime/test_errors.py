@@ -60,8 +60,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: quantize(recipe="nvfp4-sr", random=torch.zeros(3, 16, dtype=torch.int32)[:, ::2]), ValueError,
      "random (3, 8) strides (16, 2) random.contiguous()"),
     (lambda: ops.amax(torch.ones(8)[::2]), ValueError, "x (4,) strides (2,) x.contiguous()"),
-    (lambda: ops.dequantize(q(codes=torch.zeros(3, 32, dtype=torch.uint8)[:, ::2])), ValueError,
-     "q.codes (3, 16) strides (32, 2) q.codes.contiguous()"),
+    (lambda: gemm(b=q(codes=torch.zeros(3, 32, dtype=torch.uint8)[:, ::2])), ValueError,
+     "b.codes (3, 16) strides (32, 2) b.codes.contiguous()"),
     # recipes
     (lambda: quantize(recipe="nvpf4"), ValueError, "no recipe 'nvpf4' (did you mean 'nvfp4'"),
     (lambda: quantize(recipe="nvfp4@te-2.9"), ValueError, "nvfp4 no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
