@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from sys import intern
 from typing import Any
 
 LONGEST = 1 << 16
@@ -80,8 +81,8 @@ _plain_key = lru_cache(plain_text)
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON: `object_pairs_hook` of json.loads. Raises ValueError if a key occurs twice: programs differ in
-    the value that they take."""
-    value = dict(pairs)
+    the value that they take. Objects share their keys: 40 000 records have the same."""
+    value = {intern(key): inner for key, inner in pairs}
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(

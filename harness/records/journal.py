@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.machine.plain_text import plain_text, plain_value, unique_keys
+from narrowgauge.harness.machine.plain_text import LONGEST, escape, plain_text, plain_value, unique_keys
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
 from narrowgauge.harness.records.loaded_sources import LoadedSources, differences
 from narrowgauge.harness.records.record import SCHEMA, Record
@@ -205,7 +205,11 @@ def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        entry = plain_value(json.loads(line.decode(), object_pairs_hook=unique_keys))
+        text = line.decode()
+        entry = json.loads(text, object_pairs_hook=unique_keys)
+        # Without an escape in the line of JSON its texts are parts of the line.
+        if "\\" in text or len(text) > LONGEST or escape(text.rstrip("\n")) != text.rstrip("\n"):
+            entry = plain_value(entry)
     except RecursionError as error:
         raise JournalError(f"{file}: line {number} is nested too deep, so no line of a run") from error
     except ValueError as error:

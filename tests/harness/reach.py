@@ -56,7 +56,9 @@ def many_records(count: int) -> Iterator[dict[str, Any]]:
             setattr(record, f"seconds_{part}", 1e-5 * (1 + (place + 7919) * number % 99_991))
         record.input_digest, record.output_digest = f"{number:016x}", f"{7919 * number:016x}"
         if record.operation.startswith("gemm"):
-            record.exact_share, record.ordered_share, record.budget_max, record.budget_p99 = 0.25, 0.5, 0.3, 0.2
+            record.stages[-1]["rule"], outputs = "bound", record.stages[-1]["compared"]
+            record.exact_share, record.ordered_share = (outputs // 4) / outputs, (outputs // 2) / outputs
+            record.budget_max, record.budget_p99 = 0.3, 0.2
             record.budget_histogram = [number, 5, 3, 2, 1, 1, 0, 0, 0, 0, 0]
         if number % FAILING == 1:
             _fail(record, number)

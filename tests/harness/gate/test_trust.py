@@ -138,7 +138,7 @@ def removed(column: str) -> Edit:
 def values_for(column: str, kind: str) -> list[Any]:
     """Values that a column of this type cannot have in the record of a correct product."""
     if kind == "str":
-        empty = [] if column in ("file", "options", *FREE) else [""]
+        empty = [] if column in ("file", "options", "declares", *FREE) else [""]
         return [7, None, ["x"], *(["x"] if column in FREE else empty)]
     if kind.startswith("list"):
         return ["x", None, {}, [None], [math.nan] if "dict" not in kind else [{}]]
