@@ -31,6 +31,8 @@ from tests.paths import CASES
 FUNCTIONS = [name for name in all_methods() if inspect.isfunction(getattr(reference, name, None))]
 ALL = load_all([CASES])
 QUICK = select(ALL, tier="quick")
+TABLES = [case for case in ALL if not case.file.endswith("pairs.toml")]
+"""Cases of tables: a recipe in them has all families and shapes, and a case of a pair is alone."""
 
 
 def keywords(method: str) -> set[str]:
@@ -151,19 +153,19 @@ ALIGNED: list[tuple[str, Callable[[Any], Any]]] = [
 
 @pytest.mark.parametrize(("operation", "part"), ALIGNED)
 def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callable[[Any], Any]) -> None:
-    cases = [case for case in QUICK if case.operation == operation]
+    cases = [case for case in select(TABLES, tier="quick") if case.operation == operation]
     assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
 
 
 def test_every_recipe_has_shapes_of_models_in_quick_on_a_gpu() -> None:
-    quick = set(QUICK)
-    more = [case for case in select(ALL, tier="quick", device="cuda") if case not in quick]
+    quick = set(select(TABLES, tier="quick"))
+    more = [case for case in select(TABLES, tier="quick", device="cuda") if case not in quick]
     assert {case.shape for case in more} == {(128, 7168), (1, 7168, 2048), (16, 7168, 2048), (128, 7168, 2048)}
     assert len(more) <= 150  # they take a GPU half a minute
     for operation in ("quantize", "gemm"):
         names, models = (
             {name for case in cases if case.operation == operation for name in case.recipe_names if "@" not in name}
-            for cases in (QUICK, more)
+            for cases in (quick, more)
         )
         assert sorted(names - models) == []
 

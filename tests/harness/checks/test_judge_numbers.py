@@ -172,7 +172,8 @@ def limits_of(shape, dtype, ends, expected, fused, exact, zero_sum, undetermined
 
     centre = sum(ends) / 2
     return Bounds(
-        full(expected), full(fused), full(ends[0]), full(ends[1]), full(exact, torch.bool), full(zero_sum, torch.bool),
+        full(expected), full(fused), full(expected), full(ends[0]), full(ends[1]), full(exact, torch.bool),
+        full(zero_sum, torch.bool),
         full(undetermined, torch.bool), full(centre, torch.float64), full(1.0, torch.float64),
         full(0 if exact else 2, torch.uint8),
     )  # fmt: skip

@@ -307,6 +307,7 @@ RULES = (
 )  # fmt: skip
 WITH_A_TEST = {
     "padding-not-zeroed",
+    "scales-in-layout:128x4",
     "tail-dropped",
     "stochastic-sections-restart",
     *(f"stochastic-other-block:{bits}-bits" for bits in range(9, 19)),

@@ -47,7 +47,7 @@ def _file_timer(x: torch.Tensor) -> None:
 EFFECTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "mapping": (_map_over, "leaves-mappings"),
     "no mapping": (_unmap, "leaves-mappings"),
-    "memory": (_limit(resource.RLIMIT_AS, 1 << 30), "leaves-limits"),
+    "memory": (_limit(resource.RLIMIT_AS, 1 << 40), "leaves-limits"),
     "descriptors": (_limit(resource.RLIMIT_NOFILE, 4), "leaves-limits"),
     "file size": (_limit(resource.RLIMIT_FSIZE, 0), "leaves-limits"),
     "alarm": (lambda x: signal.setitimer(signal.ITIMER_REAL, 600), "leaves-timers"),

@@ -1,5 +1,6 @@
 """The false alarms of a run are shared: every way to run cases tells each case how many cases share."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -78,7 +79,7 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     monkeypatch.setattr(runner, "run_case", judged)
     serve(theirs, None, None, settings)
     assert given == [(NVFP4, expected)]
-    assert ours.receive()[0] == {"room": 1, "loaded": []}
+    assert ours.receive()[0] == {"room": 1, "loaded": [], "pid": os.getpid()}
     assert ours.receive()[0]["record"]["seed"] == 3
     for end in (ours, theirs):
         end.close()
