@@ -18,6 +18,7 @@ MOVED = {
 RECIPES = ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("cause", MOVED)
 def test_moved_scales_do_not_accuse_the_codes(cause, recipe):
