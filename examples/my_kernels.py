@@ -16,7 +16,7 @@ class Backend:
         x = x.reshape(-1, x.shape[-1]).float()
         magnitudes = x.abs().nan_to_num(nan=0.0, posinf=torch.inf).view(len(x), -1, 16)
         amax = magnitudes.max().view(1)
-        encode = (torch.tensor(2688.0) / amax).clamp(max=FLT_MAX) if 0 < amax < torch.inf else torch.ones(1)
+        encode = (torch.tensor(2688.0) / amax).clamp(max=FLT_MAX) if 0 < amax < torch.inf else torch.ones_like(amax)
         scales = (magnitudes.amax(2) * (encode * (1 / torch.tensor(6.0)))).clamp(max=448).to(torch.float8_e4m3fn)
         factors = (1 / (scales.float() * (1 / encode))).clamp(max=FLT_MAX)
         scaled = x * factors.repeat_interleave(16, 1)
@@ -25,9 +25,10 @@ class Backend:
         return codes[:, ::2] | codes[:, 1::2] << 4, scales, amax
 
     def round(self, magnitudes):  # to the nearest E2M1 code; a tie goes to the even code
-        return (magnitudes > MIDPOINTS[::2]).sum(2) + (magnitudes >= MIDPOINTS[1::2]).sum(2)
+        midpoints = MIDPOINTS.to(magnitudes.device)
+        return (magnitudes > midpoints[::2]).sum(2) + (magnitudes >= midpoints[1::2]).sum(2)
 
 
 class TiesAway(Backend):
     def round(self, magnitudes):
-        return (magnitudes >= MIDPOINTS).sum(2)
+        return (magnitudes >= MIDPOINTS.to(magnitudes.device)).sum(2)
