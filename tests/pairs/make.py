@@ -145,7 +145,7 @@ def shipped() -> list[Case]:
 
 
 def main() -> None:
-    """Write the file: the ids that it has, and those of missing pairs behind them."""
+    """Write the file: its present ids, then an id for each missing pair."""
     ids = [case.id for case in load_all([FILE])] if FILE.exists() else []
     while True:  # a new case may have values for other pairs
         added = [case.id for _, case in missing(shipped())]
