@@ -51,9 +51,9 @@ def explain_quantize(
     every byte of these matrices, the bytes of the case's other matrices with wrong stages, and the bytes of the case on
     the further inputs of `further`. If no single deviation gives the bytes, pairs of those that explain a part are
     tried. Codes that are those of the right scales are right, and only the scales are explained. If no pair does, the
-    explanations are possible causes: deviations that give the bytes of the first wrong
-    stage alone, or the deviation that explains most of the wrong elements. The result has at most `MAX_EXPLANATIONS`,
-    the simplest first. It is empty if the stage is not a stage of a quantized matrix.
+    explanations are possible causes: deviations that give the bytes of the first wrong stage alone, or the deviation
+    that explains most of the wrong elements. The result has at most `MAX_EXPLANATIONS`, the simplest first. It is empty
+    if the stage is not a stage of a quantized matrix.
     """
     start, point, name = wrong_stage.stage.rpartition(".")
     search = _search_of(outcome, start + point, history, limit)

@@ -64,7 +64,7 @@ class Transport:
         self.seconds, self.deadline = seconds, time.monotonic() + seconds
 
     def start(self) -> HostProcess:
-        """The process, which is started if there is none. Raises BackendError, and again if it was raised before."""
+        """The process of the host, started on first use. Raises BackendError, also again after a failed start."""
         if self.process is not None:
             return self.process
         try:

@@ -96,7 +96,7 @@ def judge_operands(case: GemmCase, inputs: Inputs, backend: Backend, outcome: Ou
 
 
 def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, Half]]:
-    """Each source as the backend quantizes it, and the half that it is; None if the backend does not quantize it. The
+    """Each source, quantized by the backend, and its half; None if the backend does not quantize the source. The
     process holds the lock of the GPU for all sources together."""
     with backend.host.lock():
         return [_quantize(source, backend) for source in sources]

@@ -232,7 +232,7 @@ def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: O
 
 
 def parts_of(q: Quantized) -> Arguments:
-    """The tensors of a Quantized by name; None for a number that it does not hold."""
+    """The tensors of a Quantized by name; None for an amax or a tensor scale that is missing."""
     return {name: getattr(q, name) for name in QUANTIZED_PARTS}
 
 

@@ -342,7 +342,7 @@ def _scales(
     given: tuple[torch.Tensor | None, torch.Tensor | None],
     kernel: Quantized,
 ) -> StageResult:
-    """Stored scales of `kernel` along the subject's rows; those of a transposed one seen as they lie in memory."""
+    """Stored scales of `kernel` along the subject's rows; of a transposed matrix in the order of memory."""
     recipe, fmt = subject.recipe, subject.recipe.scale
     encode, transposed = given[1], kernel.transposed
 
@@ -383,7 +383,7 @@ def _codes(
     encode: torch.Tensor | None,
     kernel: Quantized,
 ) -> StageResult:
-    """Codes of `kernel` along the subject's rows; those of a transposed one seen as they lie in memory."""
+    """Codes of `kernel` along the subject's rows; of a transposed matrix in the order of memory."""
     recipe, columns, transposed = subject.recipe, subject.matrix.shape[1], kernel.transposed
     if not subject.own and same_bytes(actual, packed):  # the padding nibble of an odd K is compared too
         return StageResult(stage, subject.rule, subject.matrix.numel())

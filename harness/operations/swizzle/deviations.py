@@ -19,7 +19,7 @@ _RIGHT = LAYOUTS[TILES]
 
 
 def _linear(scales: torch.Tensor) -> torch.Tensor:
-    """The scales one behind the other, and the padding behind them."""
+    """Scales in linear order without padded rows or columns, then zeros up to the padded size."""
     flat = torch.zeros_like(_RIGHT.pad(scales)).flatten()
     flat[: scales.numel()] = scales.flatten()
     return flat.view(_RIGHT.padded_shape(scales.shape))
