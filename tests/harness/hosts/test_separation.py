@@ -14,6 +14,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.hosts import separation
 from narrowgauge.harness.hosts.separation import LANDLOCK, NAMESPACES, NOT_SEPARATED, NOTHING
 from narrowgauge.harness.records.journal import read
+from tests.harness.running.test_survival import CASES as CASES_OF
 from tests.paths import ROOT
 
 OPS = ROOT / "reference" / "numbers" / "philox.py"
@@ -193,15 +194,7 @@ class Writes:
             file.write("{}")
         return ops.quantize(x, recipe)
 """
-CASES = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "nvfp4"
-shape = [[16, 32], [16, 48], [16, 64], [16, 80], [16, 96]]
-dtype = "bf16"
-inputs = "normal"
-"""
+CASES = CASES_OF.format(shapes=[[16, columns] for columns in range(32, 97, 16)])
 
 
 @pytest.fixture
