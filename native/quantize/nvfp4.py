@@ -48,7 +48,7 @@ _VARIANT = KernelStruct("quantize/quantize_nvfp4.cu", "QuantizeNvfp4Variant")
 _OUTPUT = KernelStruct("quantize/quantize_nvfp4.cu", "Output")
 _SCHEDULE = KernelStruct("quantize/quantize_nvfp4.cu", "TileSchedule")
 _KEYS = KernelStruct("quantize/quantize_nvfp4.cu", "PhiloxKeys")
-_SCALE_ORDER = {"amax*(enc*(1/6))": "AMAX_TIMES_ENC_SIXTH", "(amax/6)*enc": "AMAX_SIXTH_TIMES_ENC"}
+SCALE_ORDER = {"amax*(enc*(1/6))": "AMAX_TIMES_ENC_SIXTH", "(amax/6)*enc": "AMAX_SIXTH_TIMES_ENC"}
 _CANDIDATES = {
     "6": "SIX", "4-or-6-mae": "FOUR_OR_SIX_BY_ABSOLUTE_ERROR", "4-or-6-mse": "FOUR_OR_SIX_BY_SQUARED_ERROR"
 }  # fmt: skip
@@ -113,7 +113,7 @@ def variant(recipe: Recipe, *, rotation: str, layout: ScaleLayout, random_given:
         "signs": 0 if recipe.transform is None else recipe.transform.signs,
         "stochastic": recipe.rounding == "stochastic", "random_given": random_given,
         "swizzled": layout != LINEAR,
-        "scale_order": _SCALE_ORDER[recipe.block_scale],
+        "scale_order": SCALE_ORDER[recipe.block_scale],
     }  # fmt: skip
 
 

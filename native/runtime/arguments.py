@@ -180,8 +180,13 @@ def choices(recipe: Recipe) -> Choices:
     return {"scale": tuple(FAMILIES)} if family is None else family | _FOR_ELEMENT.get(recipe.element, {})
 
 
-def supported(name: str | Recipe) -> Recipe:
-    """The recipe of a name. Raises NotImplementedError if the kernels lack it, ValueError for an unknown name."""
+def supported(name: str | Recipe, **own: tuple[object, ...]) -> Recipe:
+    """The recipe of a name. Raises NotImplementedError if the kernels lack it, ValueError for an unknown name.
+
+    `own`: the choices of a kernel in place of those of the quantize kernels, by field.
+    """
+    if own:
+        return _checked(find_recipe(name) if isinstance(name, str) else name, tuple(own.items()))
     return _find_supported(name) if isinstance(name, str) else _checked(name)
 
 
@@ -191,8 +196,8 @@ def _find_supported(name: str) -> Recipe:
 
 
 @lru_cache(maxsize=1024)
-def _checked(recipe: Recipe) -> Recipe:
-    for field, known in choices(recipe).items():
+def _checked(recipe: Recipe, own: tuple[tuple[str, tuple[object, ...]], ...] = ()) -> Recipe:
+    for field, known in (choices(recipe) | dict(own)).items():
         if known is not None and getattr(recipe, field) not in known:
             wanted, kernel_choices = _choice_name(getattr(recipe, field)), ", ".join(map(_choice_name, known))
             raise NotImplementedError(

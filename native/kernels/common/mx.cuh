@@ -5,7 +5,7 @@
 
 namespace narrowgauge {
 
-constexpr int BLOCK = 32;
+constexpr int MX_BLOCK = 32;
 
 // The quotient that is rounded to a power of two: amax * fl(1/max), amax / max, or amax / 2^emax. `max` is the largest
 // element of the format, `emax` its exponent.

@@ -36,6 +36,7 @@ using Element = ELEMENT;
 #endif
 #endif
 
+constexpr int BLOCK = MX_BLOCK;
 constexpr int THREADS = 128;
 constexpr int GENERAL_THREADS = MX_THREADS;  // threads of the kernel for any matrix
 constexpr int TILE = 64;

@@ -40,7 +40,7 @@ constexpr int HALF = QUANTIZED_TILE / 2;  // rows that fit into shared memory at
 constexpr int CHUNK = 32;                 // columns that a thread quantizes
 constexpr int CHUNKS = QUANTIZED_TILE / CHUNK;
 static_assert(HALF * CHUNKS == QUANTIZED_THREADS, "a thread quantizes a chunk of each half");
-static_assert(CHUNK == BLOCK, "a chunk is a block of MX");
+static_assert(CHUNK == MX_BLOCK, "a chunk is a block of MX");
 
 struct Quantizer : QuantizerParameters {
     u32 limit;  // magnitudes above it do not count for an amax
@@ -87,7 +87,7 @@ __device__ __forceinline__ void write_codes(const float* staged, int line, int c
 // Amax of the scale block that contains a chunk.
 __device__ __forceinline__ u32 block_amax(const u32 (&amaxes)[QUANTIZED_TILE][CHUNKS], ScaleBlock block, int line, int chunk) {
     if (block == ScaleBlock::MX_LINE) return amaxes[line][chunk];
-    const int lines = block == ScaleBlock::MX_TILE ? BLOCK : block == ScaleBlock::FP8_TILE ? QUANTIZED_TILE : 1;
+    const int lines = block == ScaleBlock::MX_TILE ? MX_BLOCK : block == ScaleBlock::FP8_TILE ? QUANTIZED_TILE : 1;
     const int chunks = block == ScaleBlock::MX_TILE ? 1 : CHUNKS;
     const int first_line = line / lines * lines, first_chunk = chunk / chunks * chunks;
     u32 largest = 0;
@@ -109,7 +109,7 @@ template <class F>
 __device__ __forceinline__ float make_scale(const Quantizer& to, u32 amax, const Chunk& at, i64 columns) {
     if (to.block <= ScaleBlock::MX_TILE) {  // MX
         const u8 scale = mx_scale<F>(__uint_as_float(amax), to.scale_order, static_cast<u32>(to.up_from));
-        static_cast<u8*>(to.scales)[at.y * ((columns + BLOCK - 1) / BLOCK) + at.x / BLOCK] = scale;
+        static_cast<u8*>(to.scales)[at.y * ((columns + MX_BLOCK - 1) / MX_BLOCK) + at.x / MX_BLOCK] = scale;
         return mx_element_factor(scale);
     }
     if (to.block == ScaleBlock::FP8_TENSOR) return *to.given;

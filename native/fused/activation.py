@@ -1,0 +1,70 @@
+"""An activation of a gate times the other half of the columns, quantized in the same kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.spec.arguments import as_matrix
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
+
+_PARAMETERS = KernelStruct("fused/activation_quantize.cu", "ActivationQuantizeParameters")
+
+
+def silu_mul_quantize(
+    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None = None, *, scales: ScaleLayout = LINEAR
+) -> Quantized:
+    """SiLU of the first half of the columns of `x` (M, 2K), times the second half, quantized: (M, K).
+
+    `x`: float32, bfloat16 or float16, any strides. `scale`, float32 (1,): the encode scale, for a recipe whose scale is
+    given. `scales`: layout of the scales. The product is rounded to the dtype of `x` once. Raises TypeError or
+    ValueError for tensors of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have
+    and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    """
+    return _launch(x, recipe, scale, "SILU", scales)
+
+
+def gelu_mul_quantize(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """As `silu_mul_quantize`, with GELU. `approximate`: "tanh", or "none" for the error function."""
+    return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "none": "GELU_ERF"}[approximate], scales)
+
+
+def relu_squared_quantize(
+    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None = None, *, scales: ScaleLayout = LINEAR
+) -> Quantized:
+    """max(x, 0)² of `x` (M, K), quantized. Raises as `silu_mul_quantize`."""
+    return _launch(x, recipe, scale, "RELU_SQUARED", scales)
+
+
+def _launch(
+    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None, activation: str, scales: ScaleLayout
+) -> Quantized:
+    recipe = row_recipe(recipe)
+    x = as_matrix(x)
+    columns = x.shape[1]
+    gated = activation not in _WITHOUT_UP
+    if gated and columns % 2:
+        raise ValueError(f"x of shape {tuple(x.shape)} has an odd number of columns; gate and up are its halves")
+    fields: dict[str, Value] = {
+        "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "activation": activation,
+        "round_activation": False,
+    }  # fmt: skip
+    flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
+    return quantize_rows(
+        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe, whole_rows=False,
+        scale=scale, scales=scales, extra_flags=flags,
+    )  # fmt: skip
+
+
+_WITHOUT_UP = ("IDENTITY", "RELU_SQUARED")
+"""Activations of all columns, without another half."""

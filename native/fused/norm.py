@@ -1,0 +1,109 @@
+"""RMSNorm and LayerNorm of rows, also of a sum with a residual, quantized in the same kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.spec import arguments
+from narrowgauge.spec.arguments import as_matrix
+from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
+
+_PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
+_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def rmsnorm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    gemma: bool = False,
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
+
+    `weight`: any of these dtypes. `gemma`: times 1 + weight. `scale`, float32 (1,): the encode scale, for a recipe
+    whose scale is given. `scales`: layout of the scales. The norm and its product with the weight are rounded to the
+    dtype of `x`. Raises TypeError or ValueError for tensors of another dtype or shape, NotImplementedError for a recipe
+    that `row_recipe` does not have and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be
+    compiled.
+    """
+    return _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, scales=scales)
+
+
+def add_rmsnorm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    gemma: bool = False,
+    scales: ScaleLayout = LINEAR,
+) -> dict[str, torch.Tensor | Quantized]:
+    """`rmsnorm_quantize` of x + residual, both (M, K) of one dtype.
+
+    Returns `residual`, the sum rounded to the dtype of `x`, and `quantized`. The norm takes the sum in float32. Raises
+    as `rmsnorm_quantize`.
+    """
+    arguments.check_tensor(residual, "residual", (x.dtype,), tuple(x.shape))
+    residual = as_matrix(residual).contiguous()
+    total = torch.empty_like(residual)
+    quantized = _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, scales=scales, residual=residual, total=total)
+    return {"residual": total, "quantized": quantized}
+
+
+def layernorm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """LayerNorm of the rows of `x` (M, K), times `weight` (K,) plus `bias` (K,) of the dtype of the weight, quantized.
+
+    The result is rounded to the dtype of `x` once. Raises as `rmsnorm_quantize`.
+    """
+    return _launch(x, weight, recipe, scale, eps=eps, scales=scales, bias=bias, layer_norm=True)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None,
+    *,
+    eps: float,
+    scales: ScaleLayout,
+    gemma: bool = False,
+    bias: torch.Tensor | None = None,
+    layer_norm: bool = False,
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> Quantized:
+    recipe = row_recipe(recipe)
+    x = as_matrix(x)
+    columns = x.shape[1]
+    arguments.check_tensor(weight, "weight", INPUT_DTYPES, (columns,))
+    if bias is not None:
+        arguments.check_tensor(bias, "bias", (weight.dtype,), (columns,))
+    fields: dict[str, Value] = {
+        "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "residual": residual, "residual_out": total,
+        "weight": weight, "weight_stride": weight.stride(0), "weight_type": _TYPES[weight.dtype], "bias": bias,
+        "bias_stride": 0 if bias is None else bias.stride(0), "zero_centred": gemma, "eps": eps,
+        "columns": float(columns), "layer_norm": layer_norm,
+    }  # fmt: skip
+    return quantize_rows(
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, whole_rows=True, scale=scale, scales=scales
+    )

@@ -1,0 +1,245 @@
+// quantize_row.cuh: the end of a kernel that makes a matrix row by row and quantizes it. The elements stay in registers.
+//
+// A thread has chunks of 16 neighbouring elements: chunk i of thread t of a thread block is chunk i * blockDim.x + t. A row
+// belongs to one thread block, or to several if no sum and no scale extends over the row. A scale belongs to the chunks of
+// up to eight neighbouring lanes, to a row, or to the tensor.
+// Numerics of scales and codes: docs/numerics.md, those of quantize_nvfp4.cu, quantize_mx.cu and quantize_fp8.cu.
+#pragma once
+
+#include "common/blocks.cuh"
+#include "common/fp8.cuh"
+#include "common/mx.cuh"
+#include "common/nvfp4.cuh"
+#include "layout/layout.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT E4M3
+#endif
+
+// Chunks of a thread, at most. A CPU has a loop over those that the row needs.
+#ifndef CHUNKS
+#ifdef __CUDA_ARCH__
+#define CHUNKS 1
+#else
+#define CHUNKS 512
+#endif
+#endif
+
+namespace narrowgauge {
+
+using Element = ELEMENT;
+constexpr int CHUNK = 16;
+constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
+#ifdef __CUDA_ARCH__
+constexpr int LANES = 32, MAX_THREADS = 1024;
+#else
+constexpr int LANES = 8, MAX_THREADS = 8;  // of a thread block on a CPU, where a barrier is cheap
+#endif
+
+enum ScaleFamily : int { NVFP4 = 0, MX = 1, FP8 = 2 };
+// Elements that share a scale: GROUP is `lanes` chunks.
+enum ScaleScope : int { GROUP = 0, ROW = 1, TENSOR = 2 };
+
+// The choices of a recipe. On a GPU the macro VARIANT gives their values.
+struct QuantizeRowVariant {
+    ScaleFamily family;
+    ScaleScope scope;
+    int lanes;           // 1, 2, 4 or 8
+    int scale_order;     // of NVFP4, BlockScaleOrder, or of MX, MxScaleOrder
+    u32 up_from;         // of MX: mantissa from which on the exponent of a scale is rounded up
+    bool power_of_two;   // of FP8: scales are rounded down to powers of two
+    bool propagate_nan;  // NaN counts as the largest magnitude
+    bool swizzled;       // scales are in the 128x4 layout
+};
+
+struct QuantizeRowParameters {
+    i64 rows;                // M
+    i64 columns;             // K of the result
+    int segments;            // thread blocks of a row
+    QuantizeRowVariant variant;
+    u8* codes;               // (M, ceil(K / PER_BYTE)); null: the amax of the tensor is all that is wanted
+    void* scales;            // GROUP: (M, ceil(K / 16 / lanes)) bytes, or float32 with FP8; ROW: (M,); TENSOR: (1,)
+    const float* amax;       // of the tensor: NVFP4, and TENSOR without a given scale
+    const float* given;      // with TENSOR: the factor of elements, or null
+    float* encode;           // factor of the tensor: NVFP4 and TENSOR
+    u32* amax_out;           // receives the amax of the tensor as bits of float32, 0 before the launch; or null
+    float largest_element;
+    float smallest_amax;
+    float largest_scale;
+    float max_product;       // of NVFP4: 2688, or 1536
+};
+
+__device__ __forceinline__ QuantizeRowVariant variant_of(const QuantizeRowParameters& p) {
+#ifdef VARIANT
+    return VARIANT;
+#else
+    return p.variant;
+#endif
+}
+
+// The part of a row that a thread block makes.
+struct Part {
+    i64 row;
+    i64 first;    // chunk of thread 0
+    i64 columns;  // of the row; 0 if the matrix has no rows
+    int steps;    // chunks of a thread
+};
+
+__device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
+    const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
+    const i64 first = static_cast<i64>(block % segments) * blockDim.x * CHUNKS;
+    const i64 columns = p.rows > 0 ? p.columns : 0;
+#ifdef __CUDA_ARCH__
+    const int steps = CHUNKS;
+#else
+    const i64 left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + blockDim.x - 1) / blockDim.x;
+    const int steps = static_cast<int>(needed < CHUNKS ? needed : CHUNKS);
+#endif
+    return {block / segments, first, columns, steps};
+}
+
+// The chunk of a thread in a step: its first column, and the number of its elements inside the row.
+struct Chunk {
+    i64 column;
+    int count;
+};
+
+__device__ __forceinline__ Chunk chunk_of(const Part& part, int step) {
+    const i64 column = (part.first + static_cast<i64>(step) * blockDim.x + threadIdx.x) * CHUNK;
+    return {column, valid_count<CHUNK>(part.columns - column)};
+}
+
+// One word for each warp and reduction of a thread block.
+struct Shared {
+    float words[3][32];
+};
+
+// The values of all threads, combined in a tree. `words`: of a reduction that the kernel runs once.
+template <class Combine>
+__device__ __forceinline__ float over_block(float value, float (&words)[32], float neutral, Combine combine) {
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
+    const int warps = static_cast<int>(blockDim.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+    if (warps == 1) return value;
+    if (lane == 0) words[threadIdx.x / LANES] = value;
+    __syncthreads();
+    value = lane < warps ? words[lane] : neutral;
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
+    return value;
+}
+
+__device__ __forceinline__ float sum_over_block(float value, float (&words)[32]) {
+    return over_block(value, words, 0.0f, [](float a, float b) { return a + b; });
+}
+
+// Largest of magnitudes as bits of float32.
+__device__ __forceinline__ float larger_bits(float a, float b) { return __float_as_uint(a) < __float_as_uint(b) ? b : a; }
+
+__device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
+    for (int apart = 1; apart < lanes; apart *= 2) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, amax, apart);
+        amax = other > amax ? other : amax;
+    }
+    return amax;
+}
+
+// Stores the scale of a group and returns the factor of its elements.
+__device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, bool stores, i64 row, i64 group, i64 groups,
+                                                const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+    const float amax = __uint_as_float(amax_bits);
+    if (variant.family == FP8) {
+        const float scale =
+            fp8_scale(amax, Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
+        if (stores) static_cast<float*>(p.scales)[row * groups + group] = 1.0f / scale;
+        return scale;
+    }
+    u8 scale;
+    float factor;
+    if (variant.family == MX) {
+        scale = mx_scale<Element>(amax, variant.scale_order, variant.up_from);
+        factor = mx_element_factor(scale);
+    } else {
+        scale = e4m3_from_float(nvfp4_unrounded_scale(amax, encode, static_cast<BlockScaleOrder>(variant.scale_order)));
+        factor = nvfp4_element_factor(scale, encode);
+    }
+    if (stores) {
+        static_cast<u8*>(p.scales)[variant.swizzled ? swizzled_index(row, group, groups) : row * groups + group] = scale;
+    }
+    return factor;
+}
+
+// Codes of a chunk, of which `count` elements lie inside the row.
+__device__ __forceinline__ void store_codes(const float (&v)[CHUNK], float factor, int count, u8* target) {
+    if constexpr (PER_BYTE == 2) {
+        float scaled[CHUNK];
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) scaled[i] = v[i] * factor;
+        u8 packed[CHUNK / 2];
+        e2m1x16_from_float(scaled, packed);
+        if (count == CHUNK) {
+            store_bytes(packed, target);
+            return;
+        }
+        for (int j = 0; j < CHUNK / 2; ++j) {  // a constant trip count keeps `packed` in registers
+            if (2 * j < count) target[j] = 2 * j + 1 < count ? packed[j] : packed[j] & 0xFu;
+        }
+    } else {
+        u8 codes[CHUNK];
+        encode_row<Element>(v, factor, codes);
+        store_partial(codes, count, target);
+    }
+}
+
+// Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements behind the
+// row are 0.
+__device__ __forceinline__ void quantize_row(const float (&v)[CHUNKS][CHUNK], const Part& part, Shared& shared,
+                                             const QuantizeRowParameters& p) {
+    const QuantizeRowVariant variant = variant_of(p);
+    const u32 limit = amax_limit(variant.propagate_nan);
+    const bool whole = p.amax_out != nullptr || variant.scope == ROW;  // an amax of all elements is wanted
+    float amax = 0.0f;
+    if (whole) {
+        u32 largest = 0;
+        for (int i = 0; i < part.steps; ++i) {
+            const u32 of_chunk = amax_of_block(v[i], limit);
+            largest = of_chunk > largest ? of_chunk : largest;
+        }
+        amax = over_block(__uint_as_float(largest), shared.words[2], 0.0f, larger_bits);
+        if (p.amax_out != nullptr && threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
+    }
+    if (p.codes == nullptr) return;
+
+    float encode = 0.0f, factor = 0.0f;
+    if (variant.family == NVFP4) {
+        encode = nvfp4_tensor_scale(*p.amax, p.max_product);
+    } else if (variant.scope == TENSOR && p.given != nullptr) {
+        factor = *p.given;
+    } else if (variant.scope != GROUP) {
+        factor = fp8_scale(variant.scope == ROW ? amax : *p.amax,
+                           Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
+    }
+    if (threadIdx.x == 0 && part.first == 0) {
+        if (variant.scope == ROW && p.rows > 0) static_cast<float*>(p.scales)[part.row] = 1.0f / factor;
+        if (variant.scope == TENSOR && part.row == 0) {
+            static_cast<float*>(p.scales)[0] = 1.0f / factor;
+            *p.encode = factor;
+        }
+        if (variant.family == NVFP4 && part.row == 0) *p.encode = encode;
+    }
+    const i64 width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
+    const i64 row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        const auto [column, count] = chunk_of(part, i);
+        if (variant.scope == GROUP) {
+            const u32 of_group = amax_of_lanes(amax_of_block(v[i], limit), variant.lanes);
+            const bool stores = count > 0 && threadIdx.x % variant.lanes == 0;
+            factor = scale_of_group(of_group, encode, stores, part.row, column / width, groups, p, variant);
+        }
+        if (count > 0) store_codes(v[i], factor, count, p.codes + part.row * row_bytes + column / PER_BYTE);
+    }
+}
+
+}  // namespace narrowgauge
