@@ -61,7 +61,7 @@ def _launch(
     }  # fmt: skip
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
-        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe, whole_rows=False,
+        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe, loops=False,
         scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec import arguments
 from narrowgauge.spec.arguments import as_matrix
@@ -14,6 +15,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
+_VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
@@ -98,12 +100,17 @@ def _launch(
     arguments.check_tensor(weight, "weight", INPUT_DTYPES, (columns,))
     if bias is not None:
         arguments.check_tensor(bias, "bias", (weight.dtype,), (columns,))
+    variant: dict[str, Value] = {
+        "layer_norm": layer_norm, "zero_centred": gemma, "has_residual": residual is not None,
+        "has_bias": bias is not None, "weight_type": _TYPES[weight.dtype],
+    }  # fmt: skip
     fields: dict[str, Value] = {
         "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "residual": residual, "residual_out": total,
-        "weight": weight, "weight_stride": weight.stride(0), "weight_type": _TYPES[weight.dtype], "bias": bias,
-        "bias_stride": 0 if bias is None else bias.stride(0), "zero_centred": gemma, "eps": eps,
-        "columns": float(columns), "layer_norm": layer_norm,
+        "weight": weight, "weight_stride": weight.stride(0), "bias": bias,
+        "bias_stride": 0 if bias is None else bias.stride(0), "eps": eps, "per_column": 1.0 / columns if columns else 0.0, "variant": variant,
     }  # fmt: skip
+    inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(
-        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, whole_rows=True, scale=scale, scales=scales
-    )
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, loops=True, scale=scale, scales=scales,
+        extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
+    )  # fmt: skip

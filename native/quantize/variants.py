@@ -10,14 +10,16 @@ import torch
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 
 
-def variant_flags(struct: KernelStruct, variant: Mapping[str, Value], device: torch.device) -> tuple[str, ...]:
+def variant_flags(
+    struct: KernelStruct, variant: Mapping[str, Value], device: torch.device, macro: str = "VARIANT"
+) -> tuple[str, ...]:
     """Flags that compile a kernel for one variant, given by the fields of its struct.
 
-    On a GPU the macro VARIANT initializes the struct, and NVRTC compiles every variant separately, which takes
+    On a GPU `macro` initializes the struct, and NVRTC compiles every variant separately, which takes
     a second, once. On a CPU there is no flag: the C++ compiler would take many seconds for a variant; the
     kernel reads the variant from its parameters. Raises as `KernelStruct` does.
     """
-    return _flags(struct, tuple(variant.items())) if device.type == "cuda" else ()
+    return _flags(struct, tuple(variant.items()), macro) if device.type == "cuda" else ()
 
 
 def unit_flags(kernel: str, device: torch.device) -> tuple[str, ...]:
@@ -35,5 +37,5 @@ def _unit_flags(kernel: str) -> tuple[str, ...]:
 
 
 @cache
-def _flags(struct: KernelStruct, fields: tuple[tuple[str, Value], ...]) -> tuple[str, ...]:
-    return (f"-DVARIANT={struct.initializer(**dict(fields))}",)
+def _flags(struct: KernelStruct, fields: tuple[tuple[str, Value], ...], macro: str) -> tuple[str, ...]:
+    return (f"-D{macro}={struct.initializer(**dict(fields))}",)

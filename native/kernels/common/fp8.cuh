@@ -62,7 +62,10 @@ __device__ __forceinline__ void encode_columns(const float (&v)[4][16], const fl
 // ptxas -O1 as well).
 __device__ __forceinline__ void store_partial(const u8 (&bytes)[16], int count, u8* target) {
     if (count < 16) {
-        for (int i = 0; i < count; ++i) target[i] = bytes[i];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {  // a constant trip count keeps `bytes` in registers
+            if (i < count) target[i] = bytes[i];
+        }
         return;
     }
 #ifdef __CUDA_ARCH__

@@ -6,10 +6,10 @@
 // Numerics of scales and codes: docs/numerics.md, those of quantize_nvfp4.cu, quantize_mx.cu and quantize_fp8.cu.
 #pragma once
 
-#include "common/blocks.cuh"
 #include "common/fp8.cuh"
 #include "common/mx.cuh"
 #include "common/nvfp4.cuh"
+#include "fused/rounded.cuh"
 #include "layout/layout.cuh"
 
 #ifndef ELEMENT
@@ -21,20 +21,19 @@
 #ifdef __CUDA_ARCH__
 #define CHUNKS 1
 #else
-#define CHUNKS 512
+#define CHUNKS 128
 #endif
+#endif
+
+#ifndef ROW_THREADS
+#define ROW_THREADS 32  // of a thread block, at most
 #endif
 
 namespace narrowgauge {
 
 using Element = ELEMENT;
-constexpr int CHUNK = 16;
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
-#ifdef __CUDA_ARCH__
-constexpr int LANES = 32, MAX_THREADS = 1024;
-#else
-constexpr int LANES = 8, MAX_THREADS = 8;  // of a thread block on a CPU, where a barrier is cheap
-#endif
+constexpr int LANES = 32;
 
 enum ScaleFamily : int { NVFP4 = 0, MX = 1, FP8 = 2 };
 // Elements that share a scale: GROUP is `lanes` chunks.
@@ -50,6 +49,7 @@ struct QuantizeRowVariant {
     bool power_of_two;   // of FP8: scales are rounded down to powers of two
     bool propagate_nan;  // NaN counts as the largest magnitude
     bool swizzled;       // scales are in the 128x4 layout
+    bool whole_chunks;   // K is a multiple of 16, elements of a row are neighbours, and all rows are aligned to 16 bytes
 };
 
 struct QuantizeRowParameters {
@@ -57,7 +57,8 @@ struct QuantizeRowParameters {
     i64 columns;             // K of the result
     int segments;            // thread blocks of a row
     QuantizeRowVariant variant;
-    u8* codes;               // (M, ceil(K / PER_BYTE)); null: the amax of the tensor is all that is wanted
+    bool amax_alone;         // the amax of the tensor is all that is wanted
+    u8* codes;               // (M, ceil(K / PER_BYTE))
     void* scales;            // GROUP: (M, ceil(K / 16 / lanes)) bytes, or float32 with FP8; ROW: (M,); TENSOR: (1,)
     const float* amax;       // of the tensor: NVFP4, and TENSOR without a given scale
     const float* given;      // with TENSOR: the factor of elements, or null
@@ -83,6 +84,7 @@ struct Part {
     i64 first;    // chunk of thread 0
     i64 columns;  // of the row; 0 if the matrix has no rows
     int steps;    // chunks of a thread
+    bool whole_chunks;
 };
 
 __device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
@@ -95,24 +97,17 @@ __device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
     const i64 left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + blockDim.x - 1) / blockDim.x;
     const int steps = static_cast<int>(needed < CHUNKS ? needed : CHUNKS);
 #endif
-    return {block / segments, first, columns, steps};
+    return {block / segments, first, columns, steps, variant_of(p).whole_chunks};
 }
 
-// The chunk of a thread in a step: its first column, and the number of its elements inside the row.
-struct Chunk {
-    i64 column;
-    int count;
-};
-
-__device__ __forceinline__ Chunk chunk_of(const Part& part, int step) {
+__device__ __forceinline__ RowChunk chunk_of(const Part& part, int step) {
     const i64 column = (part.first + static_cast<i64>(step) * blockDim.x + threadIdx.x) * CHUNK;
-    return {column, valid_count<CHUNK>(part.columns - column)};
+    const int count = part.whole_chunks ? (column < part.columns ? CHUNK : 0) : valid_count<CHUNK>(part.columns - column);
+    return {column, count, part.whole_chunks};
 }
 
-// One word for each warp and reduction of a thread block.
-struct Shared {
-    float words[3][32];
-};
+// A word for each warp, for each reduction of a row.
+using Words = float[3][32];
 
 // The values of all threads, combined in a tree. `words`: of a reduction that the kernel runs once.
 template <class Combine>
@@ -137,6 +132,7 @@ __device__ __forceinline__ float sum_over_block(float value, float (&words)[32])
 __device__ __forceinline__ float larger_bits(float a, float b) { return __float_as_uint(a) < __float_as_uint(b) ? b : a; }
 
 __device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
+#pragma unroll
     for (int apart = 1; apart < lanes; apart *= 2) {
         const u32 other = __shfl_xor_sync(0xFFFFFFFFu, amax, apart);
         amax = other > amax ? other : amax;
@@ -170,30 +166,65 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
 }
 
 // Codes of a chunk, of which `count` elements lie inside the row.
-__device__ __forceinline__ void store_codes(const float (&v)[CHUNK], float factor, int count, u8* target) {
-    if constexpr (PER_BYTE == 2) {
-        float scaled[CHUNK];
+template <class F, class T>
+__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const RowChunk& chunk, u8* target) {
+    constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
+#ifdef HAS_CVT_HALF
+    if constexpr (BYTES < CHUNK && is_packed<T>) {
+        const PackedE2m1 codes = e2m1x16_of_products(y.packed, factor, nullptr);
+        if (chunk.whole) {
+            store_codes(codes, target);
+            return;
+        }
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) scaled[i] = v[i] * factor;
-        u8 packed[CHUNK / 2];
-        e2m1x16_from_float(scaled, packed);
-        if (count == CHUNK) {
+        for (int j = 0; j < BYTES; ++j) {
+            const u32 byte = codes.words[j / 4] >> j % 4 * 8;
+            if (2 * j < chunk.count) target[j] = static_cast<u8>(2 * j + 1 < chunk.count ? byte : byte & 0xFu);
+        }
+        return;
+    }
+#endif
+    float v[CHUNK];
+    unpack_floats(y, v);
+    if constexpr (BYTES < CHUNK) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
+        u8 packed[BYTES];
+        e2m1x16_from_float(v, packed);
+        if (chunk.count == CHUNK) {
             store_bytes(packed, target);
             return;
         }
-        for (int j = 0; j < CHUNK / 2; ++j) {  // a constant trip count keeps `packed` in registers
-            if (2 * j < count) target[j] = 2 * j + 1 < count ? packed[j] : packed[j] & 0xFu;
+#pragma unroll
+        for (int j = 0; j < BYTES; ++j) {
+            if (2 * j < chunk.count) target[j] = 2 * j + 1 < chunk.count ? packed[j] : packed[j] & 0xFu;
+        }
+    } else if constexpr (F::HAS_CVT) {
+        u32 words[CHUNK / 4];
+#pragma unroll
+        for (int w = 0; w < CHUNK / 4; ++w) {
+            words[w] = four_codes<F>(v[4 * w] * factor, v[4 * w + 1] * factor, v[4 * w + 2] * factor,
+                                           v[4 * w + 3] * factor);
+        }
+        if (chunk.whole) {
+            store_code_words(words, target);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            if (i < chunk.count) target[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
         }
     } else {
         u8 codes[CHUNK];
-        encode_row<Element>(v, factor, codes);
-        store_partial(codes, count, target);
+        encode_row<F>(v, factor, codes);
+        store_partial(codes, chunk.count, target);
     }
 }
 
 // Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements behind the
-// row are 0.
-__device__ __forceinline__ void quantize_row(const float (&v)[CHUNKS][CHUNK], const Part& part, Shared& shared,
+// row are 0, in whole chunks too.
+template <class T>
+__device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[CHUNKS], const Part& part, Words& words,
                                              const QuantizeRowParameters& p) {
     const QuantizeRowVariant variant = variant_of(p);
     const u32 limit = amax_limit(variant.propagate_nan);
@@ -201,14 +232,16 @@ __device__ __forceinline__ void quantize_row(const float (&v)[CHUNKS][CHUNK], co
     float amax = 0.0f;
     if (whole) {
         u32 largest = 0;
-        for (int i = 0; i < part.steps; ++i) {
-            const u32 of_chunk = amax_of_block(v[i], limit);
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            if (i >= part.steps) break;
+            const u32 of_chunk = amax_of(y[i], limit);
             largest = of_chunk > largest ? of_chunk : largest;
         }
-        amax = over_block(__uint_as_float(largest), shared.words[2], 0.0f, larger_bits);
+        amax = over_block(__uint_as_float(largest), words[2], 0.0f, larger_bits);
         if (p.amax_out != nullptr && threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
     }
-    if (p.codes == nullptr) return;
+    if (p.amax_alone) return;
 
     float encode = 0.0f, factor = 0.0f;
     if (variant.family == NVFP4) {
@@ -232,13 +265,13 @@ __device__ __forceinline__ void quantize_row(const float (&v)[CHUNKS][CHUNK], co
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
         if (i >= part.steps) break;
-        const auto [column, count] = chunk_of(part, i);
+        const RowChunk chunk = chunk_of(part, i);
         if (variant.scope == GROUP) {
-            const u32 of_group = amax_of_lanes(amax_of_block(v[i], limit), variant.lanes);
-            const bool stores = count > 0 && threadIdx.x % variant.lanes == 0;
-            factor = scale_of_group(of_group, encode, stores, part.row, column / width, groups, p, variant);
+            const u32 of_group = amax_of_lanes(amax_of(y[i], limit), variant.lanes);
+            const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
+            factor = scale_of_group(of_group, encode, stores, part.row, chunk.column / width, groups, p, variant);
         }
-        if (count > 0) store_codes(v[i], factor, count, p.codes + part.row * row_bytes + column / PER_BYTE);
+        if (chunk.count > 0) store_codes<Element>(y[i], factor, chunk, p.codes + part.row * row_bytes + chunk.column / PER_BYTE);
     }
 }
 
