@@ -15,16 +15,22 @@ _PARAMETERS = KernelStruct("fused/activation_quantize.cu", "ActivationQuantizePa
 
 
 def silu_mul_quantize(
-    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None = None, *, scales: ScaleLayout = LINEAR
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    amax: torch.Tensor | None = None,
+    scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """SiLU of the first half of the columns of `x` (M, 2K), times the second half, quantized: (M, K).
 
-    `x`: float32, bfloat16 or float16, any strides. `scale`, float32 (1,): the encode scale, for a recipe whose scale is
-    given. `scales`: layout of the scales. The product is rounded to the dtype of `x` once. Raises TypeError or
-    ValueError for tensors of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have
-    and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    `x`: float32, bfloat16 or float16, any strides. The product is rounded to the dtype of `x` once. `scale`, float32
+    (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax of the result,
+    which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of another dtype or
+    shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
+    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    return _launch(x, recipe, scale, "SILU", scales)
+    return _launch(x, recipe, scale, "SILU", amax, scales)
 
 
 def gelu_mul_quantize(
@@ -33,21 +39,32 @@ def gelu_mul_quantize(
     scale: torch.Tensor | None = None,
     *,
     approximate: str = "tanh",
+    amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """As `silu_mul_quantize`, with GELU. `approximate`: "tanh", or "none" for the error function."""
-    return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "none": "GELU_ERF"}[approximate], scales)
+    return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "none": "GELU_ERF"}[approximate], amax, scales)
 
 
 def relu_squared_quantize(
-    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None = None, *, scales: ScaleLayout = LINEAR
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    amax: torch.Tensor | None = None,
+    scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """max(x, 0)² of `x` (M, K), quantized. Raises as `silu_mul_quantize`."""
-    return _launch(x, recipe, scale, "RELU_SQUARED", scales)
+    return _launch(x, recipe, scale, "RELU_SQUARED", amax, scales)
 
 
 def _launch(
-    x: torch.Tensor, recipe: str | Recipe, scale: torch.Tensor | None, activation: str, scales: ScaleLayout
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None,
+    activation: str,
+    amax: torch.Tensor | None,
+    scales: ScaleLayout,
 ) -> Quantized:
     recipe = row_recipe(recipe)
     x = as_matrix(x)
@@ -61,8 +78,8 @@ def _launch(
     }  # fmt: skip
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
-        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe, loops=False,
-        scale=scale, scales=scales, extra_flags=flags,
+        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe,
+        amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
+_RESIDENT_THREADS = 1024, 768
+"""Threads of a multiprocessor, as the constant RESIDENT of the kernel counts them: also with more registers each."""
 _TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
@@ -27,17 +29,18 @@ def rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     gemma: bool = False,
+    amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
 
-    `weight`: any of these dtypes. `gemma`: times 1 + weight. `scale`, float32 (1,): the encode scale, for a recipe
-    whose scale is given. `scales`: layout of the scales. The norm and its product with the weight are rounded to the
-    dtype of `x`. Raises TypeError or ValueError for tensors of another dtype or shape, NotImplementedError for a recipe
-    that `row_recipe` does not have and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be
-    compiled.
+    `weight`: any of these dtypes. `gemma`: times 1 + weight. The norm, and its product with the weight, are rounded to
+    the dtype of `x`. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,),
+    replaces the amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or
+    ValueError for tensors of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have
+    and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    return _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, scales=scales)
+    return _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, amax=amax, scales=scales)
 
 
 def add_rmsnorm_quantize(
@@ -49,6 +52,7 @@ def add_rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     gemma: bool = False,
+    amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> dict[str, torch.Tensor | Quantized]:
     """`rmsnorm_quantize` of x + residual, both (M, K) of one dtype.
@@ -59,7 +63,9 @@ def add_rmsnorm_quantize(
     arguments.check_tensor(residual, "residual", (x.dtype,), tuple(x.shape))
     residual = as_matrix(residual).contiguous()
     total = torch.empty_like(residual)
-    quantized = _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, scales=scales, residual=residual, total=total)
+    quantized = _launch(
+        x, weight, recipe, scale, eps=eps, gemma=gemma, amax=amax, scales=scales, residual=residual, total=total
+    )
     return {"residual": total, "quantized": quantized}
 
 
@@ -71,13 +77,14 @@ def layernorm_quantize(
     scale: torch.Tensor | None = None,
     *,
     eps: float = 1e-5,
+    amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """LayerNorm of the rows of `x` (M, K), times `weight` (K,) plus `bias` (K,) of the dtype of the weight, quantized.
 
     The result is rounded to the dtype of `x` once. Raises as `rmsnorm_quantize`.
     """
-    return _launch(x, weight, recipe, scale, eps=eps, scales=scales, bias=bias, layer_norm=True)
+    return _launch(x, weight, recipe, scale, eps=eps, amax=amax, scales=scales, bias=bias, layer_norm=True)
 
 
 def _launch(
@@ -87,6 +94,7 @@ def _launch(
     scale: torch.Tensor | None,
     *,
     eps: float,
+    amax: torch.Tensor | None,
     scales: ScaleLayout,
     gemma: bool = False,
     bias: torch.Tensor | None = None,
@@ -111,6 +119,7 @@ def _launch(
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(
-        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, loops=True, scale=scale, scales=scales,
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, amax=amax, scale=scale, scales=scales,
         extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
+        resident_threads=_RESIDENT_THREADS[residual is not None or recipe.element.bits == 4],
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from narrowgauge.native.quantize.variants import unit_flags, variant_flags
 from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous, suffix, supported
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value, enumerators
-from narrowgauge.spec.arguments import check_scale, chosen_layout
+from narrowgauge.spec.arguments import check_amax, check_scale, chosen_layout
 from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
@@ -27,8 +28,6 @@ _BLOCKS = {E4M3: ((1, 16),), E8M0: ((1, 32),), FP32: ((1, 16), (1, 32), (1, 64),
 """Format of the scale to the blocks of elements that share one: groups of lanes, a row, the tensor."""
 _FAMILIES = {E4M3: "NVFP4", E8M0: "MX", FP32: "FP8"}
 _THREADS, _WARP = 256, 32
-_RESIDENT_THREADS = 1024
-"""Threads of a multiprocessor for a kernel that loops over rows: it has up to 64 registers for each."""
 LONGEST_ROW = 2**16
 """Columns of a row, at most: the threads of a block hold them in registers."""
 
@@ -51,65 +50,66 @@ def quantize_rows(
     recipe: Recipe,
     inputs: Sequence[torch.Tensor] = (),
     *,
-    loops: bool,
+    resident_threads: int = 0,
+    amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
     extra_flags: tuple[str, ...] = (),
 ) -> Quantized:
     """Run the kernel of `source` for the dtype of `x` (M, any), and quantize its rows of `columns` elements.
 
-    `fields`: those of the kernel's `struct`, without `result`. `inputs`: the further matrices (M, K) and
-    vectors (K,). `loops`: thread blocks of the kernel take whole
-    rows, and loop over rows. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `scales`: layout of the scales.
-    A recipe with an amax of the tensor takes two launches. Raises NotImplementedError for rows longer than
-    `LONGEST_ROW` and for a layout other than linear and 128x4, and as `check_scale`.
+    `fields`: those of the kernel's `struct`, without `result`. `inputs`: the further matrices (M, K) and vectors (K,).
+    `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
+    `amax`, float32 (1,), replaces the tensor's own amax; without it, a recipe with such an amax takes two launches.
+    `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `scales`: layout of the scales. Raises
+    NotImplementedError for rows longer than `LONGEST_ROW` and for a layout other than linear and 128x4, and as
+    `check_amax` and `check_scale`.
     """
     if columns > LONGEST_ROW:
         raise NotImplementedError(f"{source} has rows of up to {LONGEST_ROW} columns, and these have {columns}")
     layout = chosen_layout(scales, recipe, swizzled=False)
     if layout not in (LINEAR, TILES):
         raise NotImplementedError(f"{source} writes scales in layout {LINEAR} or {TILES}, not {layout}")
+    check_amax(amax, (1,), recipe)
     check_scale(scale, 1, recipe)
-    check_contiguous(scale=scale)
+    check_contiguous(amax=amax, scale=scale)
     rows, device = x.shape[0], x.device
     shape = (rows, columns)
     codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
     new = torch.empty if layout == LINEAR else torch.zeros  # no thread writes the padding of a layout
     stored = torch.float32 if recipe.scale is FP32 else torch.uint8
     result = new(scales_shape(shape, recipe, layout=layout), dtype=stored, device=device)
-    amax = encode = None
+    encode = amax_out = None
     if recipe.tensor_scale != "none":
-        amax = torch.zeros(1, dtype=torch.float32, device=device)
         encode = torch.empty(1, dtype=torch.float32, device=device)
-    whole = columns % _CHUNK == 0 and all(
-        tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and (tensor.dim() == 1 or tensor.stride(0) % _CHUNK == 0)
-        for tensor in (x, *inputs)
-    )
-    choices = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=whole)
-    grid, threads, chunks, segments = _grid(
-        rows, columns, device, whole_rows=loops or choices["scope"] == "ROW", loops=loops
-    )
+        if amax is None:
+            amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
+    variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=_has_whole_chunks(columns, (x, *inputs)))
+    whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
+    grid = _grid(rows, columns, device, resident_threads, whole_rows=whole_rows)
     kernel = f"{source}_{suffix(x.dtype)}"
-    flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, choices, device), *unit_flags(kernel, device),
-             *extra_flags)  # fmt: skip
-    if device.type == "cuda":
-        flags += (f"-DCHUNKS={chunks}", f"-DROW_THREADS={threads}")
-
+    flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
+             *grid.flags, *extra_flags)  # fmt: skip
     common: dict[str, Value] = {
-        "rows": rows, "columns": columns, "segments": segments, "variant": choices, "codes": codes, "scales": result, "amax": amax, "given": scale,
-        "encode": encode, "largest_element": recipe.element.max, "smallest_amax": recipe.smallest_amax,
-        "max_product": recipe.scale_max * recipe.element.max,
+        "rows": rows, "columns": columns, "segments": grid.segments, "variant": variant, "codes": codes,
+        "scales": result, "amax": amax, "given": scale, "encode": encode, "largest_element": recipe.element.max,
+        "smallest_amax": recipe.smallest_amax, "max_product": recipe.scale_max * recipe.element.max,
         "largest_scale": torch.finfo(x.dtype if recipe.largest_scale == "input" else torch.float32).max,
     }  # fmt: skip
-
-    def run(**output: Value) -> None:
+    amax_first = amax_out is not None and recipe.tensor_scale != "given"
+    for amax_alone in (True, False) if amax_first else (False,):
+        output = {"amax_alone": amax_alone, "amax_out": amax_out if amax_alone or not amax_first else None}
         parameters = struct(**fields, result={**common, **output})
-        launch(source, kernel, (grid,), (threads,), (parameters,), device=device, extra_flags=flags)
-
-    if recipe.tensor_scale == "max/amax":
-        run(amax_alone=True, amax_out=amax)
-    run(amax_alone=False, amax_out=amax if recipe.tensor_scale == "given" else None)
+        launch(source, kernel, (grid.blocks,), (grid.threads,), (parameters,), device=device, extra_flags=flags)
     return Quantized(codes, result, amax, recipe, shape, encode, layout)
+
+
+def _has_whole_chunks(columns: int, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all rows begin at an address aligned to 16 bytes, with neighbours in memory, and have whole chunks."""
+    return columns % _CHUNK == 0 and all(
+        tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and (tensor.dim() == 1 or tensor.stride(0) % _CHUNK == 0)
+        for tensor in tensors
+    )
 
 
 def _variant(recipe: Recipe, *, swizzled: bool, whole_chunks: bool) -> dict[str, Value]:
@@ -130,19 +130,30 @@ def _variant(recipe: Recipe, *, swizzled: bool, whole_chunks: bool) -> dict[str,
     }  # fmt: skip
 
 
-def _grid(rows: int, columns: int, device: torch.device, *, whole_rows: bool, loops: bool) -> tuple[int, int, int, int]:
-    """Thread blocks, threads of a block, chunks of a thread, and thread blocks of a row."""
+class _Grid(NamedTuple):
+    """Thread blocks, threads of a block, thread blocks of a row, and the flags for a GPU."""
+
+    blocks: int
+    threads: int
+    segments: int = 1
+    flags: tuple[str, ...] = ()
+
+
+def _grid(rows: int, columns: int, device: torch.device, resident_threads: int, *, whole_rows: bool) -> _Grid:
+    blocks = max(rows, 1)
     if device.type != "cuda":
-        return max(rows, 1), _WARP, 0, 1
+        return _Grid(blocks, _WARP)
     chunks = blocks_for(columns, _CHUNK)
     segments = 1 if whole_rows else blocks_for(chunks, _THREADS)
     most = _THREADS if chunks <= 2 * _THREADS else 2 * _THREADS
-    of_thread = blocks_for(chunks, most) if whole_rows else 1
+    of_thread = max(2, blocks_for(chunks, most)) if whole_rows else 1
     threads = blocks_for(blocks_for(chunks, segments * of_thread), _WARP) * _WARP
-    blocks = max(rows, 1) * segments
-    if loops:
-        blocks = min(blocks, _multiprocessors(device) * max(1, _RESIDENT_THREADS // (threads * of_thread)))
-    return blocks, threads, of_thread, segments
+    blocks *= segments
+    if resident_threads:
+        resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
+        blocks = min(blocks, _multiprocessors(device) * resident)
+    bound = 1 << (threads - 1).bit_length()  # of few sizes, each of which is compiled
+    return _Grid(blocks, threads, segments, (f"-DCHUNKS={of_thread}", f"-DROW_THREADS={bound}"))
 
 
 @cache

@@ -171,9 +171,10 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
 }
 
 // Thread blocks of a multiprocessor. On an H200, rows of 8192 bfloat16: 4 blocks of 256 threads 0.86 to 0.88 of the copy rate, 3
-// 0.75 to 0.80; with a residual, which then takes no local memory, 0.92 and not 0.85.
+// 0.75 to 0.80; with a residual 0.92 and not 0.85, since the rest of the registers would
+// lie in local memory, as with elements of 4 bits.
 #ifdef NORM
-constexpr int RESIDENT = CHUNKS > 2 ? 1 : (NormVariant NORM.has_residual ? 768 : 1024) / ROW_THREADS;
+constexpr int RESIDENT = CHUNKS > 2 ? 1 : (NormVariant NORM.has_residual || PER_BYTE == 2 ? 768 : 1024) / ROW_THREADS;
 #else
 constexpr int RESIDENT = 1;
 #endif
