@@ -31,7 +31,7 @@ def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     assert case_from_id(case).id == case
 
 
-def test_a_wrong_kernel_fails_with_its_step_and_a_command_without_a_contract() -> None:
+def test_a_wrong_kernel_fails_with_its_step_and_a_command() -> None:
     class Wrong(Kernels):
         def mean_square(self, z: torch.Tensor) -> torch.Tensor:
             return z[:, :-8].square().sum(-1, keepdim=True) / z.shape[1]
@@ -43,7 +43,7 @@ def test_a_wrong_kernel_fails_with_its_step_and_a_command_without_a_contract() -
     assert "'rmsnorm-quantize/fp8-row-e4m3/32x64/" in text
 
 
-def test_a_contract_of_a_user_takes_the_place_of_one_of_the_package() -> None:
+def test_a_contract_of_a_user_replaces_one_of_the_package() -> None:
     @c.contract
     def rope_quantize(x: c.Matrix, recipe: c.Recipe):
         """Another formula."""
@@ -57,7 +57,7 @@ def test_a_contract_of_a_user_takes_the_place_of_one_of_the_package() -> None:
     assert narrowgauge.check(right, "rope-quantize", recipe="mxfp8-e4m3", shapes=[(8, 64)]).passed
 
 
-def test_they_belong_to_the_package_and_need_no_process() -> None:
+def test_they_need_no_process() -> None:
     assert not outside_contracts().keys() & CONTRACTS.keys()
     code = (
         "import subprocess, sys; subprocess.Popen = subprocess.run = None\n"
