@@ -14,6 +14,7 @@ from tests.paths import ROOT
 FOLDERS = {
     "narrowgauge.spec": ROOT / "narrowgauge" / "spec",
     "narrowgauge.contract": ROOT / "narrowgauge" / "contract",
+    "narrowgauge.contracts": ROOT / "narrowgauge" / "contracts",
     "narrowgauge.adapt": ROOT / "narrowgauge" / "adapt",
     "narrowgauge.reference": ROOT / "reference",
     "narrowgauge.native": ROOT / "native",
@@ -130,6 +131,7 @@ def test_sides_import_spec_and_never_each_other(graph: dict[str, set[str]]) -> N
     allowed = {
         "spec": {"spec"},
         "contract": {"spec", "contract"},
+        "contracts": {"spec", "contract", "contracts"},
         "adapt": {"spec", "adapt"},
         "reference": {"spec", "reference"},
         "native": {"spec", "native"},

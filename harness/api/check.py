@@ -18,6 +18,7 @@ import torch
 
 from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.contract import Contract
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
 from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
@@ -111,7 +112,8 @@ def check(
     own from torch's generators, and is judged on fewer families, by statistical tests.
     subject: a recipe, its name, or a file of rules (docs/dialects.md#a-rule-of-your-own); or the beginning of ids,
     `gemm/nvfp4`, for the cases with such ids; or cases, which replace families, shapes and dtypes: a case of
-    `narrowgauge.matrix`, the id of a case, or a list of these; or a contract (docs/contracts.md).
+    `narrowgauge.matrix`, the id of a case, or a list of these; or a contract (docs/contracts.md), or the name of a
+    contract of this package, "rmsnorm-quantize".
     recipe: the same by name; of a contract its recipe, several recipes, or cases. Default of a contract: that of its
     signature.
     operation: an operation of the case files, or dequantize. Default: that of the cases, else quantize.
@@ -138,15 +140,17 @@ def check(
     """
     __tracebackhide__ = True
     chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
-    contract = subject if isinstance(subject, Contract) else None
+    contract = _contract_of(subject, operation)
     if contract is not None:
+        if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
+            recipe = _one_of(subject, recipe)
         operation, selected = _of_contract(contract, operation, recipe, chosen)
     else:
         operation, selected = _selected(_one_of(subject, recipe), operation, chosen, layout, parameters_of(function))
     options: dict[str, Any] = {
-        "contract": contract, "operation": operation, "device": str(torch.device(device)), "seed": seed,
-        "declares": dict(declares or {}), "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles,
-        "transposed": transposed,
+        "contract": None if contract in CONTRACTS.values() else contract, "operation": operation,
+        "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
+        "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": transposed,
     }  # fmt: skip
     for name in _CONVENTIONS[:3]:
         check_choice(name, options[name])
@@ -182,6 +186,14 @@ def _one_of(subject: Any, recipe: Any) -> Any:
         wrong = "no recipe is given" if recipe is None else "a recipe is given twice"
         raise TypeError(f'{wrong}; it is check(function, "nvfp4"), or check(function, contract, recipe="nvfp4")')
     return recipe if subject is None else subject
+
+
+def _contract_of(subject: Any, operation: str | None) -> Contract | None:
+    """The contract that is given, or the one of the package that the subject or the operation names; None: another
+    operation."""
+    if isinstance(subject, Contract):
+        return subject
+    return CONTRACTS.get(subject if isinstance(subject, str) else "") or CONTRACTS.get(operation or "")
 
 
 def _of_contract(

@@ -6,7 +6,7 @@ of a file stands for `-` in the name of the operation. The package's own lie in 
 files and folders of `--operations`, of the ini key `narrowgauge_operations` and of the environment variable
 NARROWGAUGE_OPERATIONS, and the modules of entry points in the group `narrowgauge.operations`. A file of a user may hold
 contracts instead (`narrowgauge.contract`): each is an operation with the name of its function, and its file is imported
-in a process of its own.
+in a process of its own. The contracts of `narrowgauge.contracts` belong to the package, and are traced in this process.
 
 Modules are loaded by name, when their operation is first asked for. This module also makes cases from the keys of a
 case file, or from the labels of a record.
@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase, case_class
 from narrowgauge.harness.cases.contracts.traces import Answer, Declared, Request, contracts_of, declared
@@ -43,6 +44,7 @@ GROUP = "narrowgauge.operations"
 """Group of entry points. The name of an entry point is that of the operation, the value a module."""
 _OWN = Path(__file__).parents[1] / "operations"
 _PACKAGE = "narrowgauge.harness.operations"
+_CONTRACTS = "narrowgauge.contracts"
 _OUTSIDE = "narrowgauge_operations"
 """Beginning of the names of packages: each folder of a user is one, with the modules of its operations."""
 _DEFINES = re.compile(r"^OPERATION\b", re.MULTILINE)
@@ -102,9 +104,9 @@ class _Operations(Mapping[str, type[Case]]):
         """Places of all operations by name: the package's own, then those of a user. Raises OperationError."""
         value = os.environ.get(VARIABLE, "")
         if self._found is None or self._found[0] != value:
-            found = dict(_places_in(_OWN, _PACKAGE))
+            found = {**dict(_places_in(_OWN, _PACKAGE)), **_SHIPPED}
             for name, place in _outside():
-                if name in found and found[name] != place:
+                if name in found and found[name] not in (place, _SHIPPED.get(name)):
                     raise OperationError(
                         f"{place.source}: there is an operation {name} already, {found[name].source}; rename the file"
                     )
@@ -147,6 +149,21 @@ class _Operations(Mapping[str, type[Case]]):
         return found
 
 
+def traced_here(contract: Contract) -> Declared:
+    """A contract whose steps this process traces."""
+
+    def trace(requests: list[Request]) -> dict[str, Answer]:
+        asked = list(map(vars, requests)) or list(contract.usual_requests())
+        return {request_key(request): contract.answer(request) for request in asked}
+
+    return declared(contract.description, trace)
+
+
+_SHIPPED = {
+    contract.name: _Place(_CONTRACTS, False, False, contract.file, case_class(traced_here(contract)))
+    for contract in CONTRACTS.values()
+}
+"""The contracts of the package."""
 _HELD: dict[str, _Place] = {}
 """Contracts that are objects of this process."""
 OPERATIONS = _Operations()
@@ -154,22 +171,21 @@ OPERATIONS = _Operations()
 
 
 def hold(contract: Contract) -> type[ContractCase]:
-    """Make a contract of this process an operation of this process. Raises OperationError for a name that is taken."""
+    """Make a contract of this process an operation of this process, in place of one of the package with its name.
 
-    def trace(requests: list[Request]) -> dict[str, Answer]:
-        asked = list(map(vars, requests)) or list(contract.usual_requests())
-        return {request_key(request): contract.answer(request) for request in asked}
-
+    Raises OperationError for a name that another operation has.
+    """
     _HELD.pop(contract.name, None)
     OPERATIONS.forget()
     if contract.name in OPERATIONS:
         cls = OPERATIONS[contract.name]
         if issubclass(cls, ContractCase) and os.path.realpath(cls.declared.file) == os.path.realpath(contract.file):
             return cls
-        raise OperationError(
-            f"{contract.file}: there is an operation {contract.name} already; give the function another name"
-        )
-    return hold_declared(declared(contract.description, trace))
+        if OPERATIONS.places[contract.name] is not _SHIPPED.get(contract.name):
+            raise OperationError(
+                f"{contract.file}: there is an operation {contract.name} already; give the function another name"
+            )
+    return hold_declared(traced_here(contract))
 
 
 def hold_declared(contract: Declared) -> type[ContractCase]:
@@ -234,7 +250,7 @@ def outside_paths() -> list[str]:
 
 def outside_operations() -> list[str]:
     """Names of a user's operations."""
-    return [name for name, place in OPERATIONS.places.items() if not place.module.startswith(f"{_PACKAGE}.")]
+    return [name for name, place in OPERATIONS.places.items() if not _is_own(place)]
 
 
 def outside_files() -> list[Path]:
@@ -259,8 +275,13 @@ def contracts_in(file: str | os.PathLike[str]) -> list[type[ContractCase]]:
 
 def outside_contracts() -> dict[str, type[ContractCase]]:
     """Case classes of the contracts in files of a user by name. Objects of this process are in no run."""
-    places = {name: place for name, place in OPERATIONS.places.items() if name not in _HELD}
+    places = {name: OPERATIONS.places[name] for name in outside_operations() if name not in _HELD}
     return {name: place.contract for name, place in places.items() if place.contract is not None}
+
+
+def _is_own(place: _Place) -> bool:
+    """Whether an operation belongs to the package."""
+    return place.module == _CONTRACTS or place.module.startswith(f"{_PACKAGE}.")
 
 
 def _places_in(folder: Path, package: str, only: str = "") -> Iterator[tuple[str, _Place]]:

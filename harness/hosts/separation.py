@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "narrowgauge"
-READABLE = ("adapt", "cases", "contract", "examples", "native", "spec")
+READABLE = ("adapt", "cases", "contract", "contracts", "examples", "native", "spec")
 """Folders of the package that a host may read."""
 RUNTIME = ("backends", "cases", "hosts", "machine")
 """Folders of the harness that a host may read: a host runs their code."""

@@ -160,7 +160,7 @@ def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
     """
     patterns = {
         "kernels": ["native/**/*"],
-        "reference": ["reference/**/*", "spec/**/*"],
+        "reference": ["reference/**/*", "spec/**/*", "contract/**/*", "contracts/**/*"],
         "harness": [f"harness/{folder}/**/*.py" for folder in _JUDGING],
     }
     hashes = {name: _hash(_sources(part_patterns)) for name, part_patterns in patterns.items()}

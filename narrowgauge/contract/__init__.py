@@ -28,7 +28,9 @@ from narrowgauge.contract.steps import (
     minimum,
     once,
     quantize,
+    repeat_half,
     rms_norm,
+    rotate_half,
     roundings,
     rsqrt,
     sigmoid,
@@ -45,8 +47,8 @@ from narrowgauge.spec.program import ContractError, Program
 __all__ = [
     "Contract", "ContractError", "Flag", "Index", "Matrix", "Program", "Recipe", "Row", "Scalar", "Scale", "amax",
     "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm",
-    "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "rms_norm", "roundings",
-    "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh", "where",
+    "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "repeat_half", "rms_norm",
+    "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh", "where",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
-from narrowgauge.spec.program import DEQUANTIZE, DIVISIONS, GEMM, ONCE, QUANTIZE
+from narrowgauge.spec.program import COLUMNS, DEQUANTIZE, DIVISIONS, GEMM, ONCE, QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
 
@@ -213,6 +213,27 @@ def halves(x: Value) -> tuple[Value, Value]:
     axes = (*x.axes[:-1], f"{x.axes[-1]}/2")
     first, second = (x.trace.add("part", (x,), axes, x.dtype, part=part, parts=2) for part in (0, 1))
     return first, second
+
+
+def rotate_half(x: Value, pairs: str = "halves") -> Value:
+    """(−b, a) for the halves (a, b) of the last axis, or for each pair of neighbours ("neighbours")."""
+    return x.trace.add(COLUMNS, (x,), x.axes, x.dtype, order=_paired(x, "rotated", pairs))
+
+
+def repeat_half(x: Value, pairs: str = "halves") -> Value:
+    """(x, x) along the last axis (…, K/2), or each number beside itself ("neighbours"): (…, K)."""
+    name, _, divisor = x.axes[-1].rpartition("/") if x.axes else ("", "", "")
+    if divisor != "2":
+        x.trace.fail(
+            f'c.repeat_half takes half of an axis, not ({", ".join(x.axes)}): declare Annotated[c.Matrix, ("M", "K/2")]'
+        )
+    return x.trace.add(COLUMNS, (x,), (*x.axes[:-1], name), x.dtype, order=_paired(x, "repeated", pairs))
+
+
+def _paired(x: Value, order: str, pairs: str) -> str:
+    if pairs not in ("halves", "neighbours"):
+        x.trace.fail(f"pairs of columns are of the halves or of neighbours, not {pairs!r}")
+    return order if pairs == "halves" else f"{order}-pairs"
 
 
 def dequantize(x: Value, dtype: str = "float32") -> Value:

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from narrowgauge.spec.program import INDEX, TAKE, Axes, ContractError, Step
 
-_FOLDER = str(Path(__file__).parent)
+_FOLDER = str(Path(__file__).parent / "_")[:-1]
+"""Beginning of the paths of this package, with the separator: a folder beside it may begin with its name."""
 
 
 class Trace:

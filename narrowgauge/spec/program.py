@@ -22,6 +22,11 @@ DEQUANTIZE, GEMM = BEHIND = ("dequantize", "gemm")
 """The steps behind a quantization: its values, and the product of two."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
+COLUMNS = "columns"
+"""The step that gives the columns of a tensor in another order, with the option `order`."""
+COLUMN_ORDERS = ("exchanged", "even-odd", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
+"""Orders of columns x: the halves exchanged; the even columns before the odd ones; for the halves (a, b) of a row, or
+for each pair of neighbours, (−b, a); and each column twice, as (x, x) or beside itself."""
 INDEX = "int64"
 """Dtype of an index."""
 DIVISIONS = ("quotient", "reciprocal", "approximate")

@@ -30,14 +30,6 @@ def rolled(x: Interval, columns: int) -> Interval:
     return x.arranged(lambda t: t.roll(-columns, -1))
 
 
-def rearranged(x: Interval, order: str) -> Interval:
-    """The columns with the halves exchanged, or with the even columns before the odd ones ("interleaved")."""
-    half = x.shape[-1] // 2
-    if order == "exchanged":
-        return x.arranged(lambda t: torch.cat([t[..., half:], t[..., :half]], -1))
-    return x.arranged(lambda t: torch.cat([t[..., ::2], t[..., 1::2]], -1))
-
-
 def amax_of_all(x: Interval) -> Interval:
     """The largest magnitude of the tensor in place of each number."""
     row = sums.amax(x)
@@ -54,7 +46,7 @@ def kept(x: Interval, columns: tuple[float, float | None, int], period: int | No
 
 
 CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
-    "expanded": expanded, "rolled": rolled, "rearranged": rearranged, "amax_of_all": amax_of_all,
+    "expanded": expanded, "rolled": rolled, "amax_of_all": amax_of_all,
     "kept": kept,
 }  # fmt: skip
 """Functions of intervals and options by the name of the step."""

@@ -24,6 +24,7 @@ from narrowgauge.reference.contracts.changed_steps import (
     other_row,
     some_columns,
 )
+from narrowgauge.reference.contracts.columns import arranged, arranged_tensor
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
@@ -36,7 +37,7 @@ from narrowgauge.reference.contracts.scopes import (
     scopes_of,
     with_form,
 )
-from narrowgauge.spec.program import BEHIND, DEQUANTIZE, DIVISIONS, GEMM, ONCE, TAKE, Program, Step
+from narrowgauge.spec.program import BEHIND, COLUMNS, DEQUANTIZE, DIVISIONS, GEMM, ONCE, TAKE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
@@ -114,17 +115,19 @@ class Evaluation:
         return None
 
     def _tensor(self, number: int) -> torch.Tensor | None:
-        """The numbers of an argument, of a part of it, or of a cast that the kernel shows."""
+        """The numbers of an argument, of columns of it, or of a cast that the kernel shows."""
         step = self.program.steps[number]
         if number in self.known:
             return self.known[number]
         if step.function == "argument":
             return self.tensors[_key(step)]
-        if number in self.replaced or step.function not in ("float32", "part", TAKE):
+        if number in self.replaced or step.function not in ("float32", "part", COLUMNS, TAKE):
             return None
         tensor = self._tensor(step.operands[0])
         if tensor is None or step.function == "float32":
             return tensor
+        if step.function == COLUMNS:
+            return arranged_tensor(tensor, **step.options)
         return _taken(self, step, tensor) if step.function == TAKE else _part_of(tensor, step)
 
 
@@ -456,6 +459,10 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             known, owner = sizes.setdefault(axis, (size, argument.name))
             if known != size:
                 raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
+    for axis, (size, owner) in sizes.items():
+        name, _, divisor = axis.rpartition("/")
+        if divisor and name in sizes and size * int(divisor) != sizes[name][0]:
+            raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
         wrong = index[(index < 0) | (index >= count)]
@@ -597,7 +604,7 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     TAKE: _taken_values,
-    "part": _part, "roundings": _roundings,
+    "part": _part, COLUMNS: _plain(arranged), "roundings": _roundings,
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),

@@ -290,7 +290,7 @@ def _free(declared: Declared) -> tuple[str, ...]:
 
 def _sizes(declared: Declared) -> list[str]:
     """Names of the sizes of a case, in the order of the tensors."""
-    axes = [axis for _, axes, _ in declared.tensors.values() for axis in axes if not axis.isdecimal()]
+    axes = [axis.partition("/")[0] for _, axes, _ in declared.tensors.values() for axis in axes if not axis.isdecimal()]
     return list(dict.fromkeys(axes)) or ["K"]
 
 

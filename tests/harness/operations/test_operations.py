@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.operations.registry import make_inputs
@@ -132,6 +133,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         "grouped-linear": case_from_labels(
             "grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)
         ),
+        **{name: OPERATIONS[name].usual(["nvfp4"])[0][0] for name in CONTRACTS},
         **{name: case_from_labels(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", flags)
            for name, flags in (("linear", ()), ("layernorm-linear", ()), ("transformer-layer", ("heads:2",)))},
     }  # fmt: skip

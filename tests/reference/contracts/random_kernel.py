@@ -99,6 +99,15 @@ class RandomKernel:
     def part(self, step: Any, x: torch.Tensor) -> torch.Tensor:
         return x.chunk(step.options["parts"], -1)[step.options["part"]]
 
+    def columns(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        even, odd = x[..., ::2], x[..., 1::2]
+        return {
+            "rotated": lambda: torch.cat([-b, a], -1),
+            "rotated-pairs": lambda: torch.stack([-odd, even], -1).flatten(-2),
+            "repeated": lambda: torch.cat([x, x], -1), "repeated-pairs": lambda: x.repeat_interleave(2, -1),
+        }[step.options["order"]]()  # fmt: skip
+
     def any_of(self, step: Any, *values: torch.Tensor) -> torch.Tensor:
         first, *others = torch.broadcast_tensors(*values)
         for other in others:

@@ -20,7 +20,7 @@ from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OU
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import DIVISIONS, GEMM, INDEX, QUANTIZE, Program, Tensor
+from narrowgauge.spec.program import COLUMNS, DIVISIONS, GEMM, INDEX, QUANTIZE, Program, Tensor
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,15 @@ _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
 }
 
 
+def _other_orders(site: Site) -> list[tuple[str, str, str]]:
+    """Other orders of columns with as many columns: other pairs, and pairs that are exchanged without a sign."""
+    order = site.option("order")
+    alike = (
+        ("repeated", "repeated-pairs") if order.startswith("repeated") else ("rotated", "rotated-pairs", "exchanged")
+    )
+    return [(other, f"the order {other} of the columns", other) for other in alike if other != order]
+
+
 def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
     """Rows from which a number of each row may be taken."""
     has_rows = (len(site.step.axes) > 1 or site.dtype == INDEX) and site.step.axes[0] != "1"
@@ -475,9 +484,12 @@ ROWS: tuple[Row, ...] = (
     Row(("part",), "other-half", "the other half is in place of {self}",
         lambda s, _: s.changed(part=1 - s.option("part"))),
     Row(("part",), "halves", "the halves of {a} are {v}",
-        lambda s, v: s.made("rearranged", s.a, order=v[2]) if s.option("part") == 0 else None,
+        lambda s, v: s.made(COLUMNS, s.a, order=v[2]) if s.option("part") == 0 else None,
         lambda s: (("exchanged", "exchanged", "exchanged"),
-                   ("interleaved", "its even and its odd columns", "interleaved")), of_operand=True),
+                   ("interleaved", "its even and its odd columns", "even-odd")), of_operand=True),
+    Row((COLUMNS,), "order", "{v} in place of {self}", lambda s, v: s.changed(order=v[2]), _other_orders),
+    Row((COLUMNS,), "sign", "{self} has the other sign",
+        lambda s, _: -s.old if "rotated" in s.option("order") else None),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
     Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_quantized_columns(s, v[2])),
         lambda s: [some for some in _some_columns(s) if some[0] in _SLICES]),

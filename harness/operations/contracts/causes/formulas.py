@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import ONCE, TAKE, Program, Step
+from narrowgauge.spec.program import COLUMNS, ONCE, TAKE, Program, Step
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -34,6 +34,8 @@ def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
         return f"{step.options['value']:.6g}", _ATOM
     if step.function == "part":
         return f"the {_ORDINALS[step.options['part']]} half of {_text(program, step.operands[0], depth)[0]}", _ATOM
+    if step.function == COLUMNS:
+        return f"{_text(program, step.operands[0], depth)[0]} {step.options['order']}", _ATOM
     if step.function == TAKE:
         table, index = (_text(program, operand, depth)[0] for operand in step.operands)
         return f"{table}[{index}]", _ATOM
