@@ -8,6 +8,9 @@ from functools import partial
 
 import torch
 
+from narrowgauge.native.fused.activation import gelu_mul_quantize, silu_mul_quantize
+from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quantize, rmsnorm_quantize
+from narrowgauge.native.fused.rotary import rope_quantize
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
 from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
@@ -23,10 +26,11 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "amax", "check",
-    "declares", "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "pad_sections",
-    "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform", "unpad_sections", "unswizzle",
-    "update_scale", "variations",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
+    "add_rmsnorm_quantize", "amax", "check", "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm",
+    "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pad_sections", "quantize", "quantize_both",
+    "quantize_grouped", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize", "swizzle", "transform",
+    "unpad_sections", "unswizzle", "update_scale", "variations",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

@@ -42,20 +42,8 @@ def gelu_mul_quantize(
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
-    """As `silu_mul_quantize`, with GELU. `approximate`: "tanh", or "none" for the error function."""
-    return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "none": "GELU_ERF"}[approximate], amax, scales)
-
-
-def relu_squared_quantize(
-    x: torch.Tensor,
-    recipe: str | Recipe,
-    scale: torch.Tensor | None = None,
-    *,
-    amax: torch.Tensor | None = None,
-    scales: ScaleLayout = LINEAR,
-) -> Quantized:
-    """max(x, 0)² of `x` (M, K), quantized. Raises as `silu_mul_quantize`."""
-    return _launch(x, recipe, scale, "RELU_SQUARED", amax, scales)
+    """As `silu_mul_quantize`, with GELU. `approximate`: "tanh", or "erf" for the error function."""
+    return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "erf": "GELU_ERF"}[approximate], amax, scales)
 
 
 def _launch(
@@ -69,19 +57,13 @@ def _launch(
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
-    gated = activation not in _WITHOUT_UP
-    if gated and columns % 2:
+    if columns % 2:
         raise ValueError(f"x of shape {tuple(x.shape)} has an odd number of columns; gate and up are its halves")
     fields: dict[str, Value] = {
         "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "activation": activation,
-        "round_activation": False,
     }  # fmt: skip
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
-        "activation_quantize", _PARAMETERS, fields, x, columns // 2 if gated else columns, recipe,
+        "activation_quantize", _PARAMETERS, fields, x, columns // 2, recipe,
         amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip
-
-
-_WITHOUT_UP = ("IDENTITY", "RELU_SQUARED")
-"""Activations of all columns, without another half."""

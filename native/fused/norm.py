@@ -6,6 +6,7 @@ import torch
 
 from narrowgauge.native.fused.rows import quantize_rows, row_recipe
 from narrowgauge.native.quantize.variants import variant_flags
+from narrowgauge.native.runtime.arguments import element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec import arguments
 from narrowgauge.spec.arguments import as_matrix
@@ -18,7 +19,6 @@ _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _RESIDENT_THREADS = 1024, 768
 """Threads of a multiprocessor, as the constant RESIDENT of the kernel counts them: also with more registers each."""
-_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
 def rmsnorm_quantize(
@@ -28,19 +28,18 @@ def rmsnorm_quantize(
     scale: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
-    gemma: bool = False,
+    zero_centered: bool = False,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
 
-    `weight`: any of these dtypes. `gemma`: times 1 + weight. The norm, and its product with the weight, are rounded to
-    the dtype of `x`. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,),
+    `weight`: any of these dtypes. `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,),
     replaces the amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or
     ValueError for tensors of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have
     and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    return _launch(x, weight, recipe, scale, eps=eps, gemma=gemma, amax=amax, scales=scales)
+    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales)
 
 
 def add_rmsnorm_quantize(
@@ -51,20 +50,29 @@ def add_rmsnorm_quantize(
     scale: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
-    gemma: bool = False,
+    zero_centered: bool = False,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> dict[str, torch.Tensor | Quantized]:
     """`rmsnorm_quantize` of x + residual, both (M, K) of one dtype.
 
-    Returns `residual`, the sum rounded to the dtype of `x`, and `quantized`. The norm takes the sum in float32. Raises
-    as `rmsnorm_quantize`.
+    Returns `residual`, the sum rounded to the dtype of `x`, and `quantized`. The norm is that of the rounded sum.
+    Raises as `rmsnorm_quantize`.
     """
     arguments.check_tensor(residual, "residual", (x.dtype,), tuple(x.shape))
     residual = as_matrix(residual).contiguous()
     total = torch.empty_like(residual)
     quantized = _launch(
-        x, weight, recipe, scale, eps=eps, gemma=gemma, amax=amax, scales=scales, residual=residual, total=total
+        x,
+        weight,
+        recipe,
+        scale,
+        eps=eps,
+        zero_centered=zero_centered,
+        amax=amax,
+        scales=scales,
+        residual=residual,
+        total=total,
     )
     return {"residual": total, "quantized": quantized}
 
@@ -72,11 +80,12 @@ def add_rmsnorm_quantize(
 def layernorm_quantize(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     recipe: str | Recipe,
     scale: torch.Tensor | None = None,
     *,
     eps: float = 1e-5,
+    zero_centered: bool = False,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
@@ -84,7 +93,7 @@ def layernorm_quantize(
 
     The result is rounded to the dtype of `x` once. Raises as `rmsnorm_quantize`.
     """
-    return _launch(x, weight, recipe, scale, eps=eps, amax=amax, scales=scales, bias=bias, layer_norm=True)
+    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales, bias=bias)
 
 
 def _launch(
@@ -96,9 +105,8 @@ def _launch(
     eps: float,
     amax: torch.Tensor | None,
     scales: ScaleLayout,
-    gemma: bool = False,
+    zero_centered: bool,
     bias: torch.Tensor | None = None,
-    layer_norm: bool = False,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> Quantized:
@@ -109,13 +117,14 @@ def _launch(
     if bias is not None:
         arguments.check_tensor(bias, "bias", (weight.dtype,), (columns,))
     variant: dict[str, Value] = {
-        "layer_norm": layer_norm, "zero_centred": gemma, "has_residual": residual is not None,
-        "has_bias": bias is not None, "weight_type": _TYPES[weight.dtype],
+        "layer_norm": bias is not None, "zero_centered": zero_centered, "has_residual": residual is not None,
+        "weight_type": element_type(weight.dtype),
     }  # fmt: skip
     fields: dict[str, Value] = {
         "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "residual": residual, "residual_out": total,
         "weight": weight, "weight_stride": weight.stride(0), "bias": bias,
-        "bias_stride": 0 if bias is None else bias.stride(0), "eps": eps, "per_column": 1.0 / columns if columns else 0.0, "variant": variant,
+        "bias_stride": 0 if bias is None else bias.stride(0), "eps": eps,
+        "per_column": 1.0 / columns if columns else 0.0, "variant": variant,
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(

@@ -84,7 +84,7 @@ def quantize_rows(
         encode = torch.empty(1, dtype=torch.float32, device=device)
         if amax is None:
             amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
-    variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=_has_whole_chunks(columns, (x, *inputs)))
+    variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
     whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
     grid = _grid(rows, columns, device, resident_threads, whole_rows=whole_rows)
     kernel = f"{source}_{suffix(x.dtype)}"
@@ -104,7 +104,7 @@ def quantize_rows(
     return Quantized(codes, result, amax, recipe, shape, encode, layout)
 
 
-def _has_whole_chunks(columns: int, tensors: Sequence[torch.Tensor]) -> bool:
+def has_whole_chunks(columns: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all rows begin at an address aligned to 16 bytes, with neighbours in memory, and have whole chunks."""
     return columns % _CHUNK == 0 and all(
         tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and (tensor.dim() == 1 or tensor.stride(0) % _CHUNK == 0)
@@ -153,7 +153,7 @@ def _grid(rows: int, columns: int, device: torch.device, resident_threads: int, 
         resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
         blocks = min(blocks, _multiprocessors(device) * resident)
     bound = 1 << (threads - 1).bit_length()  # of few sizes, each of which is compiled
-    return _Grid(blocks, threads, segments, (f"-DCHUNKS={of_thread}", f"-DROW_THREADS={bound}"))
+    return _Grid(blocks, threads, segments, (f"-DROW_CHUNKS={of_thread}", f"-DROW_THREADS={bound}"))
 
 
 @cache

@@ -33,6 +33,11 @@ def suffix(dtype: torch.dtype) -> str:
     return _SUFFIX[dtype]
 
 
+def element_type(dtype: torch.dtype) -> str:
+    """Enumerator of the kernels' ElementType (fused/rounded.cuh)."""
+    return {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[dtype]
+
+
 def blocks_for(items: int, per_block: int) -> int:
     """Blocks of threads for a number of items, at least one."""
     return max(1, -(-items // per_block))

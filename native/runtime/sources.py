@@ -24,7 +24,10 @@ _MADE_BY_MACROS = {
     ),
     "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines", "_rows") for t in _TYPED),
     "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16", "store_scales"),
-    **{f"{kernel}_quantize": tuple(f"{kernel}_quantize_{t}" for t in _TYPED) for kernel in ("norm", "activation")},
+    **{
+        f"{kernel}_quantize": tuple(f"{kernel}_quantize_{t}" for t in _TYPED)
+        for kernel in ("activation", "norm", "rope")
+    },
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_wgmma": (
         "pack",

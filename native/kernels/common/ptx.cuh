@@ -22,13 +22,6 @@ __device__ __forceinline__ unsigned cvt_rn_bf16x2_f32(float low, float high) {
     return pair;
 }
 
-// The products of two pairs. mul.rn.bf16x2 needs sm_90; the sum with -0 changes no bit.
-__device__ __forceinline__ unsigned mul_rn_bf16x2(unsigned a, unsigned b) {
-    unsigned product;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
-    return product;
-}
-
 __device__ __forceinline__ unsigned cvt_rz_f16x2_f32(float low, float high) {
     unsigned pair;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -1,10 +1,10 @@
 // activation_quantize: an activation of the gate, times the other half of the columns, quantized. x is read once.
 //
 //   Parameters: struct ActivationQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
-//   CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
-//   y = R(f(gate) * up), or R(R(f(gate)) * up), with R the rounding to the dtype of x; the gate is the first half of a row of
-//   x. f: SiLU x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf, and
-//   RELU_SQUARED, R(max(x, 0)^2) of all columns. IDENTITY: y = x. Scales and codes of y: quantize_row.cuh.
+//   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
+//   y = R(f(gate) * up), with R the rounding to the dtype of x; the gate is the first half of a row of x. f: SiLU,
+//   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. Scales and codes of y:
+//   quantize_row.cuh.
 
 #include "fused/functions.cuh"
 #include "fused/quantize_row.cuh"
@@ -12,7 +12,7 @@
 
 namespace narrowgauge {
 
-enum Activation : int { IDENTITY = 0, SILU = 1, GELU_TANH = 2, GELU_ERF = 3, RELU_SQUARED = 4 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 
 // On a GPU the macro gives the activation, else the parameters do.
 #ifndef ACTIVATION
@@ -20,11 +20,10 @@ enum Activation : int { IDENTITY = 0, SILU = 1, GELU_TANH = 2, GELU_ERF = 3, REL
 #endif
 
 struct ActivationQuantizeParameters {
-    const void* x;  // (M, K) with IDENTITY, else (M, 2K), any strides
+    const void* x;  // (M, 2K), any strides
     i64 row_stride;
     i64 column_stride;
     Activation activation;
-    bool round_activation;  // f(gate) is rounded to the dtype of x
     QuantizeRowParameters result;
 };
 
@@ -33,9 +32,7 @@ __device__ __forceinline__ float activated(float x, Activation activation) {
     if (activation == GELU_TANH) {
         return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * (x * x * x)));  // 2 sqrt(2/pi)
     }
-    if (activation == GELU_ERF) return 0.5f * x * (1.0f + erf_approx(x * 0.7071067812f));  // sqrt(1/2)
-    const float positive = x > 0.0f || x != x ? x : 0.0f;
-    return positive * positive;
+    return 0.5f * x * (1.0f + erf_approx(x * 0.7071067812f));  // sqrt(1/2)
 }
 
 template <class T>
@@ -43,26 +40,20 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
     __shared__ Words words;
     const Part part = part_of(p.result);
     const Activation activation = ACTIVATION;
-    Rounded<T> y[CHUNKS];
+    Rounded<T> y[ROW_CHUNKS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
         const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * p.column_stride;
         load_rounded(source, p.column_stride, chunk, y[i]);
-        if (activation == IDENTITY) continue;
-        float gate[CHUNK], up[CHUNK] = {};
+        float gate[CHUNK], up[CHUNK];
         Rounded<T> other;
-        if (activation != RELU_SQUARED) {
-            load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
-            unpack_floats(other, up);
-        }
+        load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
+        unpack_floats(other, up);
         unpack_floats(y[i], gate);
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) {
-            const float f = activated(gate[j], activation);
-            gate[j] = activation == RELU_SQUARED ? f : (p.round_activation ? rounded<T>(f) : f) * up[j];
-        }
+        for (int j = 0; j < CHUNK; ++j) gate[j] = activated(gate[j], activation) * up[j];
         round_chunk(gate, y[i]);
     }
     quantize_row(y, part, words, p.result);

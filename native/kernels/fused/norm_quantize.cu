@@ -1,9 +1,9 @@
 // norm_quantize: RMSNorm or LayerNorm of the rows of x, of x + residual, quantized. Each input is read once.
 //
-//   Parameters: struct NormQuantizeParameters. Launch: thread blocks with a thread for every CHUNKS * 16 elements of a row, a
+//   Parameters: struct NormQuantizeParameters. Launch: thread blocks with a thread for every ROW_CHUNKS * 16 elements of a row, a
 //   multiple of 32; on a CPU 8 threads. A thread block makes every gridDim.x-th row.
-//   z = fl(x + residual), stored rounded to the dtype of x. RMSNorm: r = rsqrt(mean z^2 + eps), y = R(R(z * r) * w), with R the
-//   rounding to the dtype of x. LayerNorm: m = mean z, r = rsqrt(mean (z - m)^2 + eps), y = R((z - m) * r * w + bias).
+//   z = x, or R(x + residual), which is stored; R is the rounding to the dtype of x. RMSNorm: r = rsqrt(mean z^2 + eps),
+//   y = R(z * r * w). LayerNorm: m = mean z, r = rsqrt(mean (z - m)^2 + eps), y = R((z - m) * r * w + bias).
 //   Sums are float32, in a tree over the threads; docs/contracts.md bounds any order. Scales and codes of y: quantize_row.cuh.
 
 #include "fused/functions.cuh"
@@ -12,21 +12,11 @@
 
 namespace narrowgauge {
 
-enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-template <class T>
-constexpr ElementType type_of = FLOAT32;
-template <>
-constexpr ElementType type_of<bf16> = BFLOAT16;
-template <>
-constexpr ElementType type_of<fp16> = FLOAT16;
-
 // The choices of a norm. On a GPU the macro NORM gives their values.
 struct NormVariant {
     bool layer_norm;       // else RMSNorm
-    bool zero_centred;     // the factor is 1 + weight
+    bool zero_centered;     // the factor is 1 + weight
     bool has_residual;
-    bool has_bias;
     ElementType weight_type;
 };
 
@@ -35,28 +25,16 @@ struct NormQuantizeParameters {
     i64 row_stride;
     i64 column_stride;
     const void* residual;  // (M, K), contiguous, of the dtype of x; or null
-    void* residual_out;    // (M, K), R(x + residual); or null
+    void* residual_out;    // (M, K)
     const void* weight;    // (K,)
     i64 weight_stride;
-    const void* bias;      // (K,), of the type of the weight; or null
+    const void* bias;      // (K,), of the type of the weight, with LayerNorm
     i64 bias_stride;
     float eps;
     float per_column;      // fl(1/K)
     NormVariant variant;
     QuantizeRowParameters result;
 };
-
-// Elements of a vector of one of three types. Those behind `count` are 0.
-__device__ __forceinline__ void load_vector_of(const void* source, ElementType type, i64 stride, i64 start, int count,
-                                               float (&v)[CHUNK]) {
-    if (type == BFLOAT16) {
-        load_block(static_cast<const bf16*>(source) + start * stride, stride, count, v);
-    } else if (type == FLOAT16) {
-        load_block(static_cast<const fp16*>(source) + start * stride, stride, count, v);
-    } else {
-        load_block(static_cast<const float*>(source) + start * stride, stride, count, v);
-    }
-}
 
 __device__ __forceinline__ NormVariant norm_of(const NormQuantizeParameters& p) {
 #ifdef NORM
@@ -66,25 +44,12 @@ __device__ __forceinline__ NormVariant norm_of(const NormQuantizeParameters& p) 
 #endif
 }
 
-// A chunk of the weight or of the bias, in the type of the variant.
-template <class T>
-__device__ __forceinline__ void load_vector(const void* source, i64 stride, const NormVariant& norm, const RowChunk& chunk,
-                                            float (&v)[CHUNK]) {
-    if (norm.weight_type == type_of<T>) {
-        Rounded<T> own;
-        load_rounded(static_cast<const T*>(source) + chunk.column * stride, stride, chunk, own);
-        unpack_floats(own, v);
-    } else {
-        load_vector_of(source, norm.weight_type, stride, chunk.column, chunk.count, v);
-    }
-}
-
 // z of a row, with zeros behind it; stores the sum with the residual.
 template <class T>
 __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const NormVariant& norm, const Part& part,
-                                         float (&z)[CHUNKS][CHUNK]) {
+                                         float (&z)[ROW_CHUNKS][CHUNK]) {
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
         Rounded<T> x, residual;
@@ -98,9 +63,9 @@ __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const 
         unpack_floats(residual, r);
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) z[i][j] += r[j];
-        if (p.result.amax_alone) continue;
         round_chunk(z[i], x);
-        store_rounded(x, chunk, static_cast<T*>(p.residual_out) + start);
+        unpack_floats(x, z[i]);
+        if (!p.result.amax_alone) store_rounded(x, chunk, static_cast<T*>(p.residual_out) + start);
     }
 }
 
@@ -111,11 +76,11 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     const NormVariant norm = norm_of(p);
     Part part = part_of(p.result);
     for (int turn = 0; part.row < p.result.rows || turn == 0; part.row += gridDim.x, ++turn) {
-        float z[CHUNKS][CHUNK];
+        float z[ROW_CHUNKS][CHUNK];
         load_row<T>(p, norm, part, z);
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
+        for (int i = 0; i < ROW_CHUNKS; ++i) {
             if (i >= part.steps) break;
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) total = norm.layer_norm ? total + z[i][j] : __fmaf_rn(z[i][j], z[i][j], total);
@@ -125,7 +90,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             const float mean = total * p.per_column;
             total = 0.0f;
 #pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
+            for (int i = 0; i < ROW_CHUNKS; ++i) {
                 if (i >= part.steps) break;
                 const int count = chunk_of(part, i).count;
 #pragma unroll
@@ -140,30 +105,21 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             total = sum_over_block(total, words[turn % 2][1]);
         }
         const float factor = rsqrt_approx(__fmaf_rn(total, p.per_column, p.eps));
-        Rounded<T> y[CHUNKS];
+        Rounded<T> y[ROW_CHUNKS];
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
+        for (int i = 0; i < ROW_CHUNKS; ++i) {
             if (i >= part.steps) break;
             const RowChunk chunk = chunk_of(part, i);
+float weight[CHUNK], bias[CHUNK];
+            load_as_floats<T>(p.weight, norm.weight_type, p.weight_stride, chunk, weight);
+            if (norm.layer_norm) load_as_floats<T>(p.bias, norm.weight_type, p.bias_stride, chunk, bias);
+            const float by = chunk.count > 0 ? factor : 0.0f;
 #pragma unroll
-            for (int j = 0; j < CHUNK; ++j) z[i][j] *= chunk.count > 0 ? factor : 0.0f;
-            if (!norm.layer_norm) round_chunk(z[i], y[i]);
-            if (!norm.layer_norm && norm.weight_type == type_of<T> && !norm.zero_centred) {
-                Rounded<T> weight;
-                load_rounded(static_cast<const T*>(p.weight) + chunk.column * p.weight_stride, p.weight_stride, chunk, weight);
-                multiply(y[i], weight);
-            } else {
-                float weight[CHUNK], bias[CHUNK];
-                if (!norm.layer_norm) unpack_floats(y[i], z[i]);
-                load_vector<T>(p.weight, p.weight_stride, norm, chunk, weight);
-                if (norm.has_bias) load_vector<T>(p.bias, p.bias_stride, norm, chunk, bias);
-#pragma unroll
-                for (int j = 0; j < CHUNK; ++j) {
-                    const float w = norm.zero_centred ? 1.0f + weight[j] : weight[j];
-                    z[i][j] = norm.has_bias ? __fmaf_rn(z[i][j], w, bias[j]) : z[i][j] * w;
-                }
-                round_chunk(z[i], y[i]);
+            for (int j = 0; j < CHUNK; ++j) {
+                const float w = norm.zero_centered ? 1.0f + weight[j] : weight[j], normalized = z[i][j] * by;
+                z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, w, bias[j]) : normalized * w;
             }
+            round_chunk(z[i], y[i]);
             if (!chunk.whole && chunk.count < CHUNK) keep_first(y[i], chunk.count);
         }
         quantize_row(y, part, words[turn % 2], p.result);
@@ -174,7 +130,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
 // 0.75 to 0.80; with a residual 0.92 and not 0.85, since the rest of the registers would
 // lie in local memory, as with elements of 4 bits.
 #ifdef NORM
-constexpr int RESIDENT = CHUNKS > 2 ? 1 : (NormVariant NORM.has_residual || PER_BYTE == 2 ? 768 : 1024) / ROW_THREADS;
+constexpr int RESIDENT = ROW_CHUNKS > 2 ? 1 : (NormVariant NORM.has_residual || PER_BYTE == 2 ? 768 : 1024) / ROW_THREADS;
 #else
 constexpr int RESIDENT = 1;
 #endif

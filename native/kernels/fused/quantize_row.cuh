@@ -17,11 +17,11 @@
 #endif
 
 // Chunks of a thread, at most. A CPU has a loop over those that the row needs.
-#ifndef CHUNKS
+#ifndef ROW_CHUNKS
 #ifdef __CUDA_ARCH__
-#define CHUNKS 1
+#define ROW_CHUNKS 1
 #else
-#define CHUNKS 128
+#define ROW_CHUNKS 128
 #endif
 #endif
 
@@ -89,13 +89,13 @@ struct Part {
 
 __device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
     const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
-    const i64 first = static_cast<i64>(block % segments) * blockDim.x * CHUNKS;
+    const i64 first = static_cast<i64>(block % segments) * blockDim.x * ROW_CHUNKS;
     const i64 columns = p.rows > 0 ? p.columns : 0;
 #ifdef __CUDA_ARCH__
-    const int steps = CHUNKS;
+    const int steps = ROW_CHUNKS;
 #else
     const i64 left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + blockDim.x - 1) / blockDim.x;
-    const int steps = static_cast<int>(needed < CHUNKS ? needed : CHUNKS);
+    const int steps = static_cast<int>(needed < ROW_CHUNKS ? needed : ROW_CHUNKS);
 #endif
     return {block / segments, first, columns, steps, variant_of(p).whole_chunks};
 }
@@ -224,7 +224,7 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, c
 // Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements behind the
 // row are 0, in whole chunks too.
 template <class T>
-__device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[CHUNKS], const Part& part, Words& words,
+__device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], const Part& part, Words& words,
                                              const QuantizeRowParameters& p) {
     const QuantizeRowVariant variant = variant_of(p);
     const u32 limit = amax_limit(variant.propagate_nan);
@@ -233,7 +233,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[CHUNKS], cons
     if (whole) {
         u32 largest = 0;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
+        for (int i = 0; i < ROW_CHUNKS; ++i) {
             if (i >= part.steps) break;
             const u32 of_chunk = amax_of(y[i], limit);
             largest = of_chunk > largest ? of_chunk : largest;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[CHUNKS], cons
     const i64 width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
     const i64 row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
         if (variant.scope == GROUP) {

@@ -7,6 +7,15 @@ namespace narrowgauge {
 
 constexpr int CHUNK = 16;  // elements of a thread that are neighbours
 
+enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+template <class T>
+constexpr ElementType type_of = FLOAT32;
+template <>
+constexpr ElementType type_of<bf16> = BFLOAT16;
+template <>
+constexpr ElementType type_of<fp16> = FLOAT16;
+
 // The place of a chunk in its row.
 struct RowChunk {
     i64 column;  // the first
@@ -59,13 +68,6 @@ __device__ __forceinline__ void store_rounded(const Rounded<T>& y, const RowChun
     for (int i = 0; i < CHUNK; ++i) {  // a constant trip count keeps the elements in registers
         if (i < chunk.count) from_float(y.v[i], target[i]);
     }
-}
-
-// Products with the elements of w, rounded to T.
-template <class T>
-__device__ __forceinline__ void multiply(Rounded<T>& y, const Rounded<T>& w) {
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) y.v[i] = rounded<T>(y.v[i] * w.v[i]);
 }
 
 template <class T>
@@ -127,12 +129,6 @@ __device__ __forceinline__ void store_rounded(const Rounded<bf16>& y, const RowC
     }
 }
 
-// A product of two bfloat16 numbers is exact in float32, so it rounds once in either form.
-__device__ __forceinline__ void multiply(Rounded<bf16>& y, const Rounded<bf16>& w) {
-#pragma unroll
-    for (int j = 0; j < CHUNK / 2; ++j) y.packed.words[j] = ptx::mul_rn_bf16x2(y.packed.words[j], w.packed.words[j]);
-}
-
 __device__ __forceinline__ void unpack_floats(const Rounded<bf16>& y, float (&v)[CHUNK]) { unpack_floats(y.packed, v); }
 
 __device__ __forceinline__ u32 amax_of(const Rounded<bf16>& y, u32 limit) {
@@ -147,5 +143,23 @@ __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
     }
 }
 #endif
+
+// Elements of another operand, from `chunk.column` on, in one of three types. T is the most frequent one.
+template <class T>
+__device__ __forceinline__ void load_as_floats(const void* source, ElementType type, i64 stride, const RowChunk& chunk,
+                                               float (&v)[CHUNK]) {
+    const i64 start = chunk.column * stride;
+    if (type == type_of<T>) {
+        Rounded<T> own;
+        load_rounded(static_cast<const T*>(source) + start, stride, chunk, own);
+        unpack_floats(own, v);
+    } else if (type == BFLOAT16) {
+        load_block(static_cast<const bf16*>(source) + start, stride, chunk.count, v);
+    } else if (type == FLOAT16) {
+        load_block(static_cast<const fp16*>(source) + start, stride, chunk.count, v);
+    } else {
+        load_block(static_cast<const float*>(source) + start, stride, chunk.count, v);
+    }
+}
 
 }  // namespace narrowgauge

@@ -1,0 +1,52 @@
+"""Rotary embedding of rows, quantized in the same kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.native.fused.rows import has_whole_chunks, quantize_rows, row_recipe
+from narrowgauge.native.runtime.arguments import element_type
+from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.spec import arguments
+from narrowgauge.spec.arguments import as_matrix
+from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
+
+_PARAMETERS = KernelStruct("fused/rope_quantize.cu", "RopeQuantizeParameters")
+
+
+def rope_quantize(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    amax: torch.Tensor | None = None,
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """Rotary embedding of the rows of `x` (M, K), by the angles of `cos` and `sin` (M, K/2) of one dtype, quantized.
+
+    Halves of a row are the pairs. `x`, `cos`: float32, bfloat16 or float16. The result is rounded to the dtype of `x`
+    once. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the
+    amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors
+    of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
+    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    """
+    recipe = row_recipe(recipe)
+    x = as_matrix(x)
+    rows, columns = x.shape
+    if columns % 2:
+        raise ValueError(f"x of shape {tuple(x.shape)} has an odd number of columns; its halves are the pairs")
+    arguments.check_tensor(cos, "cos", INPUT_DTYPES, (rows, columns // 2))
+    arguments.check_tensor(sin, "sin", (cos.dtype,), (rows, columns // 2))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    fields: dict[str, Value] = {
+        "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "cos": cos, "sin": sin,
+        "angle_type": element_type(cos.dtype), "whole_halves": has_whole_chunks(columns // 2, (x, cos, sin)),
+    }  # fmt: skip
+    return quantize_rows(
+        "rope_quantize", _PARAMETERS, fields, x, columns, recipe, (cos, sin), amax=amax, scale=scale, scales=scales
+    )

@@ -1,0 +1,85 @@
+// rope_quantize: rotary embedding of the rows of x, a head each, quantized. x is read twice, from L1 the second time.
+//
+//   Parameters: struct RopeQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
+//   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
+//   The pairs are the halves of a row: y = R(x1 * cos - x2 * sin) in the first half, R(x2 * cos + x1 * sin) in the second, with
+//   R the rounding to the dtype of x, and one fused product. Scales and codes of y: quantize_row.cuh.
+
+#include "fused/quantize_row.cuh"
+#include "quantize/unit.cuh"
+
+namespace narrowgauge {
+
+struct RopeQuantizeParameters {
+    const void* x;  // (M, K), any strides
+    i64 row_stride;
+    i64 column_stride;
+    const void* cos;  // (M, K/2), contiguous
+    const void* sin;
+    ElementType angle_type;
+    bool whole_halves;  // K/2 is a multiple of 16, and rows of all operands are aligned as those of whole chunks
+    QuantizeRowParameters result;
+};
+
+template <class T>
+__device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
+    __shared__ Words words;
+    const Part part = part_of(p.result);
+    const i64 half = p.result.columns / 2;
+    const T* row = static_cast<const T*>(p.x) + part.row * p.row_stride;
+    Rounded<T> y[ROW_CHUNKS];
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        const RowChunk chunk = chunk_of(part, i);
+        float own[CHUNK], other[CHUNK], cos[CHUNK], sin[CHUNK];
+        load_as_floats<T>(row, type_of<T>, p.column_stride, chunk, own);
+        if (p.whole_halves) {
+            const i64 angle = chunk.column < half ? chunk.column : chunk.column - half;
+            const RowChunk partner = {chunk.column < half ? chunk.column + half : angle, chunk.count, chunk.whole};
+            const RowChunk of_angle = {part.row * half + angle, chunk.count, chunk.whole};
+            load_as_floats<T>(row, type_of<T>, p.column_stride, partner, other);
+            load_as_floats<T>(p.cos, p.angle_type, 1, of_angle, cos);
+            load_as_floats<T>(p.sin, p.angle_type, 1, of_angle, sin);
+        } else {
+#pragma unroll
+            for (int j = 0; j < CHUNK; ++j) {
+                const i64 column = chunk.column + j, angle = column < half ? column : column - half;
+                const int count = j < chunk.count ? 1 : 0;
+                const RowChunk of_angle = {part.row * half + angle, count, false};
+                float v[CHUNK];
+                load_as_floats<T>(row, type_of<T>, p.column_stride, {column < half ? column + half : angle, count, false}, v);
+                other[j] = v[0];
+                load_as_floats<T>(p.cos, p.angle_type, 1, of_angle, v);
+                cos[j] = v[0];
+                load_as_floats<T>(p.sin, p.angle_type, 1, of_angle, v);
+                sin[j] = v[0];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) {
+            const float signed_other = chunk.column + j < half ? -other[j] : other[j];
+            own[j] = __fmaf_rn(own[j], cos[j], signed_other * sin[j]);
+        }
+        round_chunk(own, y[i]);
+    }
+    quantize_row(y, part, words, p.result);
+}
+
+#define ROPE_QUANTIZE(TYPE, T)                                                           \
+    extern "C" __global__ void __launch_bounds__(ROW_THREADS)                            \
+        rope_quantize_##TYPE(const __grid_constant__ RopeQuantizeParameters p) {         \
+        rope_quantize<T>(p);                                                             \
+    }
+
+#if IN_UNIT(UNIT_FP32)
+ROPE_QUANTIZE(fp32, float)
+#endif
+#if IN_UNIT(UNIT_BF16)
+ROPE_QUANTIZE(bf16, bf16)
+#endif
+#if IN_UNIT(UNIT_FP16)
+ROPE_QUANTIZE(fp16, fp16)
+#endif
+
+}  // namespace narrowgauge
