@@ -35,7 +35,7 @@ _STRIP = 16
 _CHEAP = 23
 """Fraction bits from which the tensor core model rarely truncates a product: 8192x8192x8192 then takes 2 to 6 s on an
 H200, and 17 s with the 13 bits of FP8."""
-BYTES, ORDER, BOUND = "bytes", "order", "bound"
+BYTES, ORDER, BOUND, CONTRACT = "bytes", "order", "bound", "contract"
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Verdict:
     sentence: str = ""
     rule: str = BYTES
     """`bytes`: compared with the reference's bytes. For products `order` (sums in the declared order) or `bound` (sums
-    in any order)."""
+    in any order). `contract`: bytes that a contract allows."""
 
     def add(self, stage: StageResult) -> None:
         """Add the result of a comparison."""

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cases.operations import OperationError, parts_of_operations
+from narrowgauge.harness.operations.contracts import bench as contracts
 from narrowgauge.harness.operations.timing.operation_bench import BenchTask, OperationBench
 
 LAUNCH = "launch"
@@ -19,8 +20,9 @@ _SIZES = {
 
 
 def benches() -> list[OperationBench]:
-    """The object BENCH of every operation with a `bench.py`, in the order of the tables. Raises OperationError."""
-    found: list[OperationBench] = []
+    """The object BENCH of every operation with a `bench.py`, and that of the shipped contracts, in the order of the
+    tables. Raises OperationError."""
+    found = [contracts.BENCH]
     for module in parts_of_operations("bench"):
         if not isinstance(bench := getattr(module, "BENCH", None), OperationBench):
             raise OperationError(f"{module.__file__}: BENCH is {type(bench).__name__}, not an OperationBench")

@@ -1,0 +1,151 @@
+"""Timing of the kernels of shipped contracts: norms, activations and rotary embedding, quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.operations.contracts.judge import judge_contract
+from narrowgauge.harness.operations.contracts.results import named_results
+from narrowgauge.harness.operations.timing.judge_outputs import CONTRACT, Verdict
+from narrowgauge.harness.operations.timing.operation_bench import (
+    COMPILED,
+    COPY,
+    BenchInputs,
+    BenchTask,
+    OperationBench,
+    Peer,
+    PreparedTask,
+)
+from narrowgauge.native import ops as native
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.quantized import Quantized
+
+Tensor = torch.Tensor
+
+_ROWS = ("rmsnorm-quantize", "add-rmsnorm-quantize", "layernorm-quantize", "silu-mul-quantize", "gelu-mul-quantize",
+         "rope-quantize")  # fmt: skip
+_RECIPES = ("fp8-row-e4m3", "fp8-block-1x128-e4m3", "mxfp8-e4m3", "mxfp4")
+_COMPILED = "fp8-row-e4m3"
+_JUDGED = 64
+"""Rows that are judged, at equal distances: a row depends on no other row under these recipes."""
+
+
+def _rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
+    z = x.float()
+    return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+
+
+def _add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return _rmsnorm(x + residual, weight)
+
+
+def _layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float())
+
+
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), c, s = x.float().chunk(2, dim=-1), cos.float(), sin.float()
+    return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "rmsnorm-quantize": _rmsnorm, "add-rmsnorm-quantize": _add_rmsnorm, "layernorm-quantize": _layernorm,
+    "silu-mul-quantize": partial(_gated, torch.nn.functional.silu),
+    "gelu-mul-quantize": partial(_gated, partial(torch.nn.functional.gelu, approximate="tanh")),
+    "rope-quantize": _rope,
+}  # fmt: skip
+"""The contracts in plain torch."""
+
+
+def _arguments(task: BenchTask, inputs: BenchInputs) -> tuple[Tensor, ...]:
+    """The tensors of the contract. The size is that of x."""
+    x = inputs.matrix(task.shape)
+    rows, columns = task.shape
+    further = {"residual": (rows, columns), "weight": (columns,), "bias": (columns,),
+               "cos": (rows, columns // 2), "sin": (rows, columns // 2)}  # fmt: skip
+    names = list(CONTRACTS[task.operation].tensors)[1:]
+    return x, *(inputs.new_matrix(further[name]) for name in names)
+
+
+def _prepare(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
+    arguments = _arguments(task, inputs)
+    method = getattr(native, task.operation.replace("-", "_"))
+    formula = _FORMULAS[task.operation]
+
+    def plain() -> Quantized:
+        return reference.quantize(formula(*arguments).to(torch.bfloat16), task.recipe)
+
+    copy, copied = inputs.copy(arguments[0])
+    return PreparedTask(
+        native=[partial(method, *several, task.recipe) for several in inputs.copies(*arguments)],
+        reference=[plain], judge=partial(_judge, task, arguments), read=sum(tensor.nbytes for tensor in arguments),
+        ceilings={COPY: copy}, elements=arguments[0].numel(), copied=copied,
+    )  # fmt: skip
+
+
+def _judge(task: BenchTask, arguments: tuple[Tensor, ...], result: Any) -> Verdict:
+    contract = CONTRACTS[task.operation]
+    tensors = dict(zip(contract.tensors, arguments, strict=True))
+    rows = torch.arange(0, task.shape[0], max(1, task.shape[0] // _JUDGED), device=arguments[0].device)
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    program = contract.trace(dtypes, {"recipe": task.recipe}, {})
+    parts = {name: tensor[rows] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+    shown = {"quantized": result} if isinstance(result, Quantized) else result
+    some = {name: _rows_of(value, rows) for name, value in shown.items()}
+    verdict = Verdict(rule=CONTRACT)
+    for stage in judge_contract(program, parts, named_results(program, parts, some)).stages:
+        verdict.add(stage)
+    return verdict
+
+
+def _rows_of(value: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
+    if isinstance(value, Tensor):
+        return value[rows]
+    return Quantized(value.codes[rows], value.scales[rows], None, value.recipe, (len(rows), value.shape[1]))
+
+
+def _compiled(task: BenchTask, inputs: BenchInputs) -> Peer | None:
+    """torch.compile of the formula and of FP8 with a scale for each row, for the first size only."""
+    if task.recipe != _COMPILED or task.shape != inputs.first:
+        return None
+    arguments, formula = _arguments(task, inputs), _FORMULAS[task.operation]
+
+    def fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        y = formula(*tensors).to(torch.bfloat16).float()
+        scale = 448.0 / y.abs().amax(-1, keepdim=True)
+        return (y * scale).to(torch.float8_e4m3fn).view(torch.uint8), 1.0 / scale
+
+    def judge(result: Any) -> Verdict:
+        codes, scales = result
+        shape = (codes.shape[0], codes.shape[1])
+        q = Quantized(codes, scales, None, reference.find_recipe(task.recipe), shape)
+        shown: Any = q if task.operation != "add-rmsnorm-quantize" else {"quantized": q}
+        return _judge(task, arguments, shown)
+
+    call = torch.compile(fused, dynamic=False)
+    return Peer([partial(call, *several) for several in inputs.copies(*arguments)], judge)
+
+
+def _launches(x: Tensor) -> dict[tuple[str, str], Callable[[], Any]]:
+    weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+    return {("mxfp8-e4m3", "rmsnorm-quantize"): lambda: native.rmsnorm_quantize(x, weight, "mxfp8-e4m3")}
+
+
+BENCH = OperationBench(
+    rank=1.5,
+    rows=[(name, recipe, "") for name in _ROWS for recipe in _RECIPES],
+    prepare=_prepare,
+    further={"8192x8192": ("*",)},
+    peers={COMPILED: _compiled},
+    launches=_launches,
+)
