@@ -158,7 +158,9 @@ def cold_cache_bytes(device: torch.device) -> int:
 
 
 def nbytes(result: Any) -> int:
-    """Bytes of a result: a tensor, the codes, scales and amaxes of an operand, or both halves."""
+    """Bytes of a result: a tensor, the codes, scales and amaxes of an operand, both halves, or results by name."""
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
     if isinstance(result, Quantized):
         result = (result.codes, result.scales, result.amax, result.tensor_scale)
     return sum(map(nbytes, result)) if isinstance(result, tuple) else getattr(result, "nbytes", 0)

@@ -14,8 +14,8 @@ EXPLAINED = (
     "of torch's matmul, in brackets of a copy of as many bytes, or of dequantize + matmul; of a launch, what one of "
     "torch's own costs beside it. "
     "judged by: bytes, which are the reference's; order, the sums that the declared order "
-    "can give, of a tensor core to the bit; bound, those of any order; 1/16: of one row in 16 alone; contract, the bytes "
-    "that a contract allows, of 64 rows."
+    "can give, of a tensor core to the bit; bound, those of any order; 1/16: of one row in 16 alone; contract, "
+    "the bytes that a contract allows, of 64 rows."
 )
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
