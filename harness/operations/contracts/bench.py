@@ -120,17 +120,18 @@ def _compiled(task: BenchTask, inputs: BenchInputs) -> Peer | None:
         return None
     arguments, formula = _arguments(task, inputs), _FORMULAS[task.operation]
 
-    def fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    adds = "residual" in CONTRACTS[task.operation].tensors
+
+    def fused(*tensors: Tensor) -> tuple[Tensor, ...]:
         y = formula(*tensors).to(torch.bfloat16).float()
         scale = 448.0 / y.abs().amax(-1, keepdim=True)
-        return (y * scale).to(torch.float8_e4m3fn).view(torch.uint8), 1.0 / scale
+        codes = (y * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        return codes, 1.0 / scale, *([tensors[0] + tensors[1]] if adds else [])
 
     def judge(result: Any) -> Verdict:
-        codes, scales = result
-        shape = (codes.shape[0], codes.shape[1])
-        q = Quantized(codes, scales, None, reference.find_recipe(task.recipe), shape)
-        shown: Any = q if task.operation != "add-rmsnorm-quantize" else {"quantized": q}
-        return _judge(task, arguments, shown)
+        codes, scales, *total = result
+        q = Quantized(codes, scales, None, reference.find_recipe(task.recipe), (codes.shape[0], codes.shape[1]))
+        return _judge(task, arguments, {"residual": total[0], "quantized": q} if adds else q)
 
     call = torch.compile(fused, dynamic=False)
     return Peer([partial(call, *several) for several in inputs.copies(*arguments)], judge)
