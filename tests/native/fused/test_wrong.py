@@ -1,0 +1,95 @@
+"""Wrong fused kernels, each by one change of the source: the shipped contracts refuse them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import narrowgauge
+from narrowgauge.native import ops
+from narrowgauge.native.runtime.sources import FOLDER, replaced
+
+pytestmark = pytest.mark.long
+
+NORM, ACTIVATION, ROPE, ROW = (f"fused/{name}" for name in ("norm_quantize.cu", "activation_quantize.cu",
+                                                            "rope_quantize.cu", "quantize_row.cuh"))  # fmt: skip
+FUNCTIONS = "fused/functions.cuh"
+WRONG = {
+    # name: (operation, recipe, file, text, its replacement)
+    "eps-left-out": (
+        "rmsnorm-quantize", "fp8-row-e4m3", NORM, "total, p.per_column, p.eps", "total, p.per_column, 0.0f",
+    ),
+    "eps-inside-the-sum": (
+        "rmsnorm-quantize", "fp8-row-e4m3", NORM, "__fmaf_rn(total, p.per_column, p.eps)",
+        "(total + p.eps) * p.per_column",
+    ),
+    "sum-in-place-of-mean": (
+        "rmsnorm-quantize", "fp8-row-e4m3", NORM, "__fmaf_rn(total, p.per_column, p.eps)", "(total + p.eps)",
+    ),
+    "first-chunk-not-summed": (
+        "rmsnorm-quantize", "mxfp8-e4m3", NORM,
+        "total = sum_over_block(total, words[turn % 2][0]);",
+        "total = sum_over_block(threadIdx.x == 0 ? 0.0f : total, words[turn % 2][0]);",
+    ),
+    "weight-of-next-column": (
+        "rmsnorm-quantize", "mxfp8-e4m3", NORM, "? 1.0f + weight[j] : weight[j]", "? 1.0f + weight[j] : weight[j ^ 1]",
+    ),
+    "one-plus-weight": (
+        "rmsnorm-quantize", "mxfp8-e4m3", NORM, "? 1.0f + weight[j] : weight[j]", "? weight[j] : 1.0f + weight[j]",
+    ),
+    "weight-left-out": ("rmsnorm-quantize", "mxfp8-e4m3", NORM, ": normalized * w;", ": normalized;"),
+    "norm-rounded-before-the-weight": (
+        "rmsnorm-quantize", "fp8-row-e4m3", NORM, "normalized = z[i][j] * by;",
+        "normalized = rounded<T>(z[i][j] * by);",
+    ),
+    "residual-not-added-to-the-norm": (
+        "add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "unpack_floats(x, z[i]);\n        if (!p.result", "if (!p.result",
+    ),
+    "residual-subtracted": ("add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] += r[j];", "z[i][j] -= r[j];"),
+    "mean-not-subtracted": ("layernorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] -= mean;", ""),
+    "bias-left-out": ("layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "normalized * w"),
+    "bias-times-weight": (
+        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "(normalized + bias[j]) * w",
+    ),
+    "halves-exchanged": (
+        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], activation) * up[j]",
+        "activated(up[j], activation) * gate[j]",
+    ),
+    "sigmoid-in-place-of-silu": (
+        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], activation) * up[j]",
+        "activated(gate[j], activation) / gate[j] * up[j]",
+    ),
+    "minus-left-out": ("silu-mul-quantize", "mxfp8-e4m3", FUNCTIONS, "exp_approx(-x)", "exp_approx(x)"),
+    "cubic-constant": ("gelu-mul-quantize", "fp8-row-e4m3", ACTIVATION, "0.044715f", "0.04f"),
+    "gelu-argument-not-doubled": ("gelu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "1.5957691216f", "0.7978845608f"),
+    "sine-with-the-other-sign": ("rope-quantize", "mxfp8-e4m3", ROPE, "-other[j] : other[j]", "other[j] : -other[j]"),
+    "partner-of-the-same-half": (
+        "rope-quantize", "mxfp8-e4m3", ROPE, "chunk.column < half ? chunk.column + half : angle", "chunk.column",
+    ),
+    "scale-of-each-lane": (
+        "silu-mul-quantize", "mxfp8-e4m3", ROW, "amax_of(y[i], limit), variant.lanes)", "amax_of(y[i], limit), 1)",
+    ),
+    "amax-of-a-thread": (
+        "silu-mul-quantize", "fp8-row-e4m3", ROW,
+        "amax = over_block(__uint_as_float(largest), words[2], 0.0f, larger_bits);", "amax = __uint_as_float(largest);",
+    ),
+    "scale-not-inverted": (
+        "silu-mul-quantize", "fp8-row-e4m3", ROW, "static_cast<float*>(p.scales)[part.row] = 1.0f / factor;",
+        "static_cast<float*>(p.scales)[part.row] = factor;",
+    ),
+    "scales-in-order-of-columns": (
+        "silu-mul-quantize", "mxfp8-e4m3", ROW, ": row * groups + group] = scale;", ": group * p.rows + row] = scale;",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_contract_refuses_a_wrong_kernel(name: str, tmp_path: Path) -> None:
+    operation, recipe, file, text, replacement = WRONG[name]
+    source = (FOLDER / file).read_text(encoding="utf-8")
+    assert source.count(text) == 1, text
+    function: Any = getattr(ops, operation.replace("-", "_"))
+    with replaced(file, source.replace(text, replacement), tmp_path), pytest.raises(AssertionError):
+        narrowgauge.check(function, operation=operation, recipe=recipe, families=["normal", "ladder", "lattice"])
