@@ -79,10 +79,10 @@ exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
 FUSED |= {"activation_quantize", "norm_quantize", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
-    "activation_quantize": {"ex2.approx.ftz.f32", "ex2.approx.f32", "rcp.approx.ftz.f32"},
+    "activation_quantize": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "norm_quantize": {"rsqrt.approx.f32"},
 }
-"""Functions with documented errors: functions.cuh, and `ex2.approx.f32` of CUDA's erff."""
+"""Functions with documented errors: functions.cuh."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
 """packed_bf16.cuh, rotate16_unrounded: sums of exact products, which round once, and nudge_ties, whose comment gives
 its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whose one rounding counts steps, and which
