@@ -27,8 +27,8 @@ _IMPORTED = (
 
 
 _COLLECTED = 20_000
-"""New objects of a judge before a garbage collection. With 700, the default, 107 cases of quantize took 2.7 s of a core,
-without collections 2.4 s."""
+"""New objects of a judge before a garbage collection. With 700, the default, 107 cases of quantize took 2.7 s of a
+core, without collections 2.4 s."""
 
 
 def main(descriptor: int) -> None:
