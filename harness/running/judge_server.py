@@ -26,11 +26,6 @@ _IMPORTED = (
 )  # fmt: skip
 
 
-_COLLECTED = 20_000
-"""New objects of a judge before a garbage collection. With 700, the default, 107 cases of quantize took 2.7 s of a
-core, without collections 2.4 s."""
-
-
 def main(descriptor: int) -> None:
     """Fork and end processes as the run says, until the run ends."""
     end_with_parent()
@@ -41,7 +36,6 @@ def main(descriptor: int) -> None:
         with suppress(OperationError):  # the judge of a case of this operation reports the error
             main_module(name)
     gc.freeze()  # a collection in a judge would copy every page
-    gc.set_threshold(_COLLECTED)
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run = Connection(socket.socket(fileno=descriptor))
