@@ -125,7 +125,7 @@ def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
     assert slices_of(*shape, 132) == slices
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)  # both pairs, and both numbers of slices
 @ON_CPU_AND_HOPPER
 @ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
