@@ -79,15 +79,16 @@ def values_of(case: Case) -> dict[str, str]:
     return found | {"dimensions": str(len(case.shape))}
 
 
-def is_pair(one: Value, other: Value) -> bool:
-    """Whether two values are of different keys. Traits of one recipe are not: the recipe has them together."""
-    return one[0].partition(".")[0] != other[0].partition(".")[0]
+def key_of(value: Value) -> str:
+    """The key of a value. Values of one key are no pair: a recipe has its traits together."""
+    return value[0].partition(".")[0]
 
 
 def pairs_of(case: Case) -> set[Pair]:
     """Pairs of values of two keys that the case tests: an empty case tests only the pairs of its size 0."""
     values = sorted(values_of(case).items())
-    pairs = {pair for pair in combinations(values, 2) if is_pair(*pair)}
+    keyed = [(value, key_of(value)) for value in values]
+    pairs = {(one, other) for (one, key), (other, other_key) in combinations(keyed, 2) if key != other_key}
     if 0 not in case.shape:
         return pairs
     empty = {value for value in values if value[0] in sizes(case) and value[1] == "0"}

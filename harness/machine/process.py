@@ -26,12 +26,15 @@ _SET_PTRACER = 0x59616D61
 
 
 def prepare_process(workers: int, device: str = "cpu") -> None:
-    """Give torch, and the native kernels, which use as many threads, the share of the cores of one of `workers`. With a
-    GPU half of the share: threads of torch that wait for work keep a core busy while the GPU works."""
+    """Give torch, and the native kernels, which use as many threads, the share of the cores of one of `workers`.
+    OMP_NUM_THREADS limits it. With a GPU half of the share: threads of torch that wait for work keep a core busy while
+    the GPU works."""
     import torch
 
     _keep_memory()
-    torch.set_num_threads(max(1, cores() // (workers * (2 if device == "cuda" else 1))))
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    share = cores() // (workers * (2 if device == "cuda" else 1))
+    torch.set_num_threads(max(1, min(share, int(limit)) if limit.isdigit() else share))
 
 
 def _keep_memory() -> None:

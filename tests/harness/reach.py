@@ -18,13 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.records.journal import Journal, new_run, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.report.page.records_json import TIMES
 from narrowgauge.harness.report.report import print_summary, write
-from tests.paths import ROOT
+from tests.matrix import quick_cases
 
 RECORDS = 20_000
 FAILING = 10
@@ -67,7 +66,7 @@ def many_records(count: int) -> Iterator[dict[str, Any]]:
 
 @cache
 def _cases() -> list[Case]:
-    return select(load_all([ROOT / "cases"]), tier="quick")
+    return list(quick_cases())
 
 
 def _fail(record: Any, number: int) -> None:

@@ -22,7 +22,17 @@ from narrowgauge.harness.cases.case_file import case_files, load_all, shipped_ca
 from narrowgauge.harness.cases.cost import estimated_seconds
 from narrowgauge.harness.cases.keys import keys_of, sizes_of
 from narrowgauge.harness.cases.operations import case_from_id
-from narrowgauge.harness.inputs.pairs import TRAITS, Pair, Value, is_pair, pairs_of, size_class, sizes, values_of
+from narrowgauge.harness.inputs.pairs import (
+    TRAITS,
+    Pair,
+    Value,
+    key_of,
+    pairs_of,
+    pairs_of_all,
+    size_class,
+    sizes,
+    values_of,
+)
 
 FILE = shipped_cases() / "pairs.toml"
 TRIES = 300
@@ -72,7 +82,7 @@ class Domain:
     def pairs(self) -> list[Pair]:
         """All pairs of values of two keys, possible or not, sorted."""
         every = [(name, value) for name, values in self.values.items() for value in values]
-        return [(one, other) for one in every for other in every if one < other and is_pair(one, other)]
+        return [(one, other) for one in every for other in every if one < other and key_of(one) != key_of(other)]
 
     def candidates(self, pair: Pair, tries: int) -> Iterator[Case]:
         """Different valid cases with both values, at most `ENOUGH`. They depend on the pair and the cases alone."""
@@ -125,7 +135,7 @@ def missing(cases: Iterable[Case], tries: int = TRIES) -> Iterator[tuple[Pair, C
         by_operation[case.operation].append(case)
     for of_operation in by_operation.values():
         domain = Domain(of_operation)
-        covered = set().union(*(pairs_of(case) for case in of_operation if case.tier_on("cpu") == "quick"))
+        covered = {pair for _, pair in pairs_of_all(case for case in of_operation if case.tier_on("cpu") == "quick")}
         for pair in domain.pairs():
             if pair in covered:
                 continue

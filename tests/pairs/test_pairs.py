@@ -4,7 +4,8 @@ import pytest
 
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.inputs.pairs import pairs_of, size_class
-from tests.pairs.make import FILE, SIZES, TRIES, missing, shipped
+from tests.matrix import all_cases
+from tests.pairs.make import FILE, SIZES, TRIES, missing
 
 FEW = 3
 """Tries of a pair: enough that a new value of a key, which has many pairs, is noticed."""
@@ -13,7 +14,7 @@ REMEDY = "run: python -m tests.pairs.make"
 
 @pytest.fixture(scope="module")
 def cases():
-    return shipped()
+    return list(all_cases())
 
 
 @pytest.mark.parametrize("tries", [FEW, pytest.param(TRIES, marks=pytest.mark.long)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ tests/test_parallel.py breaks it."""
 def module_files() -> list[str]:
     """Files of `native.modules` that a mutant may change."""
     return sorted(path.name for path in MODULES.glob("*.py") if path.stem not in NOT_RUN)
+
+
+@cache
+def _files() -> list[str]:
+    """Files that a mutant may change."""
+    return [*kernel_files(), *module_files()]
 
 
 class MutantFileError(Exception):
@@ -133,7 +140,7 @@ def _mutant(table: Any, location: str) -> Mutant:
             raise MutantFileError(f"{location}: {key} is missing; a mutant needs {', '.join(NEEDED)}")
     _check_choice(location, "class", entry["class"], CLASSES)
     of_module = entry["file"] in module_files()
-    _check_choice(location, "file", entry["file"], [*kernel_files(), *module_files()])
+    _check_choice(location, "file", entry["file"], _files())
     _check_choice(
         location, "door", entry["door"], [name for name, door in doors().items() if door.of_module is of_module]
     )

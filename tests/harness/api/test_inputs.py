@@ -10,9 +10,9 @@ import torch
 
 import narrowgauge
 from narrowgauge.harness.api.inputs import inputs, matrix
-from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.operations.registry import make_inputs
+from tests.matrix import all_cases
 
 pytest_plugins = ["pytester"]
 TURNED = "nvfp4-rht"
@@ -70,7 +70,7 @@ def test_wrong_keywords_of_inputs_are_named() -> None:
 
 
 def test_the_matrix_is_a_selection_of_the_shipped_cases() -> None:
-    shipped = load_all([narrowgauge.cases.resolve()])
+    shipped = all_cases()
     quick = matrix("nvfp4")
     assert quick == [
         case for case in shipped

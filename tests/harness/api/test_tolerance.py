@@ -90,6 +90,7 @@ def test_every_option_changes_the_output() -> None:
 
 
 @needs_axe
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility_of_the_page(width: int, dark: bool, tmp_path: Path) -> None:
     page = tmp_path / "tolerance.html"

@@ -8,14 +8,12 @@ import pytest
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.offer import Offer
 from narrowgauge.harness.backends.results import BackendError
-from narrowgauge.harness.cases.case import select
-from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS
 from narrowgauge.spec.recipes import find_recipe, recipe_names
-from tests.paths import CASES
+from tests.matrix import quick_cases
 
 
 def case(recipe="nvfp4", shape=(64, 128), dtype="bf16", operation="quantize", flags=()):
@@ -62,7 +60,7 @@ def test_recipes_without_cases_take_those_of_a_similar_recipe(recipe, served):
 
 @pytest.mark.long
 def test_every_dialect_has_quick_cases():
-    quick = [one for one in select(load_all([CASES]), tier="quick") if one.operation == "quantize"]
+    quick = [one for one in quick_cases() if one.operation == "quantize"]
     tables = (DIALECTS, MX_DIALECTS, *FP8_DIALECTS.values())
     bases = dict.fromkeys(name.partition("@")[0] for name in recipe_names())
     # Compositions that share all stages with others: two of MX, and the update of the scale of delayed scaling.

@@ -24,6 +24,7 @@ from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.cases.sections import KINDS
 from narrowgauge.harness.records.record import new_record
+from tests.matrix import all_cases
 from tests.paths import CASES
 
 QUANTIZE = {"operation": "'quantize'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[128, 256]"}
@@ -325,7 +326,7 @@ OF_EDGES = {name for name in FAMILIES if name.startswith("amax-")} | {"codes", "
 
 @pytest.fixture(scope="module")
 def committed() -> list[Case]:
-    return load_all([CASES])
+    return list(all_cases())
 
 
 def of(cases: list[Case], operation: str) -> list[Case]:

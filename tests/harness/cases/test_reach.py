@@ -17,7 +17,6 @@ import pytest
 from narrowgauge.harness.backends import backend as protocol
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.operations import all_methods
 from narrowgauge.harness.operations.gemm.case import GemmCase, ProductCase
@@ -26,11 +25,11 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
+from tests.matrix import all_cases, quick_cases
 from tests.paths import CASES
 
 FUNCTIONS = [name for name in all_methods() if inspect.isfunction(getattr(reference, name, None))]
-ALL = load_all([CASES])
-QUICK = select(ALL, tier="quick")
+ALL, QUICK = all_cases(), quick_cases()
 TABLES = [case for case in ALL if not case.file.endswith("pairs.toml")]
 """Cases of tables: a recipe in them has all families and shapes, and a case of a pair is alone."""
 

@@ -29,6 +29,7 @@ from tests.harness.diagnosis.test_explain_formula import RIGHT
 from tests.harness.sample_backends import QUANTIZE
 from tests.harness.small_toml import ISSUE
 from tests.harness.small_toml import known as known_table
+from tests.matrix import all_cases
 from tests.paths import ROOT
 
 ENTRY = Entry("quantize/*/bf16/*", "native", ISSUE, "ties", location="cases/known.toml: [[known]] 2")
@@ -140,7 +141,7 @@ def test_what_is_no_link(link):
 
 
 def test_the_projects_own_ledger_is_right_and_no_case_file():
-    cases = load_all([ROOT / "cases"])
+    cases = all_cases()
     load_beside([ROOT / "cases"]).check(cases)
     assert not any(case.file.endswith("known.toml") for case in cases)
     with pytest.raises(CaseFileError, match=r"known.toml: holds known failures, and no case"):

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.backends.backend import Backend, load_backend
-from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.running.runner import run_case
-from tests.paths import CASES
+from tests.matrix import quick_cases
 
 COMPARED = ("verdict", "stage", "input_digest", "output_digest", "stages", "compared", "mismatches", "findings")
 LARGEST = 1 << 22
@@ -23,7 +22,7 @@ LARGEST = 1 << 22
 
 def sample() -> list[Case]:
     """Of each operation, recipe and flag of the quick tier a case, the operations first."""
-    quick = (case for case in select(load_all([CASES]), tier="quick") if not case.repeats)  # as test_repetition.py
+    quick = (case for case in quick_cases() if not case.repeats)  # as test_repetition.py
     cases = sorted((case for case in quick if case.work < LARGEST), key=lambda case: case.work)
     chosen: dict[Any, Case] = {}
     for key in (lambda case: [case.operation], lambda case: [case.recipe_label], lambda case: case.flags):

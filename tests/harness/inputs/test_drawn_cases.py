@@ -8,19 +8,18 @@ from functools import cache
 import pytest
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.drawn_cases import BITS, ZEROS, drawn_cases, input_seed, new_secret
 from narrowgauge.harness.running.runner import run_case
-from tests.paths import ROOT
+from tests.matrix import quick_cases
 
 SECRET = 20261123
 
 
 @cache
 def quick() -> list[Case]:
-    return select(load_all([ROOT / "cases"]), tier="quick")
+    return list(quick_cases())
 
 
 @cache

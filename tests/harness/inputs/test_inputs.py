@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.axes import size_of
-from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
@@ -29,7 +28,7 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Hadamard, find_recipe
-from tests.paths import CASES
+from tests.matrix import quick_cases
 
 DTYPES = list(TORCH_DTYPES)
 NVFP4 = find_recipe("nvfp4")
@@ -97,7 +96,7 @@ def test_any_shape_and_dtype(family, dtype):
 def test_the_axes_of_a_case_are_those_of_its_tensors():
     """Cropping and saved failures go by the names of the axes."""
     smallest: dict[tuple[object, ...], Case] = {}
-    for case in select(load_all([CASES]), tier="quick"):
+    for case in quick_cases():
         if case.axes and case.work:
             recipes = {(recipe.granularity, recipe.columnwise, recipe.tensor_scale) for recipe in case.recipes}
             key = case.operation, frozenset(recipes), case.flags

@@ -241,6 +241,7 @@ def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, 
 
 
 @needs_axe
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility(width: int, dark: bool, written: Path, tmp_path: Path) -> None:
     """No rule of axe-core is violated, with a failing case open."""

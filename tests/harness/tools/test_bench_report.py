@@ -118,6 +118,7 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
 
 
 @needs_axe
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility(width: int, dark: bool, tmp_path: Path) -> None:
     growths = [CostCurve("native", [CostPoint(n, 2.0**n, 4**n) for n in (20, 21, 22)])]

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from narrowgauge.harness import cli
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.hosts.changed_source import MODULES, changed_source
 from narrowgauge.harness.operations.modules.case import ModuleCase
@@ -37,13 +36,14 @@ from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
 from tests.harness import small_toml
+from tests.matrix import quick_cases
 
 ALL = mutants.load_all()
 
 
 @pytest.fixture(scope="module")
 def quick() -> list[Case]:
-    return select(load_all(["cases"]), tier="quick")
+    return list(quick_cases())
 
 
 # ---- the files ----

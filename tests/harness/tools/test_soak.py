@@ -7,15 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.soak import case_features, case_work, depends_on_seed, soak_selection
 from tests.harness import runs, small_toml
 from tests.harness.sample_backends import QUANTIZE
-from tests.paths import ROOT
+from tests.matrix import quick_cases
 
 CASES = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros"]) + small_toml.matrix(
     recipe="mxfp8-e4m3", shape=[0, 32], dtype="fp16"
@@ -50,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def matrix():
     """The small cases of the quick tier: inputs of the large ones take 20 s."""
-    return [case for case in select(load_all([ROOT / "cases"]), tier="quick") if case_work(case) < 1 << 15]
+    return [case for case in quick_cases() if case_work(case) < 1 << 15]
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ def test_page_and_steps(tmp_path: Path) -> None:
 
 
 @needs_axe
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_accessibility(width: int, dark: bool, tmp_path: Path) -> None:
     page = report.write(session(), {"backend": NASTY}, ENTROPY, tmp_path)

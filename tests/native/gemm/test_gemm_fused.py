@@ -71,7 +71,7 @@ def assert_bits(a: Quantized, b: Quantized, **epilogue: object) -> torch.Tensor:
     return y
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @ON_CPU_AND_HOPPER
 @ON_FUSED_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=map(" x ".join, PAIRS))

@@ -44,6 +44,7 @@ def by_amax(x: c.Matrix, w: c.Row):
 CONTRACTS = (norm, norm_quantize, by_amax)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)

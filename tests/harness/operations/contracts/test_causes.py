@@ -61,6 +61,7 @@ def test_a_mistake_is_named(wrong: Wrong) -> None:
     assert named(wrong, found[0]), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", ["bias after", "softplus"])
 def test_no_cause_is_certain_of_a_mistake_outside_of_the_list(mistake: str) -> None:
     wrong = next(each for each in WRONG if str(each) == f"router: {mistake}")
@@ -124,6 +125,7 @@ def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
     assert "y is added to x" in found[0] or "is added" in found[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "codes"),
     [("fp8-row-e4m3", (126, 254, 0)), ("nvfp4", (0, 8)), ("nvfp4@torchao", (7,)), ("mxfp8-e4m3", (126,))],

@@ -104,6 +104,7 @@ def test_a_mean_by_k_minus_1_is_seen_with_a_declared_depth() -> None:
     assert verdict(program, changed(program, "mean", "by-k-minus-1"), "normal", (4, 128)) == "surely"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("contract", "recipe"),
     [(rmsnorm_quantize, "fp8-row-e4m3"), (silu_mul_quantize, "nvfp4"),
@@ -129,6 +130,7 @@ def test_verdicts_of_sets_are_those_of_kernels(contract: Contract, recipe: str) 
     assert min(found["surely"], found["no"]) > 10, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_kernels_are_right_and_those_of_changes_run(contract: Contract) -> None:
     program = traced(contract)
