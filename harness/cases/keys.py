@@ -263,6 +263,8 @@ class Key:
             kind = type(self.default)
             value = number if self.flag is Flag.NAMED and kind not in (int, float) else number_of(number)
             value = _float_of(number) if kind is float else value
+        if self.choices and value not in self.choices:  # the check would look for the nearest word
+            return None
         return value if self.check(value) is None else None
 
 

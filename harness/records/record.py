@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.machine.plain_text import plain_value
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 12
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
@@ -164,8 +161,13 @@ PROTECTING = ("guard", "repeat")
 
 def elements_compared(record: dict[str, Any]) -> int:
     """Elements of a record that were compared with an expected value, in all stages."""
-    itself = (stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING)
+    itself = [stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING]
     return int(record["compared"] - sum(itself))
+
+
+def outputs_of(record: dict[str, Any]) -> int:
+    """Elements of a record that were compared with the bound of a sum: the outputs of a product."""
+    return sum([stage["compared"] for stage in record["stages"] if stage["rule"] == "bound"])
 
 
 def outcome(record: dict[str, Any]) -> str:

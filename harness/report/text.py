@@ -165,8 +165,9 @@ def not_compared(records: list[dict[str, Any]]) -> str:
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*expected_stages(record), *shown])
-        stages.update((record["operation"], stage) for stage in expected if not shown.get(stage))
+        for stage in dict.fromkeys([*expected_stages(record), *shown]):
+            if not shown.get(stage):
+                stages[record["operation"], stage] += 1
     parts = []
     if cases:
         verdicts = ", ".join(f"{number(count)} {verdict}" for verdict, count in sorted(cases.items()))
