@@ -118,8 +118,8 @@ class Record:
     """Further options of the `narrowgauge show` that runs the case as this run did: `--schedules 4`, or `--after` and
     the id of an earlier case. The words are quoted for a shell."""
     declares: str = ""
-    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`. Verdicts depend
-    on it."""
+    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`; of the product
+    of this case, `gemm_order: truncating`. Verdicts depend on it."""
     baseline: str = ""
     """What the baseline of this device, backend and seed records for a case that did not pass."""
     notes: list[dict[str, Any]] = field(default_factory=list)

@@ -150,6 +150,7 @@ def _measure(
                 outcome = judge(case, inputs, backend, sharing=sharing)
             _fill(record, outcome)
             record.notes += outcome.notes
+            record.notes += [_seen_by_host(case, record.device)] if untrusted else []
         record.output_digest = digest(outcome.outputs.values())
         if on_outcome is not None:
             on_outcome(inputs, outcome)
@@ -246,7 +247,17 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
     return state.hexdigest()
 
 
+def _seen_by_host(case: Case, device: str) -> dict[str, str]:
+    """A note on the evidence of a case that only the kernel host sees: it can fail the case, and proves nothing."""
+    results = "results" if device == "cuda" else "results that torch did not allocate"
+    seen = [f"writes beside temporary tensors and {results}", "that a call with equal inputs ran again"]
+    seen += [f"the {case.repeats} further calls"] if case.repeats else []
+    return {"cause": "seen-by-host", "sentence": f"seen by the kernel host alone: {', '.join(seen)}"}
+
+
 def _fill(record: Record, outcome: Outcome) -> None:
+    if any(product.order.truncates for product in outcome.products) and "accumulator: " not in record.declares:
+        record.declares = ", ".join(filter(None, [record.declares, "gemm_order: truncating"]))
     wrong = [s for s in outcome.stages if not s.passed]
     record.stages = [s.entry() for s in outcome.stages]
     record.compared = sum(s.compared for s in outcome.stages)
