@@ -146,7 +146,7 @@ def _key(record: dict[str, Any]) -> tuple[str, ...]:
 
 def _is_judged(record: dict[str, Any]) -> bool:
     """Whether a wrong stage says how a record fails: a host can be lost, and a GPU can report an error, after it."""
-    return record["stage"] != "" and record["verdict"] == "fail"
+    return bool(record["stage"]) and record["verdict"] == "fail"
 
 
 def _ellipsis(match: re.Match[str]) -> str:
