@@ -213,7 +213,7 @@ def test_each_product_is_judged_in_the_order_that_is_said_of_it():
     assert run(large, {"gemm": "blocks"}, gemm=core).verdict == "fail"
 
 
-def test_a_truncating_accumulator_of_one_product_is_in_its_record():
+def test_a_truncating_sum_of_one_product_is_in_its_record():
     """Of `gemm_order`, which says it of each call alone."""
     small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
 
