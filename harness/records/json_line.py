@@ -46,8 +46,8 @@ def _parse_quickly(line: bytes) -> dict[str, Any] | None:
         value = msgspec.json.decode(finite)
     except (msgspec.DecodeError, RecursionError):
         return None
-    # The end of a string and a colon: the end of a key, unless a string begins with a colon.
-    if type(value) is not dict or finite.count(b'":') != _keys(value):
+    # The end of a string and a colon, between which JSON allows spaces: the end of a key, unless a string begins so.
+    if type(value) is not dict or finite.count(b'":') != _keys(value) or b" :" in finite:
         return None
     if len(finite) != len(line):
         value["sqnr_db"] = float("inf")

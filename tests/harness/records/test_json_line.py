@@ -33,13 +33,19 @@ def test_line_has_the_value_of_json(name: str, ascii_only: bool) -> None:
     assert repr(parse_line(line)) == repr(plain_value(json.loads(line)))
 
 
-@pytest.mark.parametrize("place", ["", "stages", "message"])
-def test_key_that_is_there_twice_is_refused(place: str) -> None:
-    """Also if a string hides the number of the keys."""
-    text = json.dumps(RECORD | ({"message": ":"} if place == "message" else {}))
-    twice = text.replace('"stage": "memory"', '"stage": "memory", "stage": "memory"') if place == "stages" else (
-        text[:-1] + ', "verdict": "pass"}'
-    )  # fmt: skip
+TWICE = {
+    "record": ('"verdict": ', '"verdict": "fail", "verdict": '),
+    "stage": ('"stage": "memory"', '"stage": "memory", "stage": "memory"'),
+    "colon in a string": ('"message": ""', '"message": ":", "message": ""'),
+    "space": ('"verdict": ', '"verdict" : "fail", "verdict": '),
+    "spaces": ('"verdict": ', '"verdict": "fail", "verdict"   : '),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_key_that_is_there_twice_is_refused(name: str) -> None:
+    text = json.dumps(RECORD)
+    twice = text.replace(*TWICE[name], 1)
     assert twice != text
     with pytest.raises(ValueError, match="twice in an object"):
         parse_line(twice.encode() + b"\n")
