@@ -34,6 +34,7 @@ from narrowgauge.harness.cases.contracts.traces import Answer, Declared, Request
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.program import ContractError, request_key
+from narrowgauge.spec.recipes import VARIABLE as RULES
 
 if TYPE_CHECKING:
     from narrowgauge.contract import Contract
@@ -335,6 +336,11 @@ def is_composed(name: str) -> bool:
     return name in OPERATIONS and OPERATIONS[name].composed
 
 
+def is_own(name: str) -> bool:
+    """Whether an operation of a record is one of narrowgauge, and composed of no others: it measures its figures."""
+    return name in OPERATIONS and name not in outside_operations() and not OPERATIONS[name].composed
+
+
 def stage_names(name: str) -> tuple[str, ...]:
     """Every stage in records of an operation. Empty for an unknown operation, and if the stages depend on results."""
     names = OPERATIONS[name].stage_names() if name in OPERATIONS else ()
@@ -378,7 +384,7 @@ def case_from_labels(
 
     Raises ValueError for an unknown flag.
     """
-    keys = keys_of(OPERATIONS[operation])
+    cls = OPERATIONS[operation]
     x_recipe, _, w_recipe = recipe.partition("+")
     operands, _, out = dtype.partition("-")
     x, _, w = operands.partition("x")
@@ -386,14 +392,26 @@ def case_from_labels(
         "recipe": x_recipe, "w_recipe": w_recipe or None, "training": recipe, "dtype": dtype, "x": x, "w": w,
         "out": out, "shape": shape, "inputs": inputs,
     }  # fmt: skip
-    values = {key.name: labels[key.field] for key in keys if key.field in labels}
+    values = {key.name: labels[key.field] for key in keys_of(cls) if key.field in labels}
     for flag in flags:
-        read = ((key.name, value) for key in keys if (value := key.read(flag)) is not None)
-        name, value = next(read, ("", None))
+        name, value = _read_flag(cls, flag)
         if not name:
             raise ValueError(f"a {operation} has no flag {flag!r}")
         values[name] = value
     return case_of(operation, values, tier=tier, file=file)
+
+
+_FLAG_VALUES: dict[tuple[type[Any], str, str | None], tuple[str, Any]] = {}
+"""Names and values of keys by case class, flag and the files of rules, whose recipes are values."""
+
+
+def _read_flag(cls: type[Case], flag: str) -> tuple[str, Any]:
+    """Name and value of the key with this flag; an empty name for an unknown flag."""
+    place = cls, flag, os.environ.get(RULES)
+    if place not in _FLAG_VALUES:
+        read = ((key.name, value) for key in keys_of(cls) if (value := key.read(flag)) is not None)
+        _FLAG_VALUES[place] = next(read, ("", None))
+    return _FLAG_VALUES[place]
 
 
 def case_from_id(name: str) -> Case | None:

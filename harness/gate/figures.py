@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from narrowgauge.harness.cases.operations import is_composed
-from narrowgauge.harness.records.record import VERDICTS, elements_compared
+from narrowgauge.harness.records.record import VERDICTS, elements_compared, outputs_of
 from narrowgauge.harness.report.text import number
 
 BELOW = -1075
@@ -66,8 +66,7 @@ class Figures:
 
 def not_finite(record: dict[str, Any]) -> list[str]:
     """Infinite or NaN figures of a record, as text: `budget_max is nan`."""
-    values = ((name, record[name]) for name in FLOATS)
-    return [f"{name} is {value}" for name, value in values if value is not None and not math.isfinite(value)]
+    return [f"{name} is {value}" for name in FLOATS if (value := record[name]) is not None and not math.isfinite(value)]
 
 
 def figures(record: dict[str, Any]) -> Figures:
@@ -76,22 +75,21 @@ def figures(record: dict[str, Any]) -> Figures:
     Shares become counts. A record stores k of n outputs as the float k/n. A CPU divides, and a GPU multiplies by 1/n,
     so the float's last bit depends on the machine. The nearest integer to share × n is k on both.
     """
-    counts = Figures(
-        verdict=record["verdict"],
-        compared=elements_compared(record),
-        wrong=record["mismatches"],
-        ulp=record["max_ulp"],
-    )
+    verdict, compared = record["verdict"], elements_compared(record)
+    wrong, ulp = record["mismatches"], record["max_ulp"]
     if is_composed(record["operation"]):
-        return counts
-    outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
+        return Figures(verdict, compared, wrong, ulp)
+    outputs = outputs_of(record)
     tiers = outputs > 0 and record["exact_share"] is not None
-    return replace(
-        counts,
+    return Figures(
+        verdict,
+        compared,
+        wrong,
+        ulp,
         outputs=outputs if tiers else None,
         exact=round(record["exact_share"] * outputs) if tiers else 0,
         ordered=round((record["ordered_share"] or 0) * outputs) if tiers else 0,
-        excused=sum(stage["excused"] for stage in record["stages"] if stage["rule"] == "boundary"),
+        excused=sum([stage["excused"] for stage in record["stages"] if stage["rule"] == "boundary"]),
         budget=exponent(record["budget_max"]),
         width=exponent(record["interval_ulps_max"]),
     )

@@ -24,6 +24,7 @@ from narrowgauge.harness.gate.difference import (
     print_kinds,
 )
 from narrowgauge.harness.gate.figures import figures, not_finite
+from narrowgauge.harness.machine.collection import paused_collection
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.records.record import elements_compared, outcome
 from narrowgauge.harness.report.failure_view import reproduction
@@ -70,6 +71,7 @@ class Judgement:
         self.notes.setdefault(kind, []).append(line)
 
 
+@paused_collection()
 def judge(run: RecordedRun, baseline: Baseline) -> Judgement:
     """Compare a run with a baseline. A run of another architecture, backend or seed fails, and its cases are not
     compared."""

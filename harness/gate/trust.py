@@ -27,8 +27,8 @@ _IN_RECORDS = ("backend", "device", "seed")
 """Fields of the header that every record repeats."""
 _IN_ENVIRONMENT = (*_IN_RECORDS, "schedules")
 """Fields of the header that its environment repeats."""
-_ELAPSED_LINE = 100
-"""Length in bytes of a line of elapsed time, at most. A complete record is longer."""
+_ELAPSED_LINE = 101
+"""Length in bytes of a line of elapsed time with its end, at most. A complete record is longer."""
 _GPU = re.compile(r".+, compute capability \d+\.\d+")
 
 
@@ -127,17 +127,26 @@ def _contract_now(file: Path, name: str) -> str:
 
 def _line_problems(path: Path, records: int) -> Iterator[str]:
     """Times that are no times, and cases with several lines. `records`: number of cases that have a record."""
-    lines = (path / JOURNAL_NAME if path.is_dir() else path).read_bytes().split(b"\n")[1:-1]
-    short = [json.loads(line) for line in lines if len(line) <= _ELAPSED_LINE]
-    times = [entry["elapsed"] for entry in short if set(entry) == {"elapsed"}]
+    times, count = [], 0
+    for line in _lines(path):
+        if len(line) <= _ELAPSED_LINE and set(entry := json.loads(line)) == {"elapsed"}:
+            times.append(entry["elapsed"])
+        else:
+            count += not line.startswith(b'{"loaded"')
     if wrong := [elapsed for elapsed in times if not 0 <= elapsed < math.inf]:
         yield f"elapsed is {wrong[0]}, not a finite number ≥ 0"
-    loaded = sum(line.startswith(b'{"loaded"') for line in lines)
-    if len(lines) - len(times) - loaded > records:
-        cases = Counter(entry["case"] for entry in map(json.loads, lines) if "case" in entry)
+    if count > records:
+        cases = Counter(entry["case"] for entry in map(json.loads, _lines(path)) if "case" in entry)
         for case, count in cases.items():
             if count > 1:
                 yield f"record {case!a}: is there {count} times, and a run makes one record of each case"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The complete lines of a journal behind its header."""
+    with (path / JOURNAL_NAME if path.is_dir() else path).open("rb") as file:
+        next(file, b"")
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _header_problems(run: RecordedRun) -> Iterator[str]:

@@ -282,16 +282,10 @@ class RemoteHost:
             "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
             "lock": needs_lock(self.device.type),
         }  # fmt: skip
-        answer = self.transport.ask(message)
-        while (need := answer.get("need", answer.get("used"))) is not None:
-            if not isinstance(need, int) or need > self._limit:
-                raise self.transport.lose(
-                    "error", f"{method} gave results of {need} bytes; results of this case have at most {self._limit}"
-                )
-            if "need" not in answer:
-                break
-            self.results.open(kind, need)
-            answer = self.transport.ask({"op": "deliver", "home": kind})
+        answer = self._within_limit(method, self.transport.ask(message))
+        if "need" in answer:
+            self.results.open(kind, answer["need"])
+            answer = self._within_limit(method, self.transport.ask({"op": "deliver", "home": kind}))
         with self.transport.reading("a result"):
             _raise_error(answer)
             self.aliases += _sentences(answer["aliases"])
@@ -299,6 +293,14 @@ class RemoteHost:
         if run is not None:
             run.script.append(Call(message, answer, content, placed))
         return result
+
+    def _within_limit(self, method: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """An answer whose results fit into the memory of the case. Raises HostLost."""
+        size = answer.get("need", answer.get("used"))
+        if size is None or (isinstance(size, int) and size <= self._limit):
+            return answer
+        words = f"{method} gave results of {size!r} bytes"[: codec.TEXT]
+        raise self.transport.lose("error", f"{words}; results of this case have at most {self._limit}")
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 

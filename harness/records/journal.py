@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.machine.plain_text import LONGEST, escape, plain_text, plain_value, unique_keys
+from narrowgauge.harness.machine.collection import paused_collection
+from narrowgauge.harness.machine.plain_text import plain_text
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
 from narrowgauge.harness.records.loaded_sources import LoadedSources, differences
 from narrowgauge.harness.records.record import SCHEMA, Record
@@ -136,8 +137,11 @@ def read(path: Path) -> RecordedRun:
     return _read(path)[0]
 
 
+@paused_collection()
 def _read(path: Path) -> tuple[RecordedRun, int]:
     """The run, and the number of bytes in complete lines of its journal."""
+    from narrowgauge.harness.records.json_line import share_words
+    from narrowgauge.harness.records.record_check import has_record_type
     from narrowgauge.harness.records.typed import type_problem
 
     file = path / JOURNAL_NAME if path.is_dir() else path
@@ -157,14 +161,17 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
     elapsed, sources = 0.0, LoadedSources()
     for number, (entry, end) in enumerate(lines, 2):
         size = end
-        if set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
+        if has_record_type(entry):
+            share_words(entry)
+        elif set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
             elapsed = entry["elapsed"]
+            continue
         elif set(entry) == _LOADED and not type_problem(entry, _line_type("Loaded")):
             sources = LoadedSources(entry["loaded"], entry["unverified"])
+            continue
         elif problem := type_problem(entry, _line_type("Record"), "column"):
             raise JournalError(f"{file}: line {number} is no record: {problem}")
-        else:
-            latest[entry["case"]] = entry
+        latest[entry["case"]] = entry
     records = list(latest.values())
     run = RecordedRun(
         **header, records=records, elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
@@ -204,12 +211,10 @@ def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    from narrowgauge.harness.records.json_line import parse_line
+
     try:
-        text = line.decode()
-        entry = json.loads(text, object_pairs_hook=unique_keys)
-        # Without an escape in the line of JSON its texts are parts of the line.
-        if "\\" in text or len(text) > LONGEST or escape(text.rstrip("\n")) != text.rstrip("\n"):
-            entry = plain_value(entry)
+        entry = parse_line(line)
     except RecursionError as error:
         raise JournalError(f"{file}: line {number} is nested too deep, so no line of a run") from error
     except ValueError as error:

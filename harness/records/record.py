@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.machine.plain_text import plain_value
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 12
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
@@ -121,8 +118,8 @@ class Record:
     """Further options of the `narrowgauge show` that runs the case as this run did: `--schedules 4`, or `--after` and
     the id of an earlier case. The words are quoted for a shell."""
     declares: str = ""
-    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`. Verdicts depend
-    on it."""
+    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`; of the product
+    of this case, `gemm_order: truncating`. Verdicts depend on it."""
     baseline: str = ""
     """What the baseline of this device, backend and seed records for a case that did not pass."""
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -164,8 +161,13 @@ PROTECTING = ("guard", "repeat")
 
 def elements_compared(record: dict[str, Any]) -> int:
     """Elements of a record that were compared with an expected value, in all stages."""
-    itself = (stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING)
+    itself = [stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING]
     return int(record["compared"] - sum(itself))
+
+
+def outputs_of(record: dict[str, Any]) -> int:
+    """Elements of a record that were compared with the bound of a sum: the outputs of a product."""
+    return sum([stage["compared"] for stage in record["stages"] if stage["rule"] == "bound"])
 
 
 def outcome(record: dict[str, Any]) -> str:

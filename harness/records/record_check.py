@@ -13,13 +13,15 @@ from functools import cache
 from typing import Any
 
 from narrowgauge.harness.cases.keys import TIERS
-from narrowgauge.harness.cases.operations import is_composed
+from narrowgauge.harness.cases.operations import is_composed, is_own
 from narrowgauge.harness.machine.timing import PHASES
-from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
-from narrowgauge.harness.records.typed import COUNT, INT64, NUMBER, object_type, shown, type_problem, types_of
+from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record, elements_compared, outputs_of
+from narrowgauge.harness.records.typed import COUNT, INT64, NUMBER, has_type, object_type, shown, type_problem, types_of
 
 RULES = ("exact", "bound", "boundary", "statistics", "scope", *PROTECTING)
 """Rules of stages. All but `PROTECTING` compare with an expected value."""
+_BOUNDING = ("bound", "boundary")
+"""Rules whose elements can be unbounded."""
 DEVICES = ("cpu", "cuda")
 FULL_BUDGET = 1 + 2.0**-30
 """Largest budget of a correct kernel. Budgets are evaluated in float64, and their last bits depend on the machine."""
@@ -30,10 +32,20 @@ _SHARES = ("exact_share", "ordered_share", "excused_share", "outside_share", "p_
 _SECONDS = ("seconds", *(f"seconds_{phase}" for phase in (*PHASES, "total", "core")))
 _BUDGETS = ("budget_max", "budget_p99")
 _AMOUNTS = (*_BUDGETS, "interval_ulps_mean", *_SECONDS)
+_FINITE = (*_COUNTS, *_AMOUNTS)
 _OF_OUTPUTS = ("exact_share", "ordered_share", *_BUDGETS, "interval_ulps_max", "interval_ulps_mean")
 """Figures of outputs with the rule `bound`."""
 _OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "baseline")
 """Columns that are empty in the record of a pass."""
+_IN_ID = ("operation", "recipe", "shape", "dtype", "inputs", "flags")
+"""Columns that make the id of a case."""
+_COLUMN_WORDS = {"verdict": VERDICTS, "tier": TIERS, "device": DEVICES}
+_ENTRY_WORDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("stages", "rule", RULES), ("accuracy", "tensor", ("y", "dx", "dw"))
+)  # fmt: skip
+"""Words that a column, or a key of the entries in a column, can hold."""
+_DIGEST = re.compile("(?:[0-9a-f]{16})?")
+_SHAPE = re.compile(r"\d{1,18}(x\d{1,18})*", re.ASCII)
 _BINS, _SWEEP = 11, 6
 """Lengths of `budget_histogram` and of `sweep`, if they are not empty."""
 _ENTRY_TYPES: dict[str, dict[str, Any]] = {
@@ -60,6 +72,11 @@ def record_problems(record: dict[str, Any]) -> list[str]:
     return [*_ranges(record), *_labels(record)] or [*_verdict(record)]
 
 
+def has_record_type(value: Any) -> bool:
+    """Whether a value has every column of a record, and each of its type."""
+    return has_type(value, _record_type())
+
+
 @cache
 def _record_type() -> type:
     """The type of a record with its entries: each has all keys, and no other."""
@@ -72,14 +89,14 @@ def _record_type() -> type:
 
 def _ranges(record: dict[str, Any]) -> Iterator[str]:
     """Figures that are negative, NaN, infinite, or outside of their range."""
-    shares = [*record["sweep"], *(record[name] for name in _SHARES)]
-    for name in (*_COUNTS, *_AMOUNTS):
+    for name in _FINITE:
         value = record[name]
         # A wrong kernel can use an infinite budget, if the bound of an output is 0.
-        infinite = name in _BUDGETS and record["verdict"] != "pass"
-        if value is not None and not (0 <= value < math.inf or (infinite and value == math.inf)):
+        infinite = value == math.inf and name in _BUDGETS and record["verdict"] != "pass"
+        if value is not None and not 0 <= value < math.inf and not infinite:
             yield f"{name} is {value}, not a finite number ≥ 0"
-    for name, value in zip([*("sweep" for _ in record["sweep"]), *_SHARES], shares, strict=True):
+    shares = [("sweep", value) for value in record["sweep"]] + [(name, record[name]) for name in _SHARES]
+    for name, value in shares:
         if value is not None and not 0 <= value <= 1 + _LAST_BITS:
             yield f"{name} is {value}, not a share from 0 to 1"
     if record["sqnr_db"] is not None and math.isnan(record["sqnr_db"]):
@@ -87,7 +104,7 @@ def _ranges(record: dict[str, Any]) -> Iterator[str]:
     for column, length in (("budget_histogram", _BINS), ("sweep", _SWEEP)):
         if len(record[column]) not in (0, length):
             yield f"{column} has {len(record[column])} numbers, not {length}"
-    if any(count < 0 for count in record["budget_histogram"]):
+    if record["budget_histogram"] and min(record["budget_histogram"]) < 0:
         yield f"budget_histogram is {shown(record['budget_histogram'])}, with a negative count"
     for number, entry in enumerate(record["accuracy"]):
         for key, least, most in (("sqnr_db", -math.inf, math.inf), ("relative_error", 0, math.inf), ("cosine", -1, 1)):
@@ -98,24 +115,20 @@ def _ranges(record: dict[str, Any]) -> Iterator[str]:
 
 def _labels(record: dict[str, Any]) -> Iterator[str]:
     """Words that a column cannot hold, and an id that is not made of its columns."""
-    choices: list[tuple[str, str, tuple[str, ...]]] = [
-        ("verdict", record["verdict"], VERDICTS), ("tier", record["tier"], TIERS), ("device", record["device"], DEVICES)
-    ]  # fmt: skip
-    choices += [(f"stages[{number}].rule", stage["rule"], RULES) for number, stage in enumerate(record["stages"])]
-    choices += [
-        (f"accuracy[{number}].tensor", entry["tensor"], ("y", "dx", "dw"))
-        for number, entry in enumerate(record["accuracy"])
-    ]
-    for place, value, allowed in choices:
-        if value not in allowed:
-            yield f"{place} is {shown(value)}, not {', '.join(allowed)}"
+    for name, words in _COLUMN_WORDS.items():
+        if record[name] not in words:
+            yield f"{name} is {shown(record[name])}, not {', '.join(words)}"
+    for column, key, words in _ENTRY_WORDS:
+        for number, entry in enumerate(record[column]):
+            if entry[key] not in words:
+                yield f"{column}[{number}].{key} is {shown(entry[key])}, not {', '.join(words)}"
     for name in ("input_digest", "output_digest"):
-        if not re.fullmatch("[0-9a-f]*", record[name]):
-            yield f"{name} is {shown(record[name])}, not hexadecimal"
-    names = ("operation", "recipe", "shape", "dtype", "inputs", "flags")
-    if (made := "/".join(record[name] for name in names if record[name])) != record["case"]:
+        if not _DIGEST.fullmatch(record[name]):
+            yield f"{name} is {shown(record[name])}, not 16 hexadecimal digits"
+    made = "/".join([record[name] for name in _IN_ID if record[name]])
+    if made != record["case"]:
         yield f"case is {shown(record['case'])}, and its columns are those of {shown(made)}"
-    if not re.fullmatch(r"\d{1,18}(x\d{1,18})*", record["shape"], re.ASCII):
+    if not _SHAPE.fullmatch(record["shape"]):
         yield f"shape is {shown(record['shape'])}, not sizes joined by x"
 
 
@@ -124,7 +137,7 @@ def _verdict(record: dict[str, Any]) -> Iterator[str]:
     yield from _sums(record)
     yield from _outputs(record)
     wrong = [stage for stage in record["stages"] if stage["sentence"]]
-    if any(finding["stage"] not in {stage["stage"] for stage in wrong} for finding in record["findings"]):
+    if {finding["stage"] for finding in record["findings"]} - {stage["stage"] for stage in wrong}:
         yield "findings has a stage that is not wrong"
     if record["device"] == "cpu" and record["bytes_peak"] is not None:
         yield f"bytes_peak is {record['bytes_peak']}, GPU memory of a run on a CPU"
@@ -136,43 +149,44 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
     stages = record["stages"]
     wrong = [stage for stage in stages if stage["sentence"]]
     bounded = [stage for stage in stages if stage["rule"] == "boundary"]
-    of_bounded = sum(stage["compared"] for stage in bounded)
+    of_bounded = sum([stage["compared"] for stage in bounded])
     computed = {
-        "compared": sum(stage["compared"] for stage in stages),
-        "mismatches": sum(stage["mismatches"] for stage in stages),
-        "max_ulp": max((stage["max_ulp"] for stage in wrong if stage["max_ulp"] is not None), default=None),
+        "compared": sum([stage["compared"] for stage in stages]),
+        "mismatches": sum([stage["mismatches"] for stage in stages]),
+        "max_ulp": max([stage["max_ulp"] for stage in wrong if stage["max_ulp"] is not None], default=None),
         "stage": wrong[0]["stage"] if wrong else "",
-        "excused_share": sum(stage["excused"] for stage in bounded) / of_bounded if of_bounded else None,
+        "excused_share": sum([stage["excused"] for stage in bounded]) / of_bounded if of_bounded else None,
     }
     for name, value in computed.items():
         if record[name] != value:
             yield f"{name} is {shown(record[name])}, and {shown(value)} by its stages"
-    if (record["draws"] is None) == any(stage["rule"] == "statistics" for stage in stages):
+    if (record["draws"] is None) == ("statistics" in [stage["rule"] for stage in stages]):
         yield f"draws is {record['draws']}, which contradicts the rules of its stages"
     for number, stage in enumerate(stages):
-        place = f"stages[{number}]"
         if not stage["sentence"] and (stage["mismatches"] or stage["max_ulp"] is not None):
-            yield f"{place} ({shown(stage['stage'])}) has wrong elements, and no sentence"
+            yield f"stages[{number}] ({shown(stage['stage'])}) has wrong elements, and no sentence"
         largest = max(stage["mismatches"], stage["excused"], stage["unbounded"] or 0)
-        if stage["rule"] not in PROTECTING and largest > stage["compared"]:
+        if largest > stage["compared"] and stage["rule"] not in PROTECTING:
             what = "more wrong, excused or unbounded elements than compared elements"
-            yield f"{place} ({shown(stage['stage'])}) has {what}"
+            yield f"stages[{number}] ({shown(stage['stage'])}) has {what}"
+        if stage["unbounded"] is not None and stage["rule"] not in _BOUNDING:
+            yield f"stages[{number}] ({shown(stage['stage'])}) has unbounded elements, and the rule {stage['rule']}"
         if not stage["stage"]:
-            yield f"{place} has no name"
+            yield f"stages[{number}] has no name"
 
 
 def _outputs(record: dict[str, Any]) -> Iterator[str]:
     """Figures of the outputs of a GEMM that contradict one another."""
-    outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
+    outputs = outputs_of(record)
     given = {name: record[name] for name in _OF_OUTPUTS if record[name] is not None}
     if given and not outputs:
         name, value = next(iter(given.items()))
         yield f"{name} is {value}, and no stage has the rule bound"
-    if not is_composed(record["operation"]):  # a module measures the figures of some outputs only
-        for name in ("exact_share", "ordered_share"):
-            count = given.get(name, 0) * outputs
-            if abs(count - round(count)) > _LAST_BITS * max(1, outputs):
-                yield f"{name} is {given[name]}, and no whole number of {outputs} outputs"
+    for name in ("exact_share", "ordered_share"):
+        count = given.get(name, 0) * outputs
+        # A module measures the figures of some outputs only.
+        if abs(count - round(count)) > _LAST_BITS * max(1, outputs) and not is_composed(record["operation"]):
+            yield f"{name} is {given[name]}, and no whole number of {outputs} outputs"
     if (total := given.get("exact_share", 0) + given.get("ordered_share", 0)) > 1 + _LAST_BITS:
         yield f"exact_share and ordered_share are {total} together"
     yield from _ordered(record, "budget_p99", "budget_max")
@@ -196,10 +210,13 @@ def _ordered(record: dict[str, Any], less: str, most: str) -> Iterator[str]:
 def _passed(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
     if wrong:
         yield f"verdict is pass, and the stage {shown(wrong[0]['stage'])} is wrong"
-    elif not any(s["compared"] for s in record["stages"] if s["rule"] not in PROTECTING) and _has_elements(record):
+    elif not elements_compared(record) and _has_elements(record):
         yield "verdict is pass, and nothing was compared"
     if record["budget_max"] is not None and record["budget_max"] > FULL_BUDGET:
         yield f"verdict is pass, and budget_max is {record['budget_max']}, above 1"
+    # An operation of a user may judge by bounds without figures.
+    if record["exact_share"] is None and outputs_of(record) and is_own(record["operation"]):
+        yield "verdict is pass, a stage has the rule bound, and exact_share is None"
     if bool(record["message"]) != bool(record["known"]):  # the message of a pass says that its failure was known
         yield f"verdict is pass, known is {shown(record['known'])}, and message is {shown(record['message'])}"
     if unexpected := [name for name in _OF_FAILURES if record[name]]:

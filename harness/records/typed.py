@@ -36,6 +36,15 @@ def object_type(name: str, types: Mapping[str, Any], *, optional: Iterable[str] 
     return msgspec.defstruct(name, keys, kw_only=True, forbid_unknown_fields=not unknown)
 
 
+def has_type(value: Any, kind: Any) -> bool:
+    """Whether `type_problem` finds nothing."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 def type_problem(value: Any, kind: Any, noun: str = "key") -> str:
     """Why a value that was read from JSON does not have a type: `stages[3].compared is 'x', not int`. Empty if it has.
 

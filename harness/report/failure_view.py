@@ -31,22 +31,29 @@ _SHOWN_CAUSES = 2
 
 def reproduction(record: dict[str, Any]) -> str:
     """The command that runs this case again as the run did, in a fresh process, and shows its stages."""
-    arguments = ["--backend", record["backend"], "--device", record["device"]]
-    if record["seed"]:
-        arguments += ["--seed", str(record["seed"])]
-    if record["inputs"] and ":" in record["inputs"]:
-        arguments += ["--input", _from_here(record["file"])]
-        if record["recipe"] != "nvfp4":
-            arguments += ["--recipe", record["recipe"]]
-    elif record["file"] and not _is_default(record["file"], os.getcwd()):
-        arguments = [_from_here(record["file"]), *arguments]
-    return shlex.join(["narrowgauge", "show", record["case"], *arguments, *_options(record)])
+    names = ("backend", "device", "seed", "file", "recipe", "options")
+    captured = ":" in record["inputs"]
+    return (
+        f"narrowgauge show {shlex.quote(record['case'])} {_arguments(*map(record.get, names), captured, os.getcwd())}"
+    )
 
 
 @cache
-def _is_default(file: str, folder: str) -> bool:
-    """Whether a command in the current folder, `folder`, finds the cases of a file without its name."""
-    return is_default(file)
+def _arguments(
+    backend: str, device: str, seed: int, file: str, recipe: str, options: str, captured: bool, folder: str
+) -> str:
+    """Arguments of the command behind the id, in the current folder, `folder`. `captured`: the inputs are captured
+    tensors. Most records of a run share them."""
+    arguments = ["--backend", backend, "--device", device]
+    if seed:
+        arguments += ["--seed", str(seed)]
+    if captured:
+        arguments += ["--input", _from_here(file)]
+        if recipe != "nvfp4":
+            arguments += ["--recipe", recipe]
+    elif file and not is_default(file):
+        arguments = [_from_here(file), *arguments]
+    return shlex.join([*arguments, *_options(options)])
 
 
 def _from_here(file: str) -> str:
@@ -55,12 +62,12 @@ def _from_here(file: str) -> str:
     return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else file
 
 
-def _options(record: dict[str, Any], *, after: bool = True) -> list[str]:
-    """The words of the record's options, without the earlier cases if not `after`."""
+def _options(options: str, *, after: bool = True) -> list[str]:
+    """The words of a record's options, without the earlier cases if not `after`."""
     try:
-        words = shlex.split(record["options"])
+        words = shlex.split(options)
     except ValueError:  # the options of a changed journal
-        words = record["options"].split()
+        words = options.split()
     return words if after or "--after" not in words else words[: words.index("--after")]
 
 
@@ -103,7 +110,13 @@ def saved_lines(record: dict[str, Any]) -> list[str]:
     lines = [record["save_note"]] if record["save_note"] else []
     if record["saved"]:
         arguments = ["narrowgauge", "show", record["case"], "--saved", record["saved"]]
-        arguments += ["--backend", record["backend"], "--device", record["device"], *_options(record, after=False)]
+        arguments += [
+            "--backend",
+            record["backend"],
+            "--device",
+            record["device"],
+            *_options(record["options"], after=False),
+        ]
         label = f"fails at {record['shrunk']} too" if record["shrunk"] else "as saved"
         lines += [f"{label}: {shlex.join(arguments)}", f'tensors: safetensors.torch.load_file("{record["saved"]}")']
     return lines

@@ -51,7 +51,7 @@ class Group:
         if self.verdict == "unexpected":
             return "passed though known to fail"
         stages = _values(self.records, "stage", "stages")
-        if not stages:
+        if not _is_judged(self.records[0]):
             message = textwrap.shorten(_SHAPE.sub(_ellipsis, sentence(self.records[0])), _LONGEST, placeholder=" ...")
             return f"{self.verdict}: {message}" if message else self.verdict
         known = "known failure: " if self.verdict == "known" else ""
@@ -139,9 +139,14 @@ def _alike(failed: list[dict[str, Any]]) -> list[Group]:
 
 
 def _key(record: dict[str, Any]) -> tuple[str, ...]:
-    if record["stage"]:
+    if _is_judged(record):
         return outcome(record), record["operation"], record["recipe"], record["stage"]
     return outcome(record), record["operation"], _SHAPE.sub(_ellipsis, sentence(record))
+
+
+def _is_judged(record: dict[str, Any]) -> bool:
+    """Whether a wrong stage says how a record fails: a host can be lost, and a GPU can report an error, after it."""
+    return bool(record["stage"]) and record["verdict"] == "fail"
 
 
 def _ellipsis(match: re.Match[str]) -> str:

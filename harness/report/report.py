@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.harness.machine.collection import paused_collection
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 PAGE = "index.html"
 
 
+@paused_collection()
 def write(
     records: list[dict[str, Any]],
     environment: dict[str, str],
@@ -74,6 +77,7 @@ def write_journaled(
         ) from error
 
 
+@paused_collection()
 def print_summary(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:
     """Print counts and worst figures, the groups of failures, and the verdict of the run (`harness.report.terminal`).
     `details`: also a row for each recipe and dtype, accuracy and times."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, elements_compared, outcome
 
-_FORMULA = re.compile(r"[=+\-@\t\r\n＝＋－＠]")
-"""Start of a cell that a spreadsheet evaluates as a formula, also in full-width characters."""
+_FORMULA = frozenset("=+-@\t\r\n＝＋－＠")
+"""First characters of a cell that a spreadsheet evaluates as a formula, also in full-width characters."""
 
 
+_KINDS = {column.name: str(column.type).removesuffix(" | None") for column in fields(Record)}
+"""Type of each column of a record."""
 _ROWS = 4096
 """Rows that are converted at once: the texts of a part have less than 2 GiB."""
 
@@ -32,43 +35,59 @@ def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
     Parquet only. In CSV an apostrophe precedes text that a spreadsheet would evaluate as a formula.
     """
     rows = sorted(records, key=lambda record: (record["case"], record["backend"]))
-    _write_parquet(rows, directory / "records.parquet")
     # Spreadsheets show no lists, and the findings of 2 000 failures are 40 MB.
-    names = [column.name for column in fields(Record) if column.name not in NESTED]
-    with (directory / "records.csv").open("w", encoding="utf-8", newline="") as file:
+    in_csv = [name for name in _KINDS if name not in NESTED]
+    with (
+        (directory / "records.csv").open("w", encoding="utf-8", newline="") as file,
+        _parquet_writer(directory / "records.parquet") as add,
+    ):
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["schema", *names])
-        writer.writerows([SCHEMA, *(_cell(row[name]) for name in names)] for row in rows)
+        writer.writerow(["schema", *in_csv])
+        for start in range(0, max(1, len(rows)), _ROWS):
+            part = rows[start : start + _ROWS]
+            values = zip(*map(itemgetter(*_KINDS), part), strict=True) if part else [()] * len(_KINDS)
+            columns = dict(zip(_KINDS, values, strict=True))
+            add(columns)
+            cells = [_cells(columns[name], _KINDS[name]) for name in in_csv]
+            writer.writerows(zip([SCHEMA] * len(part), *cells, strict=True))
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, str):
-        return f"'{value}" if _FORMULA.match(value) else value
-    return value if _measured(value) else ""
+def _cells(values: Sequence[Any], kind: str) -> Sequence[Any]:
+    """Cells of a column. A cell of None is empty."""
+    if kind == "str":
+        return [f"'{value}" if value[:1] in _FORMULA else value for value in values]
+    return [value if _measured(value) else None for value in values] if kind == "float" else values
 
 
 def _measured(value: Any) -> bool:
-    return value is not None and not (isinstance(value, float) and math.isnan(value))
+    return value is not None and value == value  # noqa: PLR0124 (NaN)
 
 
-def _write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
+@contextmanager
+def _parquet_writer(path: Path) -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None]]:
+    """A function that writes values of all columns into a new file."""
     import pyarrow
     import pyarrow.parquet
 
     pa: Any = pyarrow  # pyarrow has no type annotations
     # Explicit types: a table without rows has the same columns.
     types = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
-    kinds = {c.name: types.get(str(c.type).removesuffix(" | None"), pa.string()) for c in fields(Record)}
-    metadata = {"narrowgauge_schema": str(SCHEMA)}
-    schema = pa.schema({"schema": pa.int64()} | kinds, metadata)
+    kinds = {"schema": pa.int64()} | {name: types.get(kind, pa.string()) for name, kind in _KINDS.items()}
+    schema = pa.schema(kinds, {"narrowgauge_schema": str(SCHEMA)})
+
+    def add(columns: Mapping[str, Sequence[Any]]) -> None:
+        count = len(columns["case"])
+        texts = {name: _json(columns[name]) for name in NESTED}
+        values: dict[str, Sequence[Any]] = {"schema": [SCHEMA] * count, **columns, **texts}
+        arrays = [_array(values[name], kind) for name, kind in kinds.items()]
+        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
     with pa.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for start in range(0, max(1, len(rows)), _ROWS):
-            part = rows[start : start + _ROWS]
-            arrays = [_array([SCHEMA] * len(part), pa.int64())]
-            for name, kind in kinds.items():
-                values = [row[name] for row in part]
-                arrays.append(_array([json.dumps(value) for value in values] if name in NESTED else values, kind))
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        yield add
+
+
+def _json(values: Iterable[Any]) -> list[str]:
+    return [json.dumps(value) if value else "[]" for value in values]
 
 
 def _array(values: Sequence[Any], kind: Any) -> Any:
@@ -77,18 +96,19 @@ def _array(values: Sequence[Any], kind: Any) -> Any:
     import pyarrow
 
     pa: Any = pyarrow
-    valid = [_measured(value) for value in values]
     if kind == pa.string():
-        texts = [value.encode() if measured else b"" for value, measured in zip(values, valid, strict=True)]
-        ends = numpy.cumsum([0, *map(len, texts)], dtype=numpy.int32)
-        content = [ends.tobytes(), b"".join(texts)]
-    elif kind == pa.bool_():
-        content = [numpy.packbits(numpy.array(values, dtype=bool), bitorder="little").tobytes()]
+        text = "".join(values)
+        sizes = map(len, values if text.isascii() else [value.encode() for value in values])
+        ends = numpy.cumsum([0, *sizes], dtype=numpy.int32)
+        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), pa.py_buffer(text.encode())])
+    valid = [_measured(value) for value in values]
+    if kind == pa.bool_():
+        content = numpy.packbits(numpy.array(values, dtype=bool), bitorder="little").tobytes()
     else:
         numbers = [value if measured else 0 for value, measured in zip(values, valid, strict=True)]
-        content = [array("q" if kind == pa.int64() else "d", numbers).tobytes()]
+        content = array("q" if kind == pa.int64() else "d", numbers).tobytes()
     bits = numpy.packbits(numpy.array(valid, dtype=bool), bitorder="little").tobytes()
-    return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(part) for part in (bits, *content)])
+    return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(bits), pa.py_buffer(content)])
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -164,9 +164,12 @@ def not_compared(records: list[dict[str, Any]]) -> str:
         empty = "0" in record["shape"].split("x")  # a stage of an empty result compares nothing
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
-        shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*expected_stages(record), *shown])
-        stages.update((record["operation"], stage) for stage in expected if not shown.get(stage))
+        shown = {entry["stage"] for entry in record["stages"] if empty or entry["compared"]}
+        expected = expected_stages(record)
+        if len(shown) < len(record["stages"]) or not shown.issuperset(expected):
+            for stage in dict.fromkeys([*expected, *(entry["stage"] for entry in record["stages"])]):
+                if stage not in shown:
+                    stages[record["operation"], stage] += 1
     parts = []
     if cases:
         verdicts = ", ".join(f"{number(count)} {verdict}" for verdict, count in sorted(cases.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from narrowgauge.harness.machine.timing import PHASES
@@ -17,6 +18,7 @@ NOTE = (
 BUSY = "busy machine"
 """Fact of a run whose machine had other work: its times are longer than those of the kernels alone."""
 SLOWEST = 10
+_SECONDS = itemgetter("seconds_total", "seconds_core", *(f"seconds_{phase}" for phase in PHASES))
 LABELS = ("all", *PHASES, "other", "core")
 """Labels of `TimeRow.seconds`, in order."""
 
@@ -66,11 +68,6 @@ def slowest(records: Iterable[dict[str, Any]]) -> list[tuple[str, TimeRow]]:
 def _row(operation: str, members: Sequence[dict[str, Any]], *, recipes: bool) -> TimeRow:
     names = {record["recipe"] for record in members} if recipes else {""}
     name = next(iter(names)) if len(names) == 1 else f"{recipe_family(next(iter(names)))} ({len(names)})"
-    parts = [_sum(members, f"seconds_{part}") for part in PHASES]
-    total = _sum(members, "seconds_total")
-    seconds = (total, *parts, max(0.0, total - sum(parts)), _sum(members, "seconds_core"))
+    total, core, *parts = (sum(filter(None, values)) for values in zip(*map(_SECONDS, members), strict=True))
+    seconds = (total, *parts, max(0.0, total - sum(parts)), core)
     return TimeRow(operation, name, len(members), seconds)
-
-
-def _sum(members: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(record[name] or 0.0 for record in members)

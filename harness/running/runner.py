@@ -150,6 +150,7 @@ def _measure(
                 outcome = judge(case, inputs, backend, sharing=sharing)
             _fill(record, outcome)
             record.notes += outcome.notes
+            record.notes += [_seen_by_host(case, record.device)] if untrusted else []
         record.output_digest = digest(outcome.outputs.values())
         if on_outcome is not None:
             on_outcome(inputs, outcome)
@@ -182,7 +183,7 @@ def _measure(
 
 def _lose(record: Record, lost: HostLost) -> None:
     """Write the end of a host into the record of its case."""
-    record.verdict, record.message, record.stage = lost.verdict, str(lost), ""
+    record.verdict, record.message = lost.verdict, f"{lost}{_before(record)}"
     record.explanations = []
     if lost.stack:
         record.notes.append({"cause": STACK, "sentence": f"innermost call first\n{lost.stack}"})
@@ -195,12 +196,9 @@ def _settle(record: Record, end: CaseEnd) -> None:
     """Write the state of the host after the case into its record: an error of the GPU that no result has shown."""
     record.notes += end.notes
     if end.gpu_error:
-        before = f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
-        if end.usable:
-            record.verdict, record.message = "error", f"after the case the GPU reports {end.gpu_error}{before}"
-        else:
-            message = f"the GPU no longer answers this process: {end.gpu_error}{before}"
-            record.verdict, record.message = "crash", message
+        words = "after the case the GPU reports" if end.usable else "the GPU no longer answers this process:"
+        record.message = f"{words} {end.gpu_error}{_before(record)}"
+        record.verdict = "error" if end.usable else "crash"
     if "OutOfMemory" in record.message and record.device == "cuda":
         import gc
 
@@ -208,6 +206,11 @@ def _settle(record: Record, end: CaseEnd) -> None:
 
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _before(record: Record) -> str:
+    """What was known of a case before its host was lost or its GPU reported an error, as the end of a sentence."""
+    return f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
 
 
 def _give_back_memory(device: str) -> None:
@@ -246,7 +249,18 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
     return state.hexdigest()
 
 
+def _seen_by_host(case: Case, device: str) -> dict[str, str]:
+    """A note on the evidence of a case that only the kernel host sees: it can fail the case, and proves nothing."""
+    seen = ["writes beside temporary tensors"]
+    seen.append("writes beside results" if device == "cuda" else "where the guard zones of results lie")
+    seen.append("that a second call with equal inputs ran the kernel again")
+    seen += [f"the {case.repeats} further calls"] if case.repeats else []
+    return {"cause": "seen-by-host", "sentence": f"seen by the kernel host alone: {', '.join(seen)}"}
+
+
 def _fill(record: Record, outcome: Outcome) -> None:
+    if any(product.order.truncates for product in outcome.products) and "accumulator: " not in record.declares:
+        record.declares = ", ".join(filter(None, [record.declares, "gemm_order: truncating"]))
     wrong = [s for s in outcome.stages if not s.passed]
     record.stages = [s.entry() for s in outcome.stages]
     record.compared = sum(s.compared for s in outcome.stages)

@@ -24,9 +24,10 @@ class LeftProcess:
 class LeftProcesses:
     """Watches the descendants of a host."""
 
-    def __init__(self, host: int, marker: str) -> None:
-        """`marker`: name of the shared memory of the host, which only its descendants map."""
-        self._host, self._marker = host, marker
+    def __init__(self, host: int, marker: str, adopts: int = 0) -> None:
+        """`marker`: name of the shared memory of the host, which only its descendants map. `adopts`: the process that
+        adopts the orphans of the host, and has no other children; 0: none."""
+        self._host, self._marker, self._adopts = host, marker, adopts
         self._newest = _newest()
         self._known = set(_processes())
 
@@ -48,11 +49,11 @@ class LeftProcesses:
 
     def _left(self, pid: int) -> LeftProcess | None:
         ancestor = pid
-        while ancestor not in (0, 1, self._host):
+        while ancestor not in (0, 1, self._host, self._adopts):
             ancestor = parent_of(ancestor)
-        # The marker of an orphan is the shared memory of its host.
+        # An orphan whose adopter has ended too is known by the shared memory of its host.
         try:
-            if ancestor != self._host and self._marker not in _read(pid, "maps"):
+            if ancestor in (0, 1) and self._marker not in _read(pid, "maps"):
                 return None
             if " Z " in _read(pid, "stat"):
                 return None

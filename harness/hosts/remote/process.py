@@ -11,7 +11,7 @@ from typing import Any
 from narrowgauge.harness.hosts.frames import Connection, pair, readable
 from narrowgauge.harness.hosts.output import StackFile, forward
 from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
-from narrowgauge.harness.hosts.starter import Channel
+from narrowgauge.harness.hosts.starter import Channel, parent_of
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 """Numbers of the resources that have a limit."""
@@ -45,7 +45,7 @@ class HostProcess:
             os.close(written)
         with suppress(OSError, AttributeError):
             self._exit = os.pidfd_open(self.pid)
-        self.left = LeftProcesses(self.pid, marker)
+        self.left = LeftProcesses(self.pid, marker, parent_of(self.pid))
         self.printed = 0
         """Bytes of the output of the case that were printed."""
         self._open = True

@@ -52,7 +52,10 @@ class ResultMemory:
         """
         used = number_of_bytes(answer["used"])
         reader = Reader(self.bytes(kind, used), used, limit, home)
-        return codec.decode_result(answer["result"], reader.tensor), reader.private
+        result = codec.decode_result(answer["result"], reader.tensor)
+        if len(answer["guarded"]) > reader.tensors:
+            raise ValueError(f"guard zones of {len(answer['guarded'])} tensors; the result has {reader.tensors}")
+        return result, reader.private
 
     def free(self) -> None:
         """Free the memory."""
@@ -71,10 +74,13 @@ class Reader:
         # A kernel may write to the shared memory at any time: nothing reads it but this copy.
         self.private = memory[:used].clone()
         self._left, self._home = limit, home
+        self.tensors = 0
+        """Number of tensors so far."""
 
     def tensor(self, place: Any) -> torch.Tensor:
         """The tensor at a place: first byte, dtype, shape, strides or None. Raises ValueError for a place outside the
         memory, and for strides of another number than the shape. Strides that need too much memory are not kept."""
+        self.tensors += 1
         start, name, shape, strides = place
         dtype = codec.DTYPES[name]
         if not all(isinstance(n, int) and n >= 0 for n in (start, *shape, *(strides or ()))) or start % ALIGNMENT:

@@ -41,6 +41,7 @@ _DIGESTS = ("input_digest", "output_digest")
 """Columns of 16 hexadecimal digits, or of none."""
 TIMES = (*PHASES, "total", "core")
 """Columns `seconds_…` of a case that the page shows, in order."""
+_TIMES = [f"seconds_{part}" for part in TIMES]
 _OFTEN_ONE = ("backend", "device", "stage", "message", "known")
 """Columns that are hidden if all records have the same value."""
 
@@ -72,14 +73,14 @@ def records_json(
         "accuracy": _accuracy,
         "stages": _stages,
         "counts": _counts,
-        "times": lambda record: " ".join(_seconds(record[f"seconds_{part}"]) for part in TIMES),
+        "times": lambda record: " ".join([_seconds(record[name]) for name in _TIMES]),
     }
+    columns = [
+        # As text at once: values of all columns together take more memory than the records.
+        _plain(_column(name, [computed[name](record) if name in computed else record[name] for record in records]))
+        for name in (*_SHOWN, *_HIDDEN)
+    ]
     content = {
-        "rows": len(records),
-        "columns": [
-            _column(name, [computed[name](record) if name in computed else record[name] for record in records])
-            for name in (*_SHOWN, *_HIDDEN)
-        ],
         "groups": [len(failure_group.records) for failure_group in groups],
         "times": TIMES,
         "glyphs": text.GLYPHS,
@@ -88,7 +89,8 @@ def records_json(
         "history": history or {},
     }
     failures = ",".join(f'"{row}":{figures}' for row, figures in _failures(records, groups))
-    return f'{_plain(content)[:-1]},"failures":{{{failures}}}}}'
+    start = f'{{"rows":{len(records)},"columns":[{",".join(columns)}],{_plain(content)[1:-1]}'
+    return f'{start},"failures":{{{failures}}}}}'
 
 
 def _notes(records: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
@@ -112,13 +114,13 @@ def _plain(content: Any) -> str:
 
 def _line(record: dict[str, Any]) -> str:
     """The command for reproducing a record, with a NUL in place of the case id: most records share a command."""
-    arguments = reproduction(record).split(" ")
-    return " ".join("\0" if n == 2 and argument == record["case"] else argument for n, argument in enumerate(arguments))
+    start, command = f"narrowgauge show {record['case']} ", reproduction(record)
+    return f"narrowgauge show \0 {command.removeprefix(start)}" if command.startswith(start) else command
 
 
 def _case(record: dict[str, Any]) -> str:
     """The case id with a NUL in place of the parts that have columns of their own."""
-    place = "/".join(filter(None, (record[name] for name in ("operation", "recipe", "shape", "dtype"))))
+    place = "/".join([part for name in ("operation", "recipe", "shape", "dtype") if (part := record[name])])
     case = str(record["case"])
     return "\0" + case.removeprefix(place) if place and case.startswith(place) else case
 
@@ -132,14 +134,15 @@ def _accuracy(record: dict[str, Any]) -> str:
 
 def _stages(record: dict[str, Any]) -> str:
     """A line for each stage: name and rule with a tab between them. Most records share the text."""
-    return "\n".join(f"{stage.get('stage', '')}\t{text.rule(stage.get('rule', ''))}" for stage in record["stages"])
+    return "\n".join([f"{stage.get('stage', '')}\t{text.rule(stage.get('rule', ''))}" for stage in record["stages"]])
 
 
 def _counts(record: dict[str, Any]) -> str:
     """Counts of each stage, with spaces between stages: compared, wrong and excused elements, largest distance and
     unbounded elements, with commas between them. A 0 or a missing count is empty, and commas at the end are omitted."""
     keys = ("compared", "mismatches", "excused", "max_ulp", "unbounded")
-    return " ".join(",".join(str(stage.get(key) or "") for key in keys).rstrip(",") for stage in record["stages"])
+    counts = [",".join([str(stage.get(key) or "") for key in keys]).rstrip(",") for stage in record["stages"]]
+    return " ".join(counts)
 
 
 def _seconds(value: float | None) -> str:
@@ -148,7 +151,7 @@ def _seconds(value: float | None) -> str:
 
 def _column(name: str, values: list[Any]) -> dict[str, Any]:
     numeric = name in _NUMERIC
-    values = [_finite(value) for value in values]
+    values = [_finite(value) if type(value) is float else value for value in values]
     different = list(dict.fromkeys(values))
     label = "" if name in _OFTEN_ONE and len(different) < 2 else _SHOWN.get(name, "")
     column: dict[str, Any] = {"name": name, "label": label, "numeric": numeric}
@@ -164,9 +167,7 @@ def _column(name: str, values: list[Any]) -> dict[str, Any]:
     return column | {"values": different} | ({"runs": runs} if len(runs) < len(at) else {"at": at})
 
 
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
+def _finite(value: float) -> float | str:
     if math.isfinite(value):
         return float(f"{value:.4g}")
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

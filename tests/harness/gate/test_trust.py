@@ -221,7 +221,7 @@ def without_stages(lines: Lines) -> None:
 
 def without_a_comparison(lines: Lines) -> None:
     kept = of(lines, "swizzle", "unsupported")
-    kept |= {"verdict": "pass", "message": "", "input_digest": "1", "output_digest": "1"}
+    kept |= {"verdict": "pass", "message": "", "input_digest": "1" * 16, "output_digest": "1" * 16}
 
 
 def passing(lines: Lines) -> None:
@@ -299,9 +299,14 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "a verdict of no kind": (replaced("verdict", "passed"), "verdict is 'passed', not pass, fail"),
     "a tier of no kind": (replaced("tier", "slow"), "tier is 'slow', not quick, full"),
     "a rule of no kind": (stage_with(rule="cosine"), "].rule is 'cosine', not exact, bound"),
+    "another rule of a stage": (
+        stage_with("quantize", "exact", rule="bound"), "a stage has the rule bound, and exact_share is None",
+    ),
+    "exact in place of a bound": (stage_with(rule="exact"), "has unbounded elements, and the rule exact"),
     "a stage without a name": (stage_with(stage=""), "has no name"),
     "no digest": (replaced("output_digest", ""), "verdict is pass, and output_digest is empty"),
-    "a digest of no kind": (replaced("output_digest", "xyz"), "output_digest is 'xyz', not hexadecimal"),
+    "a digest of no kind": (replaced("output_digest", "xyz"), "output_digest is 'xyz', not 16 hexadecimal digits"),
+    "a digest of another length": (replaced("input_digest", "abc"), "input_digest is 'abc', not 16 hexadecimal"),
     "an error without a message": (replaced("message", "", "quantize", "error"), "verdict is error, and message is"),
     "a failure that is not supported": (
         replaced("verdict", "unsupported", "quantize", "fail"), "verdict is unsupported, and stages is ",

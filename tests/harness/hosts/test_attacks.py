@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from narrowgauge.harness.records.record_check import record_problems
 from narrowgauge.harness.running import supervisor
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
+from tests.harness.hosts import more_attacks
 from tests.harness.hosts.faulty_backends import (
     ATTACKS,
     FAST_MATH,
@@ -134,9 +136,9 @@ def check(shapes: list[tuple[int, int]], wanted: dict[tuple[int, int], frozenset
     return run.records
 
 
-def run(way: str, name: str) -> tuple[int, str]:
+def run(way: str, name: str, module: str = MODULE) -> tuple[int, str]:
     """Exit status and output of a run."""
-    backend, limit = f"{MODULE}:{name}", ["--timeout", str(LIMIT)]
+    backend, limit = f"{module}:{name}", ["--timeout", str(LIMIT)]
     if way == "pytest":
         words = ["-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--ng-cases", "cases", "--ng-backend", backend, *limit]
         return int(pytest.main(words)), ""
@@ -176,3 +178,16 @@ def test_results_of_any_kind_cost_their_own_case(way: str, folder: Path) -> None
     status, output = run(way, "results")
     assert status == 1, output
     check(shapes, {shape: ATTACKS[name].verdicts for name, shape in RESULT_SHAPES.items()}, lasting=False)
+
+
+@pytest.mark.parametrize("way", ["1", *(pytest.param(way, marks=pytest.mark.long) for way in ("2", "pytest"))])
+def test_more_attacks_in_a_run(way: str, folder: Path) -> None:
+    """Cases without an attack lie among those that follow from the documentation."""
+    shapes = [
+        shape for pair in zip_longest(more_attacks.PLACES.values(), more_attacks.CLEAN) for shape in pair if shape
+    ]
+    (folder / "cases" / "small.toml").write_text(small_toml.matrix(shape=shapes, dtype="bf16"))
+    status, output = run(way, "all", more_attacks.__name__)
+    assert status == 1, output
+    wanted = {shape: more_attacks.ALL[name].verdicts for name, shape in more_attacks.PLACES.items()}
+    check(shapes, wanted, lasting=False)

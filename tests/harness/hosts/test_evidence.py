@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.backends.guarded_memory import GuardedMemory
 from narrowgauge.harness.hosts import serve
@@ -66,3 +67,14 @@ def test_a_write_beside_a_result_fails_without_the_host(patch: str, side: str) -
     assert (record.verdict, record.stage) == ("fail", "memory"), record.message
     assert f"1 bytes {side} a" in record.message
     assert record.explanations[0]["cause"] == "writes-outside"
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_record_says_what_the_host_alone_has_seen(repeats: int) -> None:
+    """Of a pass too, but only if the kernels are not trusted."""
+    case = replace(QUANTIZE, repeats=repeats)
+    for untrusted in (True, False):
+        record = run_case(case, Backend.local("right", ops), untrusted=untrusted)
+        seen = [note["sentence"] for note in record.notes if note["cause"] == "seen-by-host"]
+        assert (record.verdict, len(seen)) == ("pass", untrusted)
+        assert all(("the 3 further calls" in sentence) == bool(repeats) for sentence in seen)

@@ -213,6 +213,20 @@ def test_each_product_is_judged_in_the_order_that_is_said_of_it():
     assert run(large, {"gemm": "blocks"}, gemm=core).verdict == "fail"
 
 
+def test_a_truncating_sum_of_one_product_is_in_its_record():
+    """Of `gemm_order`, which says it of each call alone."""
+    small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
+
+    def gemm_order(a, b):
+        return "truncating" if a.shape[0] > 16 else None
+
+    kernels = {"gemm": reference.gemm, "gemm_order": gemm_order}
+    assert run(large, **kernels).declares == "gemm_order: truncating"
+    assert run(large, {"subnormals": "flushed"}, **kernels).declares == "subnormals: flushed, gemm_order: truncating"
+    assert run(large, {"accumulator": "truncating"}, **kernels).declares == "accumulator: truncating"
+    assert run(small, **kernels).declares == ""
+
+
 def test_a_declaration_does_not_excuse_what_no_order_gives():
     case = gemm_case("mxfp8-e4m3", "tn", inputs="normal")
 

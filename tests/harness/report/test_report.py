@@ -288,7 +288,7 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
     assert line.startswith(f"{start}{named}--backend ")
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "a.toml").write_text("[[matrix]]\n")
-    monkeypatch.setattr(failure_view, "_is_default", failure_view._is_default.__wrapped__)
+    failure_view._arguments.cache_clear()
     assert reproduction({**record(), "file": file}).startswith(f"{start}{named}--backend ")
     inside = reproduction({**record(), "file": str(tmp_path / "own" / "a.toml")})
     assert inside.startswith(f"{start}own/a.toml --backend ")

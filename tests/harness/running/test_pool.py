@@ -24,7 +24,7 @@ from tests.harness.sample_backends import QUANTIZE
 
 SIGKILL = "signal SIGKILL, as where memory runs out"
 KERNELS = """
-import os, signal, socket, sys, time
+import ctypes, os, signal, socket, sys, time
 from narrowgauge.reference import ops
 
 class Broken:
@@ -45,9 +45,17 @@ class Stopping:
                     judge = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 except OSError:
                     continue
-                os.kill(int.from_bytes(judge[:4], sys.byteorder), signal.SIGSTOP)
+                self.stop(int.from_bytes(judge[:4], sys.byteorder))
                 time.sleep(600)
         return ops.quantize(x, recipe)
+
+    def stop(self, judge):
+        os.kill(judge, signal.SIGSTOP)
+
+class Tracing(Stopping):
+    def stop(self, judge):
+        for request in (0x4206, 0x4207):  # PTRACE_SEIZE and PTRACE_INTERRUPT of linux/ptrace.h
+            ctypes.CDLL(None).ptrace(request, judge, None, None)
 
 class Talking:
     # Many long notes.
@@ -124,10 +132,11 @@ def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, mo
     assert not running_judges()
 
 
-def test_a_kernel_that_stops_its_judge_loses_little_time(kernels):
+@pytest.mark.parametrize("name", ["Stopping", "Tracing"])
+def test_a_kernel_that_stops_its_judge_loses_little_time(name, kernels):
     records = []
     start = time.monotonic()
-    run_cases([case_of(16), case_of(32)], Settings("pool_kernels:Stopping", timeout=1.0), records.append)
+    run_cases([case_of(16), case_of(32)], Settings(f"pool_kernels:{name}", timeout=1.0), records.append)
     assert time.monotonic() - start < 60  # the limit of a judge that runs is 120 s longer
     assert {record["shape"]: record["verdict"] for record in records} == {"16x32": "timeout", "32x32": "pass"}
     (message,) = (record["message"] for record in records if record["verdict"] == "timeout")

@@ -1,0 +1,79 @@
+"""Limits of what a kernel host says, and notes on what it takes and leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.loading import Loaded
+from narrowgauge.harness.hosts import remote_host
+from narrowgauge.harness.hosts.remote_host import hosted_backend
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops
+from tests.harness.sample_backends import QUANTIZE
+
+
+class Kernels:
+    """The reference."""
+
+    def quantize(self, x: torch.Tensor, recipe: Any) -> Any:
+        """As the reference."""
+        return ops.quantize(x, recipe)
+
+
+class Many(Kernels):
+    """The reference, whose host says that it has loaded many files, one with a long name."""
+
+    def __init__(self) -> None:
+        names = {"files": ["f" * 5000, *["f"] * 20_000], "packages": ["p"] * 20_000, "folder": "."}
+        Loaded.news = lambda self: names  # type: ignore[method-assign, assignment]
+
+
+class Orphans(Kernels):
+    """The reference, which leaves another program in a session of its own, without a parent."""
+
+    def quantize(self, x: torch.Tensor, recipe: Any) -> Any:
+        """As the reference."""
+        if not (child := os.fork()):
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            os.execv("/bin/sleep", ["sleep", "600"])
+        os.waitpid(child, 0)
+        time.sleep(0.1)
+        return ops.quantize(x, recipe)
+
+
+def test_names_of_loaded_files_are_limited() -> None:
+    with hosted_backend(f"{__name__}:Many") as backend:
+        (news,) = backend.host.loaded
+        assert [len(news[key]) for key in ("files", "packages")] == [remote_host._NAMES] * 2
+        assert max(map(len, news["files"])) == remote_host._NOTE
+        assert run_case(QUANTIZE, backend).verdict == "pass"
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_import_is_said_once(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the record of the first case of its host."""
+    monkeypatch.setattr(remote_host, "_SLOW", 0.0 if slow else float("inf"))
+    with hosted_backend(f"{__name__}:Kernels") as backend:
+        first, second = (run_case(QUANTIZE, backend) for _ in range(2))
+    assert [note["cause"] for note in first.notes] == ["slow-import"] * slow
+    assert (first.verdict, second.verdict, second.notes) == ("pass", "pass", [])
+
+
+def test_an_orphan_of_another_program_is_named_and_ended() -> None:
+    """Its parents have ended, and nothing in its memory is of its host."""
+    with hosted_backend(f"{__name__}:Orphans") as backend:
+        record = run_case(QUANTIZE, backend)
+        (left,) = [note["sentence"] for note in record.notes if note["cause"] == "leaves-processes"]
+    pids = [int(word.split(")")[0]) for word in left.split("sleep (")[1:]]
+    assert pids, left
+    until = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
