@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import torch
 
@@ -68,13 +67,18 @@ def explaining_pair(
     Each of them must explain at least `EVIDENCE` elements that the other does not change.
     """
     kernel, right = _kernel_elements(matrices), _elements(matrices, _right_stages(matrices), None)
-    for first, second in permutations(matches, 2):
-        by_first, by_second = first.found != right, second.found != right
-        alone = (by_first & ~by_second, by_second & ~by_first)
-        if any(int(mask.count_nonzero()) < EVIDENCE for mask in alone):
-            continue
-        if torch.equal(torch.where(by_first, first.found, second.found), kernel):
-            return first.deviation, second.deviation
+    wrong = kernel != right
+    changed = [match.found != right for match in matches]
+    mistaken = [by & (match.found != kernel) for by, match in zip(changed, matches, strict=True)]
+    firsts = [number for number in range(len(matches)) if not bool(mistaken[number].any())]
+    for first in firsts:
+        remaining = wrong & ~changed[first]
+        for second, by_second in enumerate(changed):
+            alone = (changed[first] & ~by_second, by_second & ~changed[first])
+            if second == first or bool((remaining & ~by_second).any()) or bool((mistaken[second] & alone[1]).any()):
+                continue
+            if all(int(mask.count_nonzero()) >= EVIDENCE for mask in alone):
+                return matches[first].deviation, matches[second].deviation
     return None
 
 
