@@ -28,8 +28,12 @@ from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
 from narrowgauge.harness.cases.operations import case_from_id, hold
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.diagnosis.search.nearest_rule import NearestRule, nearest_rule
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.records.record import elements_compared
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.records.record import elements_compared, new_record
 from narrowgauge.harness.report.failure_view import explanation_lines, finding_lines
 from narrowgauge.harness.report.groups import Group, group
 from narrowgauge.harness.report.text import number, plural
@@ -38,8 +42,10 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import TILES
 
-GROUPS = 10
-"""Groups of failures that a message shows."""
+GROUPS = 3
+"""Groups of failures that a message shows in full."""
+TITLES = 10
+"""Further groups that a message names, a line each."""
 NAMED = 5
 """Further cases of a group that a message names, and reasons of unsupported cases."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
@@ -47,7 +53,7 @@ _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu", "seed": 0, "declares": {}, "tensor_scale_is": "amax",
-    "layout": "linear", "nibbles": "low-first", "transposed": False,
+    "layout": "linear", "nibbles": "low-first", "transposed": False, "finite": False, "constraints": {},
 }  # fmt: skip
 """Arguments of `check`, beside the operation, that a line to reproduce a failure needs, if they differ from these."""
 
@@ -87,6 +93,8 @@ def check(
     layout: Layout = "linear",
     nibbles: Nibbles = "low-first",
     transposed: bool = False,
+    finite: bool = False,
+    constraints: Mapping[str, Any] | None = None,
 ) -> Checked:
     """Run a function on all input families, tails and views of a recipe, and judge its results.
 
@@ -126,6 +134,9 @@ def check(
     declares: declarations of a backend (docs/backends.md#declarations), such as {"gemm": "sequential"}.
     tensor_scale_is, layout, nibbles, transposed: conventions of the result of quantize, as of
     `narrowgauge.adapt.quantized`.
+    finite: whether the function promises nothing for NaN and infinity: cases with such inputs are left out.
+    constraints: what the function takes, such as {"K": 128} (docs/libraries.md#an-adapter-of-your-own). Other
+    cases are left out.
 
     Every case runs twice on guarded copies of its inputs: a write outside of a tensor, an element that is not written
     and a result that is not repeatable are failures too. NotImplementedError makes a case unsupported. So does any
@@ -146,7 +157,7 @@ def check(
     options: dict[str, Any] = {
         "contract": contract, "operation": operation, "device": str(torch.device(device)), "seed": seed,
         "declares": dict(declares or {}), "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles,
-        "transposed": transposed,
+        "transposed": transposed, "finite": finite, "constraints": dict(constraints or {}),
     }  # fmt: skip
     for name in _CONVENTIONS[:3]:
         check_choice(name, options[name])
@@ -163,13 +174,15 @@ def check(
     with default_settings(), _generators_kept(options["device"]):
         if type(torch.empty(0)) is not torch.Tensor:
             raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
-        records = _records(function, selected, options)
+        outcomes: list[Outcome] = []
+        records = _records(function, selected, options, outcomes)
     failed = [record for record in records if record["verdict"] not in ("pass", "unsupported")]
     passed = [record for record in records if record["verdict"] == "pass"]
     unsupported = Counter(record["message"] for record in records if record["verdict"] == "unsupported")
     compared = sum(map(elements_compared, passed))
     if failed or not compared:
-        raise AssertionError(_report(title, function, options, failed, len(records), unsupported))
+        rule = nearest_rule(outcomes) if failed and operation == "quantize" else None
+        raise AssertionError(_report(title, function, options, failed, len(records), unsupported, rule))
     return Checked(title, len(records), len(passed), compared, unsupported)
 
 
@@ -333,9 +346,12 @@ def _cases(
 
 
 def _records(
-    function: Callable[..., Any], selected: list[tuple[Case, bool]], options: Mapping[str, Any]
+    function: Callable[..., Any],
+    selected: list[tuple[Case, bool]],
+    options: Mapping[str, Any],
+    outcomes: list[Outcome],
 ) -> list[dict[str, Any]]:
-    """Records of the cases (`harness.records.record`)."""
+    """Records of the cases (`harness.records.record`). The outcomes of quantized matrices are added to `outcomes`."""
     declares = dict(options["declares"])
     stochastic = any(find_recipe(name).rounding == "stochastic" for case, _ in selected for name in case.recipe_names)
     if options["operation"] == "quantize" and stochastic and "random" not in parameters_of(function):
@@ -343,14 +359,26 @@ def _records(
     conventions = {name: options[name] for name in _CONVENTIONS}
     backend = FunctionBackend(
         name_of_function(function), function, selected[0][0], options["operation"], declares=declares,
-        conventions=conventions,
+        conventions=conventions, constraints=options["constraints"],
     )  # fmt: skip
+
+    def keep(_: Inputs, outcome: Outcome) -> None:
+        if outcome.judged:
+            outcomes.append(outcome)
+
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
     # Causes of earlier cases are tried first, and the diagnosis of a small case tries all deviations.
     for case, optional in sorted(selected, key=lambda pair: pair[0].work if pair[0].smallest_first else 0):
         backend.raised = None
-        record = run_case(case, backend, device=options["device"], seed=options["seed"], sharing=sharing)
+        if options["finite"] and not _is_finite(make_inputs(case, seed=options["seed"])):
+            record = new_record(case, backend=backend.name, device=options["device"], seed=options["seed"])
+            record.verdict, record.message = "unsupported", "finite is True, and the inputs hold NaN or infinity"
+            records.append(record.to_dict())
+            continue
+        record = run_case(
+            case, backend, device=options["device"], seed=options["seed"], sharing=sharing, on_outcome=keep
+        )
         raised = backend.raised
         if raised is not None and record.verdict == "error" and optional:
             record.verdict, record.message = "unsupported", f"{type(raised).__name__}: {raised}"
@@ -362,6 +390,12 @@ def _records(
             record.verdict, record.message = "unsupported", str(raised) or "NotImplementedError"
         records.append(record.to_dict())
     return records
+
+
+def _is_finite(inputs: Inputs) -> bool:
+    """Whether no input holds NaN or infinity."""
+    numbers = (x for x in inputs.tensors.values() if x.is_floating_point())
+    return all(bool(x.float().isfinite().all()) for x in numbers)
 
 
 @contextmanager
@@ -386,18 +420,24 @@ def _report(
     failed: list[dict[str, Any]],
     count: int,
     unsupported: Mapping[str, int],
+    rule: NearestRule | None,
 ) -> str:
-    """Failures by cause, each with a line that reproduces it."""
+    """The nearest rule, and failures by cause: the first groups each with a line that reproduces it."""
     if not failed and count > sum(unsupported.values()):
         return f"{subject}: nothing was compared, all matrices are empty{_unsupported(unsupported)}"
     if not failed:
         return f"{subject}: no case passed{_unsupported(unsupported)}"
     groups = group(failed)
     lines = [f"{subject}: {len(failed)} of {plural(count, 'case')} did not pass{_unsupported(unsupported)}"]
+    if rule is not None:
+        lines.append(f"nearest rule: {rule}")
+        if not rule.wrong and not rule.changes:
+            lines.append(f"next: {reproduction(function, rule.name, options)}")
     for entry in groups[:GROUPS]:
         lines += ["", *_group_lines(entry, failed, function, options)]
-    if len(groups) > GROUPS:
-        lines += ["", f"and {plural(len(groups) - GROUPS, 'more group')} of failures"]
+    if others := groups[GROUPS:]:
+        lines += ["", *(entry.title for entry in others[:TITLES])]
+        lines += [f"and {plural(len(others) - TITLES, 'more group')} of failures"] if len(others) > TITLES else []
     if any(record["verdict"] == "error" for record in failed):
         lines += [
             "",

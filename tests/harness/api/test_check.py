@@ -18,6 +18,7 @@ import narrowgauge
 from narrowgauge.harness.api.check import check
 from narrowgauge.harness.machine.float_environment import read_environment
 from narrowgauge.reference import ops
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.api import checked_functions
 from tests.paths import ROOT
 
@@ -343,3 +344,61 @@ def test_cases_of_the_matrix_and_ids_are_run_as_they_are() -> None:
 def test_arguments_that_do_not_fit_are_named(recipe: Any, arguments: dict[str, Any], error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         check(checked_functions.correct, recipe, **arguments)
+
+
+# ---- which recipe is it ----------------------------------------------------------------------------------------------
+
+TWO: dict[str, Any] = {"families": ["normal", "nan", "zeros"], "shapes": [(32, 256)]}
+
+
+def test_a_function_of_another_recipe_is_told_its_recipe() -> None:
+    own = "fp8-block-1x128-e4m3-fp32@vllm"
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, own)
+        return q.codes, q.scales
+
+    text = report(kernel, "fp8-block-1x128", **TWO)
+    line = next(line for line in text.splitlines() if line.startswith("nearest rule: "))
+    assert re.match(rf"nearest rule: {own} explains all [\d ]+ bytes \(as asked [\d ]+ differ\)", line), line
+    assert f"next: narrowgauge.check(kernel, '{own}'" in text
+    done = check(kernel, own, **TWO)
+    assert done.cases == done.passed
+
+
+def test_small_mistakes_together_are_a_rule_and_what_it_leaves() -> None:
+    rule = replace(find_recipe("nvfp4"), rounding="nearest-away", negative_zero="rounded")
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, rule)
+        q.codes[3, :2] ^= 0x22
+        return q.codes, q.scales, q.amax
+
+    families = ["normal", "negative-zeros", "nan", "e2m1-ties", "position"]
+    text = report(kernel, families=families, shapes=[(32, 64)])
+    line = next(line for line in text.splitlines() if line.startswith("nearest rule: "))
+    for words in ("nvfp4 with ", "rounding nearest-away", "negative_zero rounded", "codes"):
+        assert words in line
+    assert re.search(r" leaves \d+ of [\d ]+ codes and scales unexplained: ", line)
+
+
+def test_a_mistake_at_a_place_is_no_rule() -> None:
+    assert "nearest rule" not in report(checked_functions.first_column_wrong, **SMALL)
+
+
+def test_inputs_that_a_function_promises_nothing_for_are_left_out() -> None:
+    def kernel(x: torch.Tensor) -> Any:
+        assert x.shape[1] % 32 == 0
+        q = ops.quantize(x.nan_to_num(nan=3.0), "nvfp4")
+        return q.codes, q.scales, q.amax
+
+    chosen: dict[str, Any] = {"families": ["normal", "nan"], "shapes": [(32, 64), (8, 48)]}
+    assert "nan" in report(kernel, **chosen)
+    done = check(kernel, "nvfp4", **chosen, finite=True, constraints={"K": 32})
+    assert done.passed == done.cases - sum(done.unsupported.values()) >= 1
+    assert {reason.partition(", ")[0] for reason in done.unsupported} == {
+        "finite is True", "backend kernel takes multiples of 32 as K",
+    }  # fmt: skip
+    assert "finite=True, constraints={'K': 32}" in report(
+        kernel, families=["normal"], shapes=[(32, 64)], finite=True, constraints={"K": 32}, layout="128x4"
+    )
