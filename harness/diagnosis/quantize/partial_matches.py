@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from narrowgauge.reference.quantize.layout import elements
 
 CANDIDATES = 16
 """Deviations that are tried in pairs: those that explain most of the wrong elements."""
+PROBED = 32
+"""Deviations that are tried on all rows: those that explain most of the wrong elements of a few rows."""
 LARGEST = 1 << 21
 """Elements of the largest matrices on which pairs are tried."""
 EVIDENCE = 4
@@ -41,15 +45,20 @@ def partial_matches(
         return []
     kernel, right_stages = _kernel_elements(matrices), _right_stages(matrices)
     right, probe = _elements(matrices, right_stages, None), _probe(matrices)
-    matches = []
+    ranked = []
     for deviation in deviations:
+        if not limit.may_compare(probe.kernel.numel()):
+            break
+        with suppress(ValueError):  # the changed recipe refuses this amax or dtype
+            if deviation.exact and (count := probe.count_explained(deviation)):
+                ranked.append((count, deviation))
+    matches = []
+    for _, deviation in sorted(ranked, key=lambda pair: -pair[0])[:PROBED]:
         if not limit.may_compare(kernel.numel()):
             break
         try:
-            if not deviation.exact or not probe.explains_some(deviation):
-                continue
             found = _elements(matrices, right_stages, deviation)
-        except ValueError:  # the changed recipe refuses this amax or dtype
+        except ValueError:
             continue
         wrong, changed = kernel != right, found != right
         explained = int((wrong & (found == kernel)).count_nonzero())
@@ -132,12 +141,12 @@ class _Probe:
     right_stages: RightStages
     wrong: torch.Tensor
 
-    def explains_some(self, deviation: QuantizeDeviation) -> bool:
-        """Whether the deviation gives wrong elements of the probe, or cannot be replayed on it."""
+    def count_explained(self, deviation: QuantizeDeviation) -> float:
+        """The wrong elements of the probe that the deviation gives; infinite if it cannot be replayed on rows."""
         if not all(can_replay_rows(deviation, matrix) for matrix in self.matrices):
-            return True
+            return math.inf
         found = _elements(self.matrices, self.right_stages, deviation)
-        return bool((self.wrong & (found == self.kernel)).any())
+        return int((self.wrong & (found == self.kernel)).count_nonzero())
 
 
 def _probe(matrices: Sequence[KernelMatrix]) -> _Probe:

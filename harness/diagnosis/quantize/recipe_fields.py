@@ -136,16 +136,16 @@ def _choice_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
 def variants(recipe: Recipe, field: str, value: Any) -> list[Recipe]:
     """Valid recipes with this value of the field. Dependent fields are changed if the recipe is invalid without it."""
     with suppress(ValueError):
-        return [replace(recipe, **{field: value})]  # type: ignore[arg-type]
+        return [replace(recipe, **{field: value})]
     variants = []
     if field == "element_scale":
         for zero_scale in get_args(ZeroScale):
             with suppress(ValueError):
-                variants.append(replace(recipe, element_scale=value, zero_scale=zero_scale))  # type: ignore[arg-type]
+                variants.append(replace(recipe, element_scale=value, zero_scale=zero_scale))
     if field == "tensor_scale":  # quantizing does not depend on `decode` and `alpha`
         for decode, alpha in product(get_args(Decode), get_args(Alpha)):
             with suppress(ValueError):
-                return [replace(recipe, tensor_scale=value, decode=decode, alpha=alpha)]  # type: ignore[arg-type]
+                return [replace(recipe, tensor_scale=value, decode=decode, alpha=alpha)]
     return variants
 
 
