@@ -26,6 +26,12 @@ from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 
+
+def _has_alpha(parts: GemmParts) -> bool:
+    """Whether a factor of the tensors or rows multiplies the sums."""
+    return any(q.recipe.alpha != "1" for q in (parts.source.a, parts.source.b))
+
+
 # ---- the factor ------------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +240,15 @@ def _twice(name: str, parts: GemmParts, ends: Ends) -> list[Ends]:
 
 
 def _no_product(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None and parts.bias is None:
+        return []
     zeros = torch.zeros_like(ends[0])
     return correct_epilogue(parts, (zeros, zeros))
+
+
+def _zeros(_: GemmParts, ends: Ends) -> list[Ends]:
+    zeros = torch.zeros_like(ends[0])
+    return [(zeros, zeros)]
 
 
 def _first_row_of_c(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -317,11 +330,7 @@ def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-EPILOGUES: tuple[Deviation[GemmParts], ...] = (
-    # An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
-    Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
-    Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
-    Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
+_ALPHAS: tuple[Deviation[GemmParts], ...] = (
     Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
     Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
     Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
@@ -339,6 +348,14 @@ EPILOGUES: tuple[Deviation[GemmParts], ...] = (
     Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
               {"c and the bias": ("c", "bias"), "c": ("c",)}),
     Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
+)  # fmt: skip
+EPILOGUES: tuple[Deviation[GemmParts], ...] = (
+    Deviation("outputs-zero", "all outputs are 0", EPILOGUE, _zeros),
+    # An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
+    Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
+    Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
+    Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
+    *(replace(row, when=_has_alpha) for row in _ALPHAS),
     Deviation("output-truncated", "outputs are truncated to the output's dtype, not rounded", EPILOGUE, _truncated),
     *in_turn(
         NARROW,

@@ -788,7 +788,31 @@ def test_a_subnormal_alpha_that_is_flushed():
     a, b = (replace(q, amax=q.amax * 2.0**-61) for q in operands())
     outcome, wrong = judged(a, b, torch.zeros_like(reference.gemm(a, b, out_dtype=F32)))
     assert not wrong.passed
-    assert explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())[0].cause == "alpha-flushed"
+    found = [explanation.cause for explanation in explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())]
+    assert found[:2] == ["outputs-zero", "alpha-flushed"]
+
+
+@pytest.mark.parametrize(("recipe", "flags"), [("nvfp4", ()), ("mxfp8-e4m3", ("bias",)), ("mxfp8-e4m3", ())])
+def test_outputs_of_zero_are_named_first(recipe, flags):
+    """Nothing is said of addends that the product does not have, or of an α that MX does not have."""
+    record = explained(
+        lambda a, b, *, out_dtype, **_: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype), recipe, *flags
+    )
+    assert causes(record) == ["outputs-zero"]
+    assert record.explanations[0]["sentence"] == "all outputs are 0"
+
+
+def test_a_few_wrong_outputs_do_not_ask_for_a_weaker_rule():
+    """A single output of operands that are decoded first."""
+
+    def gemm(a, b, *, out_dtype, **options):
+        y = reference.gemm(a, b, out_dtype=out_dtype)
+        y[3, :4] = decoded_first(BF16)(a, b, out_dtype=out_dtype)[3, :4]
+        return y
+
+    record = explained(gemm, "nvfp4", dtype="fp32", inputs="normal")
+    assert record.verdict == "fail"
+    assert not any("declares" in entry["sentence"] for entry in record.explanations)
 
 
 def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):
