@@ -18,6 +18,8 @@ CANDIDATES = 16
 """Deviations that are tried in pairs: those that explain most of the wrong elements."""
 PROBED = 32
 """Deviations that are tried on all rows: those that explain most of the wrong elements of a few rows."""
+_PROBE_ROWS = 8
+"""Rows from the first wrong row on, and from one in the middle of the wrong rows, on which deviations are ranked."""
 LARGEST = 1 << 21
 """Elements of the largest matrices on which pairs are tried."""
 EVIDENCE = 4
@@ -163,5 +165,8 @@ def _wrong_rows(matrices: Sequence[KernelMatrix]) -> Sequence[KernelMatrix]:
             expected = Replay(matrix).compute_stage(stage)
             rows = (expected != matrix.kernel_stages[stage]).any(1).nonzero().flatten().tolist()
             if rows:
-                return [matrix.select_rows(matrix.tile_rows(stage, row)) for row in rows[:: -(-len(rows) // 8)]]
+                starts = dict.fromkeys(matrix.tile_rows(stage, row).start for row in (rows[0], rows[len(rows) // 2]))
+                height = -(-_PROBE_ROWS // matrix.tile_height) * matrix.tile_height
+                last = matrix.subject.matrix.shape[0]
+                return [matrix.select_rows(slice(start, min(start + height, last))) for start in starts]
     return matrices
