@@ -214,7 +214,7 @@ def _interval_places(row_axis: _Axis, column_axis: _Axis) -> Iterator[Place]:
         yield Place(f"place:columns-{spans[1][0]}", f"in {phrases[1]}", whole[0], spans[1], similar[1])
     if all(narrow):
         cause = f"place:rows-{spans[0][0]}-columns-{spans[1][0]}"
-        yield Place(cause, f"in {phrases[0]}, {phrases[1]}", *spans, similar[0] * similar[1])
+        yield Place(cause, f"in {', '.join(phrases)}", spans[0], spans[1], similar[0] * similar[1])
 
 
 def _memory_places(wrong: torch.Tensor) -> Iterator[Place]:

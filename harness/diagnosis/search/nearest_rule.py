@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -26,9 +26,9 @@ from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import RULE_FIELDS, Recipe
 
-WRONG, RIGHT = 12, 4
+WRONG, RIGHT = 8, 2
 """Largest numbers of matrices with wrong stages, and of correct ones, that a rule is compared with."""
-_ROWS = 32
+_ROWS = 16
 """Rows of a matrix that a rule is compared with."""
 _CHANGES = 4
 """Largest number of fields in which the rule differs from a named recipe."""
@@ -36,6 +36,9 @@ _SHARE = 0.5
 """Largest share of the wrong bytes of the asked recipe that the nearest rule may leave."""
 _FIELDS = tuple(name for name in RULE_FIELDS if name not in ("decode", "alpha", "packing", "smallest_amax"))
 """Fields with choices that decide the bytes of `quantize`."""
+_OF_CODES = ("element_scale", "rounding", "zero_scale", "negative_zero", "nan_code")
+_OF_SCALES = ("block_scale", "zero_block", "smallest_scale", "scale_rounding", "largest_scale")
+"""Fields that decide codes alone, and scales alone. Codes under float32 scales also depend on the block amaxes."""
 _KINDS = {
     "scales": ("not-finite", "zero-blocks", "subnormal", "ties"),
     "codes": ("nan", "not-finite", "zero-scales", "zero", "subnormal", "ties", "saturated", "subnormal-codes"),
@@ -121,12 +124,16 @@ def nearest_rule(outcomes: Iterable[Outcome]) -> NearestRule | None:
 
 def _nearest(matrices: Sequence[KernelMatrix], asked: Recipe) -> tuple[Recipe, Recipe]:
     """The rule that leaves the fewest bytes of the matrices, and the named recipe that it is made from."""
-    wrong_of: dict[Recipe, int] = {}
+    wrong_of: dict[tuple[Hashable, ...], int] = {}
 
     def wrong(recipe: Recipe) -> int:
-        if recipe not in wrong_of:
-            wrong_of[recipe] = sum(_count(matrix, recipe) for matrix in matrices)
-        return wrong_of[recipe]
+        count = 0
+        for stage in ROW_STAGES:
+            key = (stage, *(getattr(recipe, name) for name in _decided_by(stage, recipe)))
+            if key not in wrong_of:
+                wrong_of[key] = sum(int(_mask(matrix, recipe, stage).count_nonzero()) for matrix in matrices)
+            count += wrong_of[key]
+        return count
 
     def descend(best: Recipe) -> Recipe:
         for _ in range(_CHANGES):
@@ -163,30 +170,33 @@ def _some_rows(matrix: KernelMatrix) -> KernelMatrix:
     return matrix.select_rows(slice(0, count))
 
 
+def _decided_by(stage: str, recipe: Recipe) -> tuple[str, ...]:
+    """Fields that decide a stage, given the kernel's results of the stages before."""
+    if recipe.scale is FP32:
+        return (*_FIELDS, "smallest_amax")
+    return tuple(name for name in _FIELDS if name not in (_OF_CODES if stage == "scales" else _OF_SCALES))
+
+
 def _count(matrix: KernelMatrix, recipe: Recipe) -> int:
     """The scales and codes of a matrix that differ from those of a recipe."""
-    return sum(int(mask.count_nonzero()) for mask in _masks(matrix, recipe).values())
+    return sum(int(_mask(matrix, recipe, stage).count_nonzero()) for stage in ROW_STAGES)
 
 
-def _masks(matrix: KernelMatrix, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The wrong scales and codes, each given the kernel's results of the stages before. All if the recipe refuses the
+def _mask(matrix: KernelMatrix, recipe: Recipe, stage: str) -> torch.Tensor:
+    """The wrong elements of a stage, given the kernel's results of the stages before. All if the recipe refuses the
     matrix."""
     deviation: QuantizeDeviation = QuantizeDeviation(
         "", "", "recipe", partial(_as_changed, recipe), stages=frozenset({"tensor scale", *ROW_STAGES})
     )
-    masks = {}
-    for stage in ROW_STAGES:
-        found = matrix.kernel_stages[stage]
-        try:
-            expected = Replay(matrix, deviation).compute_stage(stage)
-        except ValueError:
-            expected = found ^ 1 if found.dtype == torch.uint8 else found + 1
-        if stage == "codes":
-            found, expected = (
-                elements(t, matrix.subject.matrix.shape[1], matrix.subject.recipe) for t in (found, expected)
-            )
-        masks[stage] = different_bits(found, expected)
-    return masks
+    found = matrix.kernel_stages[stage]
+    try:
+        expected = Replay(matrix, deviation).compute_stage(stage)
+    except ValueError:
+        expected = found ^ 1 if found.dtype == torch.uint8 else found + 1
+    if stage == "codes":
+        columns, asked = matrix.subject.matrix.shape[1], matrix.subject.recipe
+        found, expected = (elements(codes, columns, asked) for codes in (found, expected))
+    return different_bits(found, expected)
 
 
 def _as_changed(recipe: Recipe, _: object) -> Recipe:
@@ -196,10 +206,10 @@ def _as_changed(recipe: Recipe, _: object) -> Recipe:
 def _kinds(judged: Judged, matrix: KernelMatrix, recipe: Recipe) -> Counter[str]:
     """The scales and codes that a recipe does not explain, by kind."""
     counts: Counter[str] = Counter()
-    for stage, mask in _masks(matrix, recipe).items():
+    for stage in ROW_STAGES:
+        mask = remaining = _mask(matrix, recipe, stage)
         if not bool(mask.any()):
             continue
-        remaining = mask
         classes = (scale_classes if stage == "scales" else code_classes)(judged)
         known = {name: (phrase, members) for name, phrase, members in classes if members.shape == mask.shape}
         for phrase, members in (known[name] for name in _KINDS[stage] if name in known):
