@@ -29,6 +29,7 @@ from narrowgauge.harness.cases.operations import case_from_id, hold
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.diagnosis.search.nearest_rule import NearestRule, nearest_rule
+from narrowgauge.harness.diagnosis.search.work_limit import CASE
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.registry import make_inputs
@@ -48,6 +49,8 @@ TITLES = 10
 """Further groups that a message names, a line each."""
 NAMED = 5
 """Further cases of a group that a message names, and reasons of unsupported cases."""
+_SEARCHED = 6
+"""Failing cases whose causes are searched at full length. The causes of further cases are mostly the same."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
 """Families for a kernel with random bits of its own: statistical tests take seconds for each family that rounds."""
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
@@ -325,10 +328,14 @@ def _cases(
     for shape in tails:
         optional = shapes is None and cls.may_refuse(shape, chosen)
         wanted += [(shape, family, {}, optional) for family in (every if shapes else few)]
-    wanted += [(main, few[-1], more, optional) for more, optional in cls.usual_options(known)]
+    for shape in (main, *(tails[1:2] if shapes is None else ())):  # options beside whole tiles and beside tails
+        refuses = shape != main and cls.may_refuse(shape, chosen)
+        wanted += [(shape, few[-1], more, optional or refuses) for more, optional in cls.usual_options(known)]
     cases: dict[Case, bool] = {}
     for shape, family, more, optional in wanted:
         for dtype in dtypes:
+            if "out" in more and tuple(dtypes) != (torch.bfloat16,):  # the caller chose the dtypes of outputs
+                continue
             values = {**cls.usual_keys(chosen, name_of(dtype)), **more, **keys, "shape": shape, "inputs": family}
             if kind == "quantize" and layout == TILES:
                 values["scales"] = "swizzled"
@@ -376,9 +383,11 @@ def _records(
             record.verdict, record.message = "unsupported", "finite is True, and the inputs hold NaN or infinity"
             records.append(record.to_dict())
             continue
+        failing = sum(record["verdict"] == "fail" for record in records)
         record = run_case(
-            case, backend, device=options["device"], seed=options["seed"], sharing=sharing, on_outcome=keep
-        )
+            case, backend, device=options["device"], seed=options["seed"], sharing=sharing, on_outcome=keep,
+            diagnosis=CASE if failing < _SEARCHED else CASE >> 3,
+        )  # fmt: skip
         raised = backend.raised
         if raised is not None and record.verdict == "error" and optional:
             record.verdict, record.message = "unsupported", f"{type(raised).__name__}: {raised}"
