@@ -330,32 +330,32 @@ def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-_ALPHAS: tuple[Deviation[GemmParts], ...] = (
-    Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
-    Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
-    Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
-              {phrase: (sides, torch.float16) for phrase, sides in _AMAXES.items()}),
-    Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
-              {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
-    Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
-    Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand, {"a": "a", "b": "b"}),
-    Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
-    Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),
-    Deviation("alpha-of-one-operand", "α holds the factor of {} alone", FACTOR, _single_decode_factor,
-              {"a": "a", "b": "b"}),
-    Deviation("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", EPILOGUE,
-              _alpha_after_cast),
-    Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
-              {"c and the bias": ("c", "bias"), "c": ("c",)}),
-    Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
-)  # fmt: skip
 EPILOGUES: tuple[Deviation[GemmParts], ...] = (
     Deviation("outputs-zero", "all outputs are 0", EPILOGUE, _zeros),
     # An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
     Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
     Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
     Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
-    *(replace(row, when=_has_alpha) for row in _ALPHAS),
+    *(replace(row, when=_has_alpha) for row in (
+        Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
+        Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
+        Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
+                  {phrase: (sides, torch.float16) for phrase, sides in _AMAXES.items()}),
+        Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
+                  {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
+        Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
+        Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand,
+                  {"a": "a", "b": "b"}),
+        Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
+        Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),
+        Deviation("alpha-of-one-operand", "α holds the factor of {} alone", FACTOR, _single_decode_factor,
+                  {"a": "a", "b": "b"}),
+        Deviation("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", EPILOGUE,
+                  _alpha_after_cast),
+        Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
+                  {"c and the bias": ("c", "bias"), "c": ("c",)}),
+        Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
+    )),
     Deviation("output-truncated", "outputs are truncated to the output's dtype, not rounded", EPILOGUE, _truncated),
     *in_turn(
         NARROW,
