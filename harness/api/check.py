@@ -184,7 +184,7 @@ def check(
     unsupported = Counter(record["message"] for record in records if record["verdict"] == "unsupported")
     compared = sum(map(elements_compared, passed))
     if failed or not compared:
-        rule = nearest_rule(outcomes) if failed and operation == "quantize" else None
+        rule = _rule_of(outcomes) if failed and operation == "quantize" else None
         raise AssertionError(_report(title, function, options, failed, len(records), unsupported, rule))
     return Checked(title, len(records), len(passed), compared, unsupported)
 
@@ -401,6 +401,14 @@ def _records(
     return records
 
 
+def _rule_of(outcomes: list[Outcome]) -> NearestRule | None:
+    """The nearest rule. A search that fails costs itself, not the verdict."""
+    try:
+        return nearest_rule(outcomes)
+    except Exception:
+        return None
+
+
 def _is_finite(inputs: Inputs) -> bool:
     """Whether no input holds NaN or infinity."""
     numbers = (x for x in inputs.tensors.values() if x.is_floating_point())
@@ -438,9 +446,12 @@ def _report(
         return f"{subject}: no case passed{_unsupported(unsupported)}"
     groups = group(failed)
     lines = [f"{subject}: {len(failed)} of {plural(count, 'case')} did not pass{_unsupported(unsupported)}"]
-    if rule is not None:
+    named = rule is not None and not rule.wrong and not rule.changes
+    wrong = [entry.explanation for entry in groups if entry.verdict == "fail"]
+    explained = len(wrong) == 1 and wrong[0] is not None and wrong[0]["exact"]
+    if rule is not None and (named or not explained):
         lines.append(f"nearest rule: {rule}")
-        if not rule.wrong and not rule.changes:
+        if named:
             lines.append(f"next: {reproduction(function, rule.name, options)}")
     for entry in groups[:GROUPS]:
         lines += ["", *_group_lines(entry, failed, function, options)]

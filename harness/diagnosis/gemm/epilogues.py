@@ -328,15 +328,19 @@ def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(nearest.float().abs() > x.abs(), (bits - 1).view(dtype), nearest).float()
 
 
+def _of_alpha(*rows: Deviation[GemmParts]) -> tuple[Deviation[GemmParts], ...]:
+    """Rows for products that have an α."""
+    return tuple(replace(row, when=_has_alpha) for row in rows)
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 EPILOGUES: tuple[Deviation[GemmParts], ...] = (
-    Deviation("outputs-zero", "all outputs are 0", EPILOGUE, _zeros),
     # An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
     Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
     Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
     Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
-    *(replace(row, when=_has_alpha) for row in (
+    *_of_alpha(
         Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
         Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
         Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
@@ -355,7 +359,9 @@ EPILOGUES: tuple[Deviation[GemmParts], ...] = (
         Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
                   {"c and the bias": ("c", "bias"), "c": ("c",)}),
         Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
-    )),
+    ),
+    # An α of 0 says more.
+    Deviation("outputs-zero", "all outputs are 0", EPILOGUE, _zeros),
     Deviation("output-truncated", "outputs are truncated to the output's dtype, not rounded", EPILOGUE, _truncated),
     *in_turn(
         NARROW,

@@ -127,7 +127,8 @@ def _with_evidence(deviation: QuantizeDeviation, matrices: Sequence[KernelMatrix
     if recipe.scale is FP32 and recipe.scale_rounding != "none" and other.scale_rounding == "none":
         scales = torch.cat([matrix.kernel_stages["scales"].flatten() for matrix in matrices])
         count = int((torch.frexp(scales)[0] == 0.5).sum())
-        words = f"; {count or 'none'} of {scales.numel()} scales {'is a power' if count < 2 else 'are powers'} of two"
+        noun = "scale" if scales.numel() == 1 else "scales"
+        words = f"; {count or 'none'} of {scales.numel()} {noun} {'is a power' if count < 2 else 'are powers'} of two"
     elif recipe.tensor_scale == "given" and recipe.block_scale != other.block_scale:
         words = f"; the given scale is taken for {'a decode' if other.block_scale == 'given' else 'an encode'} scale"
     return replace(deviation, sentence=deviation.sentence + words)

@@ -90,7 +90,7 @@ def field_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
 
     The sentence has the name of the FP8 recipe with this change alone.
     """
-    names = {_choices(other): name for name, other in _fp8_recipes(recipe)}
+    names = {_choices(other): name for name, other in fp8_recipes(recipe)}
     return tuple(
         replace(row, sentence=f"{row.sentence}, as recipe {name} does") if name is not None else row
         for row in (*_choice_deviations(recipe), *rows_of(NUMBERS, recipe))
@@ -206,7 +206,7 @@ def _other_dialects(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 def _other_fp8_recipes(recipe: Recipe) -> Iterable[tuple[str, Recipe]]:
     """FP8 recipes that differ from the recipe in several fields. `field_deviations` has the others."""
-    return [(name, other) for name, other in _fp8_recipes(recipe) if _count_changes(recipe, other) > 1]
+    return [(name, other) for name, other in fp8_recipes(recipe) if _count_changes(recipe, other) > 1]
 
 
 def _count_changes(recipe: Recipe, other: Recipe) -> int:
@@ -214,7 +214,7 @@ def _count_changes(recipe: Recipe, other: Recipe) -> int:
 
 
 @lru_cache(maxsize=64)
-def _fp8_recipes(recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
+def fp8_recipes(recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
     """FP8 recipes of the same blocks and elements: other dialects, scales and epsilons, then with the other rule for
     NaN. Each is the first with its bytes, and none has the bytes of `recipe`. Empty for other scales than float32."""
     stem = re.sub(r"(-pow2|-fp32)?(-eps.*)?$", "", recipe.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -18,13 +18,14 @@ from narrowgauge.harness.diagnosis.quantize.recipe_fields import (
     EPSILONS,
     changed_recipe,
     dialect_deviations,
+    fp8_recipes,
     variants,
 )
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Judged
 from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import RULE_FIELDS, Recipe
+from narrowgauge.spec.recipes import RULE_FIELDS, Recipe, find_recipe
 
 WRONG, RIGHT = 8, 2
 """Largest numbers of matrices with wrong stages, and of correct ones, that a rule is compared with."""
@@ -142,11 +143,28 @@ def _nearest(matrices: Sequence[KernelMatrix], asked: Recipe) -> tuple[Recipe, R
                 break
         return best
 
-    named = min((asked, *map(changed_recipe, dialect_deviations(asked))), key=wrong)
-    best = named if not wrong(named) else descend(asked)
-    if wrong(best) <= wrong(named):
-        return best, named if best == named else asked
-    return descend(named), named
+    others = (*map(changed_recipe, dialect_deviations(asked)), *(recipe for _, recipe in fp8_recipes(asked)))
+    by_changes = sorted(filter(_is_named, others), key=lambda recipe: _count_changes(asked, recipe))
+    named = min((asked, *by_changes), key=wrong)  # the first of equal ones has the fewest changes
+    one = min(_with_one_change(asked), key=wrong)
+    if not wrong(named) and (wrong(one) or _choices(named) == _choices(one)):
+        return named, named
+    best = descend(asked)
+    return (best, asked) if wrong(best) <= wrong(named) else (descend(named), named)
+
+
+def _choices(recipe: Recipe) -> tuple[object, ...]:
+    """Everything that decides the bytes of `quantize`, beside the parts of the name."""
+    return tuple(getattr(recipe, name) for name in (*_FIELDS, "smallest_amax"))
+
+
+def _count_changes(one: Recipe, other: Recipe) -> int:
+    return sum(left != right for left, right in zip(_choices(one), _choices(other), strict=True))
+
+
+def _is_named(recipe: Recipe) -> bool:
+    """Whether a name finds the recipe."""
+    return find_recipe(str(recipe)) == recipe
 
 
 def _with_one_change(recipe: Recipe) -> Iterator[Recipe]:
@@ -155,8 +173,9 @@ def _with_one_change(recipe: Recipe) -> Iterator[Recipe]:
         for value in RULE_FIELDS[name]:
             if value != getattr(recipe, name) and "stochastic" not in (value, name == "rounding" and recipe.rounding):
                 yield from variants(recipe, name, value)
-    if recipe.scale is FP32:
-        yield from (replace(recipe, smallest_amax=epsilon) for epsilon in EPSILONS if epsilon != recipe.smallest_amax)
+    for epsilon in EPSILONS if recipe.scale is FP32 else ():
+        if epsilon != recipe.smallest_amax:
+            yield from variants(recipe, "smallest_amax", epsilon)
 
 
 def _spread(matrices: list[KernelMatrix], most: int) -> list[KernelMatrix]:

@@ -259,9 +259,9 @@ def test_the_line_of_a_failure_reproduces_it_in_a_process(
 def test_a_kernel_may_refuse_tails_and_views_only() -> None:
     done = check(checked_functions.refuses_tails_and_views, "nvfp4")
     assert done.passed + sum(done.unsupported.values()) == done.cases
-    assert sum(done.unsupported.values()) == 10  # four shapes of two families, and two views
-    assert done.unsupported["AssertionError: x is contiguous"] == 2
-    assert repr(done).endswith("1 more reason") or "AssertionError: x is contiguous (2)" in repr(done)
+    assert sum(done.unsupported.values()) == 12  # four shapes of two families, and two views of two shapes
+    assert done.unsupported["AssertionError: x is contiguous"] == 4
+    assert repr(done).endswith("1 more reason") or "AssertionError: x is contiguous (4)" in repr(done)
     text = report(checked_functions.raises_at_129_rows)
     assert "error: quantize raised RuntimeError: too many rows (at checked_functions.py:" in text
     text = report(checked_functions.refuses_tails_and_views, shapes=[(3, 17)], families=["normal"])
@@ -382,6 +382,16 @@ def test_a_function_of_another_recipe_is_told_its_recipe() -> None:
     assert f"next: narrowgauge.check(kernel, '{own}'" in text
     done = check(kernel, own, **TWO)
     assert done.cases == done.passed
+
+
+@pytest.mark.parametrize("own", ["fp8-block-1x128-e4m3-fp32-eps1e-10@modelopt", "fp8-block-1x128-e4m3-pow2-eps0.0001"])
+def test_a_function_of_another_epsilon_and_dialect_is_told_its_recipe(own: str) -> None:
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, own)
+        return q.codes, q.scales
+
+    assert f"nearest rule: {own} explains all " in report(kernel, "fp8-block-1x128", **TWO)
 
 
 def test_small_mistakes_together_are_a_rule_and_what_it_leaves() -> None:

@@ -710,6 +710,14 @@ def test_the_recipe_that_an_fp8_kernel_follows_is_named(cause, recipe, inputs, w
     assert all(is_cause(explanation["cause"]) for explanation in record.explanations)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128"])
+def test_codes_of_zero_are_named_first(recipe):
+    record = record_of(
+        case(recipe), quantize=wrong(codes=lambda s: torch.zeros_like(element_codes(s.scaled, s.recipe)))
+    )
+    assert causes(record) == ["codes-zero"]
+
+
 CHOICES = [
     ("scale-order:(amax/6)*enc", "nvfp4", "e4m3-ties", {"block_scale": "(amax/6)*enc"}),
     ("tensor-scale-not-clamped", "nvfp4", "subnormal", {"tensor_limit": "none"}),
