@@ -29,8 +29,13 @@ from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
 from narrowgauge.harness.cases.operations import case_from_id, hold
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.diagnosis.search.nearest_rule import NearestRule, nearest_rule
+from narrowgauge.harness.diagnosis.search.work_limit import CASE
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.records.record import elements_compared
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.records.record import elements_compared, new_record
 from narrowgauge.harness.report.failure_view import explanation_lines, finding_lines
 from narrowgauge.harness.report.groups import Group, group
 from narrowgauge.harness.report.text import number, plural
@@ -39,16 +44,20 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import TILES
 
-GROUPS = 10
-"""Groups of failures that a message shows."""
+GROUPS = 3
+"""Groups of failures that a message shows in full."""
+TITLES = 10
+"""Further groups that a message names, a line each."""
 NAMED = 5
 """Further cases of a group that a message names, and reasons of unsupported cases."""
+_SEARCHED = 6
+"""Failing cases whose causes are searched at full length. The causes of further cases are mostly the same."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
 """Families for a kernel with random bits of its own: statistical tests take seconds for each family that rounds."""
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu", "seed": 0, "declares": {}, "tensor_scale_is": "amax",
-    "layout": "linear", "nibbles": "low-first", "transposed": False,
+    "layout": "linear", "nibbles": "low-first", "transposed": False, "finite": False, "constraints": {},
 }  # fmt: skip
 """Arguments of `check`, beside the operation, that a line to reproduce a failure needs, if they differ from these."""
 
@@ -88,6 +97,8 @@ def check(
     layout: Layout = "linear",
     nibbles: Nibbles = "low-first",
     transposed: bool = False,
+    finite: bool = False,
+    constraints: Mapping[str, Any] | None = None,
 ) -> Checked:
     """Run a function on all input families, tails and views of a recipe, and judge its results.
 
@@ -128,6 +139,9 @@ def check(
     declares: declarations of a backend (docs/backends.md#declarations), such as {"gemm": "sequential"}.
     tensor_scale_is, layout, nibbles, transposed: conventions of the result of quantize, as of
     `narrowgauge.adapt.quantized`.
+    finite: whether the function promises nothing for NaN and infinity: cases with such inputs are left out.
+    constraints: what the function takes, such as {"K": 128} (docs/libraries.md#an-adapter-of-your-own). Other
+    cases are left out.
 
     Every case runs twice on guarded copies of its inputs: a write outside of a tensor, an element that is not written
     and a result that is not repeatable are failures too. NotImplementedError makes a case unsupported. So does any
@@ -151,6 +165,7 @@ def check(
         "contract": None if contract in CONTRACTS.values() else contract, "operation": operation,
         "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
         "tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": transposed,
+        "finite": finite, "constraints": dict(constraints or {}),
     }  # fmt: skip
     for name in _CONVENTIONS[:3]:
         check_choice(name, options[name])
@@ -167,13 +182,15 @@ def check(
     with default_settings(), _generators_kept(options["device"]):
         if type(torch.empty(0)) is not torch.Tensor:
             raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
-        records = _records(function, selected, options)
+        outcomes: list[Outcome] = []
+        records = _records(function, selected, options, outcomes)
     failed = [record for record in records if record["verdict"] not in ("pass", "unsupported")]
     passed = [record for record in records if record["verdict"] == "pass"]
     unsupported = Counter(record["message"] for record in records if record["verdict"] == "unsupported")
     compared = sum(map(elements_compared, passed))
     if failed or not compared:
-        raise AssertionError(_report(title, function, options, failed, len(records), unsupported))
+        rule = _rule_of(outcomes) if failed and operation == "quantize" else None
+        raise AssertionError(_report(title, function, options, failed, len(records), unsupported, rule))
     return Checked(title, len(records), len(passed), compared, unsupported)
 
 
@@ -324,10 +341,14 @@ def _cases(
     for shape in tails:
         optional = shapes is None and cls.may_refuse(shape, chosen)
         wanted += [(shape, family, {}, optional) for family in (every if shapes else few)]
-    wanted += [(main, few[-1], more, optional) for more, optional in cls.usual_options(known)]
+    for shape in (main, *(tails[1:2] if shapes is None else ())):  # options beside whole tiles and beside tails
+        refuses = shape != main and cls.may_refuse(shape, chosen)
+        wanted += [(shape, few[-1], more, optional or refuses) for more, optional in cls.usual_options(known)]
     cases: dict[Case, bool] = {}
     for shape, family, more, optional in wanted:
         for dtype in dtypes:
+            if "out" in more and tuple(dtypes) != (torch.bfloat16,):  # the caller chose the dtypes of outputs
+                continue
             values = {**cls.usual_keys(chosen, name_of(dtype)), **more, **keys, "shape": shape, "inputs": family}
             if kind == "quantize" and layout == TILES:
                 values["scales"] = "swizzled"
@@ -345,9 +366,12 @@ def _cases(
 
 
 def _records(
-    function: Callable[..., Any], selected: list[tuple[Case, bool]], options: Mapping[str, Any]
+    function: Callable[..., Any],
+    selected: list[tuple[Case, bool]],
+    options: Mapping[str, Any],
+    outcomes: list[Outcome],
 ) -> list[dict[str, Any]]:
-    """Records of the cases (`harness.records.record`)."""
+    """Records of the cases (`harness.records.record`). The outcomes of quantized matrices are added to `outcomes`."""
     declares = dict(options["declares"])
     stochastic = any(find_recipe(name).rounding == "stochastic" for case, _ in selected for name in case.recipe_names)
     if options["operation"] == "quantize" and stochastic and "random" not in parameters_of(function):
@@ -355,14 +379,28 @@ def _records(
     conventions = {name: options[name] for name in _CONVENTIONS}
     backend = FunctionBackend(
         name_of_function(function), function, selected[0][0], options["operation"], declares=declares,
-        conventions=conventions,
+        conventions=conventions, constraints=options["constraints"],
     )  # fmt: skip
+
+    def keep(_: Inputs, outcome: Outcome) -> None:
+        if outcome.judged:
+            outcomes.append(outcome)
+
     sharing = count_chance_cases(case for case, _ in selected)
     records = []
     # Causes of earlier cases are tried first, and the diagnosis of a small case tries all deviations.
     for case, optional in sorted(selected, key=lambda pair: pair[0].work if pair[0].smallest_first else 0):
         backend.raised = None
-        record = run_case(case, backend, device=options["device"], seed=options["seed"], sharing=sharing)
+        if options["finite"] and not _is_finite(make_inputs(case, seed=options["seed"])):
+            record = new_record(case, backend=backend.name, device=options["device"], seed=options["seed"])
+            record.verdict, record.message = "unsupported", "finite is True, and the inputs hold NaN or infinity"
+            records.append(record.to_dict())
+            continue
+        failing = sum(record["verdict"] == "fail" for record in records)
+        record = run_case(
+            case, backend, device=options["device"], seed=options["seed"], sharing=sharing, on_outcome=keep,
+            diagnosis=CASE if failing < _SEARCHED else CASE >> 3,
+        )  # fmt: skip
         raised = backend.raised
         if raised is not None and record.verdict == "error" and optional:
             record.verdict, record.message = "unsupported", f"{type(raised).__name__}: {raised}"
@@ -374,6 +412,20 @@ def _records(
             record.verdict, record.message = "unsupported", str(raised) or "NotImplementedError"
         records.append(record.to_dict())
     return records
+
+
+def _rule_of(outcomes: list[Outcome]) -> NearestRule | None:
+    """The nearest rule. A search that fails costs itself, not the verdict."""
+    try:
+        return nearest_rule(outcomes)
+    except Exception:
+        return None
+
+
+def _is_finite(inputs: Inputs) -> bool:
+    """Whether no input holds NaN or infinity."""
+    numbers = (x for x in inputs.tensors.values() if x.is_floating_point())
+    return all(bool(x.float().isfinite().all()) for x in numbers)
 
 
 @contextmanager
@@ -398,18 +450,27 @@ def _report(
     failed: list[dict[str, Any]],
     count: int,
     unsupported: Mapping[str, int],
+    rule: NearestRule | None,
 ) -> str:
-    """Failures by cause, each with a line that reproduces it."""
+    """The nearest rule, and failures by cause: the first groups each with a line that reproduces it."""
     if not failed and count > sum(unsupported.values()):
         return f"{subject}: nothing was compared, all matrices are empty{_unsupported(unsupported)}"
     if not failed:
         return f"{subject}: no case passed{_unsupported(unsupported)}"
     groups = group(failed)
     lines = [f"{subject}: {len(failed)} of {plural(count, 'case')} did not pass{_unsupported(unsupported)}"]
+    named = rule is not None and not rule.wrong and not rule.changes
+    wrong = [entry.explanation for entry in groups if entry.verdict == "fail"]
+    explained = len(wrong) == 1 and wrong[0] is not None and wrong[0]["exact"]
+    if rule is not None and (named or not explained):
+        lines.append(f"nearest rule: {rule}")
+        if named:
+            lines.append(f"next: {reproduction(function, rule.name, options)}")
     for entry in groups[:GROUPS]:
         lines += ["", *_group_lines(entry, failed, function, options)]
-    if len(groups) > GROUPS:
-        lines += ["", f"and {plural(len(groups) - GROUPS, 'more group')} of failures"]
+    if others := groups[GROUPS:]:
+        lines += ["", *(entry.title for entry in others[:TITLES])]
+        lines += [f"and {plural(len(others) - TITLES, 'more group')} of failures"] if len(others) > TITLES else []
     if any(record["verdict"] == "error" for record in failed):
         lines += [
             "",

@@ -61,9 +61,11 @@ class FunctionBackend(Backend):
         *,
         declares: Mapping[str, str],
         conventions: Mapping[str, Any],
+        constraints: Mapping[str, Any],
     ) -> None:
         """The function is the method that `case` and others like it call; `dequantize` is an operation of its own.
-        `conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize."""
+        `conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize. `constraints`:
+        those of a backend (`harness.backends.offer`)."""
         self.raised: Exception | None = None
         """The last exception of the function."""
         self._function, self._conventions = function, conventions
@@ -73,7 +75,7 @@ class FunctionBackend(Backend):
         own: dict[str, Any] = {"quantize": ops.quantize, "dequantize": self._dequantize}
         if operation != "dequantize":
             own = {case.called: self._quantize if case.called == "quantize" else self._method}
-        super().__init__(LocalHost(name, SimpleNamespace(**own, declares=dict(declares))))
+        super().__init__(LocalHost(name, SimpleNamespace(**own, declares=dict(declares), constraints=constraints)))
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method; that of `quantize` is read by the conventions of the function."""

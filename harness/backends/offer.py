@@ -47,9 +47,8 @@ class Offer:
     def reason(self, case: Case) -> str:
         """Why the backend does not run a case, or the empty string."""
         if self.dialects is not None:
-            method = next(iter(case.all_methods()))
-            if self.methods is not None and method not in self.methods:
-                return f"has no {method}"
+            if self.methods is not None and case.called not in self.methods:
+                return f"has no {case.called}"
             for recipe in case.recipe_names:
                 base, _, dialect = recipe.partition("@")
                 if base not in self.dialects:

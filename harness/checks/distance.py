@@ -117,7 +117,7 @@ class Distances:
             return steps_words(steps)
         place = torch.tensor([index], device=self.comparison.expected.device)
         expected, actual = (side.reshape(-1)[place] for side in (self.comparison.expected, self.comparison.actual))
-        kind, difference = _judge(expected, actual, torch.tensor([steps]).to(place), self.comparison.fmt)
+        kind, difference = _judge(expected, actual, place.new_tensor([steps]), self.comparison.fmt)
         name = KINDS[int(kind)]
         if name != ORDINARY:
             return name.removeprefix("with the ")

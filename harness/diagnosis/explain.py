@@ -19,6 +19,8 @@ from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, PossibleCause
 
+VARIATIONS = frozenset({"order-of-threads", "not-repeatable"})
+"""Observed causes that are symptoms: a kernel with a wrong step may vary too."""
 _SEARCHES = 2
 """Searches of all pairs of changes, seconds each, that find no exact cause."""
 
@@ -32,7 +34,8 @@ def explain(
     further: FurtherRun | None = None,
 ) -> list[Explanation]:
     """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
-    that do not depend on the inputs, then signatures.
+    that do not depend on the inputs, then signatures. Deviations of the first wrong result stand before results that
+    vary from run to run.
 
     `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
@@ -44,16 +47,12 @@ def explain(
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
         return []
-    deviations = explain_quantize(outcome, wrong_stage, history, limit, further)
-    deviations += explain_fused_output(outcome, wrong_stage)
-    deviations += explain_gemm(outcome, wrong_stage, history, limit)
-    deviations += _known_mistakes(outcome, wrong_stage, history, limit)
-    deviations += explain_formula(outcome, wrong_stage, limit)
-    deviations += explain_decoding(outcome, wrong_stage, limit)
-    # Deviations that were not tried may give the bytes too.
-    if limit.note:
-        deviations = [each.with_untried_rivals() for each in deviations]
+    deviations = _deviations(outcome, wrong_stage, history, limit, further)
     explanations = explain_memory(outcome, wrong_stage) + deviations
+    if not VARIATIONS.isdisjoint(wrong_stage.causes):  # results that vary are a symptom, and a step may be wrong too
+        later = [stage for stage in outcome.stages if not stage.passed and not stage.causes]
+        steps = _deviations(outcome, later[0], history, limit, further) if later else []
+        explanations = [step for step in steps if step.exact] + explanations
     exact = not limit.note and not any(explanation.exact for explanation in explanations)
     # A kernel may return the amax that it is given.
     returns_amax = any(judged.subject.amax_given for judged in outcome.judged)
@@ -61,6 +60,20 @@ def explain(
     if runs is not None and (pair := runs()) is not None:
         explanations += explain_same_results(wrong_stage, *pair, exact=exact)
     return [*explanations, *signatures(outcome, wrong_stage)]
+
+
+def _deviations(
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit, further: FurtherRun | None
+) -> list[Explanation]:
+    """Deviations that give the kernel's bytes of a wrong stage."""
+    found = explain_quantize(outcome, wrong_stage, history, limit, further)
+    found += explain_fused_output(outcome, wrong_stage)
+    found += explain_gemm(outcome, wrong_stage, history, limit)
+    found += _known_mistakes(outcome, wrong_stage, history, limit)
+    found += explain_formula(outcome, wrong_stage, limit)
+    found += explain_decoding(outcome, wrong_stage, limit)
+    # Deviations that were not tried may give the bytes too.
+    return [each.with_untried_rivals() for each in found] if limit.note else found
 
 
 def _known_mistakes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from narrowgauge.reference.bounds.flushing import extended_to_zero, is_subnormal
 from narrowgauge.reference.bounds.promotion_bounds import SumBounds
@@ -90,7 +91,8 @@ def decoded(q: Quantized, factor: TensorFactor, dtype: torch.dtype, *, flushes: 
     unknown = small
     if factor.rounded:
         slack = _ROUNDINGS * UNIT * (1 + 2.0**-20) * _finite(exact).abs()
-        sizes = _finite(scales).abs().clamp(max=1.0).amin(1, keepdim=True)
+        magnitudes = _finite(scales).abs()
+        sizes = pad(magnitudes, (0, 1), value=1.0).amin(1, keepdim=True)  # at most 1, and K may be 0
         small = (sizes * factor.values < _SMALL) & (exact != 0)
         # Half a step of a subnormal product is multiplied by the element. A factor below 2^-126 has a relative error of
         # up to 1, and 1/enc is at least 2^-128.
@@ -99,7 +101,7 @@ def decoded(q: Quantized, factor: TensorFactor, dtype: torch.dtype, *, flushes: 
         slack += torch.where(factor.values < SMALLEST_NORMAL, 2 * _finite(values).abs() * least, 0.0)
         slack = torch.where(small, slack + steps, slack)
         # amax times a block scale, an order of some dialects, may overflow.
-        largest = _finite(scales).abs().amax(1, keepdim=True) if scales.shape[1] else torch.zeros_like(factor.values)
+        largest = pad(magnitudes, (0, 1)).amax(1, keepdim=True)
         unknown = (largest * factor.values * q.recipe.max_product * (1 + 2.0**-20) > FLT_MAX) & exact.isfinite()
     elif flushes:
         small = (is_subnormal(factor.values) | is_subnormal(scales).any(1, keepdim=True)) & (exact != 0)

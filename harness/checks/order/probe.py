@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.harness.checks.order.masks import GemmFunction, MaskedGemm, OrderUnknown
 from narrowgauge.harness.checks.order.operands import FP4, SPREAD, OperandDtype, rounded
-from narrowgauge.harness.checks.order.order import Order, Slices, kind_of
+from narrowgauge.harness.checks.order.order import Order, Slices, in_slices, kind_of, sequential
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.product import DTYPES
@@ -24,6 +24,8 @@ _FEW_COLUMNS, _PROBED_TWICE = 40, 1024
 """Columns above and up to which a tree without a confirmed arithmetic is probed again, at every column."""
 _EXACT_FP4 = 2**24 // 144
 """K up to which float32 sums of E2M1 products are exact in any order."""
+_FAMILIES = ("normal", "wide", "cancelling")
+"""Random products that an order must predict."""
 _SINGLE_CALLS = 3000
 """Most columns for which a single output is probed."""
 
@@ -55,23 +57,79 @@ def accumulation_order(
         if size < 1:
             raise ValueError(f"{name} is {size}; a GEMM to be probed has at least 1")
     gemm = MaskedGemm(function, (M, K, N), dtype, device)
+    if gemm.dtypes == (FP4, FP4):
+        if K % 2:
+            raise ValueError(f"K is {K}; operands of {FP4} hold two numbers in an element, so K is even")
+        return _of_exact_products(gemm, seed)
+    order = _by_masks(gemm, seed)
+    return order if order.confirmed else _of_exact_groups(gemm, seed) or order
+
+
+def _by_masks(gemm: MaskedGemm, seed: int) -> Order:
+    """The order by its tree of additions."""
+    shape = (gemm.rows, gemm.columns, gemm.others)
     try:
-        if gemm.dtypes == (FP4, FP4):
-            if K % 2:
-                raise ValueError(f"K is {K}; operands of {FP4} hold two numbers in an element, so K is even")
-            return _of_exact_products(gemm, seed)
         gemm.calibrate()
         tree = _tree(gemm)
     except OrderUnknown as error:
-        return Order((M, K, N), gemm.dtype, "unknown", calls=gemm.calls, reason=str(error))
+        return Order(shape, gemm.dtype, "unknown", calls=gemm.calls, reason=str(error))
     order = _confirmed(gemm, tree, seed)
-    if order.confirmed or not _FEW_COLUMNS < K <= _PROBED_TWICE:
+    if order.confirmed or not _FEW_COLUMNS < gemm.columns <= _PROBED_TWICE:
         return order
     try:
         probed = reveal(gemm, infers=False)
     except OrderUnknown:
         return order
     return order if probed == tree else _confirmed(gemm, probed, seed)
+
+
+def _of_exact_groups(gemm: MaskedGemm, seed: int) -> Order | None:
+    """The order of a GEMM that adds groups of products exactly, as float64 does, and rounds each sum to float32: beside
+    the sum of the groups before, or alone. Masks do not tell the columns of such a group apart. None if such an order
+    does not predict every output.
+    """
+    if torch.float32 in gemm.dtypes or gemm.columns < 2:  # float64 rounds sums of float32 products
+        return None
+    columns = range(gemm.columns)
+    try:
+        width, apart = _exact_groups(gemm)
+    except OrderUnknown:
+        return None
+    tree = in_slices(columns, width, width) if apart else sequential(columns, width)
+    assert isinstance(tree, Chain)
+    a, b, results = _samples(gemm, seed)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    operands = tuple(names[dtype] for dtype in gemm.dtypes)
+    arithmetic = NodeArithmetic(HardwareModel("probed", operands, width, _EXACT, kept=23, nearest=True))
+    if not torch.equal(tree_sum_of_pairs(tree, a, b, arithmetic).to(gemm.out_dtype).double(), results):
+        return None
+    shape = (gemm.rows, gemm.columns, gemm.others)
+    return Order(shape, gemm.dtype, kind_of(tree, gemm.columns), tree, arithmetic, len(results), 0, gemm.calls)
+
+
+def _exact_groups(gemm: MaskedGemm) -> tuple[int, bool]:
+    """Columns of the first group, in which a mask and its negative lose no small product, and whether the sum of a
+    group is rounded before it is added to the sum of the groups before. Raises OrderUnknown if outputs contradict one
+    another."""
+    large, least = gemm.scale()
+    small = max(least, large * 2.0 ** (2 - _EXACT))  # float32 loses it beside the mask, and float64 does not
+    low, high = 1, gemm.columns
+    while high - low > 1:
+        last = (low + high) // 2
+        (total,) = gemm.measured([{0: large, 1: small, last: -large}])
+        low, high = (last, high) if total == small else (low, last)
+    width = low + 1
+    if width + 2 > gemm.columns:
+        return width, False
+    (total,) = gemm.measured([{0: large, width: small, width + 1: -large}])
+    return width, total != small
+
+
+def _samples(gemm: MaskedGemm, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The checked outputs of all families: rows of a and of b (S, K), float32, and results (S,), float64."""
+    samples = [_sample(gemm, family, seed + number) for number, family in enumerate(_FAMILIES)]
+    a, b, results = (torch.cat(tensors) for tensors in zip(*samples, strict=True))
+    return a, b, results
 
 
 def _tree(gemm: MaskedGemm) -> Chain:
@@ -92,8 +150,7 @@ def _of_exact_products(gemm: MaskedGemm, seed: int) -> Order:
     2^24/144 columns are exact in any order.
     """
     shape = (gemm.rows, gemm.columns, gemm.others)
-    samples = [_sample(gemm, family, seed + number) for number, family in enumerate(("normal", "wide", "cancelling"))]
-    a, b, results = (torch.cat(tensors) for tensors in zip(*samples, strict=True))
+    a, b, results = _samples(gemm, seed)
     exact = (a.double() * b.double()).sum(1).float().to(gemm.out_dtype).double()
     wrong, checked = int((exact != results).sum()), len(results)
     if gemm.columns > _EXACT_FP4:
@@ -111,9 +168,8 @@ def _of_exact_products(gemm: MaskedGemm, seed: int) -> Order:
 def _confirmed(gemm: MaskedGemm, tree: Chain, seed: int) -> Order:
     shape = (gemm.rows, gemm.columns, gemm.others)
     kind = kind_of(tree, gemm.columns)
-    samples = [_sample(gemm, family, seed + number) for number, family in enumerate(("normal", "wide", "cancelling"))]
-    a, b, results = (torch.cat(tensors) for tensors in zip(*samples, strict=True))
-    sizes = [len(rows) * len(columns) for _ in samples for rows, columns in _parts(gemm)]
+    a, b, results = _samples(gemm, seed)
+    sizes = [len(rows) * len(columns) for _ in _FAMILIES for rows, columns in _parts(gemm)]
     checked = len(results)
     best: tuple[int, NodeArithmetic, list[torch.Tensor]] | None = None
     try:

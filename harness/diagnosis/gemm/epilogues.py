@@ -26,6 +26,12 @@ from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 
+
+def _has_alpha(parts: GemmParts) -> bool:
+    """Whether a factor of the tensors or rows multiplies the sums."""
+    return any(q.recipe.alpha != "1" for q in (parts.source.a, parts.source.b))
+
+
 # ---- the factor ------------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +240,15 @@ def _twice(name: str, parts: GemmParts, ends: Ends) -> list[Ends]:
 
 
 def _no_product(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None and parts.bias is None:
+        return []
     zeros = torch.zeros_like(ends[0])
     return correct_epilogue(parts, (zeros, zeros))
+
+
+def _zeros(_: GemmParts, ends: Ends) -> list[Ends]:
+    zeros = torch.zeros_like(ends[0])
+    return [(zeros, zeros)]
 
 
 def _first_row_of_c(parts: GemmParts, ends: Ends) -> list[Ends]:
@@ -315,6 +328,11 @@ def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(nearest.float().abs() > x.abs(), (bits - 1).view(dtype), nearest).float()
 
 
+def _of_alpha(*rows: Deviation[GemmParts]) -> tuple[Deviation[GemmParts], ...]:
+    """Rows for products that have an α."""
+    return tuple(replace(row, when=_has_alpha) for row in rows)
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 EPILOGUES: tuple[Deviation[GemmParts], ...] = (
@@ -322,23 +340,28 @@ EPILOGUES: tuple[Deviation[GemmParts], ...] = (
     Deviation("c-ignored", "c is not added", EPILOGUE, _changed("c")),
     Deviation("bias-ignored", "the bias is not added", EPILOGUE, _changed("bias")),
     Deviation("c-and-bias-ignored", "neither c nor the bias is added", EPILOGUE, _without_addends),
-    Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
-    Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
-    Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
-              {phrase: (sides, torch.float16) for phrase, sides in _AMAXES.items()}),
-    Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
-              {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
-    Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
-    Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand, {"a": "a", "b": "b"}),
-    Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
-    Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),
-    Deviation("alpha-of-one-operand", "α holds the factor of {} alone", FACTOR, _single_decode_factor,
-              {"a": "a", "b": "b"}),
-    Deviation("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", EPILOGUE,
-              _alpha_after_cast),
-    Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
-              {"c and the bias": ("c", "bias"), "c": ("c",)}),
-    Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
+    *_of_alpha(
+        Deviation("alpha-flushed", "a subnormal α is taken to be 0", FACTOR, _flushed_factor),
+        Deviation("alpha-order:{}", "α is {}", FACTOR, lambda order, parts: order(parts), ORDERS),
+        Deviation("alpha-amax-through-fp16", "α is made of {} rounded to fp16", FACTOR, _rounded_amaxes,
+                  {phrase: (sides, torch.float16) for phrase, sides in _AMAXES.items()}),
+        Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
+                  {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
+        Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
+        Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand,
+                  {"a": "a", "b": "b"}),
+        Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
+        Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),
+        Deviation("alpha-of-one-operand", "α holds the factor of {} alone", FACTOR, _single_decode_factor,
+                  {"a": "a", "b": "b"}),
+        Deviation("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", EPILOGUE,
+                  _alpha_after_cast),
+        Deviation("alpha-times-c", "α multiplies {} too", EPILOGUE, _alpha_times_addends,
+                  {"c and the bias": ("c", "bias"), "c": ("c",)}),
+        Deviation("alpha-times-bias", "α multiplies {} too", EPILOGUE, _alpha_times_addends, {"the bias": ("bias",)}),
+    ),
+    # An α of 0 says more.
+    Deviation("outputs-zero", "all outputs are 0", EPILOGUE, _zeros),
     Deviation("output-truncated", "outputs are truncated to the output's dtype, not rounded", EPILOGUE, _truncated),
     *in_turn(
         NARROW,

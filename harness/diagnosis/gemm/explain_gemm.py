@@ -120,10 +120,10 @@ def explain_gemm(
     matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
     if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
         return [Explanation.of(ANY_ORDER, wrong_stage.stage)]
-    matches += search.other_declarations(products)
-    if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
-        matches = search.last_matches()
     matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
+    matches += search.other_declarations(products)  # last: these weaken the rule
+    if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
+        matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
     simplest = {match.cause: match for match in reversed(matches)}
     causes = list(dict.fromkeys(match.cause for match in matches))
     history.remember(causes)
@@ -204,6 +204,11 @@ class _Search:
         return rows * columns * (1 + parts.left.shape[1] / 128)
 
     @cached_property
+    def has_few_wrong(self) -> bool:
+        """Whether fewer than `_LEAST_SEPARATED` outputs are wrong."""
+        return sum(int(parts.wrong.sum()) for parts in self.products) < _LEAST_SEPARATED
+
+    @cached_property
     def _of_all(self) -> float:
         """Work of all outputs."""
         return sum(self._work(parts, *parts.output.shape) for parts in self.products)
@@ -276,8 +281,10 @@ class _Search:
         return found
 
     def other_declarations(self, products: Sequence[Product]) -> list[Match]:
-        """The declarations under which all outputs are correct."""
+        """Declarations under which all outputs are correct, if `_LEAST_SEPARATED` outputs are wrong without them."""
         found: list[Match] = []
+        if self.has_few_wrong:
+            return found
         for declaration in rows_of(DECLARATIONS, products[0].order):
             if not self.limit.may_try(self._of_all):
                 break

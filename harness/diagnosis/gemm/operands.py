@@ -166,7 +166,7 @@ def _with_zero_codes(q: Quantized, zero: torch.Tensor) -> Quantized:
     """The matrix with code 0 where the mask `zero` (M, K) is True."""
     if q.recipe.element.bits != 4:
         return replace(q, codes=q.codes.masked_fill(zero, 0))
-    pairs = torch.nn.functional.pad(zero, (0, q.shape[1] % 2)).view(len(zero), -1, 2)
+    pairs = torch.nn.functional.pad(zero, (0, q.shape[1] % 2)).view(len(zero), -(-q.shape[1] // 2), 2)
     codes = q.codes.masked_fill(pairs[..., 0], 0) & 0xF | q.codes.masked_fill(pairs[..., 1], 0) & 0xF0
     return replace(q, codes=codes)
 

@@ -29,7 +29,7 @@ def element_classes(outcome: Outcome, wrong_stage: StageResult) -> Iterator[Elem
     else:
         judged = _judged_matrix(outcome, wrong_stage)
         kind = wrong_stage.stage.rpartition(".")[2]
-        class_functions = {"codes": _code_classes, "scales": _scale_classes, "values": _code_classes}
+        class_functions = {"codes": code_classes, "scales": scale_classes, "values": code_classes}
         candidates = class_functions[kind](judged) if judged is not None and kind in class_functions else iter(())
         if judged is not None and judged.kernel.transposed:
             candidates = ((name, phrase, mask.T) for name, phrase, mask in candidates)
@@ -60,7 +60,7 @@ def _tensor_scale(judged: Judged) -> torch.Tensor | None:
     return tensor_scale(oracle.amax if result.amax is None else result.amax, recipe, judged.subject.x.dtype)
 
 
-def _code_classes(judged: Judged) -> Iterator[ElementClass]:
+def code_classes(judged: Judged) -> Iterator[ElementClass]:
     subject, recipe = judged.subject, judged.subject.recipe
     x, scales = subject.x, linear_scales(judged.kernel)
     factor = used_scale(_tensor_scale(judged), scales, judged.given)
@@ -87,7 +87,7 @@ def _code_classes(judged: Judged) -> Iterator[ElementClass]:
             )
 
 
-def _scale_classes(judged: Judged) -> Iterator[ElementClass]:
+def scale_classes(judged: Judged) -> Iterator[ElementClass]:
     subject, recipe = judged.subject, judged.subject.recipe
     amaxes = subject.blocks
     yield "zero-blocks", "of blocks that are 0", amaxes == 0

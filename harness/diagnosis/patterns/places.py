@@ -75,6 +75,7 @@ def places(wrong: torch.Tensor) -> Iterator[Place]:
         yield Place(cause, phrase, range(m), band, similar_places, blocks=blocks)
     yield from _tile_places(row_axis, column_axis)
     yield from _memory_places(wrong)
+    yield from _interval_places(row_axis, column_axis)
 
 
 _AxisPlaces = Iterator[tuple[str, str, range, int, bool]]
@@ -193,6 +194,27 @@ def _tile_places(row_axis: _Axis, column_axis: _Axis) -> Iterator[Place]:
             number = -(-row_axis.extent // tile) * -(-column_axis.extent // tile)
             phrase = f"in the tile of {tile}x{tile} at row {rows[0]}, column {columns[0]}"
             yield Place(f"place:tile-{rows[0]}-{columns[0]}", phrase, rows, columns, number)
+
+
+def _interval_places(row_axis: _Axis, column_axis: _Axis) -> Iterator[Place]:
+    """From the first to the last row, column, and both: exact ranges, where no tile is as small. None if all wrong
+    elements are in a single row or column."""
+    axes = (row_axis, column_axis)
+    if any(len(axis.numbers) == 1 for axis in axes):
+        return
+    whole = [range(axis.extent) for axis in axes]
+    spans = [range(axis.numbers[0], axis.numbers[-1] + 1) for axis in axes]
+    phrases = [f"{axis.name}s {span[0]} to {span[-1]}" for axis, span in zip(axes, spans, strict=True)]
+    # Any interval could have been reported.
+    similar = [axis.extent * (axis.extent + 1) // 2 for axis in axes]
+    narrow = [len(span) < axis.extent for axis, span in zip(axes, spans, strict=True)]
+    if narrow[0]:
+        yield Place(f"place:rows-{spans[0][0]}", f"in {phrases[0]}", spans[0], whole[1], similar[0])
+    if narrow[1]:
+        yield Place(f"place:columns-{spans[1][0]}", f"in {phrases[1]}", whole[0], spans[1], similar[1])
+    if all(narrow):
+        cause = f"place:rows-{spans[0][0]}-columns-{spans[1][0]}"
+        yield Place(cause, f"in {', '.join(phrases)}", spans[0], spans[1], similar[0] * similar[1])
 
 
 def _memory_places(wrong: torch.Tensor) -> Iterator[Place]:

@@ -9,6 +9,7 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
+    CODES_ZERO,
     ROUNDINGS,
     SCALINGS,
     SPECIAL_VALUES,
@@ -88,6 +89,8 @@ def _step_deviations(
     """Mistakes in a single step of the quantizer."""
     first = matrices[0]
     recipe = first.subject.recipe
+    if "codes" in wrong_masks:
+        yield CODES_ZERO
     yield from section_result_deviations(matrices)
     if "layout" in wrong_masks:
         yield from layout_deviations(matrices)

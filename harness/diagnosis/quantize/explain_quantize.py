@@ -24,6 +24,8 @@ from narrowgauge.harness.diagnosis.search.history import (
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
+from narrowgauge.spec.formats import FP32
 
 BOTH: QuantizeDeviation = Deviation("both:{}", "{1[0]}; and {1[1]}", "several")
 SCALES_MOVED: QuantizeDeviation = Deviation(
@@ -34,6 +36,10 @@ SCALES_CHANGED: QuantizeDeviation = Deviation(
 )
 RIGHT_CODES = "; the codes are those of the right scales"
 """End of the sentence where only the scales are wrong."""
+LEAST_WRONG = 10
+"""Wrong codes and scales of an exact deviation if the kernel cannot be called on further inputs."""
+PAIR_SEARCHES = 3
+"""Searches of a stage of a recipe for a pair of deviations, a second each, that find none."""
 MAX_EXPLANATIONS = 5
 """Explanations of a wrong stage."""
 
@@ -49,11 +55,11 @@ def explain_quantize(
 
     Every stage of a matrix is replayed on the kernel's result of the stage before. A deviation is exact if it gives
     every byte of these matrices, the bytes of the case's other matrices with wrong stages, and the bytes of the case on
-    the further inputs of `further`. If no single deviation gives the bytes, pairs of those that explain a part are
-    tried. Codes that are those of the right scales are right, and only the scales are explained. If no pair does, the
-    explanations are possible causes: deviations that give the bytes of the first wrong stage alone, or the deviation
-    that explains most of the wrong elements. The result has at most `MAX_EXPLANATIONS`, the simplest first. It is empty
-    if the stage is not a stage of a quantized matrix.
+    the further inputs of `further`, or without such inputs at least `LEAST_WRONG` wrong elements. If no single
+    deviation gives the bytes, pairs of those that explain a part are tried. Codes that are those of the right scales
+    are right, and only the scales are explained. If no pair does, the explanations are possible causes: deviations that
+    give the bytes of the first wrong stage alone, or the deviation that explains most of the wrong elements. The result
+    has at most `MAX_EXPLANATIONS`, the simplest first. It is empty if the stage is not a stage of a quantized matrix.
     """
     start, point, name = wrong_stage.stage.rpartition(".")
     search = _search_of(outcome, start + point, history, limit)
@@ -68,13 +74,20 @@ def explain_quantize(
         refuted_by = ""
         if further is not None:
             deviations, refuted_by = search.confirm(deviations, start + point, further)
-        simplest = simplest_of_causes(deviations)
+        simplest = [_with_evidence(each, search.matrices) for each in simplest_of_causes(deviations)]
         explanations = [_explanation_of_all(deviation, wrong_stage.stage, elsewhere) for deviation in simplest]
+        if further is None and (few := search.too_few_wrong):
+            return [
+                replace(each, sentence=each.sentence + few, exact=False) if each.exact else each
+                for each in explanations
+            ]
         return [_without_proof(each, refuted_by) if refuted_by else each for each in explanations]
-    if not search.is_exhausted:
+    pairs = (str(search.recipe), f"{name} of pairs", False)
+    if not search.is_exhausted and history.searches[pairs] < PAIR_SEARCHES:
         matches = partial_matches(search.matrices, search.deviations, limit)
         if (pair := explaining_pair(search.matrices, matches)) is not None:
             return [_explanation_of_pair(*pair, wrong_stage.stage)]
+        history.searches[pairs] += not limit.reached
         if len(search.wrong_stages) == 1 and (match := large_match(matches)) is not None:
             share = f"explains {min(100 * match.share, 99.9):.3g} % of the wrong elements"
             sentence = f"{match.deviation.sentence}; {share}"
@@ -87,8 +100,10 @@ def explain_quantize(
 
 
 def _of_stored_scales(search: _Search, stage: str) -> list[Explanation]:
-    """What happened to the scales after the codes were made."""
-    deviations = [each for each in search.explain(["scales"]) if each.step == "scales"]
+    """What happened to the scales after the codes were made, or a recipe whose codes do not depend on its scales."""
+    deviations = [each for each in search.explain(search.wrong_stages) if each.step == "recipe"]
+    deviations = [_with_evidence(each, search.matrices) for each in deviations]
+    deviations += [each for each in search.explain(["scales"]) if each.step == "scales"]
     found = [Explanation.of(deviation, stage) for deviation in simplest_of_causes(deviations)]
     if not found:
         stored = [matrix.kernel_stages["scales"] for matrix in search.matrices]
@@ -102,6 +117,21 @@ def simplest_of_causes(deviations: Sequence[QuantizeDeviation]) -> list[Quantize
     """The first deviation of each cause, at most `MAX_EXPLANATIONS`."""
     first = {deviation.cause: deviation for deviation in reversed(deviations)}
     return [each for each in deviations if first[each.cause] is each][:MAX_EXPLANATIONS]
+
+
+def _with_evidence(deviation: QuantizeDeviation, matrices: Sequence[KernelMatrix]) -> QuantizeDeviation:
+    """The deviation. If it replaces the recipe, its sentence has what shows this at once: how many float32 scales are
+    powers of two, or the other meaning of the given scale."""
+    recipe, other = (Replay(matrices[0], each).recipe for each in (None, deviation))
+    words = ""
+    if recipe.scale is FP32 and recipe.scale_rounding != "none" and other.scale_rounding == "none":
+        scales = torch.cat([matrix.kernel_stages["scales"].flatten() for matrix in matrices])
+        count = int((torch.frexp(scales)[0] == 0.5).sum())
+        noun = "scale" if scales.numel() == 1 else "scales"
+        words = f"; {count or 'none'} of {scales.numel()} {noun} {'is a power' if count < 2 else 'are powers'} of two"
+    elif recipe.tensor_scale == "given" and recipe.block_scale != other.block_scale:
+        words = f"; the given scale is taken for {'a decode' if other.block_scale == 'given' else 'an encode'} scale"
+    return replace(deviation, sentence=deviation.sentence + words)
 
 
 def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: WorkLimit) -> _Search | None:
@@ -249,6 +279,17 @@ class _Search:
         """
         families = [by for (_, other), by in self.history.refuted_by.items() if other == name]
         return (where, name) in self.history.refuted_by or (len(families) >= PROOFS and not any(families))
+
+    @property
+    def too_few_wrong(self) -> str:
+        """End of the sentence of a deviation that fewer than `LEAST_WRONG` wrong codes and scales show. Empty if there
+        are more, or if a number of the tensor is wrong, which has 2^32 values."""
+        counts = {
+            stage: sum(int(mask.count_nonzero()) for mask in self._wrong_masks(stage)) for stage in self.wrong_stages
+        }
+        if sum(counts.values()) >= LEAST_WRONG or not set(counts) <= set(ROW_STAGES) or self.recipe.scale is FP32:
+            return ""
+        return f"{GIVES_EVERY_BYTE}{sum(counts.values())} wrong elements are few, and other mistakes may give them"
 
     @cached_property
     def deviations(self) -> list[QuantizeDeviation]:

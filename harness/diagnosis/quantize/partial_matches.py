@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import permutations
 
 import torch
 
@@ -15,6 +16,10 @@ from narrowgauge.reference.quantize.layout import elements
 
 CANDIDATES = 16
 """Deviations that are tried in pairs: those that explain most of the wrong elements."""
+PROBED = 32
+"""Deviations that are tried on all rows: those that explain most of the wrong elements of a few rows."""
+_PROBE_ROWS = 8
+"""Rows from the first wrong row on, and from one in the middle of the wrong rows, on which deviations are ranked."""
 LARGEST = 1 << 21
 """Elements of the largest matrices on which pairs are tried."""
 EVIDENCE = 4
@@ -42,15 +47,20 @@ def partial_matches(
         return []
     kernel, right_stages = _kernel_elements(matrices), _right_stages(matrices)
     right, probe = _elements(matrices, right_stages, None), _probe(matrices)
-    matches = []
+    ranked = []
     for deviation in deviations:
+        if not limit.may_compare(probe.kernel.numel()):
+            break
+        with suppress(ValueError):  # the changed recipe refuses this amax or dtype
+            if deviation.exact and (count := probe.count_explained(deviation)):
+                ranked.append((count, deviation))
+    matches = []
+    for _, deviation in sorted(ranked, key=lambda pair: -pair[0])[:PROBED]:
         if not limit.may_compare(kernel.numel()):
             break
         try:
-            if not deviation.exact or not probe.explains_some(deviation):
-                continue
             found = _elements(matrices, right_stages, deviation)
-        except ValueError:  # the changed recipe refuses this amax or dtype
+        except ValueError:
             continue
         wrong, changed = kernel != right, found != right
         explained = int((wrong & (found == kernel)).count_nonzero())
@@ -68,13 +78,18 @@ def explaining_pair(
     Each of them must explain at least `EVIDENCE` elements that the other does not change.
     """
     kernel, right = _kernel_elements(matrices), _elements(matrices, _right_stages(matrices), None)
-    for first, second in permutations(matches, 2):
-        by_first, by_second = first.found != right, second.found != right
-        alone = (by_first & ~by_second, by_second & ~by_first)
-        if any(int(mask.count_nonzero()) < EVIDENCE for mask in alone):
-            continue
-        if torch.equal(torch.where(by_first, first.found, second.found), kernel):
-            return first.deviation, second.deviation
+    wrong = kernel != right
+    changed = [match.found != right for match in matches]
+    mistaken = [by & (match.found != kernel) for by, match in zip(changed, matches, strict=True)]
+    firsts = [number for number in range(len(matches)) if not bool(mistaken[number].any())]
+    for first in firsts:
+        remaining = wrong & ~changed[first]
+        for second, by_second in enumerate(changed):
+            alone = (changed[first] & ~by_second, by_second & ~changed[first])
+            if second == first or bool((remaining & ~by_second).any()) or bool((mistaken[second] & alone[1]).any()):
+                continue
+            if all(int(mask.count_nonzero()) >= EVIDENCE for mask in alone):
+                return matches[first].deviation, matches[second].deviation
     return None
 
 
@@ -128,12 +143,12 @@ class _Probe:
     right_stages: RightStages
     wrong: torch.Tensor
 
-    def explains_some(self, deviation: QuantizeDeviation) -> bool:
-        """Whether the deviation gives wrong elements of the probe, or cannot be replayed on it."""
+    def count_explained(self, deviation: QuantizeDeviation) -> float:
+        """The wrong elements of the probe that the deviation gives; infinite if it cannot be replayed on rows."""
         if not all(can_replay_rows(deviation, matrix) for matrix in self.matrices):
-            return True
+            return math.inf
         found = _elements(self.matrices, self.right_stages, deviation)
-        return bool((self.wrong & (found == self.kernel)).any())
+        return int((self.wrong & (found == self.kernel)).count_nonzero())
 
 
 def _probe(matrices: Sequence[KernelMatrix]) -> _Probe:
@@ -150,5 +165,8 @@ def _wrong_rows(matrices: Sequence[KernelMatrix]) -> Sequence[KernelMatrix]:
             expected = Replay(matrix).compute_stage(stage)
             rows = (expected != matrix.kernel_stages[stage]).any(1).nonzero().flatten().tolist()
             if rows:
-                return [matrix.select_rows(matrix.tile_rows(stage, row)) for row in rows[:: -(-len(rows) // 8)]]
+                starts = dict.fromkeys(matrix.tile_rows(stage, row).start for row in (rows[0], rows[len(rows) // 2]))
+                height = -(-_PROBE_ROWS // matrix.tile_height) * matrix.tile_height
+                last = matrix.subject.matrix.shape[0]
+                return [matrix.select_rows(slice(start, min(start + height, last))) for start in starts]
     return matrices

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any, get_args
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
-from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
+from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.recipe import (
     Alpha,
@@ -75,14 +76,37 @@ ZERO_SCALE = _field("zero-scale:{}", "elements: a scale of 0 is taken for {}", _
 _SKIPPED_VALUES = ("stochastic", "nearest-toward-zero", "nearest-away", "refuse", "given")
 """Values without a deviation here: roundings with deviations in other modules, a limit that gives no scale, and a scale
 that only a caller has."""
-_QUANTIZE_FIELDS = tuple(field.name for field in fields(Recipe) if field.name not in ("dialect", "decode", "alpha"))
+_QUANTIZE_FIELDS = tuple(
+    field.name for field in fields(Recipe) if field.name not in ("name", "dialect", "decode", "alpha", "packing")
+)
+EPSILONS = (448e-30, 1e-12, 1e-10, 1e-8, 448e-10, 1e-6, 1e-5, 1e-4, 2.0**-9)
+"""Lower clamps of amaxes in libraries."""
 _UNCLAMPED_FACTOR = ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))")
 
 
 @lru_cache(maxsize=256)
 def field_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
-    """Every other value of a field, if the changed recipe is valid; then other numbers and formats."""
-    return (*_choice_deviations(recipe), *rows_of(NUMBERS, recipe))
+    """Every other value of a field, if the changed recipe is valid; then other numbers and formats.
+
+    The sentence has the name of the FP8 recipe with this change alone.
+    """
+    names = {_choices(other): name for name, other in fp8_recipes(recipe)}
+    return tuple(
+        replace(row, sentence=f"{row.sentence}, as recipe {name} does") if name is not None else row
+        for row in (*_choice_deviations(recipe), *rows_of(NUMBERS, recipe))
+        for name in [names.get(_choices(changed_recipe(row)))]
+    )
+
+
+def changed_recipe(row: QuantizeDeviation) -> Recipe:
+    """The recipe of a row that is bound to it."""
+    recipe: Recipe = row.change.args[0]  # type: ignore[union-attr]
+    return recipe
+
+
+def _choices(recipe: Recipe) -> tuple[Any, ...]:
+    """Everything that decides the bytes of `quantize`."""
+    return tuple(getattr(recipe, name) for name in _QUANTIZE_FIELDS)
 
 
 def _choice_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
@@ -99,7 +123,7 @@ def _choice_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             row, name = NAMED_CHOICES.get((field, value), usual), value
             if field == "candidates" and "6" not in (value, recipe.candidates):
                 row, name = OTHER_MEASURE, (value[-3:], recipe.candidates[-3:])
-            for variant in _variants(recipe, field, value):
+            for variant in variants(recipe, field, value):
                 if (recipe.element_scale, variant.element_scale) == _UNCLAMPED_FACTOR:  # equal except for a scale of 0
                     row, name = ZERO_SCALE, variant.zero_scale
                 stages = usual.stages
@@ -109,19 +133,19 @@ def _choice_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
                 yield replace(row.bound(name, variant), stages=changed_stages, optional_stages=optional)
 
 
-def _variants(recipe: Recipe, field: str, value: str) -> list[Recipe]:
+def variants(recipe: Recipe, field: str, value: Any) -> list[Recipe]:
     """Valid recipes with this value of the field. Dependent fields are changed if the recipe is invalid without it."""
     with suppress(ValueError):
-        return [replace(recipe, **{field: value})]  # type: ignore[arg-type]
+        return [replace(recipe, **{field: value})]
     variants = []
     if field == "element_scale":
         for zero_scale in get_args(ZeroScale):
             with suppress(ValueError):
-                variants.append(replace(recipe, element_scale=value, zero_scale=zero_scale))  # type: ignore[arg-type]
+                variants.append(replace(recipe, element_scale=value, zero_scale=zero_scale))
     if field == "tensor_scale":  # quantizing does not depend on `decode` and `alpha`
         for decode, alpha in product(get_args(Decode), get_args(Alpha)):
             with suppress(ValueError):
-                return [replace(recipe, tensor_scale=value, decode=decode, alpha=alpha)]  # type: ignore[arg-type]
+                return [replace(recipe, tensor_scale=value, decode=decode, alpha=alpha)]
     return variants
 
 
@@ -137,8 +161,10 @@ def _without_epsilon(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _with_epsilon(recipe: Recipe) -> dict[str, Recipe]:
-    wanted = recipe.smallest_amax or recipe.scale is not FP32 or recipe.tensor_scale == "given"
-    return {} if wanted else {"1e-12": replace(recipe, smallest_amax=1e-12)}
+    if recipe.scale is not FP32 or recipe.tensor_scale == "given":
+        return {}
+    others = (epsilon for epsilon in EPSILONS if epsilon != recipe.smallest_amax)
+    return {f"{epsilon:g}": replace(recipe, smallest_amax=epsilon) for epsilon in others}
 
 
 def _other_format(recipe: Recipe) -> dict[str, Recipe]:
@@ -174,16 +200,54 @@ def _other_dialects(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
         name = recipe.name if dialect == DEFAULT_DIALECT else f"{recipe.name}@{dialect}"
         with suppress(ValueError):
             changed = find_recipe(name)
-            if any(getattr(changed, field) != getattr(recipe, field) for field in _QUANTIZE_FIELDS):
+            if _choices(changed) != _choices(recipe):
                 yield dialect, changed
+
+
+def _other_fp8_recipes(recipe: Recipe) -> Iterable[tuple[str, Recipe]]:
+    """FP8 recipes that differ from the recipe in several fields. `field_deviations` has the others."""
+    return [(name, other) for name, other in fp8_recipes(recipe) if _count_changes(recipe, other) > 1]
+
+
+def _count_changes(recipe: Recipe, other: Recipe) -> int:
+    return sum(one != two for one, two in zip(_choices(recipe), _choices(other), strict=True))
+
+
+@lru_cache(maxsize=64)
+def fp8_recipes(recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
+    """FP8 recipes of the same blocks and elements: other dialects, scales and epsilons, then with the other rule for
+    NaN. Each is the first with its bytes, and none has the bytes of `recipe`. Empty for other scales than float32."""
+    stem = re.sub(r"(-pow2|-fp32)?(-eps.*)?$", "", recipe.name)
+    kind = next((part for part in FP8_DIALECTS if stem.startswith(f"fp8-{part}-")), "")
+    if not kind:
+        return ()
+    roundings = {"block": ("-pow2", "-fp32"), "static": ("",)}.get(kind, ("", "-pow2"))
+    epsilons = ("", *(f"-eps{epsilon!r}" for epsilon in EPSILONS if kind != "static"))
+    found = {_choices(recipe): ("", recipe)}
+    for epsilon, rounding, dialect in product(epsilons, roundings, FP8_DIALECTS[kind]):
+        with suppress(ValueError):
+            other = find_recipe(f"{stem}{rounding}{epsilon}@{dialect}")
+            found.setdefault(_choices(other), (str(other), other))
+    for name, other in list(found.values()):
+        policy: Any = "propagate" if other.nan == "ignore" else "ignore"
+        with suppress(ValueError):
+            changed = replace(other, nan=policy)
+            found.setdefault(_choices(changed), (f"{name or recipe} with nan {policy}", changed))
+    return tuple(pair for pair in found.values() if pair[0])
 
 
 DIALECT: QuantizeDeviation = Deviation(
     "dialect:{}", "the choices of dialect {}, in place of {of}", "recipe", _changed, _other_dialects, stages=_ALL
 )
+OTHER_RECIPE: QuantizeDeviation = Deviation(
+    "recipe:{}", "the choices of recipe {}, in place of {of}", "recipe", _changed, _other_fp8_recipes, stages=_ALL
+)
 
 
 @lru_cache(maxsize=256)
 def dialect_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
-    """The recipe in each further dialect."""
-    return tuple(replace(row, sentence=row.sentence.format(of=recipe.dialect)) for row in DIALECT.rows(recipe))
+    """The recipe in each further dialect; FP8 recipes with several other choices."""
+    return (
+        *(replace(row, sentence=row.sentence.format(of=recipe.dialect)) for row in DIALECT.rows(recipe)),
+        *(replace(row, sentence=row.sentence.format(of=recipe)) for row in OTHER_RECIPE.rows(recipe)),
+    )

@@ -1,1 +1,1 @@
-"""The state of a search for causes: its history and its limit of work."""
+"""Searches for causes: their history, their limit of work, and the rule nearest to all cases of a quantizer."""

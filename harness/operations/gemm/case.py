@@ -59,7 +59,7 @@ class ProductCase(Case):
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
         width = usual_block(recipe)[1]
-        return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17)]
+        return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17), (24, 2 * width + width // 2, 40)]
 
     @classmethod
     def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
@@ -70,7 +70,8 @@ class ProductCase(Case):
     def usual_options(cls, parameters: Collection[str]) -> list[tuple[dict[str, Any], bool]]:
         switches = [{"c": "accumulate", "bias": "bias"}[addend] for addend in ("c", "bias") if addend in parameters]
         sets = [[switch] for switch in switches] + ([switches] if len(switches) == 2 else [])
-        return [(dict.fromkeys(names, True), False) for names in sets]
+        dtypes: list[tuple[dict[str, Any], bool]] = [({"out": "fp16"}, True)] if "out_dtype" in parameters else []
+        return [*((dict.fromkeys(names, True), False) for names in sets), *dtypes]
 
     @classmethod
     def may_refuse(cls, shape: Sequence[int], recipe: Recipe) -> bool:

@@ -34,7 +34,8 @@ class GroupedGemmCase(ProductCase):
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
         # Four sections of whole tiles, and sections with a tail.
         width, rows = usual_block(recipe)[1], 4 * max(recipe.row_alignment, recipe.stored_rows)
-        return [(rows, max(256, 2 * width), 48), (4 * recipe.stored_rows, width, 16), (33, 3 * width, 17)]
+        partial = (rows, 2 * width + width // 2, 40)
+        return [(rows, max(256, 2 * width), 48), (4 * recipe.stored_rows, width, 16), (33, 3 * width, 17), partial]
 
     @classmethod
     def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class QuantizeCase(MatrixCase):
 
     @property
     def called(self) -> str:
-        return "quantize_both" if self.usage == "both" else super().called
+        return "quantize_both" if self.halves else super().called
 
     @property
     def halves(self) -> tuple[Half, ...]:

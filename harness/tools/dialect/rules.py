@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from narrowgauge.harness.diagnosis.quantize.recipe_fields import EPSILONS
 from narrowgauge.harness.tools.dialect.inputs import Observed
 from narrowgauge.reference.numbers.blocks import block_amax, tensor_amax
 from narrowgauge.reference.quantize.elements import rounded_codes, special_codes_
@@ -30,7 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     field.name: get_args(hint)
     for field in fields(Recipe)
     if get_origin(hint := get_type_hints(Recipe)[field.name]) is Literal and field.name not in _NOT_SEEN
-} | {"smallest_amax": (0.0, 448e-30, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
+} | {"smallest_amax": (0.0, *EPSILONS)}
 """Values of every field that a fit chooses."""
 _FIELDS = tuple(field.name for field in fields(Recipe))
 SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)

@@ -109,6 +109,19 @@ def test_the_cause_comes_first_and_the_command_last() -> None:
     assert lines[-1].startswith("python -c ")
 
 
+def test_a_few_wrong_codes_prove_no_cause() -> None:
+    """-0 of three elements: another mistake may give these bytes."""
+    x = matrix().clone()
+    x[:, :3] = 1.0
+    x[0, :3] = -0.0
+    q = ng.quantize(x, "nvfp4")
+    codes = q.codes.clone()
+    codes[0, :2] &= torch.tensor([0x77, 0xF7], dtype=torch.uint8, device=codes.device)
+    verdict = wrong(ng.assert_quantized, x, codes, q.scales, amax=q.amax)
+    assert "explained exactly" not in str(verdict)
+    assert "wrong elements are few" in str(verdict)
+
+
 def test_layouts_and_conventions_of_other_libraries() -> None:
     x = matrix(130, 80)
     q = ng.quantize(x, "nvfp4")

@@ -18,6 +18,7 @@ import narrowgauge
 from narrowgauge.harness.api.check import check
 from narrowgauge.harness.machine.float_environment import read_environment
 from narrowgauge.reference import ops
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.api import checked_functions
 from tests.paths import ROOT
 
@@ -53,9 +54,9 @@ def test_the_reference_passes_the_other_operations(operation: Any, recipe: str) 
     function = getattr(ops, operation)
     done = check(function, recipe, operation=operation)
     assert done.cases == done.passed > 15
-    if operation == "gemm":  # with c, with bias, and with both
+    if operation == "gemm":  # with c, with bias, with both, and with float16 outputs, at two shapes
         alone = check(lambda a, b: ops.gemm(a, b, out_dtype=torch.bfloat16), recipe, operation="gemm")
-        assert alone.cases == done.cases - 3
+        assert alone.cases == done.cases - 8
 
 
 def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -98,6 +99,24 @@ def test_right_functions_of_any_operation_pass(function: Any, beginning: str, ke
     assert done.cases == done.passed >= 2
     assert not done.unsupported
     assert beginning.partition("/")[0] in repr(done)
+
+
+WRONG_GEMMS: dict[str, Callable[..., torch.Tensor]] = {
+    "a partial block of K": lambda a, b, out_dtype: (
+        ops.gemm(a, b, out_dtype=out_dtype) * (1 + (a.shape[1] % a.recipe.block[1] != 0))
+    ),
+    "float16 outputs": lambda a, b, out_dtype: ops.gemm(
+        a, b, out_dtype=torch.bfloat16 if out_dtype == torch.float16 else out_dtype
+    ).to(out_dtype),
+    "c beside a tail": lambda a, b, out_dtype, c=None: ops.gemm(
+        a, b, out_dtype=out_dtype, c=c if len(a.codes) % 16 == 0 else None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GEMMS)
+def test_default_cases_of_a_gemm_show_a_mistake(name: str) -> None:
+    assert "did not pass" in report(WRONG_GEMMS[name], operation="gemm", families=["normal", "position"])
 
 
 def test_wrong_functions_of_any_operation_fail() -> None:
@@ -240,9 +259,9 @@ def test_the_line_of_a_failure_reproduces_it_in_a_process(
 def test_a_kernel_may_refuse_tails_and_views_only() -> None:
     done = check(checked_functions.refuses_tails_and_views, "nvfp4")
     assert done.passed + sum(done.unsupported.values()) == done.cases
-    assert sum(done.unsupported.values()) == 10  # four shapes of two families, and two views
-    assert done.unsupported["AssertionError: x is contiguous"] == 2
-    assert repr(done).endswith("1 more reason") or "AssertionError: x is contiguous (2)" in repr(done)
+    assert sum(done.unsupported.values()) == 12  # four shapes of two families, and two views of two shapes
+    assert done.unsupported["AssertionError: x is contiguous"] == 4
+    assert repr(done).endswith("1 more reason") or "AssertionError: x is contiguous (4)" in repr(done)
     text = report(checked_functions.raises_at_129_rows)
     assert "error: quantize raised RuntimeError: too many rows (at checked_functions.py:" in text
     text = report(checked_functions.refuses_tails_and_views, shapes=[(3, 17)], families=["normal"])
@@ -343,3 +362,71 @@ def test_cases_of_the_matrix_and_ids_are_run_as_they_are() -> None:
 def test_arguments_that_do_not_fit_are_named(recipe: Any, arguments: dict[str, Any], error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         check(checked_functions.correct, recipe, **arguments)
+
+
+# ---- which recipe is it ----------------------------------------------------------------------------------------------
+
+TWO: dict[str, Any] = {"families": ["normal", "nan", "zeros"], "shapes": [(32, 256)]}
+
+
+def test_a_function_of_another_recipe_is_told_its_recipe() -> None:
+    own = "fp8-block-1x128-e4m3-fp32@vllm"
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, own)
+        return q.codes, q.scales
+
+    text = report(kernel, "fp8-block-1x128", **TWO)
+    line = next(line for line in text.splitlines() if line.startswith("nearest rule: "))
+    assert re.match(rf"nearest rule: {own} explains all [\d ]+ bytes \(as asked [\d ]+ differ\)", line), line
+    assert f"next: narrowgauge.check(kernel, '{own}'" in text
+    done = check(kernel, own, **TWO)
+    assert done.cases == done.passed
+
+
+@pytest.mark.parametrize("own", ["fp8-block-1x128-e4m3-fp32-eps1e-10@modelopt", "fp8-block-1x128-e4m3-pow2-eps0.0001"])
+def test_a_function_of_another_epsilon_and_dialect_is_told_its_recipe(own: str) -> None:
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, own)
+        return q.codes, q.scales
+
+    assert f"nearest rule: {own} explains all " in report(kernel, "fp8-block-1x128", **TWO)
+
+
+def test_small_mistakes_together_are_a_rule_and_what_it_leaves() -> None:
+    rule = replace(find_recipe("nvfp4"), rounding="nearest-away", negative_zero="rounded")
+
+    def kernel(x: torch.Tensor) -> Any:
+        q = ops.quantize(x, rule)
+        q.codes[3, :2] ^= 0x22
+        return q.codes, q.scales, q.amax
+
+    families = ["normal", "negative-zeros", "nan", "e2m1-ties", "position"]
+    text = report(kernel, families=families, shapes=[(32, 64)])
+    line = next(line for line in text.splitlines() if line.startswith("nearest rule: "))
+    for words in ("nvfp4 with ", "rounding nearest-away", "negative_zero rounded", "codes"):
+        assert words in line
+    assert re.search(r" leaves \d+ of [\d ]+ codes and scales unexplained: ", line)
+
+
+def test_a_mistake_at_a_place_is_no_rule() -> None:
+    assert "nearest rule" not in report(checked_functions.first_column_wrong, **SMALL)
+
+
+def test_inputs_that_a_function_promises_nothing_for_are_left_out() -> None:
+    def kernel(x: torch.Tensor) -> Any:
+        assert x.shape[1] % 32 == 0
+        q = ops.quantize(x.nan_to_num(nan=3.0), "nvfp4")
+        return q.codes, q.scales, q.amax
+
+    chosen: dict[str, Any] = {"families": ["normal", "nan"], "shapes": [(32, 64), (8, 48)]}
+    assert "nan" in report(kernel, **chosen)
+    done = check(kernel, "nvfp4", **chosen, finite=True, constraints={"K": 32})
+    assert done.passed == done.cases - sum(done.unsupported.values()) >= 1
+    assert {reason.partition(", ")[0] for reason in done.unsupported} == {
+        "finite is True", "backend kernel takes multiples of 32 as K",
+    }  # fmt: skip
+    assert "finite=True, constraints={'K': 32}" in report(
+        kernel, families=["normal"], shapes=[(32, 64)], finite=True, constraints={"K": 32}, layout="128x4"
+    )

@@ -85,6 +85,15 @@ def test_both_operands_of_a_product_are_in_the_dialect():
     assert chosen.recipe_names == ("nvfp4@torchao", "nvfp4@torchao")
 
 
+def test_quantize_both_alone_is_an_offer_of_both_halves():
+    only = Backend.local(
+        "sample", SimpleNamespace(quantize_both=reference.quantize_both, dialects={"mxfp8-e4m3": "te"})
+    )
+    both, row = case("mxfp8-e4m3", flags=("both",)), case("mxfp8-e4m3")
+    assert only.offer.select([both, row]) == ([both], {"has no quantize": 1})
+    assert run_case(both, only).verdict == "pass"
+
+
 def test_operations_without_a_method_are_no_part_of_an_offer():
     swizzle = case(operation="swizzle", recipe="", dtype="", shape=(4, 4))
     assert backend(dialects={"nvfp4": "te"}).offer.select([swizzle]) == ([], {"has no swizzle": 1})

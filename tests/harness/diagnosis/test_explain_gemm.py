@@ -763,7 +763,7 @@ def test_flushed_subnormal_outputs():
 
     generator = torch.Generator().manual_seed(7)
     a, b = (
-        reference.quantize((torch.randn(8, 64, generator=generator) * 2.0**-63).bfloat16(), "mxfp8-e4m3") for _ in "ab"
+        reference.quantize((torch.randn(24, 64, generator=generator) * 2.0**-63).bfloat16(), "mxfp8-e4m3") for _ in "ab"
     )
     for dtype, cause in ((BF16, "subnormals-flushed"), (torch.float16, "output-subnormals-flushed")):
         if dtype == torch.float16:
@@ -788,7 +788,36 @@ def test_a_subnormal_alpha_that_is_flushed():
     a, b = (replace(q, amax=q.amax * 2.0**-61) for q in operands())
     outcome, wrong = judged(a, b, torch.zeros_like(reference.gemm(a, b, out_dtype=F32)))
     assert not wrong.passed
-    assert explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())[0].cause == "alpha-flushed"
+    found = [explanation.cause for explanation in explain_gemm(outcome, wrong, SearchHistory(), WorkLimit())]
+    assert found[0] == "alpha-flushed"
+    assert "outputs-zero" in found
+
+
+@pytest.mark.parametrize(("recipe", "flags"), [("nvfp4", ()), ("mxfp8-e4m3", ("bias",)), ("mxfp8-e4m3", ())])
+def test_outputs_of_zero_are_named_first(recipe, flags):
+    """Nothing is said of addends that the product does not have, or of an α that MX does not have."""
+    record = explained(
+        lambda a, b, *, out_dtype, **_: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype), recipe, *flags
+    )
+    assert causes(record) == ["outputs-zero"]
+    assert record.explanations[0]["sentence"] == "all outputs are 0"
+
+
+def test_a_cast_before_c_of_mx_has_no_alpha():
+    def gemm(a, b, *, out_dtype, c):
+        return (reference.gemm(a, b, out_dtype=out_dtype).float() + c.float()).to(out_dtype)
+
+    record = explained(gemm, "mxfp8-e4m3", "accumulate", dtype="bf16", inputs="normal")
+    assert causes(record)[0] == "cast-before-c"
+    assert not any(entry["cause"].startswith("alpha") for entry in record.explanations)
+
+
+def test_a_few_wrong_outputs_do_not_ask_for_a_weaker_rule():
+    """Operands that are decoded first: eight outputs are no evidence, and more outputs are."""
+    few, more = (explained(decoded_first(F32), "nvfp4", "bias", shape=shape, dtype="fp32", inputs="normal")
+                 for shape in ((2, 272, 4), (8, 272, 8)))  # fmt: skip
+    assert not any("declares" in entry["sentence"] for entry in few.explanations)
+    assert any("declares" in entry["sentence"] for entry in more.explanations)
 
 
 def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):

@@ -4,6 +4,7 @@ import ctypes
 import re
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from narrowgauge.harness.diagnosis.explain_memory import MEMORY_CAUSES
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import QUANTIZE, backend
 
 ORDER = ContextVar("order", default="forward")
@@ -105,6 +107,24 @@ def test_a_missing_barrier():
         r"seen first in row 0, column 0: 0x\w\w and 0x\w\w$",
         message,
     )
+
+
+def test_a_wrong_step_stands_before_results_that_vary():
+    """Ties round away from zero, and every later run on the same inputs changes a code."""
+    away = replace(find_recipe("nvfp4"), rounding="nearest-away")
+    earlier = []
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, away)
+        codes = torch.empty_like(q.codes).copy_(q.codes)
+        if earlier and torch.equal(earlier[-1], x):
+            codes[0, 0] ^= 1
+        earlier.append(x.clone())
+        return codes, q.scales, q.amax
+
+    record = run_case(replace(QUANTIZE, inputs="e2m1-ties"), backend(quantize=quantize))
+    assert record.stage == "repeat"
+    assert [e["cause"] for e in record.explanations if e["exact"]] == ["ties-away", "not-repeatable"]
 
 
 def test_a_run_that_fails_the_third_time():

@@ -681,6 +681,43 @@ def test_dialects(cause, recipe, inputs):
     assert cause in causes(record), record.explanations
 
 
+OTHER_RECIPES = [
+    ("recipe:fp8-block-1x128-e4m3-fp32@vllm", "fp8-block-1x128", "zeros", "none of 128 scales is a power of two"),
+    (
+        "epsilon-unwanted",
+        "fp8-block-1x128-eps0.0001",
+        "exponents",
+        "as recipe fp8-block-1x128-e4m3-pow2-eps0.0001 does",
+    ),
+    ("recipe:fp8-row-e4m3@torchao", "fp8-row", "zeros", "in place of fp8-row-e4m3"),
+    ("recipe:fp8-static-e4m3@vllm", "fp8-static", "normal", "the given scale is taken for a decode scale"),
+    ("recipe:fp8-block-1x128-e4m3-fp32 with nan propagate", "fp8-block-1x128", "nan", "with nan propagate"),
+]
+
+
+@pytest.mark.parametrize(("cause", "recipe", "inputs", "words"), OTHER_RECIPES)
+def test_the_recipe_that_an_fp8_kernel_follows_is_named(cause, recipe, inputs, words):
+    name, _, policy = cause.removeprefix("recipe:").partition(" with nan ")
+    other = find_recipe(name if cause.startswith("recipe:") else recipe)
+    other = replace(other, nan=policy) if policy else other
+
+    def quantize(x, recipe, **options):
+        return replace(reference.quantize(x, other, **options), recipe=recipe)
+
+    record = record_of(case(recipe.partition("-eps")[0], inputs, shape=(64, 256)), quantize=quantize)
+    assert cause in causes(record), record.explanations
+    assert words in " ".join(explanation["sentence"] for explanation in record.explanations)
+    assert all(is_cause(explanation["cause"]) for explanation in record.explanations)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128"])
+def test_codes_of_zero_are_named_first(recipe):
+    record = record_of(
+        case(recipe), quantize=wrong(codes=lambda s: torch.zeros_like(element_codes(s.scaled, s.recipe)))
+    )
+    assert causes(record) == ["codes-zero"]
+
+
 CHOICES = [
     ("scale-order:(amax/6)*enc", "nvfp4", "e4m3-ties", {"block_scale": "(amax/6)*enc"}),
     ("tensor-scale-not-clamped", "nvfp4", "subnormal", {"tensor_limit": "none"}),

@@ -49,7 +49,7 @@ PLACES = {
         at(slice(128 * 3, None), EVERY, (2560, 8)) & at((torch.arange(2560) - 100) % 128 < 20, EVERY, (2560, 8)),
         "in rows 100 to 119 of every 128", "15.6 %",
     ),
-    "place:columns-4-to-7-of-16": (at(slice(5, 12), AT_LANES, (40, 1024)), "in columns 4 to 7 of every 16", "25 %"),
+    "place:columns-4-to-7-of-16": (at(slice(5, 32), AT_LANES, (40, 1024)), "in columns 4 to 7 of every 16", "25 %"),
     "only:odd-columns": (at(EVERY, slice(1, None, 2)), "in odd columns, the second of two", "50 %"),
     "only:even-rows": (at(slice(0, None, 2), EVERY), "in even rows", "50 %"),
     "place:period-5": (at(EVERY, slice(2, None, 5)), "in every 5th column, from column 2 on", "20 %"),
@@ -62,6 +62,11 @@ PLACES = {
     ),
     "place:last-columns": (at(EVERY, slice(144, None)), "in the last 16 columns", "10 %"),
     "place:columns-48": (at(EVERY, slice(48, 64)), "in columns 48 to 63", "10 %"),
+    "place:columns-40": (at(EVERY, slice(40, 64)), "in columns 40 to 63", "15 %"),
+    "place:rows-5": (at(slice(5, 28), slice(0, None, 3)) | at([7], EVERY), "in rows 5 to 27", "24 %"),
+    "place:rows-20-columns-40": (
+        at(slice(20, 53), slice(40, 64)), "in rows 20 to 52, columns 40 to 63", "5.16 %",
+    ),
     "place:last-tile": (at(slice(80, None), slice(144, None)), "in the last tile of 16x16", "1.67 %"),
     "place:tile-32-64": (at(slice(32, 64), slice(64, 96)), "in the tile of 32x32 at row 32, column 64", "6.67 %"),
 }  # fmt: skip

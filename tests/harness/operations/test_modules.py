@@ -297,7 +297,7 @@ NAMED = {
     Stale: "operand-of-the-step-before",
     NotRolled: "history-not-rolled",
     NarrowMain: "output-through-bf16",
-    Dropped: ("gradient-missing", "product-missing"),
+    Dropped: ("gradient-missing", "outputs-zero"),
     Eager: "gradient-too-early",
     Forgetful: "recomputed-otherwise",
     ChangesInput: "changes-its-input",

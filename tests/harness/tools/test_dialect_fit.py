@@ -1,10 +1,13 @@
 """The fit recovers rules that no library has: random combinations of the fields of a recipe."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from narrowgauge.harness.tools.dialect import fit as fitting
 from narrowgauge.harness.tools.dialect.differences import SAME_VALUES
 from narrowgauge.harness.tools.dialect.fit import fit
 from narrowgauge.harness.tools.dialect.inputs import observe
@@ -19,7 +22,7 @@ BASES = (
 )  # fmt: skip
 
 
-LATER = ("(amax*(1/6))/dec", 448e-30)
+LATER = ("(amax*(1/6))/dec", 448e-30, 1e-6)
 """Values of dialects and surveys that no random rule has: a further value would change the rules of all seeds."""
 
 
@@ -84,6 +87,30 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_a_better_rule_is_compared_with_its_own_alternatives(monkeypatch):
+    """A kernel with two choices that no family shows: further inputs show the second beside the first alone."""
+    first = find_recipe("nvfp4")
+    second = replace(first, zero_block="1")
+    third = replace(second, negative_zero="never")
+    wrong = {first: 3, second: 2, third: 0}
+    alternatives = {first: [("zero_block", "1", second)], second: [("negative_zero", "never", third)], third: []}
+    fakes = {
+        "probes": lambda *_: [], "_given": lambda *_: True, "_separating": lambda *_: ["an input"],
+        "observe": lambda *_, **__: None, "classified": lambda *_: [],
+        "_alternatives": lambda _, rule: alternatives[rule],
+        "Rules": lambda _: SimpleNamespace(score=lambda rule: Score(wrong[rule], 0)),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(fitting, name, fake)
+    door = backend(quantize=reference.quantize)
+    rules = SimpleNamespace(observed=SimpleNamespace(recipe=first))
+    nearest = fitting.Agreement("te", first, Score(0, 0), Score(0, 0), 0, 0)
+    start = fitting.Fit("nvfp4", rules, [nearest], first, nearest, {}, {})
+    found = fitting._separated(door, start, "cpu", 0)
+    assert found.rule == third
+    assert found.changes == {"zero_block": ("keep", "1"), "negative_zero": ("keep", "never")}
 
 
 @pytest.mark.sampled(4)

@@ -46,6 +46,9 @@ def _by(rounding: roundings.Rounding) -> Callable[[Replay], torch.Tensor]:
     return partial(_rounded, rounding)
 
 
+CODES_ZERO: QuantizeDeviation = Deviation(
+    "codes-zero", "all codes are 0", "element codes", lambda r: torch.zeros_like(r.element_codes)
+)
 ROUNDINGS: tuple[QuantizeDeviation, ...] = (
     Deviation("ties-away", "elements: ties round away from zero", "element codes", _by(roundings.ties_away),
               when=_rounds_to_nearest),

@@ -64,6 +64,33 @@ def test_hardware_models_are_found(
     assert order.rounding == "toward zero"
 
 
+@pytest.mark.parametrize(
+    ("width", "apart", "dtype"), [(16, False, "bf16"), (32, True, "fp8"), (48, False, "fp8"), (200, False, "bf16")]
+)
+def test_groups_that_are_summed_in_float64_are_found(width: int, apart: bool, dtype: str) -> None:
+    """Exact sums of groups of products, each rounded once to float32: beside the sum before, or alone."""
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x, y, total = a.double(), b.double(), torch.zeros(len(a), len(b))
+        for k in range(0, x.shape[1], width):
+            part = x[:, k : k + width] @ y[:, k : k + width].T
+            total = total + part.float() if apart else (total.double() + part).float()
+        return total
+
+    order = accumulation_order(gemm, 8, 136, 9, dtype=DTYPES[dtype])
+    assert order.confirmed, order
+    assert (order.width, order.rounding, order.promoted) == (min(width, 136), "nearest", width if apart else None)
+
+
+def test_float32_sums_in_blocks_are_no_exact_groups() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x, y = a.double(), b.double()
+        halves = [(x[:, part] @ y[:, part].T).float() for part in (slice(0, 7), slice(7, None))]
+        return halves[0] * (1 + 2.0**-20) + halves[1]
+
+    assert not accumulation_order(gemm, 8, 40, 9).confirmed
+
+
 def test_masks_above_the_largest_float16_output() -> None:
     def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return hardware("hopper-fp16")(a, b).half()
