@@ -9,7 +9,7 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
@@ -105,6 +105,8 @@ class Contract:
     """The keyword arguments of the type `Flag`."""
     rows: str = ""
     """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
+    dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Named sets of values of the options with choices."""
 
     @property
     def name(self) -> str:
@@ -130,6 +132,7 @@ class Contract:
             "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
             "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
             "flags": list(self.flags), "rows": self.rows,
+            "dialects": {name: dict(fields) for name, fields in self.dialects.items()},
         }  # fmt: skip
 
     def usual_requests(self) -> Iterator[dict[str, Any]]:
@@ -215,16 +218,24 @@ def contract(function: Callable[..., Any]) -> Contract: ...
 
 
 @overload
-def contract(*, rows: Rows) -> Callable[[Callable[..., Any]], Contract]: ...
+def contract(
+    *, rows: Rows | None = None, dialects: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Callable[..., Any]], Contract]: ...
 
 
 def contract(
-    function: Callable[..., Any] | None = None, *, rows: Rows | None = None
+    function: Callable[..., Any] | None = None,
+    *,
+    rows: Rows | None = None,
+    dialects: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Contract | Callable[[Callable[..., Any]], Contract]:
     """Make a function a contract. Its text says step by step what a kernel computes.
 
     `@contract(rows="independent")` also says that a row has the same bytes alone, beside any other rows and in any
     place, so that a sum has the same order for every number of rows. Kernels are then run on such rows too.
+
+    `dialects`: names of libraries and their values of the options with few values. A recipe takes such a name behind
+    @, and a backend declares it. Options that the contract does not have are left out.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
     may have a default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel
@@ -234,7 +245,7 @@ def contract(
     another signature.
     """
     if function is None:
-        return lambda function: replace(contract(function), rows=rows or "")
+        return lambda function: _with(contract(function), rows or "", dialects or {})
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     tensors: dict[str, tuple[type[Argument], Axes]] = {}
     recipes: dict[str, str] = {}
@@ -282,3 +293,17 @@ def contract(
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
     return Contract(function, tensors, recipes, options, choices, tuple(flags))
+
+
+def _with(contract: Contract, rows: str, dialects: Mapping[str, Mapping[str, Any]]) -> Contract:
+    """The contract with dialects. Raises ContractError for a value that an option does not have."""
+    own = {}
+    for name, fields in dialects.items():
+        own[name] = {option: value for option, value in fields.items() if option in contract.choices}
+        for option, value in own[name].items():
+            if value not in contract.choices[option]:
+                raise ContractError(
+                    f"{contract.file}:{contract.line}: {contract.name}: {option} is {value!r} in the dialect {name}; "
+                    f"it can be {', '.join(map(repr, contract.choices[option]))}"
+                )
+    return replace(contract, rows=rows, dialects=own)
