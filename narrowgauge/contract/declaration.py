@@ -10,7 +10,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import (
@@ -78,9 +78,12 @@ class Recipe(str):
 
 
 _PASSED = "passed to the kernel"
-Flag = Annotated[bool, _PASSED]
-"""The type of an option that is a bool and that the kernel takes too. Other options with few values say how kernels
-differ, and numbers are passed."""
+_T = TypeVar("_T")
+Passed = Annotated[_T, _PASSED]
+"""The type of an option with few values that the kernel takes too: `Passed[Literal["tanh", "erf"]]`. Other options with
+few values say how kernels differ, and numbers are passed."""
+Flag = Passed[bool]
+"""The type of a bool that the kernel takes too."""
 
 
 _MOST = 64
@@ -102,7 +105,7 @@ class Contract:
     choices: Mapping[str, tuple[Any, ...]]
     """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
     flags: tuple[str, ...]
-    """The keyword arguments of the type `Flag`."""
+    """The keyword arguments with choices that are passed to a kernel: of the type `Flag` or `Passed`."""
     rows: str = ""
     """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -143,8 +146,9 @@ class Contract:
         first = next((recipe for recipe in self.recipes.values() if recipe), "nvfp4")
         for dtype in Argument.dtypes:
             dtypes = {n: dtype if dtype in kind.dtypes else kind.dtypes[0] for n, (kind, _) in self.tensors.items()}
-            for recipe, flag in itertools.product(named, ("", *self.flags)):
-                options = {**self.options, **({flag: True} if flag else {})}
+            passed = [(flag, value) for flag in self.flags for value in self.choices[flag]]
+            for recipe, flag in itertools.product(named, [(), *passed]):
+                options = {**self.options, **dict([flag] if flag else [])}
                 yield {"dtypes": dtypes, "recipes": recipe, "options": options}
             for options in every:
                 yield {"dtypes": dtypes, "recipes": dict.fromkeys(self.recipes, first), "options": options}
@@ -238,8 +242,8 @@ def contract(
     @, and a backend declares it. Options that the contract does not have are left out.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
-    may have a default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel
-    too; a bool and a Literal say how kernels differ, and are not passed. The option `subnormals: Literal["kept",
+    may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed` are arguments
+    of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option `subnormals: Literal["kept",
     "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers. The function returns a value,
     or a mapping of values by name; names are those of the results of a kernel, in their order. Raises ContractError for
     another signature.
@@ -255,8 +259,9 @@ def contract(
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         annotation = parameter.annotation
         axes: Axes = ()
-        if annotation == Flag:
+        if get_origin(annotation) is Annotated and get_args(annotation)[1] == _PASSED:
             flags.append(name)
+            annotation = get_args(annotation)[0]
         elif get_origin(annotation) is Annotated:
             annotation, axes = get_args(annotation)
         if parameter.kind is parameter.KEYWORD_ONLY:

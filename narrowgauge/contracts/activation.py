@@ -13,7 +13,7 @@ from narrowgauge.contracts.dialects import ACTIVATIONS
 
 Rounded = Literal["result", "both", "none"]
 Subnormals = Literal["kept", "flushed"]
-Approximate = Literal["tanh", "erf"]
+Approximate = c.Passed[Literal["tanh", "erf"]]
 
 
 @c.contract(rows="independent", dialects=ACTIVATIONS)

@@ -246,7 +246,9 @@ class ContractCase(Case):
                 wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
-                wanted += [(main, few[0], {f"{_OPTION}{name}": True}, True) for name in cls.declared.flags]
+                for name in cls.declared.flags:
+                    others = [v for v in cls.declared.choices[name] if v != cls.declared.options[name]]
+                    wanted += [(main, few[0], {f"{_OPTION}{name}": value}, True) for value in others]
                 for view in ("strided", "transposed") if views else ():
                     wanted.append((main, few[-1], {"view": view}, True))
                 # The sum of such products overflows or not by its order, so nothing would be judged.
