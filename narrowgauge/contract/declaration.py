@@ -9,8 +9,8 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, overload
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, overload
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import (
@@ -78,9 +78,12 @@ class Recipe(str):
 
 
 _PASSED = "passed to the kernel"
-Flag = Annotated[bool, _PASSED]
-"""The type of an option that is a bool and that the kernel takes too. Other options with few values say how kernels
-differ, and numbers are passed."""
+_T = TypeVar("_T")
+Passed = Annotated[_T, _PASSED]
+"""The type of an option with few values that the kernel takes too: `Passed[Literal["tanh", "erf"]]`. Other options with
+few values say how kernels differ, and numbers are passed."""
+Flag = Passed[bool]
+"""The type of a bool that the kernel takes too."""
 
 
 _MOST = 64
@@ -102,9 +105,11 @@ class Contract:
     choices: Mapping[str, tuple[Any, ...]]
     """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
     flags: tuple[str, ...]
-    """The keyword arguments of the type `Flag`."""
+    """The keyword arguments with choices that are passed to a kernel: of the type `Flag` or `Passed`."""
     rows: str = ""
     """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
+    dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Named sets of values of the options with choices."""
 
     @property
     def name(self) -> str:
@@ -130,6 +135,7 @@ class Contract:
             "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
             "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
             "flags": list(self.flags), "rows": self.rows,
+            "dialects": {name: dict(fields) for name, fields in self.dialects.items()},
         }  # fmt: skip
 
     def usual_requests(self) -> Iterator[dict[str, Any]]:
@@ -140,8 +146,9 @@ class Contract:
         first = next((recipe for recipe in self.recipes.values() if recipe), "nvfp4")
         for dtype in Argument.dtypes:
             dtypes = {n: dtype if dtype in kind.dtypes else kind.dtypes[0] for n, (kind, _) in self.tensors.items()}
-            for recipe, flag in itertools.product(named, ("", *self.flags)):
-                options = {**self.options, **({flag: True} if flag else {})}
+            passed = [(flag, value) for flag in self.flags for value in self.choices[flag]]
+            for recipe, flag in itertools.product(named, [(), *passed]):
+                options = {**self.options, **dict([flag] if flag else [])}
                 yield {"dtypes": dtypes, "recipes": recipe, "options": options}
             for options in every:
                 yield {"dtypes": dtypes, "recipes": dict.fromkeys(self.recipes, first), "options": options}
@@ -215,26 +222,34 @@ def contract(function: Callable[..., Any]) -> Contract: ...
 
 
 @overload
-def contract(*, rows: Rows) -> Callable[[Callable[..., Any]], Contract]: ...
+def contract(
+    *, rows: Rows | None = None, dialects: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Callable[..., Any]], Contract]: ...
 
 
 def contract(
-    function: Callable[..., Any] | None = None, *, rows: Rows | None = None
+    function: Callable[..., Any] | None = None,
+    *,
+    rows: Rows | None = None,
+    dialects: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Contract | Callable[[Callable[..., Any]], Contract]:
     """Make a function a contract. Its text says step by step what a kernel computes.
 
     `@contract(rows="independent")` also says that a row has the same bytes alone, beside any other rows and in any
     place, so that a sum has the same order for every number of rows. Kernels are then run on such rows too.
 
+    `dialects`: names of libraries and their values of the options with few values. A recipe takes such a name behind
+    @, and a backend declares it. Options that the contract does not have are left out.
+
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
-    may have a default. Keyword parameters are options with a default. A number and a `Flag` are arguments of the kernel
-    too; a bool and a Literal say how kernels differ, and are not passed. The option `subnormals: Literal["kept",
-    "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers. The function returns a value,
+    may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed` are arguments
+    of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
+    `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers. The function returns a value,
     or a mapping of values by name; names are those of the results of a kernel, in their order. Raises ContractError for
     another signature.
     """
     if function is None:
-        return lambda function: replace(contract(function), rows=rows or "")
+        return lambda function: _with(contract(function), rows or "", dialects or {})
     at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     tensors: dict[str, tuple[type[Argument], Axes]] = {}
     recipes: dict[str, str] = {}
@@ -244,8 +259,9 @@ def contract(
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         annotation = parameter.annotation
         axes: Axes = ()
-        if annotation == Flag:
+        if get_origin(annotation) is Annotated and get_args(annotation)[1] == _PASSED:
             flags.append(name)
+            annotation = get_args(annotation)[0]
         elif get_origin(annotation) is Annotated:
             annotation, axes = get_args(annotation)
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -282,3 +298,17 @@ def contract(
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
     return Contract(function, tensors, recipes, options, choices, tuple(flags))
+
+
+def _with(contract: Contract, rows: str, dialects: Mapping[str, Mapping[str, Any]]) -> Contract:
+    """The contract with dialects. Raises ContractError for a value that an option does not have."""
+    own = {}
+    for name, fields in dialects.items():
+        own[name] = {option: value for option, value in fields.items() if option in contract.choices}
+        for option, value in own[name].items():
+            if value not in contract.choices[option]:
+                raise ContractError(
+                    f"{contract.file}:{contract.line}: {contract.name}: {option} is {value!r} in the dialect {name}; "
+                    f"it can be {', '.join(map(repr, contract.choices[option]))}"
+                )
+    return replace(contract, rows=rows, dialects=own)

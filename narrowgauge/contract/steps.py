@@ -158,15 +158,15 @@ def silu(x: Value, *forms: str) -> Value:
     return any_of(x / (exp(-x, *by_exp) + 1.0), product) if by_exp or not forms else product
 
 
-def gelu(x: Value, form: str = "tanh") -> Value:
+def gelu(x: Value, form: str = "tanh", *forms: str) -> Value:
     """GELU: "tanh" is ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "erf" is ½·x·(1 + erf(x/√2)).
 
     The argument has up to six further roundings: products in another order, constants rounded together, or a factor
-    2·log2 e; tanh may be computed by a sigmoid.
+    2·log2 e; tanh may be computed by a sigmoid, or has the given forms.
     """
     if form == "tanh":
         argument = (x + square(x) * x * 0.044715) * math.sqrt(2 / math.pi)
-        inner = tanh(roundings(argument, 6), "tanhf", "sigmoid")
+        inner = tanh(roundings(argument, 6), *(forms or ("tanhf", "sigmoid")))
     elif form == "erf":
         inner = erf(roundings(x * math.sqrt(0.5), 2))
     else:

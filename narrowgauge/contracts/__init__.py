@@ -1,14 +1,14 @@
 """Contracts of fused kernels that narrowgauge ships: operations as those of `harness/operations` (docs/contracts.md).
 
-A file for each family of formulas; each formula names its public source. This package does not import torch.
+A file for each family of formulas; each formula names its public source. `dialects` has the values of the fields of
+libraries. This package does not import torch.
 """
 
-from narrowgauge.contracts.activation import gelu_mul_quantize, silu_mul_quantize
-from narrowgauge.contracts.norm import add_rmsnorm_quantize, layernorm_quantize, rmsnorm_quantize
-from narrowgauge.contracts.rotary import rope_quantize
+from narrowgauge.contract import Contract
+from narrowgauge.contracts import activation, norm, rotary
 
-_ALL = (
-    rmsnorm_quantize, add_rmsnorm_quantize, layernorm_quantize, silu_mul_quantize, gelu_mul_quantize, rope_quantize,
-)  # fmt: skip
-CONTRACTS = {contract.name: contract for contract in _ALL}
+CONTRACTS = {
+    value.name: value for module in (norm, activation, rotary) for value in vars(module).values()
+    if isinstance(value, Contract)
+}  # fmt: skip
 """All of them by name, in the order of the lists of operations."""

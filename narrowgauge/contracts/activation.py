@@ -1,27 +1,108 @@
-"""Gated activations: a function of the first half of the columns times the second half, quantized."""
+"""Gated activations: a function of the first half of the columns times the second half.
+
+The field `rounded` says how libraries differ (`narrowgauge.contracts.dialects`): the "result", "both" the activation
+and the result, or "none" is rounded to the dtype of x.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from narrowgauge import contract as c
+from narrowgauge.contracts.dialects import ACTIVATIONS
+
+Rounded = Literal["result", "both", "none"]
+Subnormals = Literal["kept", "flushed"]
+Approximate = c.Passed[Literal["tanh", "erf"]]
+
+
+@c.contract(rows="independent", dialects=ACTIVATIONS)
+def silu_mul(
+    x: c.Matrix, *, rounded: Rounded = "result", fast_math: bool = False, subnormals: Subnormals = "kept"
+):  # fmt: skip
+    """SiLU of the first half of the columns of x (M, 2K) times the second half.
+
+    silu_and_mul of FlashInfer 0.7.2 (include/flashinfer/activation.cuh).
+    """
+    return c.cast(_gated(x, _silu(fast_math), rounded), x.dtype)
+
+
+@c.contract(rows="independent", dialects=ACTIVATIONS)
+def silu_mul_quantize(
+    x: c.Matrix, recipe: c.Recipe, *, rounded: Rounded = "result", fast_math: bool = False,
+    subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """SiLU of the first half of the columns of x (M, 2K) times the second half: `silu_mul`, then quantize."""
+    return c.quantize(_gated(x, _silu(fast_math), rounded), recipe)
+
+
+@c.contract(rows="independent", dialects=ACTIVATIONS)
+def silu_mul_quantize_static(
+    x: c.Matrix, scale: c.Scale, recipe: c.Recipe = "fp8-static-e4m3@vllm-silu-static", *,
+    rounded: Rounded = "result", fast_math: bool = False, subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """SiLU of the first half of the columns of x (M, 2K) times the second half, quantized by a given scale.
+
+    silu_and_mul_quant of vLLM 0.33 (csrc/quantization/activation_kernels.cu).
+    """
+    return c.quantize(_gated(x, _silu(fast_math), rounded), recipe, scale)
+
+
+@c.contract(rows="independent", dialects=ACTIVATIONS)
+def gelu_mul(
+    x: c.Matrix, *, approximate: Approximate = "tanh", rounded: Rounded = "result", fast_math: bool = False,
+    subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """GELU of the first half of the columns of x (M, 2K) times the second half.
+
+    gelu_tanh_and_mul and gelu_and_mul of FlashInfer 0.7.2 (include/flashinfer/activation.cuh).
+    """
+    return c.cast(_gated(x, _gelu(approximate, fast_math), rounded), x.dtype)
+
+
+@c.contract(rows="independent", dialects=ACTIVATIONS)
+def gelu_mul_quantize(
+    x: c.Matrix, recipe: c.Recipe, *, approximate: Approximate = "tanh", rounded: Rounded = "result",
+    fast_math: bool = False, subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """GELU of the first half of the columns of x (M, 2K) times the second half: `gelu_mul`, then quantize."""
+    return c.quantize(_gated(x, _gelu(approximate, fast_math), rounded), recipe)
 
 
 @c.contract(rows="independent")
-def silu_mul_quantize(x: c.Matrix, recipe: c.Recipe):
-    """SiLU of the first half of the columns of x (M, 2K) times the second half, rounded once, quantized.
+def swiglu_clamped_quantize(x: c.Matrix, recipe: c.Recipe, *, limit: float = 7.0, alpha: float = 1.702):
+    """gate·sigmoid(alpha·gate)·(up + 1) of the halves (gate, up) of the columns of x (M, 2K), gate at most limit and up
+    within ±limit, rounded once, quantized.
 
-    silu_and_mul of FlashInfer 0.7.2 (include/flashinfer/activation.cuh), then quantize.
+    swiglu of gpt-oss (openai/gpt-oss 0.0.9, gpt_oss/torch/model.py), which interleaves gate and up.
     """
-    gate, up = c.halves(x)
-    return c.quantize(c.cast(c.silu(c.float32(gate)) * c.float32(up), x.dtype), recipe)
+    gate, up = (c.float32(half) for half in c.halves(x))
+    gate, up = c.minimum(gate, limit), c.maximum(c.minimum(up, limit), -limit)
+    return c.quantize(c.cast(gate * c.sigmoid(gate * alpha) * (up + 1.0), x.dtype), recipe)
 
 
 @c.contract(rows="independent")
-def gelu_mul_quantize(x: c.Matrix, recipe: c.Recipe, *, approximate: Literal["tanh", "erf"] = "tanh"):
-    """GELU of the first half of the columns of x (M, 2K) times the second half, rounded once, quantized.
+def relu_squared_quantize(x: c.Matrix, recipe: c.Recipe):
+    """max(x, 0)² of x (M, K), rounded once to the dtype of x, quantized.
 
-    gelu_tanh_and_mul and gelu_and_mul of FlashInfer 0.7.2 (include/flashinfer/activation.cuh), then quantize.
+    relu2 of transformers 5.0 (activations.py, ReLUSquaredActivation), in float32.
     """
+    return c.quantize(c.cast(c.square(c.maximum(c.float32(x), 0.0)), x.dtype), recipe)
+
+
+def _gated(x, activation, rounded):
     gate, up = c.halves(x)
-    return c.quantize(c.cast(c.gelu(c.float32(gate), approximate) * c.float32(up), x.dtype), recipe)
+    y = activation(c.float32(gate))
+    if rounded == "both":
+        y = c.float32(c.cast(y, x.dtype))
+    y = y * c.float32(up)
+    return y if rounded == "none" else c.cast(y, x.dtype)
+
+
+def _silu(fast_math):
+    return lambda gate: c.silu(gate, "expf", "__expf") if fast_math else c.silu(gate)
+
+
+def _gelu(approximate, fast_math):
+    forms = ("tanhf", "sigmoid", "approximate") if fast_math and approximate == "tanh" else ()
+    return lambda gate: c.gelu(gate, approximate, *forms)

@@ -1,48 +1,114 @@
-"""Norms of rows, quantized."""
+"""Norms of rows: alone, and quantized with made or with given scales.
+
+The fields say how libraries differ (`narrowgauge.contracts.dialects`). With rs = 1/√(mean z² + eps), w the weight and
+R a rounding to the dtype of x:
+
+- `order`: "rs-first" is (z·rs)·w, "weight-first" is (z·w)·rs;
+- `rounded`: R of the "result", of "both" products, of the "first" product, or of "none";
+- of the sum z of x and residual, `sum_of` and `product_of`: rs and the products take the "stored" R(z) or the
+  "unrounded" z.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from narrowgauge import contract as c
+from narrowgauge.contracts.dialects import NORMS
+
+Rounded = Literal["result", "both", "first", "none"]
+Order = Literal["rs-first", "weight-first"]
+Sum = Literal["stored", "unrounded"]
+Subnormals = Literal["kept", "flushed"]
 
 
-@c.contract(rows="independent")
-def rmsnorm_quantize(x: c.Matrix, weight: c.Row, recipe: c.Recipe, *, eps: float = 1e-6, zero_centered: c.Flag = False):
-    """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized.
+@c.contract(rows="independent", dialects=NORMS)
+def rmsnorm(
+    x: c.Matrix, weight: c.Row, *, eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x (M, K).
 
-    torch.nn.functional.rms_norm of torch 2.11 (aten/src/ATen/native/cuda/layer_norm_kernel.cu), then quantize.
-    zero_centered: 1 + weight for weight, as Gemma's norm (transformers 5.0, models/gemma/modeling_gemma.py).
+    torch.nn.functional.rms_norm of torch 2.11 (aten/src/ATen/native/cuda/layer_norm_kernel.cu). zero_centered:
+    1 + weight for weight, as Gemma's norm (transformers 5.0, models/gemma/modeling_gemma.py). QK-norm is this norm of
+    heads: a row for each head, K = head_dim (transformers 5.0, models/qwen3/modeling_qwen3.py).
     """
-    return c.quantize(_rmsnorm(x, c.float32(x), weight, eps, zero_centered), recipe)
+    z = c.float32(x)
+    return c.cast(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), x.dtype)
 
 
-@c.contract(rows="independent")
+@c.contract(rows="independent", dialects=NORMS)
+def rmsnorm_quantize(
+    x: c.Matrix, weight: c.Row, recipe: c.Recipe, *, eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x (M, K), quantized: `rmsnorm`, then quantize."""
+    z = c.float32(x)
+    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe)
+
+
+@c.contract(rows="independent", dialects=NORMS)
+def rmsnorm_quantize_static(
+    x: c.Matrix, weight: c.Row, scale: c.Scale, recipe: c.Recipe = "fp8-static-e4m3@vllm-static", *,
+    eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x (M, K), quantized by a given scale.
+
+    rms_norm_static_fp8_quant of vLLM 0.33 (csrc/layernorm_quant_kernels.cu).
+    """
+    z = c.float32(x)
+    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe, scale)
+
+
+@c.contract(rows="independent", dialects=NORMS)
+def add_rmsnorm(
+    x: c.Matrix, residual: c.Matrix, weight: c.Row, *, eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first",
+    sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x + residual (M, K); the sum is the next residual.
+
+    fused_add_rms_norm of vLLM 0.33 (csrc/layernorm_kernels.cu): the norm is that of the stored sum.
+    """
+    stored, squares, factor = _sum(x, residual, sum_of, product_of)
+    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    return {"residual": stored, "output": c.cast(y, x.dtype)}
+
+
+@c.contract(rows="independent", dialects=NORMS)
 def add_rmsnorm_quantize(
-    x: c.Matrix,
-    residual: c.Matrix,
-    weight: c.Row,
-    recipe: c.Recipe,
-    *,
-    eps: float = 1e-6,
-    zero_centered: c.Flag = False,
-):
-    """RMSNorm of the rows of x + residual (M, K), quantized; the sum is the next residual.
+    x: c.Matrix, residual: c.Matrix, weight: c.Row, recipe: c.Recipe, *,
+    eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first",
+    sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x + residual (M, K), quantized: `add_rmsnorm`, then quantize."""
+    stored, squares, factor = _sum(x, residual, sum_of, product_of)
+    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    return {"residual": stored, "quantized": c.quantize(y, recipe)}
 
-    The norm is that of the stored sum: fused_add_rms_norm_kernel of vLLM 0.33 (csrc/layernorm_kernels.cu).
+
+@c.contract(rows="independent", dialects=NORMS)
+def add_rmsnorm_quantize_static(
+    x: c.Matrix, residual: c.Matrix, weight: c.Row, scale: c.Scale,
+    recipe: c.Recipe = "fp8-static-e4m3@vllm-static", *, eps: float = 1e-6, zero_centered: c.Flag = False,
+    rounded: Rounded = "result", order: Order = "rs-first",
+    sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
+):  # fmt: skip
+    """RMSNorm of the rows of x + residual (M, K), quantized by a given scale.
+
+    fused_add_rms_norm_static_fp8_quant of vLLM 0.33 (csrc/layernorm_quant_kernels.cu).
     """
-    z = c.cast(c.float32(x) + c.float32(residual), x.dtype)
-    return {"residual": z, "quantized": c.quantize(_rmsnorm(x, c.float32(z), weight, eps, zero_centered), recipe)}
+    stored, squares, factor = _sum(x, residual, sum_of, product_of)
+    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    return {"residual": stored, "quantized": c.quantize(y, recipe, scale)}
 
 
 @c.contract(rows="independent")
 def layernorm_quantize(
-    x: c.Matrix,
-    weight: c.Row,
-    bias: c.Row,
-    recipe: c.Recipe,
-    *,
-    eps: float = 1e-5,
-    zero_centered: c.Flag = False,
-):
+    x: c.Matrix, weight: c.Row, bias: c.Row, recipe: c.Recipe, *, eps: float = 1e-5, zero_centered: c.Flag = False,
+):  # fmt: skip
     """LayerNorm of the rows of x (M, K), rounded once to the dtype of x, quantized.
 
     torch.nn.functional.layer_norm of torch 2.11 (aten/src/ATen/native/cuda/layer_norm_kernel.cu), then quantize.
@@ -52,10 +118,23 @@ def layernorm_quantize(
     return c.quantize(c.cast(y, x.dtype), recipe)
 
 
-def _rmsnorm(x, z, weight, eps, zero_centered):
-    """The norm of the rows of z, rounded to the dtype of x."""
-    rs = c.once(c.rsqrt(c.mean(c.square(z)) + eps))
-    return c.cast(z * rs * _factor(weight, zero_centered), x.dtype)
+def _sum(x, residual, sum_of, product_of):
+    """The stored sum, and the numbers of the mean square and of the products."""
+    z = c.float32(x) + c.float32(residual)
+    stored = c.cast(z, x.dtype)
+    numbers = {"stored": c.float32(stored), "unrounded": z}
+    return stored, numbers[sum_of], numbers[product_of]
+
+
+def _rmsnorm(x, squares, z, weight, eps, zero_centered, rounded, order):
+    rs = c.once(c.rsqrt(c.mean(c.square(squares)) + eps))
+    w = _factor(weight, zero_centered)
+    first, second = (rs, w) if order == "rs-first" else (w, rs)
+    y = z * first
+    if rounded in ("both", "first"):
+        y = c.float32(c.cast(y, x.dtype))
+    y = y * second
+    return c.cast(y, x.dtype) if rounded in ("result", "both") else y
 
 
 def _factor(weight, zero_centered):

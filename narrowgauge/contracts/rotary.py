@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from narrowgauge import contract as c
 
 Angles = Annotated[c.Matrix, ("M", "K/2")]
+Pairs = Literal["halves", "neighbours"]
+DIALECTS = {
+    # FlashInfer 0.7.2.post1, include/flashinfer/pos_enc.cuh: float32, interleave=False and True.
+    "flashinfer-rope": {"arithmetic": "float32"},
+    "flashinfer-rope-interleaved": {"arithmetic": "float32", "pairs": "neighbours"},
+    # transformers 5.0, models/llama/modeling_llama.py, apply_rotary_pos_emb: each product and the sum are tensors.
+    "transformers-rope": {"arithmetic": "input"},
+}
 
 
-@c.contract(rows="independent")
-def rope_quantize(x: c.Matrix, cos: Angles, sin: Angles, recipe: c.Recipe):
+@c.contract(rows="independent", dialects=DIALECTS)
+def rope_quantize(
+    x: c.Matrix, cos: Angles, sin: Angles, recipe: c.Recipe, *,
+    pairs: Pairs = "halves", arithmetic: Literal["float32", "input"] = "float32",
+):  # fmt: skip
     """Rotary embedding of the rows of x (M, K), a head each, by the angles of cos and sin (M, K/2), quantized.
 
-    Halves of a row are the pairs, and float32 numbers are rounded once to the dtype of x: BatchQKApplyRotary of
-    FlashInfer 0.7.2 (include/flashinfer/pos_enc.cuh), interleave=False.
+    Pairs of columns are the halves of a row, or neighbours. Numbers are float32, rounded once to the dtype of x, or
+    each product and sum is rounded to it. BatchQKApplyRotary of FlashInfer 0.7.2 (include/flashinfer/pos_enc.cuh).
     """
     z = c.float32(x)
-    y = z * c.repeat_half(c.float32(cos)) + c.rotate_half(z) * c.repeat_half(c.float32(sin))
-    return c.quantize(c.cast(y, x.dtype), recipe)
+    products = z * c.repeat_half(c.float32(cos), pairs), c.rotate_half(z, pairs) * c.repeat_half(c.float32(sin), pairs)
+    if arithmetic == "input":
+        products = tuple(c.float32(c.cast(product, x.dtype)) for product in products)
+    return c.quantize(c.cast(products[0] + products[1], x.dtype), recipe)

@@ -204,6 +204,13 @@ _TRAINING = _AMAX_BY_MAX | {
     "zero_scale": "saturate",
 }  # fmt: skip
 _BY_RECIPROCAL = _AMAX_BY_MAX | {"element_scale": "x*(1/s)"}
+_GIVEN: dict[str, Any] = {"block_scale": "given", "element_scale": "x*(1/s)", "zero_scale": "infinity"}
+_NAN_IS_448 = {"nan_code": 126}
+_FUSED = _AMAX_BY_MAX | {"nan": "ignore"}
+"""Scales of the fused norms and activations of libraries: amaxes leave NaN out."""
+_BY_TENTH = {"smallest_amax": 1e-10}
+_TRITON = _BY_TENTH | {"block_scale": "amax*(1/max)", "element_scale": "x*(1/s)", "approximate": True}
+_BY_AMAX = _TRITON | {"element_scale": "x*(max/amax)", "zero_scale": "saturate"}
 _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     # torchao 0.18, float8 training: hp_tensor_to_float8_dynamic.
     "torchao": (("row", "current"), _TRAINING),
@@ -220,6 +227,23 @@ _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "deepgemm": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 1e-4}),
     # breccia 0.1.3, its path for torch tensors.
     "breccia": (("block", "current"), _AMAX_BY_MAX | {"smallest_amax": 1e-10}),
+    # Fused norms and activations (narrowgauge.contracts.dialects). vLLM 0.33, csrc/quantization/fused_kernels: scales
+    # are at least 1/(448·512).
+    "vllm-row": (("row",), _FUSED | _NAN_IS_448 | {"smallest_amax": 2.0**-9}),
+    "vllm-block": (("block",), _FUSED | _NAN_IS_448 | {"smallest_amax": 2.0**-9, "element_scale": "x*(1/s)"}),
+    "vllm-silu-block": (("block",), _FUSED | _NAN_IS_448 | {"smallest_amax": 2.0**-9}),
+    # vLLM 0.33, per_token_group_fp8_quant in CUDA; the same and silu_mul_quant in Triton, whose division is a product
+    # with an approximate reciprocal; SGLang 0.5.23 in Triton.
+    "vllm-group": (("block",), _FUSED | _BY_TENTH | {"element_scale": "x*(1/s)", "nan_code": 254}),
+    "vllm-triton": (("block",), _FUSED | _TRITON | _NAN_IS_448),
+    "sglang-triton": (("block",), _FUSED | _TRITON | {"nan_code": 254}),
+    # SGLang 0.5.23 in CUDA with fast math: per_token_group_quant_8bit, alone and behind silu_and_mul, whose NaN is 0x7E
+    # of float16 and 0x7F of bfloat16; per_token_quant_fp8, without a smallest scale.
+    "sglang-group": (("block",), _FUSED | _BY_AMAX),
+    "sglang-group-fp16": (("block",), _FUSED | _BY_AMAX | _NAN_IS_448),
+    "sglang-row": (("row",), _FUSED | _TRITON | _NAN_IS_448 | {"smallest_amax": 0.0}),
+    # FlashInfer 0.7.2.post1, fused_add_rmsnorm_fp8_block_quant.
+    "flashinfer-block": (("block",), _FUSED | _BY_AMAX | {"smallest_amax": 1e-4}),
     # humming-kernels 0.1.19, process_input: amax/448 is at least 1e-30.
     "humming": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 448e-30, "nan": "ignore"}),
 }  # fmt: skip
@@ -240,10 +264,21 @@ FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {
         "compressed-tensors": {
             "block_scale": "given", "element_scale": "x/s", "zero_scale": "infinity", "negative_zero": "rounded",
         },
-        "vllm": {"block_scale": "given", "element_scale": "x*(1/s)", "zero_scale": "infinity"},
+        "vllm": _GIVEN,
+        # Fused norms and activations (narrowgauge.contracts.dialects): NaN is clamped to 448, or is NaN.
+        "vllm-static": _GIVEN | _NAN_IS_448,
+        "flashinfer": _GIVEN | {"approximate": True},
+        "flashinfer-cuda": _GIVEN | {"approximate": True} | _NAN_IS_448,
     },
 }  # fmt: skip
 """Dialects of the FP8 recipes by the part of their names: block, row, current and static.
 
 Not modelled: the sign of NaN codes (0/0 on x86 gives 0xFF, here 0x7F).
 """
+
+ALIASES = {
+    "vllm-static-before-0.33": "vllm-static", "vllm-silu-static": "vllm-static", "vllm-triton-silu": "vllm-triton",
+    "sglang-triton-silu": "sglang-triton", "sglang-silu": "sglang-group", "sglang-silu-dense": "sglang-group",
+    "sglang-silu-fp16": "sglang-group-fp16",
+}  # fmt: skip
+"""Dialects of contracts with the quantization of another one: they differ in the steps before it."""

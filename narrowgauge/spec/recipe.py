@@ -155,6 +155,9 @@ class Recipe:
     scale not above 0. Scales of E8M0 are never 0."""
     element_scale: Element = "x*min(1/(s*(1/enc)),FLT_MAX)"
     """Form of the multiplication or division before an element is rounded."""
+    approximate: bool = False
+    """Whether the reciprocal in a factor x*(1/s) or x*(max/amax) may be off by 1 ulp, as rcp.approx.ftz.f32 of PTX:
+    contracts accept each of these factors. `quantize` has the rounded reciprocal."""
     rounding: Rounding = "nearest-even"
     """Rounding of the elements. Stochastic rounding takes random bits. `nearest-toward-zero` and `nearest-away` round
     ties to the number nearer to zero and farther from zero. `nearest-even-within-1e-6`: distances to the

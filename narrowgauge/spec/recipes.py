@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
+from narrowgauge.spec.dialects import ALIASES, DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
 from narrowgauge.spec.recipe import (
     DEFAULT_DIALECT,
@@ -111,9 +111,10 @@ def _nan_code(element: Format) -> Any:
 
 def _fp8_block(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     element, kind = _ELEMENTS[parts["element"] or "e4m3"], parts["kind"] or "pow2"
+    width = int(parts["block"].partition("x")[2])
     recipe = Recipe(
         f"fp8-block-{parts['block']}-{element.name.lower()}-{kind}{_eps_part(parts)}", DEFAULT_DIALECT, element=element,
-        block=(1, 128) if parts["block"] == "1x128" else (128, 128), scale=FP32, tensor_scale="none",
+        block=(1 if parts["block"].startswith("1x") else width, width), scale=FP32, tensor_scale="none",
         tensor_limit="none", block_scale="1/(max/amax)", smallest_amax=float(parts["eps"] or 0), largest_scale="input",
         scale_rounding="down" if kind == "pow2" else "none", element_scale="x*(max/amax)", nan_code=_nan_code(element),
         decode="s", alpha="1",
@@ -204,7 +205,7 @@ _FAMILIES = (
         ),
     ),
     _Family(
-        re.compile(rf"fp8-block-(?P<block>1x128|128x128){_FP8}(?:-(?P<kind>pow2|fp32))?{_EPS}"),
+        re.compile(rf"fp8-block-(?P<block>1x128|1x64|128x128){_FP8}(?:-(?P<kind>pow2|fp32))?{_EPS}"),
         _fp8_block,
         FP8_DIALECTS["block"],
         tuple(
@@ -290,13 +291,14 @@ def find_recipe(name: str | Recipe) -> Recipe:
 @lru_cache(maxsize=1024)
 def _find(base: str, dialect: str) -> Recipe:
     family, parts = _family(base, dialect)
-    if dialect not in family.dialects:
+    rule = ALIASES.get(dialect, dialect)
+    if rule not in family.dialects:
         raise ValueError(
             f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects, 1)}; "
             f"it has {', '.join(family.dialects)}; --rules FILE adds yours"
         )
     recipe, chosen = family.make(parts)
-    of_dialect = family.dialects[dialect]
+    of_dialect = family.dialects[rule]
     if recipe.scale is E8M0:
         of_dialect = of_dialect | MX_DIALECTS_OF.get((dialect, recipe.element.name), {})
     if recipe.scale is FP32 and recipe.scale_rounding == "down" and "/max" in of_dialect.get("block_scale", ""):

@@ -349,8 +349,10 @@ def _judge_codes(
 
 
 def _uncertain(y: Ends, own: list[torch.Tensor], recipe: Recipe) -> torch.Tensor | None:
-    """Numbers of the elements with more than one number, or with a factor of more than one amax. None: no element."""
+    """Numbers of the elements with more than one number, or with more than one factor. None: no element."""
     found = y.uncertain
+    if recipe.approximate:
+        return torch.arange(y.low.numel(), device=y.low.device)
     if recipe.element_scale == "x*(max/amax)" and not _same(*own):
         rows, columns = (torch.arange(size, device=y.low.device) for size in y.low.shape)
         block_row, block = _blocks_of(rows, columns, recipe)
@@ -392,21 +394,25 @@ class _Elements:
         scales, amax = self.scales[at], [end[at] for end in self.own]
         tensor = self.tensor if self.tensor is None or len(self.tensor) == 1 else self.tensor[row]
         low, high = y.low, y.high
+        own_nan = recipe.element.nan_code
+        coding = recipe if own_nan in (None, recipe.nan_code) else replace(recipe, nan_code=own_nan)  # type: ignore[arg-type]
 
-        def codes(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        def codes(x: torch.Tensor, amax: torch.Tensor, moved: int = 0) -> torch.Tensor:
             factors = element_factors(scales.unsqueeze(1), tensor, recipe, self.dtype, amax.unsqueeze(1))
+            if recipe.approximate:
+                factors = _approximate(factors, recipe, amax.unsqueeze(1), moved)
             scaled = scale_elements(x.unsqueeze(1), factors, tensor, recipe)
             scaled = scaled if self.rounding is None else self.rounding(scaled, recipe.element)
-            return element_codes(scaled, recipe)[:, 0]
+            return element_codes(scaled, coding)[:, 0]
 
         if self.bounded and not recipe.whole and recipe.block_scale != "given":
             most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)
             low, high = (torch.where(end.abs() > most, most.copysign(end), end) for end in (low, high))
-        least, greatest = codes(low, amax[1]), codes(high, amax[0])
-        if recipe.element_scale == "x*(max/amax)":
+        least, greatest = codes(low, amax[1], -1), codes(high, amax[0], 1)
+        if recipe.element_scale == "x*(max/amax)" or recipe.approximate:
             # The factor falls as the amax grows: the least result of a negative number has the least amax.
-            least = torch.where(low < 0, codes(low, amax[0]), least)
-            greatest = torch.where(high < 0, codes(high, amax[1]), greatest)
+            least = torch.where(low < 0, codes(low, amax[0], 1), least)
+            greatest = torch.where(high < 0, codes(high, amax[1], -1), greatest)
         if recipe.block_scale == "given":  # it may be negative, and then the greatest number has the least code
             falls = order_of(least, recipe.element) > order_of(greatest, recipe.element)
             least, greatest = torch.where(falls, greatest, least), torch.where(falls, least, greatest)
@@ -414,10 +420,29 @@ class _Elements:
         if bool(spans.any()):  # 0 may give NaN between two numbers, as 0·(1/0)
             zero = is_nan_of(codes(torch.zeros_like(low), amax[1]), recipe.element) & spans
             nan = zero if nan is None else nan | zero
-        if nan is not None and not is_nan_of(torch.tensor([recipe.nan_code], dtype=torch.uint8), recipe.element):
+        if coding is not recipe:
+            ends = [is_nan_of(end, recipe.element) for end in (least, greatest)]
+            both, either = ends[0] & ends[1], ends[0] | ends[1]
+            least, greatest = torch.where(ends[0], greatest, least), torch.where(ends[1], least, greatest)
+            least, greatest = (end.masked_fill(both, recipe.nan_code) for end in (least, greatest))
+            nan = either & ~both if nan is None else (nan | either) & ~both
+        if nan is not None and recipe.nan_code != own_nan:
             # NaN gives a code of a number: one more code of the range.
             least, greatest, nan = _with_code(least, greatest, nan & ~low.isnan(), recipe)
         return judge_range(self.actual[row, column], least, greatest, nan, recipe.element)
+
+
+def _approximate(factors: torch.Tensor, recipe: Recipe, amax: torch.Tensor, moved: int) -> torch.Tensor:
+    """Factors with a reciprocal that is 1 ulp larger (`moved` 1) or smaller (−1), 0 and infinity as they are. A
+    subnormal reciprocal may be flushed."""
+    of_amax = recipe.element_scale == "x*(max/amax)"
+    reciprocal = 1 / amax.clamp(min=recipe.smallest_amax) if of_amax else factors
+    end = torch.copysign(torch.full_like(reciprocal, torch.inf if moved > 0 else 0.0), reciprocal)
+    near = torch.nextafter(reciprocal, end) if moved else reciprocal
+    near = torch.where(reciprocal.isfinite() & (reciprocal != 0), near, reciprocal)
+    if moved < 0:
+        near = torch.where(near.abs() < SMALLEST_NORMAL, torch.zeros_like(near).copysign(near), near)
+    return near * recipe.element.max if of_amax else near
 
 
 def _with_code(
@@ -425,5 +450,5 @@ def _with_code(
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """The range with the code of NaN where an element may be NaN."""
     code = torch.full_like(least, recipe.nan_code)
-    low, high, own = (order_of(codes, recipe.element) for codes in (least, greatest, code))
+    low, high, own = (order_of(end, recipe.element) for end in (least, greatest, code))
     return torch.where(nan & (own < low), code, least), torch.where(nan & (own > high), code, greatest), None

@@ -234,6 +234,9 @@ def element_factors(
         inverse = divide(1.0, scales)
         if amax is None:
             return inverse
+        if recipe.block_scale != "1/(max/amax)":
+            powers = recipe.scale_rounding == "up"
+            return inverse if powers else divide(recipe.element.max, amax.clamp(min=recipe.smallest_amax))
         own = encode_scales(amax, recipe, dtype)
         return torch.where(divide(1.0, own) == scales, own, inverse)
     if recipe.scale is E8M0 and form == "x*(1/s)":

@@ -35,7 +35,7 @@ def quantize(x: np.ndarray, recipe: Recipe, dtype: str, *, given: float | None =
         if recipe.block_scale not in ("1/(max/amax)", "1/enc"):
             # A decode scale: docs/numerics.md#fp8-with-a-decode-scale.
             stored = decode_scale(amax, recipe, dtype) if given is None else given
-            codes[at] = [[divided(float(value), stored, recipe, dtype) for value in row] for row in x[at]]
+            codes[at] = [[divided(float(value), stored, amax, recipe, dtype) for value in row] for row in x[at]]
             scales[i, j] = stored
             continue
 
@@ -92,9 +92,13 @@ def decode_scale(amax: float, recipe: Recipe, dtype: str) -> float:
     return min(2.0 ** (power - (fraction == 0.5)), 2.0**127) if scale > 2.0**-126 else 2.0**-126
 
 
-def divided(x: float, stored: float, recipe: Recipe, dtype: str) -> int:
-    """docs/numerics.md#fp8-with-a-decode-scale, step 4: FP8(fl(x/s)), FP8(R(fl(x/s))) or FP8(fl(x·fl(1/s)))."""
-    if recipe.element_scale == "x*(1/s)":
+def divided(x: float, stored: float, amax: float, recipe: Recipe, dtype: str) -> int:
+    """docs/numerics.md#fp8-with-a-decode-scale, step 4: FP8(fl(x/s)), FP8(R(fl(x/s))), FP8(fl(x·fl(1/s))) or
+    FP8(fl(x·fl(max/amax)))."""
+    if recipe.element_scale == "x*(max/amax)" and recipe.scale_rounding != "up":
+        limited = math.nan if math.isnan(amax) else max(amax, float(f32(recipe.smallest_amax)))
+        return element_code(product(x, quotient(recipe.element.max, limited)), recipe)
+    if recipe.element_scale in ("x*(1/s)", "x*(max/amax)"):
         return element_code(product(x, quotient(1.0, stored)), recipe)
     scaled = quotient(x, stored)
     return element_code(rounded(scaled, dtype) if recipe.element_scale == "R(x/s)" else scaled, recipe)

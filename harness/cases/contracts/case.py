@@ -60,9 +60,17 @@ class ContractCase(Case):
 
     @classmethod
     def may_declare(cls, key: str, value: object) -> bool:
-        """Whether a backend may say this of its kernel: values of the fields of the contract by name."""
+        """Whether a backend may say this of its kernel: a dialect of the contract, or values of its fields by name."""
+        if isinstance(value, str):
+            return value in cls.declared.dialects
         fields = {name: cls.declared.choices[name] for name in cls.declared.fields} | {HIDDEN: (PER_ELEMENT,)}
         return isinstance(value, Mapping) and all(v in fields.get(name, ()) for name, v in value.items())
+
+    @classmethod
+    def declared_fields(cls, declared: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of the fields that the declarations of a backend give: those of a dialect, or each by name."""
+        said = declared.get(cls.operation, {})
+        return cls.declared.dialects[said] if isinstance(said, str) else said
 
     def declared_program(self, fields: Mapping[str, Any]) -> Program:
         """The steps of a kernel with these values of the fields of the contract, where the case has the defaults."""
@@ -86,7 +94,16 @@ class ContractCase(Case):
             for name, (_, _, kinds) in self.declared.tensors.items()
         }
         options = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
+        for name, value in self._of_dialect.items():
+            if options[name] == self.declared.options[name]:
+                options[name] = value
         return Request(dtypes, {name: getattr(self, field) for name, field in _recipe_fields(self.declared)}, options)
+
+    @property
+    def _of_dialect(self) -> Mapping[str, Any]:
+        """The fields of the dialect of the recipe, if it is one of the contract."""
+        dialect = find_recipe(self.recipe_names[0]).dialect if self.recipe_names else ""
+        return self.declared.dialects.get(dialect, {})
 
     @cached_property
     def program(self) -> Program:
@@ -229,7 +246,9 @@ class ContractCase(Case):
                 wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
-                wanted += [(main, few[0], {f"{_OPTION}{name}": True}, True) for name in cls.declared.flags]
+                for name in cls.declared.flags:
+                    others = [v for v in cls.declared.choices[name] if v != cls.declared.options[name]]
+                    wanted += [(main, few[0], {f"{_OPTION}{name}": value}, True) for value in others]
                 for view in ("strided", "transposed") if views else ():
                     wanted.append((main, few[-1], {"view": view}, True))
                 # The sum of such products overflows or not by its order, so nothing would be judged.
@@ -334,7 +353,8 @@ def case_class(declared: Declared) -> type[ContractCase]:
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
-    texts = tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
+    texts = tuple(declared.dialects)
+    texts += tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
         "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},

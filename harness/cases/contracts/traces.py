@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Declared:
     rows: str
     """"independent" if a row has the same bytes beside any other rows, else empty."""
     tracer: Tracer
+    dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Values of the options by the names of dialects."""
 
     @cached_property
     def _answers(self) -> dict[str, Answer]:
@@ -111,7 +113,7 @@ class Declared:
 
 def saved(contract: Declared, request: Request) -> dict[str, Any]:
     """A contract with the steps of one request, for `from_saved`."""
-    entry = {field.name: getattr(contract, field.name) for field in fields(contract) if field.name != "tracer"}
+    entry = {f.name: getattr(contract, f.name) for f in fields(contract) if f.name != "tracer"}
     return {"contract": entry, "answers": {request.key: {"program": contract.program(request).to_json()}}}
 
 

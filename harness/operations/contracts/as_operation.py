@@ -36,7 +36,7 @@ def _inputs(make: Maker[ContractCase]) -> Inputs:
 
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
-    fields: Any = backend.declares.get(case.operation, {})
+    fields = case.declared_fields(backend.declares)
     shown, outcome = called(case, inputs, backend)
     if case.declared.rows and has_rows(case.program) and len(next(iter(inputs.tensors.values()))) > 1:
         outcome.stages.append(_rows(case, inputs, backend, shown))

@@ -77,8 +77,8 @@ def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:
 def _given(program: Program, result: Any) -> dict[str, Any]:
     """A result by the names of its parts."""
     names = [name for output in program.outputs for name in _parts(program, output)]
-    if isinstance(result, Mapping):
-        return dict(result)
+    if isinstance(result, Mapping):  # None: a result that the recipe does not have, such as an amax
+        return {name: value for name, value in result.items() if value is not None}
     if not isinstance(result, tuple | list):
         return {names[0] if len(names) == 1 else next(iter(program.outputs)): result}
     if len(result) == len(names) + 1 and result[-1] is None:  # no amax

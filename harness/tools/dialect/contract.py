@@ -53,6 +53,8 @@ class Fit:
     """The values that are not the defaults of the contract."""
     cases: int
     unsupported: int
+    dialects: list[str]
+    """Dialects of the contract with these values."""
 
     @property
     def explained(self) -> bool:
@@ -72,7 +74,10 @@ class Fit:
         count = f"{self.compared} elements of {self.cases} cases"
         yield f"explains all {count}" if not self.wrong else f"{self.wrong} of {count} are explained by no values"
         if self.explained and self.fields:
-            yield f"declares = {{{self.contract!r}: {self.changed!r}}}" if self.changed else "as the defaults say"
+            said = self.dialects[0] if self.dialects else self.changed
+            yield f"declares = {{{self.contract!r}: {said!r}}}" if self.changed else "as the defaults say"
+            if self.dialects:
+                yield f"the fields of {', '.join(self.dialects)}"
 
     def as_json(self) -> dict[str, Any]:
         """The fit as JSON can hold it."""
@@ -94,7 +99,7 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
             unsupported += 1
     choices = {name: cls.declared.choices[name] for name in cls.declared.fields}
     fields = {name: cls.declared.options[name] for name in choices}
-    declared: Any = backend.declares.get(cls.operation, {})
+    declared = cls.declared_fields(backend.declares)
     hidden = {name: value for name, value in declared.items() if name == HIDDEN}
     first = [one for one in ran if one.case.inputs in FIRST]
 
@@ -119,7 +124,9 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
     }
     compared = sum(sum(t.numel() for t in _tensors(one.shown)) for one in ran)
     changed = {name: value for name, value in fields.items() if value != cls.declared.options[name]}
-    return Fit(cls.operation, fields, others, compared, wrong(fields, ran), changed, len(ran), unsupported)
+    defaults = {name: cls.declared.options[name] for name in choices}
+    dialects = [name for name, own in cls.declared.dialects.items() if {**defaults, **own} == fields]
+    return Fit(cls.operation, fields, others, compared, wrong(fields, ran), changed, len(ran), unsupported, dialects)
 
 
 def _tensors(shown: Mapping[str, torch.Tensor | Quantized]) -> Iterator[torch.Tensor]:

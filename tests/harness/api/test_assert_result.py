@@ -15,9 +15,10 @@ import torch
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.contracts.activation import silu_mul_quantize_static
 from narrowgauge.reference.contracts.evaluate import judged
 from tests.paths import ROOT
-from tests.reference.contracts.contracts import add_rmsnorm, rmsnorm_quantize, serving_silu_static, silu_mul_quantize
+from tests.reference.contracts.contracts import add_rmsnorm, rmsnorm_quantize, silu_mul_quantize
 
 Kernel = Callable[[torch.Tensor, torch.Tensor], Any]
 RECIPE = "fp8-row-e4m3"
@@ -95,10 +96,10 @@ def test_a_given_scale_and_codes_alone() -> None:
     gate, up = x.float().chunk(2, 1)
     y = ((gate * torch.sigmoid(gate)).bfloat16().float() * up).bfloat16().float()
     codes = (y * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    narrowgauge.assert_result(serving_silu_static, codes, x, scale)
-    verdict = narrowgauge.explain(
-        narrowgauge.assert_result, serving_silu_static, codes.float().neg().to(codes.dtype), x, scale
-    )
+    given = (x, scale)
+    narrowgauge.assert_result(silu_mul_quantize_static, codes, *given, rounded="both")
+    other = codes.float().neg().to(codes.dtype)
+    verdict = narrowgauge.explain(narrowgauge.assert_result, silu_mul_quantize_static, other, *given, rounded="both")
     assert not verdict.passed
 
 

@@ -124,10 +124,10 @@ def test_a_given_decode_scale_is_stored_as_it_is() -> None:
         assert torch.equal(bits(q.scales.flatten()), bits(1 / scale if dialect == "te" else scale))
 
 
-def codes_by_torch(scaled: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes by the conversion of torch, saturating, with the positive NaN."""
+def codes_by_torch(scaled: torch.Tensor, nan: int = 0x7F) -> torch.Tensor:
+    """E4M3 codes by the conversion of torch, saturating, with one code for NaN."""
     codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.masked_fill(scaled.isnan(), 0x7F)
+    return codes.masked_fill(scaled.isnan(), nan)
 
 
 EVERY_BFLOAT16 = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
@@ -138,7 +138,8 @@ def test_every_bfloat16_amax_has_the_scale_amax_over_448(dialect: str) -> None:
     """Each number is a row: its amax, and the quotient by its own scale, in torch's own arithmetic."""
     recipe = find_recipe(f"fp8-row-e4m3@{dialect}")
     x = EVERY_BFLOAT16[EVERY_BFLOAT16.isfinite()].view(-1, 1)
-    scale = x.float().abs().clamp(min=recipe.smallest_amax) / torch.tensor(448.0)
+    amax = x.float().abs().clamp(min=recipe.smallest_amax)
+    scale = amax * (1 / torch.tensor(448.0)) if recipe.block_scale == "amax*(1/max)" else amax / torch.tensor(448.0)
     if recipe.statistics == "input":
         scale = scale.bfloat16().float()
     if recipe.zero_block == "eps":
@@ -146,7 +147,7 @@ def test_every_bfloat16_amax_has_the_scale_amax_over_448(dialect: str) -> None:
     scaled = x.float() * (1 / scale) if recipe.element_scale == "x*(1/s)" else x.float() / scale
     if recipe.element_scale == "R(x/s)":
         scaled = scaled.bfloat16().float()
-    codes = codes_by_torch(scaled)
+    codes = codes_by_torch(scaled, recipe.nan_code)
     if recipe.negative_zero == "rounded":
         codes = codes.masked_fill(scaled == 0, 0)
     q = quantize(x, recipe)
@@ -159,8 +160,9 @@ def test_every_bfloat16_amax_has_the_scale_amax_over_448(dialect: str) -> None:
 def test_every_bfloat16_number_has_the_code_of_a_static_scale(dialect: str, scale: float) -> None:
     x, given = EVERY_BFLOAT16.view(256, 256), torch.tensor([scale])
     number = x.float()
-    scaled = {"te": number * given, "vllm": number * (1 / given)}.get(dialect, number / given)
-    codes = codes_by_torch(scaled)
+    recipe = find_recipe(f"fp8-static-e4m3@{dialect}")
+    divided = number * (1 / given) if recipe.element_scale == "x*(1/s)" else number / given
+    codes = codes_by_torch(number * given if dialect == "te" else divided, recipe.nan_code)
     if dialect == "compressed-tensors":
-        codes = codes.masked_fill(scaled == 0, 0)
+        codes = codes.masked_fill(divided == 0, 0)
     assert torch.equal(quantize(x, f"fp8-static-e4m3@{dialect}", scale=given).codes, codes)

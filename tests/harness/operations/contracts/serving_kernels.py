@@ -14,47 +14,108 @@ Tensor = torch.Tensor
 class Kernels:
     """Right kernels: float32 between the casts of the default fields."""
 
-    def quantize(self, y: Tensor, recipe: Any) -> tuple[Tensor | None, ...]:
-        q = narrowgauge.quantize(y, recipe)
-        return q.codes, q.scales, q.amax
+    def quantize(self, y: Tensor, recipe: Any, scale: Tensor | None = None) -> Any:
+        """The results of a contract that ends in a quantization."""
+        q = narrowgauge.quantize(y, recipe, scale=scale)
+        return q.codes if scale is not None else (q.codes, q.scales, q.amax)
+
+    def total(self, squares: Tensor) -> Tensor:
+        return squares.sum(-1, keepdim=True)
 
     def mean_square(self, z: Tensor) -> Tensor:
-        return z.square().mean(-1, keepdim=True)
+        return self.total(z.square()) / z.shape[-1]
+
+    def rsqrt(self, mean: Tensor, eps: float) -> Tensor:
+        return torch.rsqrt(mean + eps)
 
     def factor(self, weight: Tensor, zero_centered: bool) -> Tensor:
         return weight.float() + 1 if zero_centered else weight.float()
 
-    def silu(self, g: Tensor) -> Tensor:
-        return g / (1 + torch.exp(-g))
+    def exp(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
 
-    def gelu(self, g: Tensor, approximate: str) -> Tensor:
-        return torch.nn.functional.gelu(g, approximate="none" if approximate == "erf" else approximate)
+    def silu(self, gate: Tensor) -> Tensor:
+        return gate / (1 + self.exp(-gate))
 
-    def rmsnorm(self, z: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        return z * torch.rsqrt(self.mean_square(z) + eps) * self.factor(weight, zero_centered)
+    def gelu(self, gate: Tensor, approximate: str) -> Tensor:
+        if approximate == "erf":  # torch's own GELU has another erf on a CPU, off by up to 9 units of 2^-24
+            return gate * 0.5 * (1 + torch.erf(gate * 0.5**0.5))
+        return torch.nn.functional.gelu(gate, approximate=approximate)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = x.float().chunk(2, -1)
+        return gate, up
+
+    def rounded(self, y: Tensor, x: Tensor) -> Tensor:
+        return y.to(x.dtype)
+
+    def summed(self, x: Tensor, residual: Tensor) -> Tensor:
+        return (x.float() + residual.float()).to(x.dtype)
+
+    def norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        y = z * self.rsqrt(self.mean_square(z), eps) * self.factor(weight, zero_centered)
+        return self.rounded(y, x)
+
+    def rmsnorm(self, x, weight, *, eps=1e-6, zero_centered=False):
+        return self.norm(x, x.float(), weight, eps, zero_centered)
 
     def rmsnorm_quantize(self, x, weight, recipe, *, eps=1e-6, zero_centered=False):
-        return self.quantize(self.rmsnorm(x.float(), weight, eps, zero_centered).to(x.dtype), recipe)
+        return self.quantize(self.norm(x, x.float(), weight, eps, zero_centered), recipe)
+
+    def rmsnorm_quantize_static(self, x, weight, scale, recipe, *, eps=1e-6, zero_centered=False):
+        return self.quantize(self.norm(x, x.float(), weight, eps, zero_centered), recipe, scale)
+
+    def add_rmsnorm(self, x, residual, weight, *, eps=1e-6, zero_centered=False):
+        z = self.summed(x, residual)
+        return z, self.norm(x, z.float(), weight, eps, zero_centered)
 
     def add_rmsnorm_quantize(self, x, residual, weight, recipe, *, eps=1e-6, zero_centered=False):
-        z = (x.float() + residual.float()).to(x.dtype)
-        codes, scales, amax = self.quantize(self.rmsnorm(z.float(), weight, eps, zero_centered).to(x.dtype), recipe)
-        return {"residual": z, "codes": codes, "scales": scales, "amax": amax}
+        z, y = self.add_rmsnorm(x, residual, weight, eps=eps, zero_centered=zero_centered)
+        return {"residual": z, **dict(zip(("codes", "scales", "amax"), self.quantize(y, recipe), strict=True))}
+
+    def add_rmsnorm_quantize_static(self, x, residual, weight, scale, recipe, *, eps=1e-6, zero_centered=False):
+        z, y = self.add_rmsnorm(x, residual, weight, eps=eps, zero_centered=zero_centered)
+        return {"residual": z, "codes": self.quantize(y, recipe, scale)}
+
+    def mean(self, z: Tensor) -> Tensor:
+        return z.mean(-1, keepdim=True)
 
     def layernorm_quantize(self, x, weight, bias, recipe, *, eps=1e-5, zero_centered=False):
         z = x.float()
-        d = z - z.mean(-1, keepdim=True)
-        y = d * torch.rsqrt(self.mean_square(d) + eps) * self.factor(weight, zero_centered) + bias.float()
-        return self.quantize(y.to(x.dtype), recipe)
+        d = z - self.mean(z)
+        y = d * self.rsqrt(self.mean_square(d), eps) * self.factor(weight, zero_centered) + bias.float()
+        return self.quantize(self.rounded(y, x), recipe)
+
+    def silu_mul(self, x):
+        gate, up = self.split(x)
+        return self.rounded(self.silu(gate) * up, x)
 
     def silu_mul_quantize(self, x, recipe):
-        gate, up = x.float().chunk(2, -1)
-        return self.quantize((self.silu(gate) * up).to(x.dtype), recipe)
+        return self.quantize(self.silu_mul(x), recipe)
+
+    def silu_mul_quantize_static(self, x, scale, recipe):
+        return self.quantize(self.silu_mul(x), recipe, scale)
+
+    def gelu_mul(self, x, *, approximate="tanh"):
+        gate, up = self.split(x)
+        return self.rounded(self.gelu(gate, approximate) * up, x)
 
     def gelu_mul_quantize(self, x, recipe, *, approximate="tanh"):
-        gate, up = x.float().chunk(2, -1)
-        return self.quantize((self.gelu(gate, approximate) * up).to(x.dtype), recipe)
+        return self.quantize(self.gelu_mul(x, approximate=approximate), recipe)
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate / (1 + self.exp(-gate * alpha)) * (up + 1)
+
+    def swiglu_clamped_quantize(self, x, recipe, *, limit=7.0, alpha=1.702):
+        return self.quantize(self.rounded(self.swiglu(*self.split(x), limit, alpha), x), recipe)
+
+    def relu_squared_quantize(self, x, recipe):
+        return self.quantize(self.rounded(x.float().relu().square(), x), recipe)
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        (a, b), cos, sin = x.float().chunk(2, -1), cos.float(), sin.float()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def rope_quantize(self, x, cos, sin, recipe):
-        (a, b), cos, sin = x.float().chunk(2, -1), cos.float(), sin.float()
-        return self.quantize(torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype), recipe)
+        return self.quantize(self.rounded(self.rotated(x, cos, sin), x), recipe)

@@ -12,6 +12,7 @@ import torch
 import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.contract import Contract, Program
+from narrowgauge.contracts import CONTRACTS as SHIPPED
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, Aimed, contract_inputs
@@ -36,7 +37,6 @@ from tests.reference.contracts.contracts import (
     add_rmsnorm,
     rmsnorm_quantize,
     scaled_rows,
-    serving_add_rmsnorm_static,
     silu_mul_quantize,
 )
 
@@ -108,7 +108,7 @@ def test_a_mean_by_k_minus_1_is_seen_with_a_declared_depth() -> None:
 @pytest.mark.parametrize(
     ("contract", "recipe"),
     [(rmsnorm_quantize, "fp8-row-e4m3"), (silu_mul_quantize, "nvfp4"),
-     (add_rmsnorm, ""), (serving_add_rmsnorm_static, "")],
+     (add_rmsnorm, ""), (SHIPPED["add-rmsnorm-quantize-static"], "fp8-static-e4m3@vllm")],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_verdicts_of_sets_are_those_of_kernels(contract: Contract, recipe: str) -> None:

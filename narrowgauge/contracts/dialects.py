@@ -1,0 +1,61 @@
+"""Dialects of the contracts: values of the fields by the names of libraries, with the release that they hold for.
+
+The bytes of the kernels are in tests/golden/serving; each lies inside of its dialect. Recipes of the same name
+(`narrowgauge.spec.dialects`) have the scale, the factor of the elements and the code of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_STORED = {"sum_of": "stored", "product_of": "stored"}
+_UNROUNDED = {"sum_of": "unrounded", "product_of": "unrounded"}
+_FLUSHED = {"subnormals": "flushed"}
+
+NORMS: Mapping[str, Mapping[str, Any]] = {
+    # vLLM 0.33.0, csrc/layernorm_kernels.cu and csrc/layernorm_quant_kernels.cu; before (0112cf2) with a further cast.
+    "vllm-static": {**_STORED, "rounded": "result"},
+    "vllm-static-before-0.33": {**_STORED, "rounded": "both"},
+    # vLLM 0.33.0, csrc/quantization/fused_kernels/layernorm_utils.cuh: scales of rows, and of groups of 64 or 128.
+    "vllm-row": {**_UNROUNDED, "rounded": "both"},
+    "vllm-block": {**_UNROUNDED, "rounded": "both"},
+    # FlashInfer 0.7.2.post1: norm/kernels (CuTe DSL, the default), and include/flashinfer/norm.cuh with fast math.
+    "flashinfer": {**_UNROUNDED, "rounded": "none"},
+    "flashinfer-cuda": {**_UNROUNDED, "rounded": "none", **_FLUSHED},
+    "flashinfer-norm": {**_UNROUNDED, "rounded": "result"},
+    "flashinfer-norm-cuda": {**_UNROUNDED, "rounded": "result", **_FLUSHED},
+    "flashinfer-block": {**_UNROUNDED, "rounded": "result", **_FLUSHED},
+    "flashinfer-nvfp4": {**_UNROUNDED, "rounded": "first", "order": "weight-first"},
+    # TensorRT-LLM in FlashInfer 0.7.2.post1, include/flashinfer/comm/trtllm_allreduce_fusion.cuh.
+    "trtllm": {**_STORED, "rounded": "result"},
+    # SGLang 0.5.23: the Triton norm with scales of UE8M0, and the fused sum with and without cast_x_before_out_mul.
+    "sglang-e8m0": {**_UNROUNDED, "rounded": "result"},
+    "sglang-add": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result", "order": "weight-first"},
+    "sglang-add-cast": {**_UNROUNDED, "rounded": "both"},
+    # conch-triton-kernels 1.3.
+    "conch": {**_STORED, "rounded": "both"},
+    # torch 2.11.0, torch.nn.functional.rms_norm.
+    "torch": {**_UNROUNDED, "rounded": "result"},
+}
+
+ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
+    # vLLM 0.33.0, csrc/activation_kernels.cu and csrc/quantization/activation_kernels.cu.
+    "vllm-silu-static": {"rounded": "both"},
+    "vllm-activation": {"rounded": "both"},
+    "vllm-silu-block": {"rounded": "none"},
+    # vLLM 0.33.0, Triton, with scales of float32; with packed scales.
+    "vllm-triton-silu": {"rounded": "both"},
+    "vllm-triton-silu-packed": {"rounded": "result"},
+    # SGLang 0.5.23, the group quantizer: its older kernel and its kernel for dense rows, with fast math. Of float16 the
+    # older kernel clamps NaN to 448.
+    "sglang-silu": {"rounded": "both", **_FLUSHED},
+    "sglang-silu-fp16": {"rounded": "both", **_FLUSHED},
+    "sglang-silu-dense": {"rounded": "result", **_FLUSHED},
+    "sglang-triton-silu": {"rounded": "both"},
+    # FlashInfer 0.7.2.post1, include/flashinfer/activation.cuh, with fast math.
+    "flashinfer-activation": {"rounded": "result", "fast_math": True, **_FLUSHED},
+    # conch-triton-kernels 1.3; humming-kernels 0.1.19, process_input.
+    "conch-activation": {"rounded": "both"},
+    "humming": {"rounded": "none"},
+}
