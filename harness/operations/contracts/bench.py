@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.contracts import CONTRACTS
+from narrowgauge.contract import Contract
+from narrowgauge.contracts import CONTRACTS, activation, norm, rotary
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results
 from narrowgauge.harness.operations.timing.judge_outputs import CONTRACT, Verdict
@@ -27,8 +28,6 @@ from narrowgauge.spec.quantized import Quantized
 
 Tensor = torch.Tensor
 
-_ROWS = ("rmsnorm-quantize", "add-rmsnorm-quantize", "layernorm-quantize", "silu-mul-quantize", "gelu-mul-quantize",
-         "rope-quantize")  # fmt: skip
 _RECIPES = ("fp8-row-e4m3", "fp8-block-1x128-e4m3", "mxfp8-e4m3", "mxfp4")
 _COMPILED = "fp8-row-e4m3"
 _JUDGED = 64
@@ -58,12 +57,14 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-_FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "rmsnorm-quantize": _rmsnorm, "add-rmsnorm-quantize": _add_rmsnorm, "layernorm-quantize": _layernorm,
-    "silu-mul-quantize": partial(_gated, torch.nn.functional.silu),
-    "gelu-mul-quantize": partial(_gated, partial(torch.nn.functional.gelu, approximate="tanh")),
-    "rope-quantize": _rope,
-}  # fmt: skip
+_FORMULAS: dict[Contract, Callable[..., Tensor]] = {
+    norm.rmsnorm_quantize: _rmsnorm,
+    norm.add_rmsnorm_quantize: _add_rmsnorm,
+    norm.layernorm_quantize: _layernorm,
+    activation.silu_mul_quantize: partial(_gated, torch.nn.functional.silu),
+    activation.gelu_mul_quantize: partial(_gated, partial(torch.nn.functional.gelu, approximate="tanh")),
+    rotary.rope_quantize: _rope,
+}
 """The contracts in plain torch."""
 
 
@@ -80,7 +81,7 @@ def _arguments(task: BenchTask, inputs: BenchInputs) -> tuple[Tensor, ...]:
 def _prepare(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     arguments = _arguments(task, inputs)
     method = getattr(native, task.operation.replace("-", "_"))
-    formula = _FORMULAS[task.operation]
+    formula = _FORMULAS[CONTRACTS[task.operation]]
 
     def plain() -> Quantized:
         return reference.quantize(formula(*arguments).to(torch.bfloat16), task.recipe)
@@ -118,7 +119,7 @@ def _compiled(task: BenchTask, inputs: BenchInputs) -> Peer | None:
     """torch.compile of the formula and of FP8 with a scale for each row, for the first size only."""
     if task.recipe != _COMPILED or task.shape != inputs.first:
         return None
-    arguments, formula = _arguments(task, inputs), _FORMULAS[task.operation]
+    arguments, formula = _arguments(task, inputs), _FORMULAS[CONTRACTS[task.operation]]
 
     adds = "residual" in CONTRACTS[task.operation].tensors
 
@@ -139,12 +140,12 @@ def _compiled(task: BenchTask, inputs: BenchInputs) -> Peer | None:
 
 def _launches(x: Tensor) -> dict[tuple[str, str], Callable[[], Any]]:
     weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
-    return {("mxfp8-e4m3", "rmsnorm-quantize"): lambda: native.rmsnorm_quantize(x, weight, "mxfp8-e4m3")}
+    return {("mxfp8-e4m3", norm.rmsnorm_quantize.name): lambda: native.rmsnorm_quantize(x, weight, "mxfp8-e4m3")}
 
 
 BENCH = OperationBench(
     rank=1.5,
-    rows=[(name, recipe, "") for name in _ROWS for recipe in _RECIPES],
+    rows=[(contract.name, recipe, "") for contract in _FORMULAS for recipe in _RECIPES],
     prepare=_prepare,
     further={"8192x8192": ("*",)},
     peers={COMPILED: _compiled},
