@@ -8,7 +8,12 @@ from functools import partial
 
 import torch
 
-from narrowgauge.native.fused.activation import gelu_mul_quantize, silu_mul_quantize
+from narrowgauge.native.fused.activation import (
+    gelu_mul_quantize,
+    relu_squared_quantize,
+    silu_mul_quantize,
+    swiglu_clamped_quantize,
+)
 from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quantize, rmsnorm_quantize
 from narrowgauge.native.fused.rotary import rope_quantize
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
@@ -29,8 +34,8 @@ __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
     "add_rmsnorm_quantize", "amax", "check", "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm",
     "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize", "swizzle", "transform",
-    "unpad_sections", "unswizzle", "update_scale", "variations",
+    "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize",
+    "swiglu_clamped_quantize", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale", "variations",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

@@ -46,6 +46,32 @@ def gelu_mul_quantize(
     return _launch(x, recipe, scale, {"tanh": "GELU_TANH", "erf": "GELU_ERF"}[approximate], amax, scales)
 
 
+def swiglu_clamped_quantize(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    amax: torch.Tensor | None = None,
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """As `silu_mul_quantize`, with gate·sigmoid(alpha·gate)·(up + 1), gate at most `limit` and up within ±`limit`."""
+    return _launch(x, recipe, scale, "SWIGLU_CLAMPED", amax, scales, limit=limit, alpha=alpha)
+
+
+def relu_squared_quantize(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    scale: torch.Tensor | None = None,
+    *,
+    amax: torch.Tensor | None = None,
+    scales: ScaleLayout = LINEAR,
+) -> Quantized:
+    """max(x, 0)² of `x` (M, K), quantized. Raises as `silu_mul_quantize`."""
+    return _launch(x, recipe, scale, "RELU_SQUARED", amax, scales)
+
+
 def _launch(
     x: torch.Tensor,
     recipe: str | Recipe,
@@ -53,17 +79,22 @@ def _launch(
     activation: str,
     amax: torch.Tensor | None,
     scales: ScaleLayout,
+    *,
+    limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Quantized:
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
-    if columns % 2:
+    halves = 1 if activation == "RELU_SQUARED" else 2
+    if columns % halves:
         raise ValueError(f"x of shape {tuple(x.shape)} has an odd number of columns; gate and up are its halves")
     fields: dict[str, Value] = {
         "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "activation": activation,
+        "limit": limit, "alpha": alpha,
     }  # fmt: skip
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
-        "activation_quantize", _PARAMETERS, fields, x, columns // 2, recipe,
+        "activation_quantize", _PARAMETERS, fields, x, columns // halves, recipe,
         amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip

@@ -34,10 +34,11 @@ def rmsnorm_quantize(
 ) -> Quantized:
     """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
 
-    `weight`: any of these dtypes. `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,),
-    replaces the amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or
-    ValueError for tensors of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have
-    and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    `weight`: any of these dtypes; `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once.
+    `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
+    of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of
+    another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
+    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
     return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales)
 

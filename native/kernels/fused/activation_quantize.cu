@@ -3,8 +3,9 @@
 //   Parameters: struct ActivationQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
 //   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
 //   y = R(f(gate) * up), with R the rounding to the dtype of x; the gate is the first half of a row of x. f: SiLU,
-//   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. Scales and codes of y:
-//   quantize_row.cuh.
+//   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. SWIGLU_CLAMPED:
+//   R(g / (1 + e^(-alpha g)) * (u + 1)), g = min(gate, limit), u = up within +-limit. RELU_SQUARED: R(max(x, 0)^2).
+//   Scales and codes of y: quantize_row.cuh.
 
 #include "fused/functions.cuh"
 #include "fused/quantize_row.cuh"
@@ -12,7 +13,7 @@
 
 namespace narrowgauge {
 
-enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, SWIGLU_CLAMPED = 3, RELU_SQUARED = 4 };
 
 // On a GPU the macro gives the activation, else the parameters do.
 #ifndef ACTIVATION
@@ -20,19 +21,30 @@ enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 #endif
 
 struct ActivationQuantizeParameters {
-    const void* x;  // (M, 2K), any strides
+    const void* x;  // (M, 2K), with RELU_SQUARED (M, K), any strides
     i64 row_stride;
     i64 column_stride;
     Activation activation;
+    float limit;  // of SWIGLU_CLAMPED
+    float alpha;
     QuantizeRowParameters result;
 };
 
-__device__ __forceinline__ float activated(float x, Activation activation) {
-    if (activation == SILU) return silu_approx(x);
+// NaN stays NaN.
+__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+
+__device__ __forceinline__ float activated(float x, float up, Activation activation, const ActivationQuantizeParameters& p) {
+    if (activation == SILU) return x * sigmoid_approx(x, false) * up;
     if (activation == GELU_TANH) {
-        return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * (x * x * x)));  // 2 sqrt(2/pi)
+        return x * sigmoid_approx(1.5957691216f * (x + 0.044715f * (x * x * x)), true) * up;  // 2 sqrt(2/pi)
     }
-    return 0.5f * x * (1.0f + erf_approx(x * 0.7071067812f));  // sqrt(1/2)
+    if (activation == GELU_ERF) return 0.5f * x * (1.0f + erf_approx(x * 0.7071067812f)) * up;  // sqrt(1/2)
+    if (activation == SWIGLU_CLAMPED) {
+        const float gate = at_most(x, p.limit), linear = -at_most(-at_most(up, p.limit), p.limit);
+        return gate * sigmoid_approx(p.alpha * gate, true) * (linear + 1.0f);
+    }
+    const float positive = x > 0.0f || x != x ? x : 0.0f;
+    return positive * positive;
 }
 
 template <class T>
@@ -49,11 +61,15 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
         load_rounded(source, p.column_stride, chunk, y[i]);
         float gate[CHUNK], up[CHUNK];
         Rounded<T> other;
-        load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
+        if (activation == RELU_SQUARED) {
+            other = y[i];  // not used
+        } else {
+            load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
+        }
         unpack_floats(other, up);
         unpack_floats(y[i], gate);
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) gate[j] = activated(gate[j], activation) * up[j];
+        for (int j = 0; j < CHUNK; ++j) gate[j] = activated(gate[j], up[j], activation, p);
         round_chunk(gate, y[i]);
     }
     quantize_row(y, part, words, p.result);

@@ -22,30 +22,19 @@ __device__ __forceinline__ float exp_approx(float x) {
 #endif
 }
 
-// x / (1 + e^-x), as x times a reciprocal. The reciprocal is that of (1 + e^-x) / 4, which is below 2^126 if e^-x is finite:
-// so it is a normal number, and its product with 1/4 rounds as 1 / (1 + e^-x) does, to a subnormal number too.
-__device__ __forceinline__ float silu_approx(float x) {
+// 1 / (1 + e^-x). The reciprocal is that of (1 + e^-x) / 4, which is below 2^126 if e^-x is finite: so it is a normal number, and
+// its product with 1/4 rounds as 1 / (1 + e^-x) does, to a subnormal number too. `refined`: by one Newton step, so that it is
+// off by 2^-24 relative and less than 2^-43.
+__device__ __forceinline__ float sigmoid_approx(float x, bool refined) {
     const float e = exp_approx(-x);
 #ifdef __CUDA_ARCH__
-    float reciprocal;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(__fmaf_rn(e, 0.25f, 0.25f)));
-    return x * (reciprocal * 0.25f);
-#else
-    return x / (1.0f + e);
-#endif
-}
-
-// x / (1 + e^-t), as x times a reciprocal with one Newton step: off by 2^-24 relative and less than 2^-43.
-__device__ __forceinline__ float times_sigmoid(float x, float t) {
-    const float e = exp_approx(-t);
-#ifdef __CUDA_ARCH__
-    const float d = 1.0f + e;
+    const float quarter = __fmaf_rn(e, 0.25f, 0.25f);
     float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
-    const float refined = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
-    return x * (d < 0x1p126f ? refined : r);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(quarter));
+    if (refined && quarter < 0x1p127f) r = __fmaf_rn(r, __fmaf_rn(-quarter, r, 1.0f), r);
+    return r * 0.25f;
 #else
-    return x / (1.0f + e);
+    return 1.0f / (1.0f + e);
 #endif
 }
 

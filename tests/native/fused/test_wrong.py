@@ -54,12 +54,12 @@ WRONG = {
         "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "(normalized + bias[j]) * w",
     ),
     "halves-exchanged": (
-        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], activation) * up[j]",
-        "activated(up[j], activation) * gate[j]",
+        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], up[j], activation, p)",
+        "activated(up[j], gate[j], activation, p)",
     ),
     "sigmoid-in-place-of-silu": (
-        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], activation) * up[j]",
-        "activated(gate[j], activation) / gate[j] * up[j]",
+        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "return x * sigmoid_approx(x, false) * up;",
+        "return sigmoid_approx(x, false) * up;",
     ),
     "minus-left-out": ("silu-mul-quantize", "mxfp8-e4m3", FUNCTIONS, "exp_approx(-x)", "exp_approx(x)"),
     "cubic-constant": ("gelu-mul-quantize", "fp8-row-e4m3", ACTIVATION, "0.044715f", "0.04f"),
