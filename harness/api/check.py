@@ -52,6 +52,8 @@ NAMED = 5
 """Further cases of a group that a message names, and reasons of unsupported cases."""
 _SEARCHED = 6
 """Failing cases whose causes are searched at full length. The causes of further cases are mostly the same."""
+_KEPT, _KEPT_ELEMENTS = 128, 1 << 16
+"""Largest number of outcomes that are kept for the nearest rule, and of elements of each: 100 MB together."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
 """Families for a kernel with random bits of its own: statistical tests take seconds for each family that rounds."""
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
@@ -371,7 +373,7 @@ def _records(
     options: Mapping[str, Any],
     outcomes: list[Outcome],
 ) -> list[dict[str, Any]]:
-    """Records of the cases (`harness.records.record`). The outcomes of quantized matrices are added to `outcomes`."""
+    """Records of the cases (`harness.records.record`). Outcomes of small quantized matrices are added to `outcomes`."""
     declares = dict(options["declares"])
     stochastic = any(find_recipe(name).rounding == "stochastic" for case, _ in selected for name in case.recipe_names)
     if options["operation"] == "quantize" and stochastic and "random" not in parameters_of(function):
@@ -383,7 +385,8 @@ def _records(
     )  # fmt: skip
 
     def keep(_: Inputs, outcome: Outcome) -> None:
-        if outcome.judged:
+        elements = sum(judged.subject.matrix.numel() for judged in outcome.judged)
+        if 0 < elements <= _KEPT_ELEMENTS and len(outcomes) < _KEPT:
             outcomes.append(outcome)
 
     sharing = count_chance_cases(case for case, _ in selected)

@@ -385,7 +385,7 @@ def test_a_function_of_another_recipe_is_told_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("own", ["fp8-block-1x128-e4m3-fp32-eps1e-10@modelopt", "fp8-block-1x128-e4m3-pow2-eps0.0001"])
-def test_a_function_of_another_epsilon_and_dialect_is_told_its_recipe(own: str) -> None:
+def test_another_epsilon_and_dialect_is_told(own: str) -> None:
 
     def kernel(x: torch.Tensor) -> Any:
         q = ops.quantize(x, own)
@@ -414,7 +414,7 @@ def test_a_mistake_at_a_place_is_no_rule() -> None:
     assert "nearest rule" not in report(checked_functions.first_column_wrong, **SMALL)
 
 
-def test_inputs_that_a_function_promises_nothing_for_are_left_out() -> None:
+def test_inputs_beyond_the_promise_are_left_out() -> None:
     def kernel(x: torch.Tensor) -> Any:
         assert x.shape[1] % 32 == 0
         q = ops.quantize(x.nan_to_num(nan=3.0), "nvfp4")
