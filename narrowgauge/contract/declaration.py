@@ -244,9 +244,9 @@ def contract(
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
     may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed` are arguments
     of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
-    `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers. The function returns a value,
-    or a mapping of values by name; names are those of the results of a kernel, in their order. Raises ContractError for
-    another signature.
+    `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers.
+    The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
+    order. Raises ContractError for another signature.
     """
     if function is None:
         return lambda function: _with(contract(function), rows or "", dialects or {})

@@ -55,6 +55,8 @@ class Fused:
             x = torch.randn(rows, width, generator=draw) * 2 ** torch.linspace(-2, 2, rows).view(-1, 1)
             if self.inputs == "tiny":
                 x = x * 2.0**-10
+            if self.inputs == "large":
+                x = x * 8
             if self.inputs == "offset":
                 x = x + 1
             found.append(x.to(bf16))
@@ -131,6 +133,35 @@ def _by_row(y: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scale, None
 
 
+def _clamped(gate: Tensor, up: Tensor, alpha: float, plus: float = 1.0) -> Tensor:
+    return gate * torch.sigmoid(alpha * gate) * (up + plus)
+
+
+def _torch_norm(self, x, z, weight, eps, zero_centered):
+    return functional.rms_norm(z, z.shape[1:], weight.float(), eps).to(x.dtype)
+
+
+def _two_passes(z: Tensor, m: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+    d = z.double() - z.double().mean(-1, keepdim=True)
+    return (d * _inverse(d, eps, z.shape[1]) * w + b).float()
+
+
+def _in_bfloat16(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    ac, bs, bc, as_ = ((p * q).to(bf16).float() for p, q in ((a, c), (b, s), (b, c), (a, s)))
+    return torch.cat([ac - bs, bc + as_], -1)
+
+
+def _without_sign(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * c + b * s, b * c + a * s], -1)
+
+
+def _fused_products(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([torch.addcmul(a * c, -b, s), torch.addcmul(b * c, a, s)], -1)
+
+
 def _silu(g: Tensor) -> Tensor:
     return g / (1 + torch.exp(-g))
 
@@ -144,12 +175,14 @@ WRONG = (
     Fused(_R, "eps left out", "1e-06", {"rsqrt": lambda s, m, eps: torch.rsqrt(m)}, "tiny"),
     Fused(_R, "eps of 1e-5", "1e-05 in place of 1e-06", {"rsqrt": lambda s, m, eps: torch.rsqrt(m + 1e-5)}, "tiny"),
     Fused(_R, "eps behind the root", "1e-06", {"rsqrt": lambda s, m, eps: 1 / (m.sqrt() + eps)}, "tiny"),
-    Fused(_R, "mean over K − 1", "divides by K − 1", {"mean_square": lambda s, z: s.total(z.square()) / (z.shape[1] - 1)},
+    Fused(_R, "mean over K − 1", "divides by K − 1",
+          {"mean_square": lambda s, z: s.total(z.square()) / (z.shape[1] - 1)},
           columns=64),
     Fused(_R, "mean over a padded row", "multiple of", {"mean_square": lambda s, z: s.total(z.square()) / 256},
           columns=240),
     Fused(_R, "sum for mean", "is not divided", {"mean_square": lambda s, z: s.total(z.square())}),
-    Fused(_R, "the last element", "leaves out the last element", {"total": lambda s, q: q[:, :-1].sum(-1, keepdim=True)}),
+    Fused(_R, "the last element", "leaves out the last element",
+          {"total": lambda s, q: q[:, :-1].sum(-1, keepdim=True)}),
     Fused(_R, "the last vector", "leaves out the last 8", {"total": lambda s, q: q[:, :-8].sum(-1, keepdim=True)}),
     Fused(_R, "half of the row", "first half", {"total": lambda s, q: q[:, :128].sum(-1, keepdim=True)}),
     Fused(_R, "every second element", "every second", {"total": lambda s, q: q[:, ::2].sum(-1, keepdim=True)}),
@@ -161,7 +194,8 @@ WRONG = (
     Fused(_R, "rs of the next row", "next row", _rms(lambda z, rs, w: (z * rs.roll(-1, 0) * w).to(bf16))),
     # the products and their casts
     Fused(_R, "no cast", "is not rounded to bfloat16", _rms(lambda z, rs, w: z * rs * w)),
-    Fused(_R, "a cast before the weight", "rounded to bfloat16", _rms(lambda z, rs, w: ((z * rs).to(bf16) * w).to(bf16))),
+    Fused(_R, "a cast before the weight", "rounded to bfloat16",
+          _rms(lambda z, rs, w: ((z * rs).to(bf16) * w).to(bf16))),
     Fused(_R, "the weight first", "rounded to bfloat16", _rms(lambda z, rs, w: ((z * w).to(bf16) * rs).to(bf16))),
     Fused(_R, "through float16", "float16", _rms(lambda z, rs, w: (z * rs * w).to(f16).to(bf16))),
     Fused(_R, "a truncating cast", "truncated", _rms(lambda z, rs, w: _truncated(z * rs * w))),
@@ -178,14 +212,16 @@ WRONG = (
           _with_residual(lambda s, x, r, norm: ((z := (x - r).to(bf16)), norm(z.float())))),
     Fused(_A, "x is the next residual", "residual",
           _with_residual(lambda s, x, r, norm: (x.to(bf16), norm((x + r).to(bf16).float())))),
-    Fused(_A, "the norm of x", "", _with_residual(lambda s, x, r, norm: ((x + r).to(bf16), norm(x)))),
+    Fused(_A, "the norm of x", "behind the result that is shown",
+          _with_residual(lambda s, x, r, norm: ((x + r).to(bf16), norm(x)))),
     Fused(_A, "the norm of the unrounded sum", "not rounded to bfloat16",
           _with_residual(lambda s, x, r, norm: ((x + r).to(bf16), norm(x + r)))),
     # LayerNorm
     Fused(_L, "no bias", "bias", _layer(lambda z, m, w, b, eps: (z - m) * _inverse(z - m, eps, z.shape[1]) * w)),
     Fused(_L, "bias before the weight", "bias",
           _layer(lambda z, m, w, b, eps: ((z - m) * _inverse(z - m, eps, z.shape[1]) + b) * w)),
-    Fused(_L, "no mean", "mean", _layer(lambda z, m, w, b, eps: z * _inverse(z - m, eps, z.shape[1]) * w + b), "offset"),
+    Fused(_L, "no mean", "mean",
+          _layer(lambda z, m, w, b, eps: z * _inverse(z - m, eps, z.shape[1]) * w + b), "offset"),
     Fused(_L, "deviation over K − 1", "K − 1",
           _layer(lambda z, m, w, b, eps: (z - m) * _inverse(z - m, eps, z.shape[1] - 1) * w + b), columns=64),
     Fused(_L, "the mean square of z", "mean",
@@ -202,29 +238,29 @@ WRONG = (
     Fused(_S, "ReLU", "relu", _halves(lambda g, u: g.relu() * u)),
     Fused(_S, "a cast of the activation", "rounded to bfloat16",
           _halves(lambda g, u: _silu(g).to(bf16).float() * u)),
-    Fused(_S, "up added", "", _halves(lambda g, u: _silu(g) + u)),
+    Fused(_S, "up added", "are added", _halves(lambda g, u: _silu(g) + u)),
     Fused(_G, "erf for tanh", "erf", {"gelu": lambda s, g, a: g * 0.5 * (1 + torch.erf(g * 0.5**0.5))},
           recipe="nvfp4"),
     Fused(_G, "quick GELU", "quick_gelu", {"gelu": lambda s, g, a: g * torch.sigmoid(1.702 * g)}),
-    Fused(_C, "no upper limit of the gate", "7", {"swiglu": lambda s, g, u, m, a: g * torch.sigmoid(a * g) * (u.clamp(-m, m) + 1)}),
-    Fused(_C, "up without 1", "1", {"swiglu": lambda s, g, u, m, a: (g.clamp(max=m) * torch.sigmoid(a * g.clamp(max=m))) * u.clamp(-m, m)}),
-    Fused(_C, "alpha of 1", "1.702", {"swiglu": lambda s, g, u, m, a: functional.silu(g.clamp(max=m)) * (u.clamp(-m, m) + 1)}),
-    Fused(_C, "no lower limit of up", "7",
-          {"swiglu": lambda s, g, u, m, a: g.clamp(max=m) * torch.sigmoid(a * g.clamp(max=m)) * (u.clamp(max=m) + 1)}),
-    Fused(_Q, "no square", "", {"relu_squared_quantize": lambda s, x, r: s.quantize(x.float().relu().to(bf16), r)}),
-    Fused(_Q, "no ReLU", "", {"relu_squared_quantize": lambda s, x, r: s.quantize(x.float().square().to(bf16), r)}),
+    Fused(_C, "no upper limit of the gate", "no upper limit 7",
+          {"swiglu": lambda s, g, u, m, a: _clamped(g, u.clamp(-m, m), a)}),
+    Fused(_C, "up without 1", "1", {"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), a, 0)}),
+    Fused(_C, "alpha of 1", "1.702", {"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), 1)}),
+    Fused(_C, "no lower limit of up", "no lower limit -7",
+          {"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(max=m), a)}, "large"),
+    Fused(_Q, "no square", "is not squared",
+          {"relu_squared_quantize": lambda s, x, r: s.quantize(x.float().relu().to(bf16), r)}),
+    Fused(_Q, "no ReLU", "no lower limit 0",
+          {"relu_squared_quantize": lambda s, x, r: s.quantize(x.float().square().to(bf16), r)}),
     # rotary embedding
     Fused(_O, "pairs of neighbours", "pairs", _pairs(_neighbours)),
-    Fused(_O, "the other direction", "sign", _pairs(lambda x, c, s: _halved(x, c, -s))),
+    Fused(_O, "the other direction", "is subtracted", _pairs(lambda x, c, s: _halved(x, c, -s))),
     Fused(_O, "cos and sin exchanged", "cos", _pairs(lambda x, c, s: _halved(x, s, c))),
-    Fused(_O, "no sign", "exchanged", _pairs(lambda x, c, s: torch.cat(
-        [(a := x.chunk(2, -1)[0]) * c + (b := x.chunk(2, -1)[1]) * s, b * c + a * s], -1))),
-    Fused(_O, "products in bfloat16", "bfloat16", _pairs(lambda x, c, s: torch.cat(
-        [(a := x.chunk(2, -1)[0]).mul(c).to(bf16).float() - (b := x.chunk(2, -1)[1]).mul(s).to(bf16).float(),
-         b.mul(c).to(bf16).float() + a.mul(s).to(bf16).float()], -1))),
+    Fused(_O, "no sign", "exchanged", _pairs(_without_sign)),
+    Fused(_O, "products in bfloat16", "bfloat16", _pairs(_in_bfloat16)),
     Fused(_O, "angles of the next row", "next row", _pairs(lambda x, c, s: _halved(x, c.roll(-1, 0), s.roll(-1, 0)))),
     # the quantization
-    Fused(_R, "powers of two", "pow2", _quantized(lambda y, r: (
+    Fused(_R, "powers of two", "scales are rounded", _quantized(lambda y, r: (
         (q := narrowgauge.quantize(y, "fp8-row-e4m3-pow2")).codes, q.scales, None))),
     Fused(_R, "inverse scales", "inverse", _quantized(lambda y, r: (
         (q := narrowgauge.quantize(y, r)).codes, 1 / q.scales, None))),
@@ -276,24 +312,30 @@ RIGHT = (
     Fused(_R, "1/sqrt", methods={"rsqrt": lambda s, m, eps: 1 / torch.sqrt(m + eps)}),
     Fused(_R, "mean by a reciprocal", methods={"mean_square": lambda s, z: s.total(z.square()) * (1 / z.shape[1])},
           columns=240),
-    Fused(_R, "torch", methods={"norm": lambda s, x, z, w, eps, zc: functional.rms_norm(z, z.shape[1:], w.float(), eps).to(x.dtype)}),
-    Fused(_A, "torch", methods={"norm": lambda s, x, z, w, eps, zc: functional.rms_norm(z, z.shape[1:], w.float(), eps).to(x.dtype)}),
+    Fused(_R, "torch", methods={"norm": _torch_norm}),
+    Fused(_A, "torch", methods={"norm": _torch_norm}),
     Fused(_A, "chunks of 8", methods={"total": _sum_of_chunks(8)}),
     Fused(_A, "tiny rows", inputs="tiny"),
     Fused(_L, "torch", methods=_layer(lambda z, m, w, b, eps: functional.layer_norm(z, z.shape[1:], w, b, eps))),
     Fused(_L, "Welford", methods=_layer(_welford), inputs="offset"),
-    Fused(_L, "two passes in float64", methods=_layer(lambda z, m, w, b, eps: (
-        (z.double() - z.double().mean(-1, keepdim=True)) * _inverse(z.double() - z.double().mean(-1, keepdim=True), eps, z.shape[1]) * w + b).float())),
+    Fused(_L, "two passes in float64", methods=_layer(_two_passes)),
     Fused(_S, "torch", methods=_halves(lambda g, u: functional.silu(g) * u)),
     Fused(_S, "g times the sigmoid", methods=_halves(lambda g, u: g * torch.sigmoid(g) * u)),
     Fused(_S, "float64", methods=_halves(lambda g, u: (_silu(g.double()) * u).float())),
     Fused(_S, "exp2 of x·log2 e", methods={"exp": lambda s, x: torch.exp2(x * 1.4426950408889634)}),
     Fused(_G, "torch", methods={"gelu": lambda s, g, a: functional.gelu(g, approximate="tanh")}),
-    Fused(_G, "a sigmoid", methods={"gelu": lambda s, g, a: g * torch.sigmoid(1.5957691216057308 * (g + 0.044715 * g**3))}),
+    Fused(_G, "a sigmoid",
+          methods={"gelu": lambda s, g, a: g * torch.sigmoid(1.5957691216057308 * (g + 0.044715 * g**3))}),
     Fused(_G, "erf", options={"approximate": "erf"}),
-    Fused(_C, "torch", methods={"swiglu": lambda s, g, u, m, a: (g := g.clamp(max=m)) * torch.sigmoid(a * g) * (u.clamp(-m, m) + 1)}),
-    Fused(_Q, "the square of a maximum", methods={"relu_squared_quantize": lambda s, x, r: s.quantize((x.float().clamp(min=0) ** 2).to(bf16), r)}),
+    Fused(_C, "a product", methods={"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), a)}),
+    Fused(_Q, "the square of a maximum",
+          methods={"relu_squared_quantize": lambda s, x, r: s.quantize((x.float().clamp(min=0) ** 2).to(bf16), r)}),
     Fused(_O, "float64", methods=_pairs(lambda x, c, s: _halved(x.double(), c.double(), s.double()).float())),
-    Fused(_O, "fused products", methods=_pairs(lambda x, c, s: torch.cat(
-        [torch.addcmul((a := x.chunk(2, -1)[0]) * c, -(b := x.chunk(2, -1)[1]), s), torch.addcmul(b * c, a, s)], -1))),
+    Fused(_O, "fused products", methods=_pairs(_fused_products)),
 )  # fmt: skip
+
+NOT_NAMED = {
+    f"{_R}: the weight first", f"{_L}: bias before the weight", f"{_G}: erf for tanh", f"{_O}: pairs of neighbours",
+    f"{_O}: cos and sin exchanged", f"{_R}: amax of 240",
+}  # fmt: skip
+"""Mistakes of two steps at once, and one that these inputs do not tell from an approximate tanh."""
