@@ -205,7 +205,7 @@ _FAMILIES = (
         ),
     ),
     _Family(
-        re.compile(rf"fp8-block-(?P<block>1x128|1x64|128x128){_FP8}(?:-(?P<kind>pow2|fp32))?{_EPS}"),
+        re.compile(rf"fp8-block-(?P<block>1x(?:16|32|64|128|256|512)|128x128){_FP8}(?:-(?P<kind>pow2|fp32))?{_EPS}"),
         _fp8_block,
         FP8_DIALECTS["block"],
         tuple(
@@ -267,7 +267,8 @@ def find_recipe(name: str | Recipe) -> Recipe:
 
     - nvfp4, then -2d, -rht (or -rht32 for groups of 32) with or without -nosign, -sr, -rowscaled, -4over6-E-MODE;
     - mxfp8-e4m3, mxfp8-e5m2, mxfp6-e3m2, mxfp6-e2m3 or mxfp4, then -2d (mxfp8-2d is of E4M3), -sr;
-    - fp8-block-1x128 or fp8-block-128x128, then -e4m3 or -e5m2, -pow2 or -fp32 (scales), -eps1e-06 and the like;
+    - fp8-block-1x128 (or 1x16, 1x32, 1x64, 1x256, 1x512) or fp8-block-128x128, then -e4m3 or -e5m2, -pow2 or -fp32
+      (scales), -eps1e-06 and the like;
     - fp8-row or fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;
     - fp8-static, then -e4m3 or -e5m2;
     - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk.

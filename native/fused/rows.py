@@ -24,7 +24,11 @@ from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
 _HEADER = "fused/quantize_row.cuh"
 _VARIANT = KernelStruct(_HEADER, "QuantizeRowVariant")
 _CHUNK = 16
-_BLOCKS = {E4M3: ((1, 16),), E8M0: ((1, 32),), FP32: ((1, 16), (1, 32), (1, 64), (1, 128), (1, WHOLE), (WHOLE, WHOLE))}
+_BLOCKS = {
+    E4M3: ((1, 16),),
+    E8M0: ((1, 32),),
+    FP32: (*((1, _CHUNK << n) for n in range(6)), (1, WHOLE), (WHOLE, WHOLE)),  # up to 512, those of a warp
+}
 """Format of the scale to the blocks of elements that share one: groups of lanes, a row, the tensor."""
 _FAMILIES = {E4M3: "NVFP4", E8M0: "MX", FP32: "FP8"}
 _THREADS, _WARP = 256, 32

@@ -2,7 +2,7 @@
 //
 // A thread has chunks of 16 neighbouring elements: chunk i of thread t of a thread block is chunk i * blockDim.x + t. A row
 // belongs to one thread block, or to several if no sum and no scale extends over the row. A scale belongs to the chunks of
-// up to eight neighbouring lanes, to a row, or to the tensor.
+// up to 32 neighbouring lanes, to a row, or to the tensor.
 // Numerics of scales and codes: docs/numerics.md, those of quantize_nvfp4.cu, quantize_mx.cu and quantize_fp8.cu.
 #pragma once
 
@@ -43,7 +43,7 @@ enum ScaleScope : int { GROUP = 0, ROW = 1, TENSOR = 2 };
 struct QuantizeRowVariant {
     ScaleFamily family;
     ScaleScope scope;
-    int lanes;           // 1, 2, 4 or 8
+    int lanes;           // a power of two up to 32
     int scale_order;     // of NVFP4, BlockScaleOrder, or of MX, MxScaleOrder
     u32 up_from;         // of MX: mantissa from which on the exponent of a scale is rounded up
     bool power_of_two;   // of FP8: scales are rounded down to powers of two

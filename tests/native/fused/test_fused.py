@@ -18,7 +18,7 @@ from tests.native.samples import assert_same
 
 RECIPES = (
     "mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "nvfp4", "fp8-row-e4m3", "fp8-block-1x128-e4m3",
-    "fp8-block-1x128-e5m2-fp32", "fp8-current-e4m3", "fp8-static",
+    "fp8-block-1x128-e5m2-fp32", "fp8-block-1x16-e4m3", "fp8-block-1x512-e4m3-fp32", "fp8-current-e4m3", "fp8-static",
 )  # fmt: skip
 SHAPES = ((3, 64), (5, 200), (1, 1024), (4, 18), (0, 64), (2, 0), (2, 4096))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped
+import narrowgauge
+from narrowgauge.reference.ops import dequantize, gemm, quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import encode_scales, tensor_scale
 from narrowgauge.reference.scalar import fp8, rounding
 from narrowgauge.spec.formats import E4M3, E5M2, Format
@@ -63,6 +64,15 @@ def test_blocks_at_the_edges_are_of_what_there_is(name: str, shape: tuple[int, i
     q = quantize(x, name)
     assert tuple(q.scales.shape) == scales_shape(shape, q.recipe)
     assert_twin(q, x, "float32")
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 256, 512])
+def test_groups_of_other_widths(width: int) -> None:
+    x = matrix("spread", width, 3, 2 * width + 7)
+    q = quantize(x, f"fp8-block-1x{width}-e4m3-fp32")
+    assert q.scales.shape == (3, 3)
+    assert_twin(q, x, "float32")
+    narrowgauge.assert_gemm(q, q, gemm(q, q, out_dtype=torch.bfloat16), out_dtype=torch.bfloat16)
 
 
 # Edges of the scale.
