@@ -38,7 +38,7 @@ def named_results(
             given |= dict(zip(names, whole, strict=False))
             whole = None
         parts = {name: given.pop(name, None) for name in names}
-        if names and names[-1].endswith("amax"):  # the factor that follows from the amax, as a Quantized has it, is not judged
+        if names and names[-1].endswith("amax"):  # its factor, which a Quantized has, is not judged
             given.pop(f"{names[-1].removesuffix('amax')}tensor_scale", None)
         if whole is None and not any(part is not None for part in parts.values()):
             continue
