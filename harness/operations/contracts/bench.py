@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS, activation, norm, rotary
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results
@@ -57,13 +56,13 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-_FORMULAS: dict[Contract, Callable[..., Tensor]] = {
-    norm.rmsnorm_quantize: _rmsnorm,
-    norm.add_rmsnorm_quantize: _add_rmsnorm,
-    norm.layernorm_quantize: _layernorm,
-    activation.silu_mul_quantize: partial(_gated, torch.nn.functional.silu),
-    activation.gelu_mul_quantize: partial(_gated, partial(torch.nn.functional.gelu, approximate="tanh")),
-    rotary.rope_quantize: _rope,
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    norm.rmsnorm_quantize.name: _rmsnorm,
+    norm.add_rmsnorm_quantize.name: _add_rmsnorm,
+    norm.layernorm_quantize.name: _layernorm,
+    activation.silu_mul_quantize.name: partial(_gated, torch.nn.functional.silu),
+    activation.gelu_mul_quantize.name: partial(_gated, partial(torch.nn.functional.gelu, approximate="tanh")),
+    rotary.rope_quantize.name: _rope,
 }
 """The contracts in plain torch."""
 
@@ -81,7 +80,7 @@ def _arguments(task: BenchTask, inputs: BenchInputs) -> tuple[Tensor, ...]:
 def _prepare(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     arguments = _arguments(task, inputs)
     method = getattr(native, task.operation.replace("-", "_"))
-    formula = _FORMULAS[CONTRACTS[task.operation]]
+    formula = _FORMULAS[task.operation]
 
     def plain() -> Quantized:
         return reference.quantize(formula(*arguments).to(torch.bfloat16), task.recipe)
@@ -119,7 +118,7 @@ def _compiled(task: BenchTask, inputs: BenchInputs) -> Peer | None:
     """torch.compile of the formula and of FP8 with a scale for each row, for the first size only."""
     if task.recipe != _COMPILED or task.shape != inputs.first:
         return None
-    arguments, formula = _arguments(task, inputs), _FORMULAS[CONTRACTS[task.operation]]
+    arguments, formula = _arguments(task, inputs), _FORMULAS[task.operation]
 
     adds = "residual" in CONTRACTS[task.operation].tensors
 
@@ -145,7 +144,7 @@ def _launches(x: Tensor) -> dict[tuple[str, str], Callable[[], Any]]:
 
 BENCH = OperationBench(
     rank=1.5,
-    rows=[(contract.name, recipe, "") for contract in _FORMULAS for recipe in _RECIPES],
+    rows=[(name, recipe, "") for name in _FORMULAS for recipe in _RECIPES],
     prepare=_prepare,
     further={"8192x8192": ("*",)},
     peers={COMPILED: _compiled},
