@@ -339,7 +339,7 @@ RULE_FIELDS = {
     name: choices
     for name, choices in field_choices().items()
     if name not in ("granularity", "candidates", "columnwise")
-} | {"smallest_amax": ()}
+} | {"smallest_amax": (), "approximate": (False, True)}
 """Choices of each key of a rule, none of a number. All further fields of a recipe are parts of its name."""
 _DIALECT = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.toml)", re.ASCII)
 _LARGEST = 1 << 18

@@ -84,7 +84,8 @@ Choices = dict[str, tuple[object, ...] | None]
 """Field of a recipe to the choices that kernels support. None: all choices."""
 
 _NAMES: Choices = {"name": None, "dialect": None}
-_NVFP4_DIALECTS: Choices = {  # fields in which only dialects of NVFP4 differ
+_NVFP4_DIALECTS: Choices = {  # fields in which only dialects of NVFP4 and of FP8 in serving differ
+    "approximate": (False,),
     "statistics": ("float32",),
     "zero_block": ("keep",),
     "smallest_scale": ("0",),

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 import narrowgauge
 from narrowgauge.contract import Contract
+from narrowgauge.contracts.activation import gelu_mul as gelu_mul_of_libraries
+from narrowgauge.contracts.activation import silu_mul
+from narrowgauge.contracts.norm import rmsnorm
 from tests.reference.contracts.contracts import (
     add_rmsnorm,
     gelu_mul,
@@ -18,8 +21,6 @@ from tests.reference.contracts.contracts import (
     relu_squared,
     rms_norm,
     scaled_rows,
-    serving_activation,
-    serving_rmsnorm,
     softmax,
 )
 
@@ -45,13 +46,13 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 TORCH: list[tuple[Contract, Kernel, dict[str, Any]]] = [
-    (serving_rmsnorm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), {}),
-    (serving_rmsnorm, lambda x, w: (x.float() / (x.float().norm(dim=1, keepdim=True) ** 2 / x.shape[1] + 1e-6).sqrt()
+    (rmsnorm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), {}),
+    (rmsnorm, lambda x, w: (x.float() / (x.float().norm(dim=1, keepdim=True) ** 2 / x.shape[1] + 1e-6).sqrt()
                                     * w.float()).to(x.dtype), {}),
     (add_rmsnorm, added, {}),
-    (serving_activation, lambda x: F.silu(halves(x)[0]) * halves(x)[1], {"act": "silu"}),
-    (serving_activation, lambda x: gelu(halves(x)[0]) * halves(x)[1], {"act": "gelu"}),
-    (serving_activation, lambda x: F.gelu(halves(x)[0], approximate="tanh") * halves(x)[1], {"act": "gelu_tanh"}),
+    (silu_mul, lambda x: F.silu(halves(x)[0]) * halves(x)[1], {"rounded": "both"}),
+    (gelu_mul_of_libraries, lambda x: gelu(halves(x)[0]) * halves(x)[1], {"approximate": "erf", "rounded": "both"}),
+    (gelu_mul_of_libraries, lambda x: F.gelu(halves(x)[0], approximate="tanh") * halves(x)[1], {"rounded": "both"}),
     (gelu_mul, lambda x: (F.gelu(halves(x)[0].float(), approximate="tanh") * halves(x)[1].float()).to(x.dtype), {}),
     (gelu_mul, lambda x: (F.gelu(halves(x)[0].double(), approximate="tanh") * halves(x)[1].double()).to(x.dtype), {}),
     (relu_squared, lambda x: F.relu(x.float()).square().to(x.dtype), {}),
@@ -123,11 +124,11 @@ def test_kernels_of_cuda_are_right(root: str, silu: str, flags: tuple[str, ...])
     source = SOURCE.replace("ROOT", root).replace("SILU(g)", silu)
     module = cupy.RawModule(code=source, options=flags)
     for shape in ((64, 512), (128, 4096), (7, 1030)):
-        x, w = given(serving_rmsnorm, shape, torch.bfloat16, "cuda")
+        x, w = given(rmsnorm, shape, torch.bfloat16, "cuda")
         y, act = torch.empty_like(x), torch.empty_like(x[:, : shape[1] // 2])
         for name, out in (("rmsnorm", y), ("silu", act)):
             pointers = [tensor.data_ptr() for tensor in (x, w, out)]
             module.get_function(name)((shape[0],), (256,), (*pointers, cupy.int32(shape[1]), cupy.float32(1e-6)))
         torch.cuda.synchronize()
-        narrowgauge.assert_result(serving_rmsnorm, y, x, w)
-        narrowgauge.assert_result(serving_activation, act, x)
+        narrowgauge.assert_result(rmsnorm, y, x, w)
+        narrowgauge.assert_result(silu_mul, act, x, rounded="both")
