@@ -19,6 +19,7 @@ from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import case_files, load_all, shipped_cases
+from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.cost import estimated_seconds
 from narrowgauge.harness.cases.keys import keys_of, sizes_of
 from narrowgauge.harness.cases.operations import case_from_id
@@ -129,10 +130,14 @@ class Domain:
 
 
 def missing(cases: Iterable[Case], tries: int = TRIES) -> Iterator[tuple[Pair, Case]]:
-    """Pairs that no case of the quick tier on a CPU has, each with the cheapest case for it."""
+    """Pairs that no case of the quick tier on a CPU has, each with the cheapest case for it.
+
+    Not of contracts: their 330 cases would take 15 core-seconds.
+    """
     by_operation: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
-        by_operation[case.operation].append(case)
+        if not isinstance(case, ContractCase):
+            by_operation[case.operation].append(case)
     for of_operation in by_operation.values():
         domain = Domain(of_operation)
         covered = {pair for _, pair in pairs_of_all(case for case in of_operation if case.tier_on("cpu") == "quick")}

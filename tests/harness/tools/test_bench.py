@@ -272,7 +272,8 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
     outputs = elements // 2 + elements // 16 + 8  # amax and tensor scale
     assert (one, two) == (2 * elements + outputs, 4 * elements + outputs)
     launches = [row for row in bench.rows if row.operation == "launch"]
-    assert {row.variant for row in launches} == {"quantize", "quantize, amax given", "dequantize", "gemm", "add"}
+    names = {"quantize", "quantize, amax given", "dequantize", "gemm", "add", "rmsnorm-quantize"}
+    assert {row.variant for row in launches} == names
     assert all(row.share is not None for row in launches if row.who == "native")
 
 
