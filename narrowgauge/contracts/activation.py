@@ -74,7 +74,7 @@ def swiglu_clamped_quantize(x: c.Matrix, recipe: c.Recipe, *, limit: float = 7.0
     """gate·sigmoid(alpha·gate)·(up + 1) of the halves (gate, up) of the columns of x (M, 2K), gate at most limit and up
     within ±limit, rounded once, quantized.
 
-    swiglu of gpt-oss (openai/gpt-oss 0.0.9, gpt_oss/torch/model.py), which interleaves gate and up.
+    swiglu of gpt-oss (openai/gpt-oss at a194b99, gpt_oss/torch/model.py), which interleaves gate and up.
     """
     gate, up = (c.float32(half) for half in c.halves(x))
     gate, up = c.minimum(gate, limit), c.maximum(c.minimum(up, limit), -limit)
@@ -85,7 +85,7 @@ def swiglu_clamped_quantize(x: c.Matrix, recipe: c.Recipe, *, limit: float = 7.0
 def relu_squared_quantize(x: c.Matrix, recipe: c.Recipe):
     """max(x, 0)² of x (M, K), rounded once to the dtype of x, quantized.
 
-    relu2 of transformers 5.0 (activations.py, ReLUSquaredActivation), in float32.
+    relu2 of transformers at d60525f (activations.py, ReLUSquaredActivation), in float32.
     """
     return c.quantize(c.cast(c.square(c.maximum(c.float32(x), 0.0)), x.dtype), recipe)
 

@@ -30,8 +30,8 @@ def rmsnorm(
     """RMSNorm of the rows of x (M, K).
 
     torch.nn.functional.rms_norm of torch 2.11 (aten/src/ATen/native/cuda/layer_norm_kernel.cu). zero_centered:
-    1 + weight for weight, as Gemma's norm (transformers 5.0, models/gemma/modeling_gemma.py). QK-norm is this norm of
-    heads: a row for each head, K = head_dim (transformers 5.0, models/qwen3/modeling_qwen3.py).
+    1 + weight for weight, as Gemma's norm (transformers at c4cdd1a, models/gemma/modeling_gemma.py). QK-norm is this
+    norm of heads: a row for each head, K = head_dim (transformers at 9ee3f43, models/qwen3/modeling_qwen3.py).
     """
     z = c.float32(x)
     return c.cast(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), x.dtype)

@@ -12,7 +12,7 @@ DIALECTS = {
     # FlashInfer 0.7.2.post1, include/flashinfer/pos_enc.cuh: float32, interleave=False and True.
     "flashinfer-rope": {"arithmetic": "float32"},
     "flashinfer-rope-interleaved": {"arithmetic": "float32", "pairs": "neighbours"},
-    # transformers 5.0, models/llama/modeling_llama.py, apply_rotary_pos_emb: each product and the sum are tensors.
+    # transformers at 5dd4a63, models/llama/modeling_llama.py, apply_rotary_pos_emb: products and the sum are tensors.
     "transformers-rope": {"arithmetic": "input"},
 }
 
