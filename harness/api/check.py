@@ -455,7 +455,7 @@ def _report(
     unsupported: Mapping[str, int],
     rule: NearestRule | None,
 ) -> str:
-    """The nearest rule, and failures by cause: the first groups each with a line that reproduces it."""
+    """The nearest rule, and failures by cause. The first groups have a line to reproduce a case."""
     if not failed and count > sum(unsupported.values()):
         return f"{subject}: nothing was compared, all matrices are empty{_unsupported(unsupported)}"
     if not failed:

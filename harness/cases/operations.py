@@ -174,7 +174,7 @@ OPERATIONS = _Operations()
 def hold(contract: Contract) -> type[ContractCase]:
     """Make a contract of this process an operation of this process, in place of one of the package with its name.
 
-    Raises OperationError for a name that another operation has.
+    Raises OperationError if another operation has the name.
     """
     _HELD.pop(contract.name, None)
     OPERATIONS.forget()

@@ -250,7 +250,7 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
 
 
 def _seen_by_host(case: Case, device: str) -> dict[str, str]:
-    """A note on the evidence of a case that only the kernel host sees: it can fail the case, and proves nothing."""
+    """A note on evidence that only the kernel host sees. Such evidence can fail a case, and proves nothing."""
     seen = ["writes beside temporary tensors"]
     seen.append("writes beside results" if device == "cuda" else "where the guard zones of results lie")
     seen.append("that a second call with equal inputs ran the kernel again")

@@ -156,7 +156,7 @@ def _grid(rows: int, columns: int, device: torch.device, resident_threads: int, 
     if resident_threads:
         resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
         blocks = min(blocks, _multiprocessors(device) * resident)
-    bound = 1 << (threads - 1).bit_length()  # of few sizes, each of which is compiled
+    bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
     return _Grid(blocks, threads, segments, (f"-DROW_CHUNKS={of_thread}", f"-DROW_THREADS={bound}"))
 
 

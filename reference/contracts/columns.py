@@ -41,7 +41,7 @@ def _index(order: str, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _negated(order: str, size: int, device: torch.device) -> torch.Tensor | None:
-    """The columns of the result with the other sign: the first of each pair that is rotated."""
+    """Columns of a rotated matrix with the other sign: the first column of each pair."""
     if not order.startswith("rotated"):
         return None
     column = torch.arange(size, device=device)

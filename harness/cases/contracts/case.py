@@ -68,7 +68,7 @@ class ContractCase(Case):
 
     @classmethod
     def declared_fields(cls, declared: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of the fields that the declarations of a backend give: those of a dialect, or each by name."""
+        """Values of the fields by the declarations of a backend: of a dialect, or of single fields."""
         said = declared.get(cls.operation, {})
         return cls.declared.dialects[said] if isinstance(said, str) else said
 

@@ -22,9 +22,9 @@ __device__ __forceinline__ float exp_approx(float x) {
 #endif
 }
 
-// 1 / (1 + e^-x). The reciprocal is that of (1 + e^-x) / 4, which is below 2^126 if e^-x is finite: so it is a normal number, and
-// its product with 1/4 rounds as 1 / (1 + e^-x) does, to a subnormal number too. `refined`: by one Newton step, so that it is
-// off by 2^-24 relative and less than 2^-43.
+// 1 / (1 + e^-x). The instruction takes (1 + e^-x) / 4, which is below 2^126 for a finite e^-x, so its result is a normal number.
+// The product with 1/4 then rounds as 1 / (1 + e^-x) does, to a subnormal number too. `refined`: a Newton step reduces the error
+// to 2^-24 relative, plus 2^-43.
 __device__ __forceinline__ float sigmoid_approx(float x, bool refined) {
     const float e = exp_approx(-x);
 #ifdef __CUDA_ARCH__

@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const 
 
 template <class T>
 __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
-    // Two rows in turn use the words: a thread may be one row ahead of another.
+    // Two sets of words, used in turn: a thread may begin a row before another thread ends the row before.
     __shared__ Words words[2];
     const NormVariant norm = norm_of(p);
     Part part = part_of(p.result);
