@@ -243,7 +243,7 @@ WRONG = (
           recipe="nvfp4"),
     Fused(_G, "quick GELU", "quick_gelu", {"gelu": lambda s, g, a: g * torch.sigmoid(1.702 * g)}),
     Fused(_C, "no upper limit of the gate", "no upper limit 7",
-          {"swiglu": lambda s, g, u, m, a: _clamped(g, u.clamp(-m, m), a)}),
+          {"swiglu": lambda s, g, u, m, a: _clamped(g, u.clamp(-m, m), a)}, inputs="large"),
     Fused(_C, "up without 1", "1", {"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), a, 0)}),
     Fused(_C, "alpha of 1", "1.702", {"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), 1)}),
     Fused(_C, "no lower limit of up", "no lower limit -7",
@@ -335,7 +335,7 @@ RIGHT = (
 )  # fmt: skip
 
 NOT_NAMED = {
-    f"{_R}: the weight first", f"{_L}: bias before the weight", f"{_G}: erf for tanh", f"{_O}: pairs of neighbours",
+    f"{_R}: the weight first", f"{_L}: bias before the weight", f"{_G}: erf for tanh",
     f"{_O}: cos and sin exchanged", f"{_R}: amax of 240",
 }  # fmt: skip
 """Mistakes of two steps at once, and one that these inputs do not tell from an approximate tanh."""
