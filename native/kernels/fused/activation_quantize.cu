@@ -60,14 +60,12 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
         const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * p.column_stride;
         load_rounded(source, p.column_stride, chunk, y[i]);
         float gate[CHUNK], up[CHUNK];
-        Rounded<T> other;
-        if (activation == RELU_SQUARED) {
-            other = y[i];  // not used
-        } else {
+        unpack_floats(y[i], gate);
+        Rounded<T> other = y[i];
+        if (activation != RELU_SQUARED) {
             load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
         }
         unpack_floats(other, up);
-        unpack_floats(y[i], gate);
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) gate[j] = activated(gate[j], up[j], activation, p);
         round_chunk(gate, y[i]);

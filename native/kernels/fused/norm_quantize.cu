@@ -1,7 +1,7 @@
 // norm_quantize: RMSNorm or LayerNorm of the rows of x, of x + residual, quantized. Each input is read once.
 //
 //   Parameters: struct NormQuantizeParameters. Launch: thread blocks with a thread for every ROW_CHUNKS * 16 elements of a row, a
-//   multiple of 32; on a CPU 8 threads. A thread block makes every gridDim.x-th row.
+//   multiple of 32; on a CPU 32 threads. A thread block makes every gridDim.x-th row.
 //   z = x, or R(x + residual), which is stored; R is the rounding to the dtype of x. RMSNorm: r = rsqrt(mean z^2 + eps),
 //   y = R(z * r * w). LayerNorm: m = mean z, r = rsqrt(mean (z - m)^2 + eps), y = R((z - m) * r * w + bias).
 //   Sums are float32, in a tree over the threads; docs/contracts.md bounds any order. Scales and codes of y: quantize_row.cuh.
@@ -15,7 +15,7 @@ namespace narrowgauge {
 // The choices of a norm. On a GPU the macro NORM gives their values.
 struct NormVariant {
     bool layer_norm;       // else RMSNorm
-    bool zero_centered;     // the factor is 1 + weight
+    bool zero_centered;    // the factor is 1 + weight
     bool has_residual;
     ElementType weight_type;
 };
