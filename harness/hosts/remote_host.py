@@ -457,7 +457,7 @@ def _sentences(entries: Any) -> list[dict[str, str]]:
 
 
 def _news(loaded: Any) -> list[dict[str, Any]]:
-    """Modules and packages of an answer, if there are any. Raises KeyError or TypeError if it has others."""
+    """Modules and packages of an answer, or empty. Raises KeyError or TypeError for an answer of another form."""
     if not loaded:
         return []
     names = {key: [str(name)[:_NOTE] for name in loaded[key][:_NAMES]] for key in ("files", "packages")}

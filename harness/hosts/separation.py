@@ -95,7 +95,7 @@ class _RefusingFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None, so that the next finder looks for the module. Raises ImportError for a module that is hidden."""
+        """Leaves the module to the next finder. Raises ImportError for a hidden module."""
         root, folder, part = [*name.split("."), "", ""][:3]
         if root == PACKAGE and (folder == "reference" or (folder == "harness" and part not in (*RUNTIME, ""))):
             raise ImportError(f"--untrusted: the reference is not available to a backend: {name}", name=name)

@@ -247,7 +247,7 @@ def daemon(x: torch.Tensor, q: Any) -> Any:
 
 @attack("crash")
 def daemon_behind_the_parent_of_hosts(x: torch.Tensor, q: Any) -> Any:
-    """A process that survives the process that would end it."""
+    """A process that outlives the starter, which ends processes."""
     parent = os.getppid()
     daemon(x, q)
     time.sleep(0.2)

@@ -26,7 +26,7 @@ class Kernels:
 
 
 class Many(Kernels):
-    """The reference, whose host says that it has loaded many files, one with a long name."""
+    """The reference. Its host names many loaded files, and a file with a long name."""
 
     def __init__(self) -> None:
         names = {"files": ["f" * 5000, *["f"] * 20_000], "packages": ["p"] * 20_000, "folder": "."}

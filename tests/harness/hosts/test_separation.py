@@ -18,7 +18,7 @@ from tests.harness.running.test_survival import CASES as CASES_OF
 from tests.paths import ROOT
 
 OPS = ROOT / "reference" / "numbers" / "philox.py"
-"""A file of the reference that imports no other file of it."""
+"""A file of the reference without imports from the reference."""
 CHILD = f"import subprocess; print(subprocess.run(['cat', {str(OPS)!r}], capture_output=True, check=True).stdout)"
 LOADER = f"""
 import importlib.util
@@ -176,7 +176,7 @@ ATTACKS = {
 
 
 class Backend:
-    # The reference, by another way in each case.
+    # Each case reaches the reference by another way.
     def quantize(self, x, recipe):
         exec(ATTACKS[min(ATTACKS, key=lambda k: abs(k - x.shape[1]))], globals())
         try:

@@ -214,7 +214,7 @@ def test_each_product_is_judged_in_the_order_that_is_said_of_it():
 
 
 def test_a_truncating_sum_of_one_product_is_in_its_record():
-    """Of `gemm_order`, which says it of each call alone."""
+    """`gemm_order` declares a truncating accumulator for one of two products."""
     small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
 
     def gemm_order(a, b):

@@ -70,7 +70,7 @@ class Kernel:
             return False
 
     def judged(self, dialect: str | None = None, **fields: Any) -> Iterator[tuple[str, Part]]:
-        """The judgement of each result of each vector under the dialect, or another one."""
+        """Judges each result of each vector under the dialect of the row, or under another dialect."""
         dialect = self.dialect if dialect is None else dialect
         for vector in vectors(self.file):
             needed = {self._name(argument) for argument in self.contract.tensors}
