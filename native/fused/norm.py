@@ -18,7 +18,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _RESIDENT_THREADS = 1024, 768
-"""Threads of a multiprocessor, as the constant RESIDENT of the kernel counts them: also with more registers each."""
+"""Threads of a multiprocessor, without and with a residual, which takes more registers. On an H200, rows of 8192
+bfloat16: RMSNorm has 0.90 of the copy rate with 1024 threads and 0.83 with 768; with a residual 0.90 and 0.94."""
 
 
 def rmsnorm_quantize(
@@ -131,5 +132,5 @@ def _launch(
     return quantize_rows(
         "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, amax=amax, scale=scale, scales=scales,
         extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
-        resident_threads=_RESIDENT_THREADS[residual is not None or recipe.element.bits == 4],
+        resident_threads=_RESIDENT_THREADS[residual is not None],
     )  # fmt: skip

@@ -43,10 +43,12 @@ def rope_quantize(
     arguments.check_tensor(cos, "cos", INPUT_DTYPES, (rows, columns // 2))
     arguments.check_tensor(sin, "sin", (cos.dtype,), (rows, columns // 2))
     cos, sin = cos.contiguous(), sin.contiguous()
+    whole_halves = has_whole_chunks(columns // 2, (x, cos, sin))
     fields: dict[str, Value] = {
         "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "cos": cos, "sin": sin,
-        "angle_type": element_type(cos.dtype), "whole_halves": has_whole_chunks(columns // 2, (x, cos, sin)),
+        "angle_type": element_type(cos.dtype), "whole_halves": whole_halves,
     }  # fmt: skip
     return quantize_rows(
-        "rope_quantize", _PARAMETERS, fields, x, columns, recipe, (cos, sin), amax=amax, scale=scale, scales=scales
-    )
+        "rope_quantize", _PARAMETERS, fields, x, columns, recipe, (cos, sin), paired=whole_halves, amax=amax,
+        scale=scale, scales=scales,
+    )  # fmt: skip

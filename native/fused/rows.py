@@ -55,6 +55,7 @@ def quantize_rows(
     inputs: Sequence[torch.Tensor] = (),
     *,
     resident_threads: int = 0,
+    paired: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
@@ -64,6 +65,7 @@ def quantize_rows(
 
     `fields`: those of the kernel's `struct`, without `result`. `inputs`: the further matrices (M, K) and vectors (K,).
     `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
+    `paired`: the kernel can give a thread a chunk of both halves of a row, and both halves have whole chunks.
     `amax`, float32 (1,), replaces the tensor's own amax; without it, a recipe with such an amax takes two launches.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `scales`: layout of the scales. Raises
     NotImplementedError for rows longer than `LONGEST_ROW` and for a layout other than linear and 128x4, and as
@@ -90,7 +92,9 @@ def quantize_rows(
             amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
     whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
-    grid = _grid(rows, columns, device, resident_threads, whole_rows=whole_rows)
+    half = columns // 2 // _CHUNK
+    pairs = half if paired and half % variant["lanes"] == 0 and (half <= _THREADS or not whole_rows) else 0
+    grid = _grid(rows, columns, device, resident_threads, whole_rows=whole_rows, pairs=pairs)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
              *grid.flags, *extra_flags)  # fmt: skip
@@ -143,21 +147,28 @@ class _Grid(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-def _grid(rows: int, columns: int, device: torch.device, resident_threads: int, *, whole_rows: bool) -> _Grid:
+def _grid(
+    rows: int, columns: int, device: torch.device, resident_threads: int, *, whole_rows: bool, pairs: int
+) -> _Grid:
+    """`pairs`: chunks of a half of a row, if a thread has chunks of both halves, else 0."""
     blocks = max(rows, 1)
     if device.type != "cuda":
         return _Grid(blocks, _WARP)
     chunks = blocks_for(columns, _CHUNK)
-    segments = 1 if whole_rows else blocks_for(chunks, _THREADS)
+    segments = 1 if whole_rows else blocks_for(pairs or chunks, _THREADS)
     most = _THREADS if chunks <= 2 * _THREADS else 2 * _THREADS
-    of_thread = max(2, blocks_for(chunks, most)) if whole_rows else 1
+    of_thread = 2 if pairs else max(2, blocks_for(chunks, most)) if whole_rows else 1
     threads = blocks_for(blocks_for(chunks, segments * of_thread), _WARP) * _WARP
     blocks *= segments
-    if resident_threads:
-        resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
-        blocks = min(blocks, _multiprocessors(device) * resident)
     bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
-    return _Grid(blocks, threads, segments, (f"-DROW_CHUNKS={of_thread}", f"-DROW_THREADS={bound}"))
+    flags = [f"-DROW_CHUNKS={of_thread}", f"-DROW_THREADS={bound}"]
+    if pairs:
+        flags.append("-DPAIRED")
+    if resident_threads:
+        resident = max(1, resident_threads // bound) if of_thread <= 2 else 1
+        flags.append(f"-DRESIDENT={resident}")
+        blocks = min(blocks, _multiprocessors(device) * resident)
+    return _Grid(blocks, threads, segments, tuple(flags))
 
 
 @cache

@@ -57,13 +57,14 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
-        const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * p.column_stride;
-        load_rounded(source, p.column_stride, chunk, y[i]);
+        const i64 stride = stride_of(chunk, p.column_stride);
+        const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * stride;
+        load_rounded(source, stride, chunk, y[i]);
         float gate[CHUNK], up[CHUNK];
         unpack_floats(y[i], gate);
         Rounded<T> other = y[i];
         if (activation != RELU_SQUARED) {
-            load_rounded(source + p.result.columns * p.column_stride, p.column_stride, chunk, other);
+            load_rounded(source + p.result.columns * stride, stride, chunk, other);
         }
         unpack_floats(other, up);
 #pragma unroll

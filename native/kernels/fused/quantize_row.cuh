@@ -54,7 +54,7 @@ struct QuantizeRowVariant {
 
 struct QuantizeRowParameters {
     i64 rows;                // M
-    i64 columns;             // K of the result
+    int columns;             // K of the result
     int segments;            // thread blocks of a row
     QuantizeRowVariant variant;
     bool amax_alone;         // the amax of the tensor is all that is wanted
@@ -81,50 +81,58 @@ __device__ __forceinline__ QuantizeRowVariant variant_of(const QuantizeRowParame
 // The part of a row that a thread block makes.
 struct Part {
     i64 row;
-    i64 first;    // chunk of thread 0
-    i64 columns;  // of the row; 0 if the matrix has no rows
+    int first;    // chunk of thread 0
+    int apart;    // from a chunk of a thread to its next one
+    int columns;  // of the row; 0 if the matrix has no rows
     int steps;    // chunks of a thread
     bool whole_chunks;
 };
 
 __device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
     const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
-    const i64 first = static_cast<i64>(block % segments) * blockDim.x * ROW_CHUNKS;
-    const i64 columns = p.rows > 0 ? p.columns : 0;
+    const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(block % segments) * threads * ROW_CHUNKS;
+    const int columns = p.rows > 0 ? p.columns : 0;
 #ifdef __CUDA_ARCH__
     const int steps = ROW_CHUNKS;
 #else
-    const i64 left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + blockDim.x - 1) / blockDim.x;
-    const int steps = static_cast<int>(needed < ROW_CHUNKS ? needed : ROW_CHUNKS);
+    const int left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + threads - 1) / threads;
+    const int steps = needed < ROW_CHUNKS ? needed : ROW_CHUNKS;
 #endif
-    return {block / segments, first, columns, steps, variant_of(p).whole_chunks};
+    return {block / segments, first, threads, columns, steps, variant_of(p).whole_chunks};
 }
 
 __device__ __forceinline__ RowChunk chunk_of(const Part& part, int step) {
-    const i64 column = (part.first + static_cast<i64>(step) * blockDim.x + threadIdx.x) * CHUNK;
-    const int count = part.whole_chunks ? (column < part.columns ? CHUNK : 0) : valid_count<CHUNK>(part.columns - column);
+    const int column = (part.first + step * part.apart + static_cast<int>(threadIdx.x)) * CHUNK, left = part.columns - column;
+    const int count = part.whole_chunks ? (left > 0 ? CHUNK : 0) : valid_count<CHUNK>(left);
     return {column, count, part.whole_chunks};
 }
 
-// A word for each warp, for each reduction of a row.
-using Words = float[3][32];
+constexpr int WARPS = ROW_THREADS / LANES;  // of a thread block, at most; a power of two
 
-// The values of all threads, combined in a tree. `words`: of a reduction that the kernel runs once.
+// A word for each warp, for each reduction of a row.
+using Words = float[3][WARPS];
+
+// `value` of 2 * `from` neighbouring lanes, combined in a tree. All of them get the result.
 template <class Combine>
-__device__ __forceinline__ float over_block(float value, float (&words)[32], float neutral, Combine combine) {
+__device__ __forceinline__ float over_lanes(float value, int from, Combine combine) {
 #pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
-    const int warps = static_cast<int>(blockDim.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
-    if (warps == 1) return value;
-    if (lane == 0) words[threadIdx.x / LANES] = value;
-    __syncthreads();
-    value = lane < warps ? words[lane] : neutral;
-#pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
+    for (int apart = from; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
     return value;
 }
 
-__device__ __forceinline__ float sum_over_block(float value, float (&words)[32]) {
+// The values of all threads, combined in a tree. `words`: of a reduction that the kernel runs once.
+template <class Combine>
+__device__ __forceinline__ float over_block(float value, float (&words)[WARPS], float neutral, Combine combine) {
+    value = over_lanes(value, LANES / 2, combine);
+    if (WARPS == 1) return value;
+    const int warp = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+    if (lane == 0) words[warp] = value;
+    __syncthreads();
+    value = lane % WARPS < static_cast<int>(blockDim.x) / LANES ? words[lane % WARPS] : neutral;
+    return over_lanes(value, WARPS / 2, combine);
+}
+
+__device__ __forceinline__ float sum_over_block(float value, float (&words)[WARPS]) {
     return over_block(value, words, 0.0f, [](float a, float b) { return a + b; });
 }
 
@@ -260,8 +268,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         }
         if (variant.family == NVFP4 && part.row == 0) *p.encode = encode;
     }
-    const i64 width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
-    const i64 row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+    const int width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
+    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
 #pragma unroll
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;

@@ -1,7 +1,9 @@
-// rope_quantize: rotary embedding of the rows of x, a head each, quantized. x is read twice, from L1 the second time.
+// rope_quantize: rotary embedding of the rows of x, a head each, quantized.
 //
 //   Parameters: struct RopeQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
 //   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
+//   With the macro PAIRED a thread has a chunk of the first half and the same chunk of the second, so each operand is read once.
+//   Without it x, cos and sin are read twice.
 //   The pairs are the halves of a row: y = R(x1 * cos - x2 * sin) in the first half, R(x2 * cos + x1 * sin) in the second, with
 //   R the rounding to the dtype of x, and one fused product. Scales and codes of y: quantize_row.cuh.
 
@@ -9,6 +11,12 @@
 #include "quantize/unit.cuh"
 
 namespace narrowgauge {
+
+#ifdef PAIRED
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
 
 struct RopeQuantizeParameters {
     const void* x;  // (M, K), any strides
@@ -24,41 +32,48 @@ struct RopeQuantizeParameters {
 template <class T>
 __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
     __shared__ Words words;
-    const Part part = part_of(p.result);
-    const i64 half = p.result.columns / 2;
-    const T* row = static_cast<const T*>(p.x) + part.row * p.row_stride;
+    const int half = p.result.columns / 2;
+    Part part = part_of(p.result);
+    if (HAS_PAIRS) {
+        part.first /= 2;
+        part.apart = half / CHUNK;
+        if (part.first + static_cast<int>(threadIdx.x) >= part.apart) part.columns = 0;
+    }
+    const i64 row = part.row * p.row_stride, angles = part.row * half;
     Rounded<T> y[ROW_CHUNKS];
 #pragma unroll
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
         float own[CHUNK], other[CHUNK], cos[CHUNK], sin[CHUNK];
-        load_as_floats<T>(row, type_of<T>, p.column_stride, chunk, own);
-        if (p.whole_halves) {
-            const i64 angle = chunk.column < half ? chunk.column : chunk.column - half;
-            const RowChunk partner = {chunk.column < half ? chunk.column + half : angle, chunk.count, chunk.whole};
-            const RowChunk of_angle = {part.row * half + angle, chunk.count, chunk.whole};
-            load_as_floats<T>(row, type_of<T>, p.column_stride, partner, other);
-            load_as_floats<T>(p.cos, p.angle_type, 1, of_angle, cos);
-            load_as_floats<T>(p.sin, p.angle_type, 1, of_angle, sin);
+        load_as_floats<T>(p.x, type_of<T>, row, p.column_stride, chunk, own);
+        if (HAS_PAIRS || p.whole_halves) {
+            const bool first = HAS_PAIRS ? i == 0 : chunk.column < half;
+            const int in_half = first ? chunk.column : HAS_PAIRS ? chunk_of(part, 0).column : chunk.column - half;
+            const RowChunk angle = {in_half, chunk.count, chunk.whole};
+            const RowChunk partner = {first ? chunk.column + half : in_half, chunk.count, chunk.whole};
+            load_as_floats<T>(p.x, type_of<T>, row, p.column_stride, partner, other);
+            load_as_floats<T>(p.cos, p.angle_type, angles, 1, angle, cos);
+            load_as_floats<T>(p.sin, p.angle_type, angles, 1, angle, sin);
         } else {
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) {
-                const i64 column = chunk.column + j, angle = column < half ? column : column - half;
-                const int count = j < chunk.count ? 1 : 0;
-                const RowChunk of_angle = {part.row * half + angle, count, false};
+                const int column = chunk.column + j, count = j < chunk.count ? 1 : 0;
+                const int in_half = column < half ? column : column - half;
+                const RowChunk angle = {in_half, count, false}, partner = {column < half ? column + half : in_half, count, false};
                 float v[CHUNK];
-                load_as_floats<T>(row, type_of<T>, p.column_stride, {column < half ? column + half : angle, count, false}, v);
+                load_as_floats<T>(p.x, type_of<T>, row, p.column_stride, partner, v);
                 other[j] = v[0];
-                load_as_floats<T>(p.cos, p.angle_type, 1, of_angle, v);
+                load_as_floats<T>(p.cos, p.angle_type, angles, 1, angle, v);
                 cos[j] = v[0];
-                load_as_floats<T>(p.sin, p.angle_type, 1, of_angle, v);
+                load_as_floats<T>(p.sin, p.angle_type, angles, 1, angle, v);
                 sin[j] = v[0];
             }
         }
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
-            const float signed_other = chunk.column + j < half ? -other[j] : other[j];
+            const bool first = HAS_PAIRS ? i == 0 : chunk.column + j < half;
+            const float signed_other = first ? -other[j] : other[j];
             own[j] = __fmaf_rn(own[j], cos[j], signed_other * sin[j]);
         }
         round_chunk(own, y[i]);

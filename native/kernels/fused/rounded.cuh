@@ -18,10 +18,13 @@ constexpr ElementType type_of<fp16> = FLOAT16;
 
 // The place of a chunk in its row.
 struct RowChunk {
-    i64 column;  // the first
+    int column;  // the first
     int count;   // elements inside the row
     bool whole;  // 0 or 16 elements, neighbours in memory, aligned to 16 bytes (codes of 4 bits to 8)
 };
+
+// Distance of the elements of a chunk. That of whole chunks needs no product.
+__device__ __forceinline__ i64 stride_of(const RowChunk& chunk, i64 stride) { return chunk.whole ? 1 : stride; }
 
 // x rounded to the dtype T, as a float32.
 template <class T>
@@ -144,11 +147,12 @@ __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
 }
 #endif
 
-// Elements of another operand, from `chunk.column` on, in one of three types. T is the most frequent one.
+// Elements of another operand, in one of three types, of a row that begins at element `row`. T is the most frequent type.
 template <class T>
-__device__ __forceinline__ void load_as_floats(const void* source, ElementType type, i64 stride, const RowChunk& chunk,
+__device__ __forceinline__ void load_as_floats(const void* source, ElementType type, i64 row, i64 stride, const RowChunk& chunk,
                                                float (&v)[CHUNK]) {
-    const i64 start = chunk.column * stride;
+    stride = stride_of(chunk, stride);
+    const i64 start = row + chunk.column * stride;
     if (type == type_of<T>) {
         Rounded<T> own;
         load_rounded(static_cast<const T*>(source) + start, stride, chunk, own);

@@ -49,7 +49,7 @@ WRONG = {
         "add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "unpack_floats(x, z[i]);\n        if (!p.result", "if (!p.result",
     ),
     "residual-subtracted": ("add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] += r[j];", "z[i][j] -= r[j];"),
-    "mean-not-subtracted": ("layernorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] -= mean;", ""),
+    "mean-not-subtracted": ("layernorm-quantize", "mxfp8-e4m3", NORM, "count > 0 ? mean : 0.0f", "0.0f"),
     "bias-left-out": ("layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "normalized * w"),
     "bias-times-weight": (
         "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "(normalized + bias[j]) * w",
@@ -67,7 +67,7 @@ WRONG = {
     "gelu-argument-not-doubled": ("gelu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "1.5957691216f", "0.7978845608f"),
     "sine-with-the-other-sign": ("rope-quantize", "mxfp8-e4m3", ROPE, "-other[j] : other[j]", "other[j] : -other[j]"),
     "partner-of-the-same-half": (
-        "rope-quantize", "mxfp8-e4m3", ROPE, "chunk.column < half ? chunk.column + half : angle", "chunk.column",
+        "rope-quantize", "mxfp8-e4m3", ROPE, "first ? chunk.column + half : in_half", "chunk.column",
     ),
     "scale-of-each-lane": (
         "silu-mul-quantize", "mxfp8-e4m3", ROW, "amax_of(y[i], limit), variant.lanes)", "amax_of(y[i], limit), 1)",
