@@ -92,9 +92,7 @@ def quantize_rows(
             amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
     whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
-    half = columns // 2 // _CHUNK
-    pairs = half if paired and half % variant["lanes"] == 0 and (half <= _THREADS or not whole_rows) else 0
-    grid = _grid(rows, columns, device, resident_threads, whole_rows=whole_rows, pairs=pairs)
+    grid = _grid(rows, columns, device, resident_threads, variant, paired=paired)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
              *grid.flags, *extra_flags)  # fmt: skip
@@ -148,22 +146,29 @@ class _Grid(NamedTuple):
 
 
 def _grid(
-    rows: int, columns: int, device: torch.device, resident_threads: int, *, whole_rows: bool, pairs: int
+    rows: int, columns: int, device: torch.device, resident_threads: int, variant: Mapping[str, Value], *, paired: bool
 ) -> _Grid:
-    """`pairs`: chunks of a half of a row, if a thread has chunks of both halves, else 0."""
-    blocks = max(rows, 1)
     if device.type != "cuda":
-        return _Grid(blocks, _WARP)
-    chunks = blocks_for(columns, _CHUNK)
+        return _Grid(max(rows, 1), _WARP)
+    chunks, half, lanes = blocks_for(columns, _CHUNK), columns // 2 // _CHUNK, variant["lanes"]
+    assert isinstance(lanes, int)
+    whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
+    pairs = half if paired and half % lanes == 0 and (half <= _THREADS or not whole_rows) else 0
     segments = 1 if whole_rows else blocks_for(pairs or chunks, _THREADS)
     most = _THREADS if chunks <= 2 * _THREADS else 2 * _THREADS
     of_thread = 2 if pairs else max(2, blocks_for(chunks, most)) if whole_rows else 1
-    threads = blocks_for(blocks_for(chunks, segments * of_thread), _WARP) * _WARP
-    blocks *= segments
-    bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
-    flags = [f"-DROW_CHUNKS={of_thread}", f"-DROW_THREADS={bound}"]
+    threads = max(blocks_for(chunks, segments * of_thread), lanes)
+    flags = [f"-DROW_CHUNKS={of_thread}"]
     if pairs:
         flags.append("-DPAIRED")
+    blocks = max(rows, 1) * segments
+    if threads <= _WARP:  # several rows in a block
+        row_lanes = 1 << (threads - 1).bit_length()
+        flags.append(f"-DROW_LANES={row_lanes}")
+        blocks, threads = blocks_for(blocks, _THREADS // row_lanes), _THREADS
+    threads = blocks_for(threads, _WARP) * _WARP
+    bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
+    flags.append(f"-DROW_THREADS={bound}")
     if resident_threads:
         resident = max(1, resident_threads // bound) if of_thread <= 2 else 1
         flags.append(f"-DRESIDENT={resident}")

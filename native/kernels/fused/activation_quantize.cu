@@ -1,7 +1,7 @@
 // activation_quantize: an activation of the gate, times the other half of the columns, quantized. x is read once.
 //
 //   Parameters: struct ActivationQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
-//   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
+//   ROW_CHUNKS * 16 elements, a multiple of 32, or ROW_LANES lanes for a row; on a CPU 32 threads. A recipe with a scale for a row has one segment.
 //   y = R(f(gate) * up), with R the rounding to the dtype of x; the gate is the first half of a row of x. f: SiLU,
 //   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. SWIGLU_CLAMPED:
 //   R(g / (1 + e^(-alpha g)) * (u + 1)), g = min(gate, limit), u = up within +-limit. RELU_SQUARED: R(max(x, 0)^2).

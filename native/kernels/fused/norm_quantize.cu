@@ -1,7 +1,7 @@
 // norm_quantize: RMSNorm or LayerNorm of the rows of x, of x + residual, quantized. Each input is read once.
 //
 //   Parameters: struct NormQuantizeParameters. Launch: thread blocks with a thread for every ROW_CHUNKS * 16 elements of a row, a
-//   multiple of 32; on a CPU 32 threads. A thread block makes every gridDim.x-th row.
+//   multiple of 32, or with ROW_LANES lanes for a row; on a CPU 32 threads. A thread block makes every gridDim.x-th row or rows.
 //   z = x, or R(x + residual), which is stored; R is the rounding to the dtype of x. RMSNorm: r = rsqrt(mean z^2 + eps),
 //   y = R(z * r * w). LayerNorm: m = mean z, r = rsqrt(mean (z - m)^2 + eps), y = R((z - m) * r * w + bias).
 //   Sums are float32, in a tree over the threads; docs/contracts.md bounds any order. Scales and codes of y: quantize_row.cuh.
@@ -75,7 +75,10 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     __shared__ Words words[2];
     const NormVariant norm = norm_of(p);
     Part part = part_of(p.result);
-    for (int turn = 0; part.row < p.result.rows || turn == 0; part.row += gridDim.x, ++turn) {
+    const i64 rows = rows_of_block(), apart = rows * gridDim.x;
+    i64 first_row = blockIdx.x * rows;
+    for (int turn = 0; first_row < p.result.rows || turn == 0; first_row += apart, ++turn) {
+        set_row(part, first_row, p.result);
         float z[ROW_CHUNKS][CHUNK];
         load_row<T>(p, norm, part, z);
         float total = 0.0f;
@@ -85,7 +88,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) total = norm.layer_norm ? total + z[i][j] : __fmaf_rn(z[i][j], z[i][j], total);
         }
-        total = sum_over_block(total, words[turn % 2][0]);
+        total = sum_over_row(total, words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
             total = 0.0f;
@@ -99,7 +102,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
 #pragma unroll
                 for (int j = 0; j < CHUNK; ++j) total = __fmaf_rn(z[i][j], z[i][j], total);
             }
-            total = sum_over_block(total, words[turn % 2][1]);
+            total = sum_over_row(total, words[turn % 2][1]);
         }
         const float factor = rsqrt_approx(__fmaf_rn(total, p.per_column, p.eps));
         Rounded<T> y[ROW_CHUNKS];

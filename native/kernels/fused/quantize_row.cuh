@@ -1,8 +1,8 @@
 // quantize_row.cuh: the end of a kernel that makes a matrix row by row and quantizes it. The elements stay in registers.
 //
-// A thread has chunks of 16 neighbouring elements: chunk i of thread t of a thread block is chunk i * blockDim.x + t. A row
-// belongs to one thread block, or to several if no sum and no scale extends over the row. A scale belongs to the chunks of
-// up to 32 neighbouring lanes, to a row, or to the tensor.
+// A thread has chunks of 16 neighbouring elements: chunk i of thread t of a row is chunk i * n + t of n threads. A row belongs
+// to one thread block, or to several if no sum and no scale extends over the row. Short rows have ROW_LANES lanes of a warp each.
+// A scale belongs to the chunks of up to 32 neighbouring lanes, to a row, or to the tensor.
 // Numerics of scales and codes: docs/numerics.md, those of quantize_nvfp4.cu, quantize_mx.cu and quantize_fp8.cu.
 #pragma once
 
@@ -27,6 +27,10 @@
 
 #ifndef ROW_THREADS
 #define ROW_THREADS 32  // of a thread block, at most
+#endif
+
+#ifndef ROW_LANES
+#define ROW_LANES 0  // lanes of a row: a power of two up to 32; 0 if a row has all threads of its block
 #endif
 
 namespace narrowgauge {
@@ -81,28 +85,42 @@ __device__ __forceinline__ QuantizeRowVariant variant_of(const QuantizeRowParame
 // The part of a row that a thread block makes.
 struct Part {
     i64 row;
+    int thread;   // of the row
     int first;    // chunk of thread 0
     int apart;    // from a chunk of a thread to its next one
-    int columns;  // of the row; 0 if the matrix has no rows
+    int columns;  // of the row; 0 behind the last row
     int steps;    // chunks of a thread
     bool whole_chunks;
 };
 
+// Rows of a thread block.
+__device__ __forceinline__ int rows_of_block() { return ROW_LANES > 0 ? static_cast<int>(blockDim.x) / ROW_LANES : 1; }
+
+// The row that a thread has in a block whose first row is `first_row`.
+__device__ __forceinline__ void set_row(Part& part, i64 first_row, const QuantizeRowParameters& p) {
+    part.row = first_row + (ROW_LANES > 0 ? threadIdx.x / (ROW_LANES > 0 ? ROW_LANES : 1) : 0);
+    part.columns = part.row < p.rows ? p.columns : 0;
+}
+
 __device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
     const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
-    const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(block % segments) * threads * ROW_CHUNKS;
-    const int columns = p.rows > 0 ? p.columns : 0;
-#ifdef __CUDA_ARCH__
-    const int steps = ROW_CHUNKS;
-#else
-    const int left = (columns + CHUNK - 1) / CHUNK - first, needed = (left + threads - 1) / threads;
-    const int steps = needed < ROW_CHUNKS ? needed : ROW_CHUNKS;
+    const int threads = ROW_LANES > 0 ? ROW_LANES : static_cast<int>(blockDim.x);
+    Part part;
+    set_row(part, static_cast<i64>(block / segments) * rows_of_block(), p);
+    part.thread = static_cast<int>(threadIdx.x) % threads;
+    part.first = static_cast<int>(block % segments) * threads * ROW_CHUNKS;
+    part.apart = threads;
+    part.steps = ROW_CHUNKS;
+    part.whole_chunks = variant_of(p).whole_chunks;
+#ifndef __CUDA_ARCH__
+    const int left = (part.columns + CHUNK - 1) / CHUNK - part.first, needed = (left + threads - 1) / threads;
+    part.steps = needed < ROW_CHUNKS ? needed : ROW_CHUNKS;
 #endif
-    return {block / segments, first, threads, columns, steps, variant_of(p).whole_chunks};
+    return part;
 }
 
 __device__ __forceinline__ RowChunk chunk_of(const Part& part, int step) {
-    const int column = (part.first + step * part.apart + static_cast<int>(threadIdx.x)) * CHUNK, left = part.columns - column;
+    const int column = (part.first + step * part.apart + part.thread) * CHUNK, left = part.columns - column;
     const int count = part.whole_chunks ? (left > 0 ? CHUNK : 0) : valid_count<CHUNK>(left);
     return {column, count, part.whole_chunks};
 }
@@ -132,8 +150,14 @@ __device__ __forceinline__ float over_block(float value, float (&words)[WARPS], 
     return over_lanes(value, WARPS / 2, combine);
 }
 
-__device__ __forceinline__ float sum_over_block(float value, float (&words)[WARPS]) {
-    return over_block(value, words, 0.0f, [](float a, float b) { return a + b; });
+// The values of the threads of a row.
+template <class Combine>
+__device__ __forceinline__ float over_row(float value, float (&words)[WARPS], float neutral, Combine combine) {
+    return ROW_LANES > 0 ? over_lanes(value, ROW_LANES / 2, combine) : over_block(value, words, neutral, combine);
+}
+
+__device__ __forceinline__ float sum_over_row(float value, float (&words)[WARPS]) {
+    return over_row(value, words, 0.0f, [](float a, float b) { return a + b; });
 }
 
 // Largest of magnitudes as bits of float32.
@@ -236,9 +260,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
                                              const QuantizeRowParameters& p) {
     const QuantizeRowVariant variant = variant_of(p);
     const u32 limit = amax_limit(variant.propagate_nan);
-    const bool whole = p.amax_out != nullptr || variant.scope == ROW;  // an amax of all elements is wanted
     float amax = 0.0f;
-    if (whole) {
+    if (p.amax_out != nullptr || variant.scope == ROW) {
         u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < ROW_CHUNKS; ++i) {
@@ -246,8 +269,13 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
             const u32 of_chunk = amax_of(y[i], limit);
             largest = of_chunk > largest ? of_chunk : largest;
         }
-        amax = over_block(__uint_as_float(largest), words[2], 0.0f, larger_bits);
-        if (p.amax_out != nullptr && threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
+        amax = __uint_as_float(largest);
+        if (variant.scope == ROW) {
+            amax = over_row(amax, words[2], 0.0f, larger_bits);
+        } else {
+            amax = over_block(amax, words[2], 0.0f, larger_bits);
+            if (threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
+        }
     }
     if (p.amax_alone) return;
 
@@ -260,8 +288,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         factor = fp8_scale(variant.scope == ROW ? amax : *p.amax,
                            Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
     }
-    if (threadIdx.x == 0 && part.first == 0) {
-        if (variant.scope == ROW && p.rows > 0) static_cast<float*>(p.scales)[part.row] = 1.0f / factor;
+    if (part.thread == 0 && part.first == 0) {
+        if (variant.scope == ROW && part.row < p.rows) static_cast<float*>(p.scales)[part.row] = 1.0f / factor;
         if (variant.scope == TENSOR && part.row == 0) {
             static_cast<float*>(p.scales)[0] = 1.0f / factor;
             *p.encode = factor;

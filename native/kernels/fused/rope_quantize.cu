@@ -1,7 +1,7 @@
 // rope_quantize: rotary embedding of the rows of x, a head each, quantized.
 //
 //   Parameters: struct RopeQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
-//   ROW_CHUNKS * 16 elements, a multiple of 32; on a CPU 32 threads. A recipe with a scale for a row has one segment.
+//   ROW_CHUNKS * 16 elements, a multiple of 32, or ROW_LANES lanes for a row; on a CPU 32 threads. A recipe with a scale for a row has one segment.
 //   With the macro PAIRED a thread has a chunk of the first half and the same chunk of the second, so each operand is read once.
 //   Without it x, cos and sin are read twice.
 //   The pairs are the halves of a row: y = R(x1 * cos - x2 * sin) in the first half, R(x2 * cos + x1 * sin) in the second, with
@@ -37,7 +37,7 @@ __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
     if (HAS_PAIRS) {
         part.first /= 2;
         part.apart = half / CHUNK;
-        if (part.first + static_cast<int>(threadIdx.x) >= part.apart) part.columns = 0;
+        if (part.first + part.thread >= part.apart) part.columns = 0;
     }
     const i64 row = part.row * p.row_stride, angles = part.row * half;
     Rounded<T> y[ROW_CHUNKS];
