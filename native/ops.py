@@ -18,6 +18,7 @@ from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quanti
 from narrowgauge.native.fused.rotary import rope_quantize
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
+from narrowgauge.native.gemm.weight_only import weight_only_gemm
 from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
@@ -36,6 +37,7 @@ __all__ = [
     "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pad_sections", "quantize", "quantize_both",
     "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize",
     "swiglu_clamped_quantize", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale", "variations",
+    "weight_only_gemm",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}
