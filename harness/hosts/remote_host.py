@@ -27,7 +27,7 @@ from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
 from narrowgauge.harness.hosts.remote.process import HostProcess
-from narrowgauge.harness.hosts.remote.results import ResultMemory
+from narrowgauge.harness.hosts.remote.results import ResultMemory, settle_copies
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
 from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
 from narrowgauge.harness.hosts.starter import Channel, starter
@@ -355,6 +355,9 @@ class RemoteHost:
         expected = [torch.cat([entry.bytes for entry in script]) for script in scripts]
         total = count * sum(part.numel() for part in expected)
         self.results.open(home, total)
+        # Other bytes than those expected: a host that does not write a result gives a wrong one.
+        self.results.bytes(home, total).copy_(torch.cat([~part.repeat(count) for part in expected]))
+        settle_copies(home)
         messages = []
         for (prepared, _), script in zip(pairs, scripts, strict=True):
             placed = [tensor for entry in script for tensor in entry.placed]
