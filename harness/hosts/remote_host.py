@@ -200,6 +200,7 @@ class RemoteHost:
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
             end.notes.append({"cause": "leaves-processes", "sentence": sentence})
+        process.look_for_files()
         process.forward()
         if max(self.inputs.touched, self.results.touched) > KEPT:
             self._free()
