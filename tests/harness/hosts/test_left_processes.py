@@ -18,17 +18,21 @@ from narrowgauge.reference import ops
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import ROOT
 
-SHARED = Path("/dev/shm")
-MADE, OPENED = (
-    f"narrowgauge-test-{word}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', '')}" for word in ("made", "opened")
-)
+SHARED = "NARROWGAUGE_TEST_SHARED"
+"""Environment variable with the begin of the paths of files in /dev/shm."""
+
+
+def shared(name):
+    """The path of a file in /dev/shm, for this test alone."""
+    return Path(f"{os.environ[SHARED]}-{name}")
 
 
 class Files:
     """The reference, which makes a file in /dev/shm, and opens one of another process. Both stay open."""
 
     def quantize(self, x, recipe):
-        self.files = [(SHARED / MADE).open("wb"), *([(SHARED / OPENED).open()] if (SHARED / OPENED).exists() else [])]
+        opened = [shared("opened").open()] if shared("opened").exists() else []
+        self.files = [shared("made").open("wb"), *opened]
         return ops.quantize(x, recipe)
 
 
@@ -97,17 +101,18 @@ def test_shared_memory_of_a_host_ends_with_it():
 
 
 @pytest.mark.parametrize("ending", ["end", "crash"])
-def test_files_in_shared_memory_end_with_their_host(ending):
+def test_files_in_shared_memory_end_with_their_host(ending, monkeypatch):
     """Files that another process has open stay, and so do files that the host has not opened."""
-    others = SHARED / f"{OPENED}-by-nobody"
-    with hosted_backend(f"{__name__}:Files") as backend, (SHARED / OPENED).open("wb"):
+    monkeypatch.setenv(SHARED, f"/dev/shm/narrowgauge-test-{os.getpid()}")
+    made, opened, others = map(shared, ("made", "opened", "others"))
+    with hosted_backend(f"{__name__}:Files") as backend, opened.open("wb"):
         others.touch()
         assert run_case(QUANTIZE, backend).verdict == "pass"
-        assert (SHARED / MADE).exists()
+        assert made.exists()
         if ending == "crash":
             os.kill(backend.host.process, 9)
         backend.host.close()
-        found = [path.exists() for path in (SHARED / MADE, SHARED / OPENED, others)]
-    (SHARED / OPENED).unlink()
+        found = [path.exists() for path in (made, opened, others)]
+    opened.unlink()
     others.unlink()
     assert found == [False, True, True]
