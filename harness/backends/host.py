@@ -81,6 +81,10 @@ class Host(Protocol):
     """Results of the case that share memory with an input or with an earlier result: cause, sentence."""
 
     @property
+    def reused(self) -> bool:
+        """Whether a result of the case lies in memory of the first result of a method."""
+
+    @property
     def facts(self) -> Facts:
         """The facts of the backend."""
 
@@ -114,6 +118,9 @@ class Host(Protocol):
 
         Raises as `call` does.
         """
+
+    def overwritten(self) -> list[str]:
+        """Methods of the case whose first result has other bytes now."""
 
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""

@@ -23,6 +23,7 @@ MEMORY_CAUSES = {
     row.cause: row for row in _observed("memory", {
         "writes-outside": "it writes outside its outputs",
         "changes-its-input": "it writes into its inputs",
+        "overwrites-earlier-result": "a call overwrites the result of an earlier one",
         "never-written": "it leaves elements of its outputs unwritten",
         "reads-outside": "it reads bytes outside its inputs, or memory that nobody wrote",
         "order-of-threads": "its result depends on the order in which threads run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,9 @@ from narrowgauge.harness.checks.stage import StageResult
 
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
+
+OVERWRITTEN = "overwrites-earlier-result"
+"""The cause of a first result that a later call changes."""
 
 REPEAT_CAUSES = {
     SEQUENTIAL: "wrong-after-many-calls", THREADS: "concurrent-threads", STREAMS: "concurrent-streams",
@@ -56,9 +60,9 @@ def repeated(
     Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
     `repeat` leaves these results out.
 
-    Returns the results of the first run, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the
-    same bytes in every run, every element written), and the seconds of the fastest run. If two runs disagree, up to
-    three more runs tell whether the poison, the variation or neither changes the bytes.
+    Returns the results of the first run, the stages `memory` (guard zones, inputs and first results unchanged) and
+    `repeat` (the same bytes in every run, every element written), and the seconds of the fastest run. If two runs
+    disagree, up to three more runs tell whether the poison, the variation or neither changes the bytes.
     """
     device, passed = backend.device or home, present(inputs)
     names = backend.variations(device)
@@ -91,6 +95,10 @@ def repeated(
                 memory += [f"{text} ({name})" for text in texts]
                 if texts and cause not in protected.causes:
                     protected.causes.append(cause)
+        if backend.host.reused and "results" not in backend.declares:
+            overwritten = _overwritten(backend, home, passed, call)
+            memory += [f"the first result of {name} is overwritten by a later call" for name in overwritten]
+            protected.causes += [OVERWRITTEN] if overwritten else []
         repeat = _agree([_without(outputs, drawn) for outputs in runs], names, again)
         if backend.repeats and not drawn:
             pairs = [(prepared(0), finished[0])]
@@ -105,6 +113,23 @@ def repeated(
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
         protected.sentence = "; ".join(memory[:3]) + more
     return runs[0], [protected, repeat], seconds
+
+
+def _overwritten(
+    backend: Backend, home: torch.device, inputs: Tensors, call: Callable[[Tensors], Tensors]
+) -> list[str]:
+    """Methods whose first result another call changes. A method may give the same memory again for equal inputs, so
+    the call has other inputs. Empty if it refuses them."""
+    changed = dict(inputs)
+    for name, tensor in inputs.items():
+        if tensor.numel() and (tensor.is_floating_point() or tensor.element_size() == 1):
+            # The signs of numbers, and of codes, whose first bit is a sign: shapes and magnitudes stay.
+            codes = tensor.clone().view(torch.uint8) ^ 0x80 if tensor.element_size() == 1 else None
+            changed[name] = -tensor if codes is None else codes.view(tensor.dtype)
+            break
+    with suppress(BackendError, Unsupported), backend.host.prepare(changed, home, _poison(0)).running(0) as given:
+        call(given)
+    return backend.host.overwritten()
 
 
 def _other_inputs(inputs: Tensors, concurrency: str) -> list[Tensors]:
