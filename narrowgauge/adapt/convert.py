@@ -82,15 +82,16 @@ def padding(
 ) -> torch.Tensor:
     """The padding of the scales of a (M, K) matrix: all bytes, or numbers, that belong to no block, (N,).
 
-    Tensor cores read the padding of layouts 128x4 and 8x4: it is 0. The padding of layout `padded` may have any
-    content. Arguments and errors: see `quantized`.
+    `LAYOUTS` has the right content: 0 for layout 128x4, which tensor cores read. The padding of layout `padded` may
+    have any content. Arguments and errors: see `quantized`.
     """
     recipe = find_recipe(recipe)
     check_choice("layout", layout)
     matrix = _matrix_shape(shape)
     stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
-    linear = _unpacked_scales(stored, layout, stored.shape)
     rows, columns = scales_shape(matrix, recipe)
+    whole = TILED[layout].padded_shape((rows, columns)) if layout in TILED else stored.shape
+    linear = _unpacked_scales(stored, layout, whole)
     return torch.cat([linear[:rows, columns:].flatten(), linear[rows:].flatten()])
 
 
@@ -106,9 +107,10 @@ def stored_as(
 ) -> Stored:
     """Codes and scales of `q` in the conventions of another library, such as the operands of its GEMM.
 
-    The inverse of `quantized` with the same arguments. Layouts 128x4 and 8x4 have the padded shape (⌈R/tile⌉·tile,
-    ⌈C/4⌉·4) of linear scales (R, C) and padding 0; `padded` has the shape of 128x4 for bytes, and 4 columns for
-    float32. Raises ValueError for an unknown convention, tiles of float32 scales, and halves of a partial block.
+    The inverse of `quantized` with the same arguments. Layouts with tiles have their packed shape, (⌈R/128⌉·128,
+    ⌈C/4⌉·4) for linear scales (R, C) in 128x4, and padding 0; `padded` has the shape of 128x4 for bytes, and 4
+    columns for float32. Raises ValueError for an unknown convention, tiles of float32 scales, and halves of a partial
+    block.
     """
     check_choice("layout", layout)
     check_choice("nibbles", nibbles)
@@ -240,13 +242,16 @@ def _stored_scales(
     what = f"scales of recipe {recipe} of {shape}, layout {layout},"
     if layout in TILED:
         _check_tiles(recipe, layout, stored)
-        return _tiled(stored, TILED[layout].padded_shape(linear), what)
+        return _tiled(stored, TILED[layout].packed_shape(linear), what)
     if layout == "padded":
         stored = stored.T if transposed and stored.dim() == 2 else stored
         if stored.dim() != 2 or stored.shape[0] < linear[0] or stored.shape[1] < linear[1]:
             raise ValueError(f"{what} have at least shape {linear}, not {tuple(stored.shape)}")
         return stored
-    sizes = {name: math.prod(tiled.padded_shape(linear)) for name, tiled in TILED.items()}
+    sizes = {
+        name: math.prod(tiled.padded_shape(linear))
+        for name, tiled in TILED.items() if tiled.padding != "none" and tiled.row_padding is None
+    }  # fmt: skip
     tiles = [name for name, size in sizes.items() if stored.numel() == size and not recipe.whole]
     remedy = f"; for scales in tiles give layout={tiles[0]!r}, for rows of zeros layout='padded'" if tiles else ""
     return _shaped(stored, "scales", linear, transposed, what, remedy)
@@ -272,7 +277,13 @@ def _unpacked_scales(stored: torch.Tensor, layout: Layout, shape: Sequence[int])
 
 
 def _check_tiles(recipe: Recipe, layout: Layout, scales: torch.Tensor) -> None:
-    if layout in TILED and scales.dtype != torch.uint8:
+    if layout not in TILED:
+        return
+    row = TILED[layout]
+    if row.by_group or row.scale not in ("", recipe.scale.name):
+        of = "the transpose of these scales" if row.by_group else f"{row.scale} scales"
+        raise ValueError(f"layout {layout} holds {of}; recipe {recipe} has rows of {recipe.scale.name} scales")
+    if scales.dtype != torch.uint8:
         name = str(scales.dtype).removeprefix("torch.")
         raise ValueError(
             f"layout {layout} holds bytes, and the scales of recipe {recipe} are {name}; give layout='linear' or "

@@ -233,7 +233,7 @@ def test_padding_of_tiles(layout: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layout": "swizzled"}, "layout is 'swizzled'; it can be 'linear', '128x4', '8x4', 'padded'"),
+        ({"layout": "swizzled"}, "layout is 'swizzled'; it can be 'linear', '128x4', '8x4', .*'padded'"),
         ({"nibbles": "low"}, "nibbles is 'low'; it can be 'low-first', 'high-first', 'halves', 'unpacked'"),
         ({"tensor_scale_is": "inverse"}, "tensor_scale_is is 'inverse'; it can be 'amax', 'encode', 'decode'"),
         ({"shape": (16,)}, r"shape is \(M, K\) or \(…, K\) of the input, not \(16,\)"),
