@@ -54,6 +54,9 @@ class Weights:
         self.tensor, self.layer = tensor, layer
         shape = tensor.rows, tensor.columns
         self.transposed = False
+        if layer.expert is not None and len(tensor.shape) == 3 and layer.expert < tensor.shape[0]:
+            tensor = self.tensor = tensor.part(layer.expert)
+            shape = tensor.rows, tensor.columns
         if shape != layer.shape:
             experts = layer.codes.shape[0] if layer.layout == "gpt-oss" and len(layer.codes.shape) == 4 else 1
             if not (len(tensor.shape) == 3 and tensor.shape == (experts, layer.shape[1], layer.shape[0] // experts)):
