@@ -77,6 +77,7 @@ def matrix_shape(x: torch.Tensor) -> tuple[int, int]:
 
 _NARROW_DTYPES = {
     "E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E8M0": "float8_e8m0fnu",
+    "E4M3FNUZ": "float8_e4m3fnuz", "E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 """Dtypes of torch with the codes of a format, by the name of the format."""
 QUANTIZED_PARTS = PARTS

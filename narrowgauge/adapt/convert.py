@@ -40,7 +40,8 @@ def quantized(
 ) -> Quantized:
     """A `Quantized` of the codes and scales of another library. `CONVENTIONS` explains all values of the arguments.
 
-    codes: (M, K), or packed (M, ⌈K/2⌉) for elements of 4 bits, as bytes, words, a narrow dtype, or decoded values.
+    codes: (M, K), or packed (M, ⌈K/2⌉) for elements of 4 bits, (M, 3K/4) for dense 6 bits, as bytes, words, a narrow
+    dtype, or decoded values.
     scales: (M, ⌈K/block⌉) for scales of one byte, (⌈M/rows⌉, ⌈K/block⌉) for float32 scales, one number for one scale
     per tensor; in the shape of `layout`, or flat if `layout` has tiles. Bytes, words, a narrow dtype, or numbers.
     shape: (M, K) of the input, blocks along K; or (…, K), with all dimensions but the last as rows.
@@ -116,7 +117,11 @@ def stored_as(
     check_choice("nibbles", nibbles)
     recipe = q.recipe
     codes = q.codes.T if q.transposed else q.codes
+    if recipe.element.bits == 6 and nibbles == "dense":
+        _check_dense(q.shape[1])
+        codes = _three_of_four(codes.contiguous())
     if recipe.element.bits == 4:
+        nibbles = "low-first" if nibbles == "dense" else nibbles
         if nibbles == "halves":
             _check_halves(q.shape[1], recipe)
         codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles, recipe.block[1])
@@ -148,6 +153,11 @@ def _codes(
         elements = _shaped(given, "codes", shape, transposed, "decoded values")
         codes = codes_of_numbers(elements, recipe.element, "codes")
         return _packed(codes, recipe.packing) if recipe.element.bits == 4 else codes
+    if recipe.element.bits == 6 and nibbles == "dense":
+        _check_dense(shape[1])
+        packed = stored_bytes(given, recipe.element, "codes")
+        packed = _shaped(packed, "codes", (shape[0], shape[1] // 4 * 3), transposed, f"dense codes of {shape}")
+        return _four_of_three(packed.contiguous())
     if recipe.element.bits != 4:
         stored = stored_bytes(given, recipe.element, "codes")
         return _shaped(stored, "codes", shape, transposed, f"codes of {recipe.element.name}")
@@ -165,7 +175,7 @@ def _codes(
     packed = _shaped(stored, "codes", packed_shape, transposed, f"packed codes of {shape}")
     if nibbles == "halves":
         return _packed(_unpacked(packed, shape[1], nibbles, recipe.block[1]), recipe.packing)
-    if nibbles != recipe.packing:
+    if (nibbles if nibbles != "dense" else "low-first") != recipe.packing:
         packed = (packed >> 4) | (packed << 4)
     return packed
 
@@ -175,6 +185,25 @@ def _check_halves(columns: int, recipe: Recipe) -> None:
         raise ValueError(
             f"nibbles 'halves' needs whole blocks of {recipe.block[1]} elements, and K is {columns}; pad the rows"
         )
+
+
+def _check_dense(columns: int) -> None:
+    if columns % 4:
+        raise ValueError(f"nibbles 'dense' packs four codes of 6 bits in three bytes, and K is {columns}; pad the rows")
+
+
+def _four_of_three(packed: torch.Tensor) -> torch.Tensor:
+    """Codes of 6 bits, uint8 (M, K), of bytes (M, 3K/4): the lowest bits first."""
+    one, two, three = packed.view(len(packed), packed.shape[1] // 3, 3).int().unbind(2)
+    word = one | (two << 8) | (three << 16)
+    return torch.stack([word >> 6 * place & 0x3F for place in range(4)], 2).flatten(1).to(torch.uint8)
+
+
+def _three_of_four(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_four_of_three`."""
+    parts = codes.view(len(codes), codes.shape[1] // 4, 4).int()
+    word = parts[:, :, 0] | parts[:, :, 1] << 6 | parts[:, :, 2] << 12 | parts[:, :, 3] << 18
+    return torch.stack([word >> 8 * place & 0xFF for place in range(3)], 2).flatten(1).to(torch.uint8)
 
 
 def _single_codes(codes: torch.Tensor) -> torch.Tensor:

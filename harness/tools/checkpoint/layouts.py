@@ -26,7 +26,7 @@ import torch
 
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
 from narrowgauge.reference.numbers.decode import decode
-from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FP32, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
 from narrowgauge.spec.scale_layouts import TILED, TILES
 
 LAYOUTS = (
@@ -134,7 +134,7 @@ class Missing:
 
 
 _BYTES = ("U8", "I8", "F4")
-_FP8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+_FP8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E4M3FNUZ": E4M3FNUZ, "F8_E5M2FNUZ": E5M2FNUZ}
 _EXPONENTS = ("U8", "F8_E8M0")
 _NUMBERS = ("F32", "BF16", "F16")
 

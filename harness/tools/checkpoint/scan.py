@@ -128,7 +128,10 @@ class Scan:
             sums = table.index_select(0, sample.reshape(-1).int()).view(sample.shape).sum(0, dtype=torch.int64)
             self.differences = sums if self.differences is None else self.differences + sums
         else:
-            self.nan_codes.add((codes & 0x7F) > layer.element.max_code, start, codes, layer, "element")
+            element = layer.element
+            wrong = (codes & 0x7F) > element.max_code
+            wrong = wrong if element.negative_zero else codes.eq(element.sign_code)
+            self.nan_codes.add(wrong, start, codes, layer, "element")
         self.blocks += scales.numel()
         if scales.numel():
             self._add_blocks(codes, scales, start // max(1, layer.block[0]))

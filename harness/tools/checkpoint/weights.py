@@ -34,7 +34,7 @@ ROUNDINGS = 8
 block scale, their products, the product with the weight, and the conversions of this module."""
 INPUT_ROUNDINGS = 2
 """Roundings to the dtype of the weights between a weight and its scaled value, at most, in any dialect."""
-TIE = {"E2M1": 1e-6, "E4M3": 0.0, "E5M2": 0.0}
+TIE = {"E2M1": 1e-6, "E4M3": 0.0, "E5M2": 0.0, "E4M3FNUZ": 0.0, "E5M2FNUZ": 0.0}
 """Distance from a tie that rounds as a tie: `nearest-even-within-1e-6` of spec.dialects."""
 SLAB = 1 << 20
 """Elements that are judged at once."""
