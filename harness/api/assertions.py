@@ -98,9 +98,11 @@ def assert_quantized(
     if static:
         oracle = _static_oracle(matrix, kernel, oracle, random)
     outcome = _quantize_outcome(Subject(matrix, recipe, random, free=_free(rotation)), kernel, oracle, static=static)
-    if layout in TILED and kernel.scale_layout == LINEAR:
+    if layout in TILED and kernel.scale_layout == LINEAR and (row := TILED[layout]).padding == "0":
         padding = adapt.padding(scales, recipe, kernel.shape, layout=layout, transposed=transposed)
-        outcome.stages.append(_padding_stage(padding))
+        rows, columns = kernel.scales.shape
+        beside = rows * (row.padded_shape((rows, columns))[1] - columns)
+        outcome.stages.append(_padding_stage(padding if row.row_padding is None else padding[:beside]))
     return Judgement(outcome, _label(recipe, matrix), matrix, diagnose)
 
 

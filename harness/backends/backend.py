@@ -12,6 +12,8 @@ A backend is any object or module that has some of these methods (docs/design.md
     transform(x, recipe) -> Tensor
     swizzle(scales) -> Tensor
     unswizzle(scales, shape) -> Tensor
+    pack_scales(scales, layout, *, sections=None) -> Tensor
+    unpack_scales(packed, shape, layout, *, sections=None) -> Tensor
     gemm(a, b, *, out_dtype, c=None, bias=None) -> Tensor
     gemm_grouped(a, b, *, out_dtype, c=None, bias=None) -> Tensor, a GroupedQuantized, b a list of Quantized
     gemm_quantized(a, b, recipe, *, out_dtype, c=None, bias=None, scale=None) -> as quantize

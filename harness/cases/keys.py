@@ -193,6 +193,7 @@ DelayedRecipeName = Annotated[str, _delayed]
 OutRecipeName = Annotated[str, _recipe, Flag.ALWAYS]
 TrainingName = Annotated[str, _training]
 SectionsText = Annotated[str, _sections, Flag.ALWAYS]
+OptionalSectionsText = Annotated[str | None, _sections, Flag.CHANGED]
 Shape = tuple[int, ...]
 
 TABLE_TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -202,10 +203,9 @@ TIERS = ("quick", "full")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 ORDER = (
-    "recipe", "w_recipe", "out_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs", "layout", "sections",
-    "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps", "accumulate",
-    "bias",
-    "quantized_parameters", "delayed_wgrad", "recompute", "use",
+    "recipe", "w_recipe", "out_recipe", "training", "shape", "batch", "x", "w", "out", "dtype", "inputs", "layout",
+    "sections", "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps",
+    "accumulate", "bias", "quantized_parameters", "delayed_wgrad", "recompute", "use",
 )  # fmt: skip
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
 last key with a list are neighbours. Other fields of an operation follow as it declares them, and then `_LAST`."""

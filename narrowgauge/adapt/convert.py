@@ -40,7 +40,8 @@ def quantized(
 ) -> Quantized:
     """A `Quantized` of the codes and scales of another library. `CONVENTIONS` explains all values of the arguments.
 
-    codes: (M, K), or packed (M, ⌈K/2⌉) for elements of 4 bits, as bytes, words, a narrow dtype, or decoded values.
+    codes: (M, K), or packed (M, ⌈K/2⌉) for elements of 4 bits, (M, 3K/4) for dense 6 bits, as bytes, words, a narrow
+    dtype, or decoded values.
     scales: (M, ⌈K/block⌉) for scales of one byte, (⌈M/rows⌉, ⌈K/block⌉) for float32 scales, one number for one scale
     per tensor; in the shape of `layout`, or flat if `layout` has tiles. Bytes, words, a narrow dtype, or numbers.
     shape: (M, K) of the input, blocks along K; or (…, K), with all dimensions but the last as rows.
@@ -82,15 +83,16 @@ def padding(
 ) -> torch.Tensor:
     """The padding of the scales of a (M, K) matrix: all bytes, or numbers, that belong to no block, (N,).
 
-    Tensor cores read the padding of layouts 128x4 and 8x4: it is 0. The padding of layout `padded` may have any
-    content. Arguments and errors: see `quantized`.
+    `LAYOUTS` has the right content: 0 for layout 128x4, which tensor cores read. The padding of layout `padded` may
+    have any content. Arguments and errors: see `quantized`.
     """
     recipe = find_recipe(recipe)
     check_choice("layout", layout)
     matrix = _matrix_shape(shape)
     stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
-    linear = _unpacked_scales(stored, layout, stored.shape)
     rows, columns = scales_shape(matrix, recipe)
+    whole = TILED[layout].padded_shape((rows, columns)) if layout in TILED else stored.shape
+    linear = _unpacked_scales(stored, layout, whole)
     return torch.cat([linear[:rows, columns:].flatten(), linear[rows:].flatten()])
 
 
@@ -106,15 +108,20 @@ def stored_as(
 ) -> Stored:
     """Codes and scales of `q` in the conventions of another library, such as the operands of its GEMM.
 
-    The inverse of `quantized` with the same arguments. Layouts 128x4 and 8x4 have the padded shape (⌈R/tile⌉·tile,
-    ⌈C/4⌉·4) of linear scales (R, C) and padding 0; `padded` has the shape of 128x4 for bytes, and 4 columns for
-    float32. Raises ValueError for an unknown convention, tiles of float32 scales, and halves of a partial block.
+    The inverse of `quantized` with the same arguments. Layouts with tiles have their packed shape, (⌈R/128⌉·128,
+    ⌈C/4⌉·4) for linear scales (R, C) in 128x4, and padding 0; `padded` has the shape of 128x4 for bytes, and 4
+    columns for float32. Raises ValueError for an unknown convention, tiles of float32 scales, and halves of a partial
+    block.
     """
     check_choice("layout", layout)
     check_choice("nibbles", nibbles)
     recipe = q.recipe
     codes = q.codes.T if q.transposed else q.codes
+    if recipe.element.bits == 6 and nibbles == "dense":
+        _check_dense(q.shape[1])
+        codes = _three_of_four(codes.contiguous())
     if recipe.element.bits == 4:
+        nibbles = "low-first" if nibbles == "dense" else nibbles
         if nibbles == "halves":
             _check_halves(q.shape[1], recipe)
         codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles, recipe.block[1])
@@ -146,6 +153,11 @@ def _codes(
         elements = _shaped(given, "codes", shape, transposed, "decoded values")
         codes = codes_of_numbers(elements, recipe.element, "codes")
         return _packed(codes, recipe.packing) if recipe.element.bits == 4 else codes
+    if recipe.element.bits == 6 and nibbles == "dense":
+        _check_dense(shape[1])
+        packed = stored_bytes(given, recipe.element, "codes")
+        packed = _shaped(packed, "codes", (shape[0], shape[1] // 4 * 3), transposed, f"dense codes of {shape}")
+        return _four_of_three(packed.contiguous())
     if recipe.element.bits != 4:
         stored = stored_bytes(given, recipe.element, "codes")
         return _shaped(stored, "codes", shape, transposed, f"codes of {recipe.element.name}")
@@ -163,7 +175,7 @@ def _codes(
     packed = _shaped(stored, "codes", packed_shape, transposed, f"packed codes of {shape}")
     if nibbles == "halves":
         return _packed(_unpacked(packed, shape[1], nibbles, recipe.block[1]), recipe.packing)
-    if nibbles != recipe.packing:
+    if (nibbles if nibbles != "dense" else "low-first") != recipe.packing:
         packed = (packed >> 4) | (packed << 4)
     return packed
 
@@ -173,6 +185,25 @@ def _check_halves(columns: int, recipe: Recipe) -> None:
         raise ValueError(
             f"nibbles 'halves' needs whole blocks of {recipe.block[1]} elements, and K is {columns}; pad the rows"
         )
+
+
+def _check_dense(columns: int) -> None:
+    if columns % 4:
+        raise ValueError(f"nibbles 'dense' packs four codes of 6 bits in three bytes, and K is {columns}; pad the rows")
+
+
+def _four_of_three(packed: torch.Tensor) -> torch.Tensor:
+    """Codes of 6 bits, uint8 (M, K), of bytes (M, 3K/4): the lowest bits first."""
+    one, two, three = packed.view(len(packed), packed.shape[1] // 3, 3).int().unbind(2)
+    word = one | (two << 8) | (three << 16)
+    return torch.stack([word >> 6 * place & 0x3F for place in range(4)], 2).flatten(1).to(torch.uint8)
+
+
+def _three_of_four(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_four_of_three`."""
+    parts = codes.view(len(codes), codes.shape[1] // 4, 4).int()
+    word = parts[:, :, 0] | parts[:, :, 1] << 6 | parts[:, :, 2] << 12 | parts[:, :, 3] << 18
+    return torch.stack([word >> 8 * place & 0xFF for place in range(3)], 2).flatten(1).to(torch.uint8)
 
 
 def _single_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -240,13 +271,16 @@ def _stored_scales(
     what = f"scales of recipe {recipe} of {shape}, layout {layout},"
     if layout in TILED:
         _check_tiles(recipe, layout, stored)
-        return _tiled(stored, TILED[layout].padded_shape(linear), what)
+        return _tiled(stored, TILED[layout].packed_shape(linear), what)
     if layout == "padded":
         stored = stored.T if transposed and stored.dim() == 2 else stored
         if stored.dim() != 2 or stored.shape[0] < linear[0] or stored.shape[1] < linear[1]:
             raise ValueError(f"{what} have at least shape {linear}, not {tuple(stored.shape)}")
         return stored
-    sizes = {name: math.prod(tiled.padded_shape(linear)) for name, tiled in TILED.items()}
+    sizes = {
+        name: math.prod(tiled.padded_shape(linear))
+        for name, tiled in TILED.items() if tiled.padding != "none" and tiled.row_padding is None
+    }  # fmt: skip
     tiles = [name for name, size in sizes.items() if stored.numel() == size and not recipe.whole]
     remedy = f"; for scales in tiles give layout={tiles[0]!r}, for rows of zeros layout='padded'" if tiles else ""
     return _shaped(stored, "scales", linear, transposed, what, remedy)
@@ -272,7 +306,13 @@ def _unpacked_scales(stored: torch.Tensor, layout: Layout, shape: Sequence[int])
 
 
 def _check_tiles(recipe: Recipe, layout: Layout, scales: torch.Tensor) -> None:
-    if layout in TILED and scales.dtype != torch.uint8:
+    if layout not in TILED:
+        return
+    row = TILED[layout]
+    if row.by_group or row.scale not in ("", recipe.scale.name):
+        of = "the transpose of these scales" if row.by_group else f"{row.scale} scales"
+        raise ValueError(f"layout {layout} holds {of}; recipe {recipe} has rows of {recipe.scale.name} scales")
+    if scales.dtype != torch.uint8:
         name = str(scales.dtype).removeprefix("torch.")
         raise ValueError(
             f"layout {layout} holds bytes, and the scales of recipe {recipe} are {name}; give layout='linear' or "

@@ -12,7 +12,7 @@ _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WORDS = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 _NARROW = {
     torch.float4_e2m1fn_x2: "E2M1", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2",
-    torch.float8_e8m0fnu: "E8M0",
+    torch.float8_e8m0fnu: "E8M0", torch.float8_e4m3fnuz: "E4M3FNUZ", torch.float8_e5m2fnuz: "E5M2FNUZ",
 }  # fmt: skip
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
@@ -51,6 +51,8 @@ def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Ten
     −0 and +0 have different codes. NaN has the canonical code. Raises ValueError if a number is no value of `fmt`; the
     message calls the tensor `name` and has the first such number and its place.
     """
+    if fmt.complement:
+        raise ValueError(f"{name} are numbers of {fmt.name}, whole numbers in two's complement; give their codes")
     single = numbers.float()
     raw = single.contiguous().view(torch.int32)
     magnitude = raw & 0x7FFFFFFF

@@ -388,6 +388,8 @@ def _zero_scales(element_scale: Element, scale: Format) -> tuple[ZeroScale, ...]
     return ("infinity", "zeros")
 
 
+_OF_SCALES["UE5M3"] = _OF_SCALES["E4M3"]
+
 # Features that exclude each other, and the reason. Transformer Engine rejects the first five pairs.
 _EXCLUDED = (
     ("row scaling", "2-D blocks", "a tile of 16 rows has a single scale, but every row has its own amax"),

@@ -12,8 +12,8 @@ import torch
 
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmParts
 from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
+from narrowgauge.harness.operations.pack_scales.deviations import SWIZZLE_READS
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
-from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle, unswizzle

@@ -50,6 +50,9 @@ def repeated(
     inputs: Arguments,
     call: Callable[[Tensors], Tensors],
     drawn: Collection[str] = (),
+    *,
+    free: Mapping[str, torch.Tensor] | None = None,
+    runs: list[Tensors] | None = None,
 ) -> tuple[Tensors, list[StageResult], float]:
     """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
 
@@ -58,7 +61,8 @@ def repeated(
 
     The inputs are on the device `home`, the copies on the device of the backend; the results are copied to `home`.
     Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
-    `repeat` leaves these results out.
+    `repeat` leaves these results out. `free`: bool masks of elements of results that a kernel need not write, which
+    the stage leaves out too. `runs`: list that gets the results of every run.
 
     Returns the results of the first run, the stages `memory` (guard zones, inputs and first results unchanged) and
     `repeat` (the same bytes in every run, every element written), and the seconds of the fastest run. If two runs
@@ -76,9 +80,9 @@ def repeated(
         return prepared.keep(outputs)
 
     def again(variation: int, number: int) -> Tensors:
-        return _without(run(variation, prepared(number)), drawn)
+        return _compared(run(variation, prepared(number)), drawn, free or {})
 
-    runs: list[Tensors] = []
+    runs = [] if runs is None else runs
     finished: list[PreparedRun] = []
     protected = StageResult("memory", "guard", compared=len(inputs) * len(names))
     memory: list[str] = []
@@ -99,7 +103,7 @@ def repeated(
             overwritten = _overwritten(backend, home, passed, call)
             memory += [f"the first result of {name} is overwritten by a later call" for name in overwritten]
             protected.causes += [OVERWRITTEN] if overwritten else []
-        repeat = _agree([_without(outputs, drawn) for outputs in runs], names, again)
+        repeat = _agree([_compared(outputs, drawn, free or {}) for outputs in runs], names, again)
         if backend.repeats and not drawn:
             pairs = [(prepared(0), finished[0])]
             if backend.concurrency != SEQUENTIAL:
@@ -170,8 +174,10 @@ def _add_repeats(
         result.sentence += f": call {format_count(wrong[0])} first{period}"
 
 
-def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
-    return {key: t for key, t in outputs.items() if key not in drawn}
+def _compared(outputs: Tensors, drawn: Collection[str], free: Mapping[str, torch.Tensor]) -> Tensors:
+    """Results of a run without those in `drawn`, and with 0 for their elements in `free`."""
+    kept = {key: tensor for key, tensor in outputs.items() if key not in drawn}
+    return kept | {key: kept[key].masked_fill(mask.to(kept[key].device), 0) for key, mask in free.items()}
 
 
 def _poison(number: int) -> int:

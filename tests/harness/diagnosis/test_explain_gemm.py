@@ -16,9 +16,9 @@ from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.gemm.product import add_output
+from narrowgauge.harness.operations.pack_scales.deviations import SWIZZLE_READS
 from narrowgauge.harness.operations.stages.deviation import rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
