@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from narrowgauge.harness.cases.axes import Tensors
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES, Family
-from narrowgauge.harness.cases.keys import Shape, dims
+from narrowgauge.harness.cases.keys import Autograd, Shape, dims
 from narrowgauge.harness.cases.methods import Method
 
 
@@ -18,6 +18,7 @@ class SwizzleCase(Case):
     """swizzle of bytes, and unswizzle of the result."""
 
     operation: ClassVar[str] = "swizzle"
+    autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode")
     own_families: ClassVar[tuple[Family, ...]] = (
         FAMILIES["position"],
         Family("bytes", "random bytes: what a layout does with any scale"),
