@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from narrowgauge.harness.cases.keys import Autograd
+
 if TYPE_CHECKING:
     import torch
 
@@ -75,6 +77,8 @@ class PreparedRun(Protocol):
 class Host(Protocol):
     """Runs the methods of a backend."""
 
+    autograd: Autograd
+    """How methods are called (`harness.cases.case.Case`)."""
     schedules: int
     """Number of thread shuffles to request from `variations`. 0: the backend's default."""
     aliases: list[dict[str, str]]

@@ -21,6 +21,7 @@ from narrowgauge.harness.backends.results import (
     read_conventions,
 )
 from narrowgauge.harness.backends.transfer import KeptResults, tensors_in, to_device
+from narrowgauge.harness.cases.keys import Autograd
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import every_method
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
@@ -53,6 +54,7 @@ class LocalHost:
         process. A kernel host restores nothing: there the backend runs as in production. `methods`: those of
         operations, and those that describe a backend. None: of all operations."""
         self._restores = restores
+        self.autograd: Autograd = "plain"
         self._notes: list[dict[str, str]] = []
         self.implementation, self.device, self.schedules = implementation, device, schedules
         self._methods = every_method() if methods is None else methods
@@ -166,7 +168,9 @@ class LocalHost:
             raise Unsupported(f"{name} of backend {self.facts.name} has no argument {missing!r}")
         before = read_environment() if self._restores else {}
         try:
-            return function(*arguments, **options)
+            with _autograd_mode(self.autograd):
+                arguments, options = _with_autograd(self.autograd, (arguments, options))
+                return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error
         except Exception as error:
@@ -290,6 +294,29 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     form = (one.shape, one.dtype) == (other.shape, other.dtype)
     return form and torch.equal(element_bytes(one).to(other.device), element_bytes(other))
+
+
+def _autograd_mode(mode: Autograd) -> AbstractContextManager[Any]:
+    """The context of a call."""
+    import torch
+
+    if mode == "no-grad":
+        return torch.no_grad()
+    return torch.inference_mode() if mode == "inference-mode" else contextlib.nullcontext()
+
+
+def _with_autograd(mode: Autograd, value: Any) -> Any:
+    """Arguments of a call, in the same memory. If the mode is requires-grad, their floating-point tensors require grad,
+    but for the parts of quantized operands."""
+    import torch
+
+    if mode != "requires-grad":
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_() if value.is_floating_point() and value.itemsize > 1 else value
+    if isinstance(value, dict):
+        return {name: _with_autograd(mode, item) for name, item in value.items()}
+    return type(value)([_with_autograd(mode, item) for item in value]) if isinstance(value, list | tuple) else value
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from narrowgauge.harness.backends.guarded_memory import ZONE
 from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.cost import room
+from narrowgauge.harness.cases.keys import Autograd
 from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
@@ -76,6 +77,7 @@ class RemoteHost:
         Raises BackendError if the backend cannot be loaded.
         """
         self.settings, self.schedules, self._load = settings, settings.schedules, load
+        self.autograd: Autograd = "plain"
         self.device = torch.device(settings.device)
         self.aliases: list[dict[str, str]] = []
         self.reused = False
@@ -284,7 +286,7 @@ class RemoteHost:
         self.results.open(kind)
         message = {
             "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
-            "lock": needs_lock(self.device.type),
+            "autograd": self.autograd, "lock": needs_lock(self.device.type),
         }  # fmt: skip
         answer = self._within_limit(method, self.transport.ask(message))
         if "need" in answer:

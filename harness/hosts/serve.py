@@ -211,7 +211,7 @@ class _Server:
 
     def on_call(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Call a method, or run a module."""
-        method, run = message["method"], self.run
+        method, run, self.host.autograd = message["method"], self.run, message["autograd"]
         slots = _Slots(self.inputs, self.device) if run is None else run.slots
         for span in message["spans"]:
             slots.add(span) if run is None else run.add(span)

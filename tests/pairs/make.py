@@ -11,8 +11,8 @@ a new value of a key changes no id.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -154,22 +154,47 @@ def missing(cases: Iterable[Case], tries: int = TRIES) -> Iterator[tuple[Pair, C
                 yield pair, best
 
 
+def redundant(cases: Iterable[Case], among: Collection[str]) -> list[str]:
+    """Ids, of these, of cases whose pairs are all in other cases of the quick tier on a CPU; the slowest first."""
+    left: Counter[tuple[str, Pair]] = Counter()
+    found: dict[str, set[tuple[str, Pair]]] = {}
+    known: dict[tuple[Any, ...], set[tuple[str, Pair]]] = {}
+    quick = [case for case in cases if case.tier_on("cpu") == "quick" and not isinstance(case, ContractCase)]
+    for case in quick:
+        values = (case.operation, *values_of(case).items())
+        if values not in known:
+            known[values] = {(case.operation, pair) for pair in pairs_of(case)}
+        left.update(known[values])
+        found[case.id] = known[values]
+    leaving = []
+    for case in sorted(quick, key=lambda case: (-estimated_seconds(case), case.id)):
+        if case.id in among and all(left[pair] > 1 for pair in found[case.id]):
+            left.subtract(found[case.id])
+            leaving.append(case.id)
+    return leaving
+
+
 def shipped() -> list[Case]:
     """All cases of the package."""
     return load_all(case_files(shipped_cases()))
 
 
 def main() -> None:
-    """Write the file: its present ids, then an id for each missing pair."""
+    """Write the file: its present ids, then an id for each missing pair, without redundant new ones."""
     ids = [case.id for case in load_all([FILE])] if FILE.exists() else []
-    while True:  # a new case may have values for other pairs
-        added = [case.id for _, case in missing(shipped())]
-        print(f"{FILE.name}: {len(ids)} cases, {len(added)} added", flush=True)
-        if not added:
-            return
-        ids += added
-        lines = "".join(f'  "{name}",\n' for name in ids)
-        FILE.write_text(f'{_HEAD}\n[[matrix]]\ntier = "quick"\nids = [\n{lines}]\n', encoding="utf-8")
+    new: list[str] = []
+    while added := [case.id for _, case in missing(shipped())]:  # a new case may have values for other pairs
+        new += added
+        _write(ids + new)
+    unneeded = set(redundant(shipped(), new))
+    new = [name for name in new if name not in unneeded]
+    _write(ids + new)
+    print(f"{FILE.name}: {len(ids)} cases, {len(new)} added", flush=True)
+
+
+def _write(ids: Iterable[str]) -> None:
+    lines = "".join(f'  "{name}",\n' for name in ids)
+    FILE.write_text(f'{_HEAD}\n[[matrix]]\ntier = "quick"\nids = [\n{lines}]\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

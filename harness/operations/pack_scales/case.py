@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from narrowgauge.harness.cases.axes import Axis, Tensors
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES, Family
-from narrowgauge.harness.cases.keys import Flag, OptionalSectionsText, Shape, dims
+from narrowgauge.harness.cases.keys import Autograd, Flag, OptionalSectionsText, Shape, dims
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import section_sizes
 from narrowgauge.spec.scale_layouts import LAYOUTS, Packing, ScaleLayout
@@ -19,6 +19,7 @@ from narrowgauge.spec.scale_layouts import LAYOUTS, Packing, ScaleLayout
 class ScaleLayoutCase(Case):
     """Scales (R, C) in a layout: the first method packs them, the second unpacks the result."""
 
+    autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode")
     own_families: ClassVar[tuple[Family, ...]] = (
         FAMILIES["position"],
         Family("bytes", "random bytes: what a layout does with any scale"),
