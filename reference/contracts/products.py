@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.bounds.factor_sums import factor_bounds
 from narrowgauge.reference.contracts.accepted import Ends, different
+from narrowgauge.reference.contracts.casts import nearest
 from narrowgauge.reference.contracts.interval import Interval, exactly, flushed
+from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, scale_values
+from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import SMALLEST_NORMAL
+from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 
 def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
@@ -55,3 +61,79 @@ def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
     nan = limits.expected.isnan() & ~limits.undetermined
     low, high = low.masked_fill(nan, torch.nan), high.masked_fill(nan, torch.nan)
     return Interval(low, high, limits.undetermined | nan)
+
+
+NARROW, WIDE = (13, 32), (24, 8)
+"""Fraction bits and products of a step of the tensor cores that keep the fewest bits: of 8-bit elements on Ada and
+Hopper, and of 16-bit numbers on Ampere and Ada (docs/tolerance.md#declared-order). Others keep more."""
+_FACTOR_ROUNDINGS = 4
+"""Roundings of a factor made of an amax, as fl(fl(amax·fl(1/6))·fl(1/448)), or 1/fl(d/amax), and of its constants."""
+
+
+def decoded(q: Quantized, dtype: torch.dtype | None, scale: torch.dtype | None = None) -> Interval:
+    """Element times the scale of its block (N, K), rounded once to `dtype`; None: exact.
+
+    A scale that spans K is left out. `scale`: dtype to which the scales of blocks are rounded first.
+    """
+    if q.recipe.spans_k:
+        exact = element_values(q)
+    else:
+        scales = scale_values(q)
+        if scale is not None:
+            scales = nearest(scales, scale).double()
+        exact = multiply_blocks(element_values(q), scales, q.recipe.block[1])
+    found = exact if dtype is None else nearest(exact, dtype).double()
+    return Interval(found, found, bits=24)
+
+
+def factor(q: Quantized, shape: tuple[int, ...]) -> Interval:
+    """The factor of a quantization beside the scales of blocks: the scales of rows, the scale of the tensor, or 1.
+
+    A factor that is made of an amax is one number with several formulas. All of them give the same power of two if
+    amax/d is one; else the factor lies within 4 roundings of amax/d.
+    """
+    if q.recipe.spans_k:
+        return exactly(q.scales.reshape(shape))
+    if q.recipe.alpha == "1":
+        return exactly(torch.ones(shape, device=q.codes.device))
+    if q.recipe.alpha == "a_dec*b_dec":
+        return exactly(used_tensor_scale(q).reshape(shape))
+    if q.recipe.alpha == "1/(a_enc*b_enc)":
+        exact = 1 / used_tensor_scale(q).double()
+    else:
+        exact = q.required_amax.double() / q.recipe.max_product
+    exact = exact.reshape(shape)
+    error = torch.where(torch.frexp(exact).mantissa == 0.5, 0.0, _FACTOR_ROUNDINGS * UNIT * (1 + 2.0**-20) * exact)
+    low, high = exact - error, exact + error
+    return Interval(low, low if bool((error == 0).all()) else high)
+
+
+def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
+    """An operand of a product with the exponents that a tensor core aligns; infinities and NaN are replaced by 0.
+
+    `dtype`: that of the numbers. `q`: the quantization of numbers that are not rounded, whose elements have exponents
+    of their own.
+    """
+    if q is not None and (q.recipe.scale is not FP32 or q.recipe.spans_k):
+        return factors_of_operand(q)
+    finite = x.low.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    least = torch.finfo(getattr(torch, dtype, torch.float32)).tiny
+    return Factors(finite, power_of_two(finite).clamp_(min=least).mul_(finite != 0))
+
+
+def product_of_numbers(
+    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], *, narrow: bool
+) -> Interval:
+    """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
+
+    `narrow`: whether the operands are 8-bit elements. Source: docs/tolerance.md#products-of-known-numbers.
+    """
+    a, b = numbers
+    total = a.low @ b.low.T
+    sums = factor_bounds(*operands, total, *(NARROW if narrow else WIDE))
+    known = sums.exact
+    low, high = (torch.where(known, total, end.double()) for end in (sums.lower, sums.upper))
+    zero = known & (total == 0)  # with the sign of any order
+    low, high = torch.where(zero, -0.0, low), torch.where(zero, 0.0, high)
+    low, high = low.masked_fill(sums.overflow, -torch.inf), high.masked_fill(sums.overflow, torch.inf)
+    return Interval(low, high, sums.overflow | total.isnan())

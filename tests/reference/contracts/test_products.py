@@ -87,7 +87,9 @@ def test_a_hidden_quantization_of_inexact_numbers_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (c.gemm, "c.gemm takes the result of c.quantize"),
+        (lambda x, w: c.gemm(c.silu(c.float32(x)), w), "c.gemm takes quantizations, arguments, c.decode"),
+        (lambda x, w: c.gemm(c.quantize(x, "nvfp4"), w), "one operand of c.gemm is quantized and one is not"),
+        (lambda x, w: c.decode(x), "c.decode takes a result of c.quantize or an argument of the type Codes"),
         (lambda x, w: c.dequantize(c.quantize(x, "nvfp4"), "int8"), "c.dequantize gives one of"),
         (lambda x, w: c.gemm(c.quantize(x, "nvfp4"), c.quantize(w, "nvfp4"), "sideways"), "sideways"),
     ],
