@@ -295,7 +295,8 @@ def gemm(a: Value, b: Value, order: str | None = None) -> Value:
     if a.axes[1:] != b.axes[1:] or len(a.axes) != 2:
         a.trace.fail(f"operands of c.gemm have the axes ({', '.join(a.axes)}) and ({', '.join(b.axes)}); K differs")
     try:
-        summation(order)
+        if summation(order).joined_in_output:
+            a.trace.fail(f"c.gemm gives float32, so the sums of slices are float32: leave -out of {order!r} out")
     except ValueError as error:
         a.trace.fail(str(error))
     return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.reference.bounds.promotion_bounds import SumBounds
 from narrowgauge.reference.bounds.running_error import error_growth
 from narrowgauge.reference.gemm.tensor_core import Factors
-from narrowgauge.reference.numbers.exact import float32_ends, lowest_bit
+from narrowgauge.reference.numbers.exact import lowest_bit
 from narrowgauge.spec.summation import (
     ACCUMULATOR_BITS,
     FLT_MAX,
@@ -24,11 +23,15 @@ FLOAT32_FRACTION = 23
 """Fraction bits of float32."""
 
 
-def factor_bounds(left: Factors, right: Factors, total: torch.Tensor, fraction: int, width: int) -> SumBounds:
-    """Bounds of the sums (M, N) of the products of `left` (M, K) and `right` (N, K), whose products float32 holds.
+def factor_bounds(
+    left: Factors, right: Factors, total: torch.Tensor, fraction: int, width: int, *, joined: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(error, exact, overflow) of the sums (M, N) of the products of `left` (M, K) and `right` (N, K).
 
-    `total`: the float64 sums, with infinities and NaN. `fraction`, `width`: fraction bits F of an accumulator and
-    products L of a step.
+    `total`: the float64 sums, with infinities and NaN, whose error is 0. `fraction`, `width`: fraction bits F of an
+    accumulator and products L of a step. `joined`: whether float32 sums of steps are added besides. exact, bool: every
+    kernel has the sum. overflow, bool: a partial sum may exceed the largest float32 number. The error covers the
+    rounding of `total`.
 
     Let n be the number of nonzero products and T = min(n, ⌈K/L⌉) the steps with one. P = (A + |S|)/2 is the larger sum
     of magnitudes of one sign. Truncation toward zero keeps every partial sum in [−S⁻, S⁺]. A term, or the accumulator,
@@ -44,24 +47,18 @@ def factor_bounds(left: Factors, right: Factors, total: torch.Tensor, fraction: 
     part = (size + finite.abs()) / 2
     # A subnormal factor has the exponent of the smallest normal number, which may exceed its magnitude.
     reach = torch.maximum(x.abs(), left.powers), torch.maximum(w.abs(), right.powers)
-    largest = part if torch.equal(reach[0], x.abs()) and torch.equal(reach[1], w.abs()) else reach[0] @ reach[1].T
+    normal = torch.equal(reach[0], x.abs()) and torch.equal(reach[1], w.abs())
+    largest = part if normal else torch.maximum(part, reach[0] @ reach[1].T)
     n = (x != 0).double() @ (w != 0).double().T
     quantum = torch.outer(lowest_bit(x), lowest_bit(w))
     fits = (quantum >= SMALLEST_SUBNORMAL) | (size == 0)
-    exact = (torch.maximum(part, largest) <= 2.0 ** min(fraction, ACCUMULATOR_BITS) * quantum) & (part <= FLT_MAX)
-    exact &= fits
+    exact = (largest <= 2.0 ** min(fraction, ACCUMULATOR_BITS) * quantum) & (part <= FLT_MAX) & fits
     exact |= (n <= 1) & (finite.float() == finite) & (part <= FLT_MAX)
+    exact |= ~total.isfinite()
 
     steps = n.clamp(max=-(-columns // width))
-    relative = (n + steps) * 2.0**-fraction
-    last = steps * (2.0 ** -min(fraction, FLOAT32_FRACTION) + UNIT)
-    error = (relative * torch.maximum(part, largest) + last * part) * error_growth(columns, UNIT)
-    error += n * (SMALLEST_SUBNORMAL * ~fits)
+    truncated = (n + steps) * 2.0**-fraction * largest
+    last = steps * (2.0 ** -min(fraction, FLOAT32_FRACTION) + UNIT * joined)
+    error = (truncated + last * part) * error_growth(columns, UNIT) + n * (SMALLEST_SUBNORMAL * ~fits)
     error = (error * (1 + 2.0**-20) + columns * 2.0**-52 * size).masked_fill_(exact, 0.0)
-    overflow = (part + error > FLT_MAX) & ~exact
-    not_finite = ~total.isfinite()
-    error = error.masked_fill(not_finite, 0.0)
-    lower, upper = float32_ends(total - error, total + error)
-    exact = exact | not_finite
-    overflow &= ~not_finite
-    return SumBounds(total.float(), lower, upper, exact & ~overflow, exact & ~overflow, overflow, total)
+    return error, exact, (part + error > FLT_MAX) & ~exact

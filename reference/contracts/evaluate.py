@@ -563,7 +563,8 @@ def _product(evaluation: Evaluation, step: Step) -> Interval:
     exact = [_codes_of(evaluation, of) for of in steps]
     operands = [products.factors(x, of.dtype, q) for x, of, q in zip(values, steps, exact, strict=True)]
     narrow = all(q is not None and q.recipe.element.bits <= 8 for q in exact)
-    return products.product_of_numbers((values[0], values[1]), (operands[0], operands[1]), narrow=narrow)
+    pair = (values[0], values[1]), (operands[0], operands[1])
+    return products.product_of_numbers(*pair, step.options["order"], narrow=narrow)
 
 
 def _codes_of(evaluation: Evaluation, step: Step) -> Quantized | None:

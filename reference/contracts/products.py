@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.bounds.decoded_operands import DecodedOperands
 from narrowgauge.reference.bounds.factor_sums import factor_bounds
+from narrowgauge.reference.bounds.summation_orders import declared_error
 from narrowgauge.reference.contracts.accepted import Ends, different
 from narrowgauge.reference.contracts.casts import nearest
 from narrowgauge.reference.contracts.interval import Interval, exactly, flushed
+from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, scale_values
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two
+from narrowgauge.reference.numbers.exact import float32_ends, lowest_bit
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
+from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT, Summation, summation
 
 
 def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
@@ -122,18 +127,44 @@ def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
 
 
 def product_of_numbers(
-    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], *, narrow: bool
+    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], order: str | None, *, narrow: bool
 ) -> Interval:
     """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
 
-    `narrow`: whether the operands are 8-bit elements. Source: docs/tolerance.md#products-of-known-numbers.
+    `narrow`: whether the operands are 8-bit elements, for sums of no declared order.
+    Source: docs/tolerance.md#products-of-known-numbers.
     """
-    a, b = numbers
-    total = a.low @ b.low.T
-    sums = factor_bounds(*operands, total, *(NARROW if narrow else WIDE))
-    known = sums.exact
-    low, high = (torch.where(known, total, end.double()) for end in (sums.lower, sums.upper))
+    total = numbers[0].low @ numbers[1].low.T
+    declared = summation(order)
+    if (model := declared.aligned) is not None:
+        sums = fast_tensor_core_sum(*operands, model, total, split=SplitK.of(declared, torch.float32))
+        return exactly(sums.float())
+    if order is None or declared.fraction is not None:
+        model_ = declared.fraction or (NARROW if narrow else WIDE)
+        error, known, overflow = factor_bounds(*operands, total, *model_, joined=order is None)
+    else:
+        error, known, overflow = _in_order(operands, total, declared)
+    lower, upper = (end.double() for end in float32_ends(total - error, total + error))
+    low, high = (torch.where(known, total, end) for end in (lower, upper))
     zero = known & (total == 0)  # with the sign of any order
     low, high = torch.where(zero, -0.0, low), torch.where(zero, 0.0, high)
-    low, high = low.masked_fill(sums.overflow, -torch.inf), high.masked_fill(sums.overflow, torch.inf)
-    return Interval(low, high, sums.overflow | total.isnan())
+    low, high = low.masked_fill(overflow, -torch.inf), high.masked_fill(overflow, torch.inf)
+    return Interval(low, high, overflow | total.isnan())
+
+
+def _in_order(
+    operands: tuple[Factors, Factors], total: torch.Tensor, declared: Summation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(error, exact, overflow) of float32 sums in an order of `declared_error`, where all of K is one block."""
+    left, right = (operand.values for operand in operands)
+    error, known, overflow = factor_bounds(*operands, total, *WIDE)
+    decoded = DecodedOperands(
+        left, right, elements=(left, right), scales=(torch.ones_like(left[:, :1]), torch.ones_like(right[:, :1])),
+        block_width=max(1, left.shape[1]), slice_step=1,
+        element_span=float("inf"),
+        magnitude=left.abs() @ right.abs().T, quantum=torch.outer(lowest_bit(left), lowest_bit(right)),
+    )  # fmt: skip
+    order_error, order_overflow = declared_error(decoded, declared, known, overflows=bool(overflow.any()))
+    known = known | (order_error == 0)
+    order_error = order_error + left.shape[1] * 2.0**-52 * decoded.magnitude
+    return torch.minimum(error, order_error).masked_fill_(known, 0.0), known, overflow & order_overflow

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import narrowgauge
+from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.bounds.factor_sums import factor_bounds
 from narrowgauge.reference.contracts.products import NARROW, WIDE
 from narrowgauge.reference.gemm.tensor_core import Factors, power_of_two
@@ -77,28 +79,45 @@ def test_sums_of_kernels_lie_inside(kind: str, narrow: bool) -> None:
     dtype, least = (torch.float8_e4m3fn, 2.0**-6) if narrow else (torch.bfloat16, 2.0**-126)
     x, w = (matrix.to(dtype).double() for matrix in matrices(kind, draw))
     left, right = factors(x, least), factors(w, least)
-    sums = factor_bounds(left, right, x @ w.T, *(NARROW if narrow else WIDE))
-    assert not sums.overflow.any()
+    total = x @ w.T
+    error, exact, overflow = factor_bounds(left, right, total, *(NARROW if narrow else WIDE))
+    assert not overflow.any()
     if kind == "integers":
-        assert sums.exact.all() or narrow
+        assert exact.all() or narrow
     models = ((13, 32), (25, 32)) if narrow else ((24, 8), (25, 16), (25, 32))
     random = np.random.default_rng(len(kind))
     for row in range(M):
         for column in range(N):
-            lower, upper = float(sums.lower[row, column]), float(sums.upper[row, column])
+            sum_, distance = float(total[row, column]), float(error[row, column])
             products = (x[row] * w[column]).numpy()
             powers = (left.powers[row] * right.powers[column]).numpy()
             order = random.permutation(K)
             fractions, tops = ([Fraction(float(v)) for v in values[order]] for values in (products, powers))
             found = [float(np.float32(float(in_steps(fractions, tops, *model)))) for model in models]
             found += [in_a_tree(products[order], random) for _ in range(2)]
-            assert all(lower <= value <= upper for value in found), (row, column)
-            if sums.exact[row, column]:
-                assert {*found} == {float(sums.expected[row, column])}
+            assert all(abs(value - sum_) <= distance + np.spacing(np.float32(abs(sum_))) / 2 for value in found)
+            if exact[row, column]:
+                assert {*found} == {sum_}
 
 
 def test_a_wrong_sum_lies_outside() -> None:
     """The bound is less than an ulp of bfloat16 for sums of 96 products of one sign."""
     x, w = (matrix.bfloat16().double().abs() for matrix in matrices("normal", torch.Generator().manual_seed(1)))
-    sums = factor_bounds(factors(x, 2.0**-126), factors(w, 2.0**-126), x @ w.T, *WIDE)
-    assert bool(((sums.upper - sums.lower).double() < (x @ w.T) * 2.0**-9).all())
+    error, *_ = factor_bounds(factors(x, 2.0**-126), factors(w, 2.0**-126), x @ w.T, *WIDE)
+    assert bool((2 * error < (x @ w.T) * 2.0**-9).all())
+
+
+@pytest.mark.parametrize("recipe", ["fp8-row-e4m3", "mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3-fp32"])
+def test_a_simulated_order_lies_inside_its_fraction(recipe: str) -> None:
+    """The bounds of `gemm` with "fraction-13-32" hold "aligned-13-32", and sums with more bits."""
+    x, w = (narrowgauge.inputs(recipe, (24, 512), "normal", seed) for seed in (0, 1))
+    other = "fp8-block-128x128-e4m3-fp32" if "block" in recipe else recipe
+    a, b = narrowgauge.quantize(x, recipe), narrowgauge.quantize(w, other)
+    limits = bounds(a, b, out_dtype=torch.float32, order="fraction-13-32")
+    rounded = 0
+    for order in ("aligned-13-32", "aligned-20-16"):
+        found = bounds(a, b, out_dtype=torch.float32, order=order).expected
+        assert bool(((found >= limits.lower) & (found <= limits.upper)).all())
+        rounded += int((found != limits.expected).sum())
+    assert rounded > 500
+    assert not bool(limits.undetermined.any())
