@@ -12,7 +12,9 @@ from narrowgauge.contract import Contract, Program
 from narrowgauge.harness.api.judging.judge_call import Judgement, assertion
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, stored_results
-from narrowgauge.reference.contracts.evaluate import check_tensors
+from narrowgauge.reference.contracts.evaluate import check_tensors, parts_of
+from narrowgauge.spec.program import CODES, Tensor
+from narrowgauge.spec.quantized import Quantized
 
 
 @assertion
@@ -48,7 +50,7 @@ def _bound(
     if not isinstance(contract, Contract | Program | str):
         raise TypeError(f"assert_result takes a contract, a function with @contract, not {type(contract).__name__}")
     program = Program.from_json(contract) if isinstance(contract, str) else contract
-    names = list(program.tensors) if isinstance(program, Contract) else [a.name for a in program.arguments]
+    names = list(program.tensors if isinstance(program, Contract) else dict.fromkeys(map(_name, program.arguments)))
     given = dict(arguments)
     if len(inputs) > len(names):
         raise TypeError(f"{program.name} takes {len(names)} tensors, {', '.join(names)}, not {len(inputs)}")
@@ -60,11 +62,19 @@ def _bound(
     missing = [name for name in names if name not in named]
     if missing:
         raise TypeError(f"{program.name} also takes {', '.join(missing)}")
-    tensors = {name: adapt.tensor(value).detach() for name, value in named.items()}
+    quantized = {name: value for name, value in named.items() if isinstance(value, Quantized)}
+    tensors = {name: adapt.tensor(value).detach() for name, value in named.items() if name not in quantized}
     if isinstance(program, Program):
         if given:
             raise TypeError(f"the steps of {program.name} are fixed; {', '.join(given)} cannot be given")
-        return program, tensors
+        return program, tensors | parts_of(program, quantized)
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     chosen = {name: str(given.pop(name)) for name in program.recipes if name in given}
-    return program.trace(dtypes, chosen, given), tensors
+    chosen |= {f"{name}_recipe": str(q.recipe) for name, q in quantized.items()}
+    program = program.trace(dtypes | dict.fromkeys(quantized, CODES), chosen, given)
+    return program, tensors | parts_of(program, quantized)
+
+
+def _name(argument: Tensor) -> str:
+    """Name of the parameter with a tensor."""
+    return argument.of_codes or argument.name

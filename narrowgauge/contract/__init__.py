@@ -7,16 +7,30 @@ This package does not import torch.
 
 from typing import NoReturn
 
-from narrowgauge.contract.declaration import Contract, Flag, Index, Matrix, Passed, Recipe, Row, Scalar, Scale, contract
+from narrowgauge.contract.declaration import (
+    Codes,
+    Contract,
+    Flag,
+    Index,
+    Matrix,
+    Passed,
+    Recipe,
+    Row,
+    Scalar,
+    Scale,
+    contract,
+)
 from narrowgauge.contract.steps import (
     amax,
     any_of,
     cast,
+    decode,
     dequantize,
     divide,
     erf,
     exp,
     exp2,
+    factor,
     float32,
     gelu,
     gemm,
@@ -45,11 +59,12 @@ from narrowgauge.contract.steps import (
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe", "Row", "Scalar", "Scale",
-    "amax",
-    "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm",
-    "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "repeat_half", "rms_norm",
-    "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh", "where",
+    "Codes", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe", "Row", "Scalar",
+    "Scale",
+    "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
+    "gelu", "gemm", "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "repeat_half",
+    "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh",
+    "where",
 ]  # fmt: skip
 
 

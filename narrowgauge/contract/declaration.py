@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import (
+    CODES,
     GEMM,
     INDEX,
     KEPT,
@@ -23,6 +24,7 @@ from narrowgauge.spec.program import (
     ContractError,
     Program,
     Tensor,
+    tensors_of_codes,
 )
 from narrowgauge.spec.recipes import recipes
 
@@ -67,7 +69,15 @@ class Index(Argument):
     dtypes = (INDEX,)
 
 
-TYPES = (Matrix, Row, Scalar, Scale, Index)
+class Codes(Argument):
+    """A quantized matrix (N, K), which a kernel gets as a `Quantized`. The default of the parameter names its recipe;
+    without a default, cases name it."""
+
+    own_axes = ("N", "K")
+    dtypes = (CODES,)
+
+
+TYPES = (Matrix, Row, Scalar, Scale, Index, Codes)
 """Types of tensors."""
 
 
@@ -99,7 +109,7 @@ class Contract:
     tensors: Mapping[str, tuple[type[Argument], Axes]]
     """Type and axes of each argument that is a tensor."""
     recipes: Mapping[str, str]
-    """Default of each argument that names a recipe; empty: none."""
+    """Default of each argument that names a recipe, and of `NAME_recipe` for each quantized argument; empty: none."""
     options: Mapping[str, Any]
     """Defaults of the keyword arguments."""
     choices: Mapping[str, tuple[Any, ...]]
@@ -175,9 +185,10 @@ class Contract:
             dtype = dtypes.get(name, "")
             if dtype not in kind.dtypes:
                 raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
-            arguments.append(Tensor(name, kind.__name__, axes, dtype))
-            given[name] = trace.add("argument", (), axes, dtype, name=name)
-            trace.steps[-1] = replace(trace.steps[-1], line=self.line)
+            if kind is not Codes:
+                arguments.append(Tensor(name, kind.__name__, axes, dtype))
+                given[name] = trace.add("argument", (), axes, dtype, name=name)
+                trace.steps[-1] = replace(trace.steps[-1], line=self.line)
         for wanted, known, what in ((recipes, self.recipes, "recipe"), (options, self.options, "option")):
             unknown = set(wanted) - set(known)
             if unknown:
@@ -186,6 +197,12 @@ class Contract:
         missing = set(self.recipes) - set(chosen)
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
+        for name, (kind, axes) in self.tensors.items():
+            if kind is Codes:
+                recipe = chosen.pop(f"{name}_recipe")
+                arguments += tensors_of_codes(name, axes, recipe)
+                given[name] = trace.add(CODES, (), axes, CODES, name=name, recipe=recipe)
+                trace.steps[-1] = replace(trace.steps[-1], line=self.line)
         options = {**self.options, **options}
         result = self.function(**given, **chosen, **options)
         product = next((step for step in trace.steps if step.function == GEMM), None)
@@ -288,6 +305,8 @@ def contract(
             if len(axes) != len(annotation.own_axes):
                 raise ContractError(f"{at}: {name} has {len(annotation.own_axes)} axes, not ({', '.join(axes)})")
             tensors[name] = annotation, axes
+            if annotation is Codes:
+                recipes[f"{name}_recipe"] = "" if parameter.default is parameter.empty else str(parameter.default)
         elif annotation is Recipe:
             recipes[name] = "" if parameter.default is parameter.empty else str(parameter.default)
         elif parameter.default is not parameter.empty:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
-from narrowgauge.spec.program import COLUMNS, DEQUANTIZE, DIVISIONS, GEMM, ONCE, QUANTIZE
+from narrowgauge.spec.program import CODES, COLUMNS, DECODE, DEQUANTIZE, DIVISIONS, FACTOR, GEMM, ONCE, QUANTIZE
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
 
 DTYPES = ("float32", "bfloat16", "float16")
+EXACT = "exact"
+"""Dtype of numbers that no kernel rounds: products of codes and scales."""
 
 
 def float32(x: Value) -> Value:
@@ -245,20 +247,67 @@ def dequantize(x: Value, dtype: str = "float32") -> Value:
     return x.trace.add(DEQUANTIZE, (x,), x.axes, dtype)
 
 
-def gemm(a: Value, b: Value, order: str | None = None) -> Value:
-    """a·bᵀ of two quantizations (M, K) and (N, K), with their scales, in float32: (M, N).
+def decode(q: Value, dtype: str | None = None, *, scale: str | None = None) -> Value:
+    """Element times the scale of its block, rounded once to `dtype`, or exact without one: (N, K).
 
-    The sum has any order, or a declared one: docs/tolerance.md#gemm, `spec.summation`.
+    A scale that spans K, and the scale of a tensor, are no scales of blocks: `factor`. `scale`: dtype to which kernels
+    round the scale of a block first. An exact product goes into `gemm` alone.
     """
-    for value in (a, b):
-        _check_quantized(value, "gemm")
-    if a.axes[1] != b.axes[1]:
+    _check_quantized(q, "decode")
+    for name in (dtype, scale):
+        if name is not None and name not in DTYPES:
+            q.trace.fail(f"c.decode rounds to one of {', '.join(DTYPES)}, not {name!r}")
+    options = {} if scale is None else {"scale": scale}
+    return q.trace.add(DECODE, (q,), q.axes, dtype or EXACT, **options)
+
+
+def factor(q: Value, *, axis: int = 0) -> Value:
+    """The factor of a quantization beside the scales of blocks: the scale of the tensor, or those of rows, or 1.
+
+    `axis`: 0, a number for each row of the matrix (N, 1); 1, for each column of a product with it (N,). The scale of a
+    tensor is one number, ("1",).
+    """
+    _check_quantized(q, "factor")
+    if axis not in (0, 1):
+        q.trace.fail(f"c.factor has the axis 0 or 1, not {axis}")
+    rule = find_recipe(q.step.options["recipe"])
+    rows = (rule.spans_k and not rule.whole) or rule.granularity == "row"
+    axes = ("1",) if not rows else (q.axes[0], "1") if axis == 0 else q.axes[:1]
+    return q.trace.add(FACTOR, (q,), axes, "float32")
+
+
+def gemm(a: Value, b: Value, order: str | None = None) -> Value:
+    """a·bᵀ of (M, K) and (N, K) in float32: (M, N).
+
+    Operands are two quantizations, with their scales, or two matrices of known numbers: arguments, and the results of
+    `decode` and `dequantize` of quantized arguments. The sum has any order, or a declared one:
+    docs/tolerance.md#gemm, `spec.summation`.
+    """
+    quantized = [_is_quantized(value) for value in (a, b)]
+    for value, other in ((a, b), (b, a)):
+        if _is_quantized(value) and not _is_quantized(other):
+            a.trace.fail("one operand of c.gemm is quantized and one is not: c.decode gives the numbers of codes")
+        if not any(quantized) and not _is_known(value):
+            a.trace.fail(
+                f"c.gemm takes quantizations, arguments, c.decode and c.dequantize, not the result of "
+                f"{value.step.function}: quantize it, or let a kernel take it as an argument"
+            )
+    if a.axes[1:] != b.axes[1:] or len(a.axes) != 2:
         a.trace.fail(f"operands of c.gemm have the axes ({', '.join(a.axes)}) and ({', '.join(b.axes)}); K differs")
     try:
-        summation(order)
+        if summation(order).joined_in_output:
+            a.trace.fail(f"c.gemm gives float32, so the sums of slices are float32: leave -out of {order!r} out")
     except ValueError as error:
         a.trace.fail(str(error))
     return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order)
+
+
+def _is_known(x: Value) -> bool:
+    """Whether the numbers of a matrix are known before a kernel runs: arguments, and what arguments are decoded to."""
+    step = x.step
+    if step.function in ("float32", DECODE, DEQUANTIZE, COLUMNS):
+        return _is_known(Value(x.trace, step.operands[0]))
+    return step.function in ("argument", CODES)
 
 
 def quantize(x: Value, recipe: str, scale: Value | None = None) -> Value:
@@ -300,5 +349,11 @@ def _check_division(x: Value, form: str | None) -> None:
 
 
 def _check_quantized(x: Value, function: str) -> None:
-    if x.step.recipe is None:
-        x.trace.fail(f"c.{function} takes the result of c.quantize, not that of {x.step.function}")
+    if not _is_quantized(x):
+        x.trace.fail(
+            f"c.{function} takes a result of c.quantize or an argument of the type Codes, not {x.step.function}"
+        )
+
+
+def _is_quantized(x: Value) -> bool:
+    return x.step.recipe is not None or x.step.function == CODES

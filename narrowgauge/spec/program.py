@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.recipes import find_recipe
+
 T = TypeVar("T")
 
 Axes = tuple[str, ...]
@@ -18,8 +21,11 @@ QUANTIZE = "quantize"
 """The step that gives codes and scales. It has the option `recipe`, and may have a given scale as a second operand."""
 
 
-DEQUANTIZE, GEMM = BEHIND = ("dequantize", "gemm")
-"""The steps behind a quantization: its values, and the product of two."""
+DEQUANTIZE, DECODE, FACTOR, GEMM = BEHIND = ("dequantize", "decode", "factor", "gemm")
+"""The steps behind a quantization: its values, its elements times the scales of their blocks, its factor beside these
+scales, and products of matrices."""
+CODES = "codes"
+"""The step that gives a quantized argument, and its kind of dtype. It has the options `name` and `recipe`."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
 COLUMNS = "columns"
@@ -63,7 +69,30 @@ class Tensor:
     """Name of its type, such as Matrix."""
     axes: Axes
     dtype: str
-    """float32, bfloat16 or float16; int64 of an index."""
+    """float32, bfloat16 or float16; int64 of an index; uint8 of codes."""
+
+    @property
+    def of_codes(self) -> str:
+        """Name of the quantized argument that this tensor is a part of; empty for other tensors."""
+        return self.name.partition(".")[0] if self.kind == "Codes" else ""
+
+
+def tensors_of_codes(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
+    """The tensors of a quantized argument (rows, columns): `name.codes`, `name.scales`, and `name.amax` and
+    `name.tensor_scale` if the recipe has two levels of scales. A size such as K/16 is rounded up.
+    """
+    rule, (rows, columns) = find_recipe(recipe), axes
+    scales: Axes
+    stored = rows if rule.stored_rows == 1 else f"{rows}/{rule.stored_rows}"
+    scales = ("1", "1") if rule.whole else (rows, "1") if rule.spans_k else (stored, f"{columns}/{rule.block[1]}")
+    parts: dict[str, tuple[Axes, str]] = {
+        "codes": ((rows, f"{columns}/2" if rule.element.bits == 4 else columns), "uint8"),
+        "scales": (scales, "float32" if rule.scale is FP32 else "uint8"),
+    }
+    if rule.scale is not FP32 and rule.tensor_scale != "none":
+        of_tensor = (rows,) if rule.granularity == "row" else ("1",)
+        parts |= {"amax": (of_tensor, "float32"), "tensor_scale": (of_tensor, "float32")}
+    return tuple(Tensor(f"{name}.{part}", "Codes", shape, dtype) for part, (shape, dtype) in parts.items())
 
 
 @dataclass(frozen=True)

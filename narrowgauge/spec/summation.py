@@ -21,7 +21,8 @@ LAST_BITS = (1 << 29) - 1
 
 ORDERS = (
     "sequential", "blocks", "tree", "split-<n>[-tree]", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>",
-    "decoded-aligned-<F>-<W>", "split-<n>-[decoded-]aligned-<F>-<W>[-<P>][-tree][-out]", "split-at-<k>[-<k>…]…",
+    "decoded-aligned-<F>-<W>", "split-<n>-[decoded-]aligned-<F>-<W>[-<P>][-tree][-out]", "fraction-<F>-<L>",
+    "split-at-<k>[-<k>…]…",
 )  # fmt: skip
 """Names of the orders of summation, with a number for each <letter>; defined in `Summation.order`."""
 OPERANDS = ("decoded-float32", "decoded-bfloat16")
@@ -32,6 +33,7 @@ _ALIGNED = re.compile(
     rf"(?P<split>{_SLICES}-)?(?P<decoded>decoded-)?aligned-(?P<fraction>[1-9]\d?)-(?P<width>[1-9]\d{{0,3}})"
     r"(?(decoded)|(?:-(?P<promoted>[1-9]\d{0,5}))?)(?(split)(?P<tree>-tree)?(?P<out>-out)?)"
 )
+_FRACTION = re.compile(r"fraction-(?P<fraction>[1-9]\d?)-(?P<width>[1-9]\d{0,3})")
 # A sum of W products and an accumulator, in units of the last bit kept, fits float64: each term is below 2^(F + 2).
 _FLOAT64_BITS = 53
 
@@ -73,6 +75,8 @@ class Summation:
     shorter or empty. A tensor core sums each slice from 0, and the float32 sums of the slices are added in order.
     "split-at-<k>[-<k>…]": in place of "split-<n>", slices that start at 0 and at the given ascending columns, each
     moved up to the next whole block or step; slices behind K are empty.
+    "fraction-<F>-<L>": steps of a tensor core in any order: L products and the accumulator, truncated behind F fraction
+    bits of the largest one. No sum is simulated.
     "-tree" at the end: neighbouring slice sums are added, then the sums of neighbours; a last one without a neighbour
     waits for the next round.
     "-out" at the end: the sums of the slices, and each of their additions, are rounded to the dtype of the output. A
@@ -118,10 +122,16 @@ class Summation:
                 raise ValueError(f"{order!r} is simulated in float64: F + 2 + log2(W + 1) is {bits}, above 53")
             if model.promoted is not None and model.promoted % model.width:
                 raise ValueError(f"{order!r} promotes sums of {model.promoted} columns, no multiple of {model.width}")
-            if self.truncates:
-                raise ValueError(
-                    f"{order!r} defines the truncation of the accumulator; declare the order or truncation, not both"
-                )
+        if self.truncates and (self.aligned is not None or self.fraction is not None):
+            raise ValueError(
+                f"{order!r} defines the truncation of the accumulator; declare the order or truncation, not both"
+            )
+
+    @property
+    def fraction(self) -> tuple[int, int] | None:
+        """F and L of "fraction-<F>-<L>"."""
+        match = _FRACTION.fullmatch(self.order or "")
+        return (int(match["fraction"]), int(match["width"])) if match else None
 
     @property
     def accepts_reference(self) -> bool:
@@ -183,7 +193,8 @@ class Summation:
 
 def is_order(name: object) -> bool:
     """Whether a name has the form of an order of summation; `Summation` may still reject the numbers in the name."""
-    return isinstance(name, str) and (name in ORDERS[:3] or bool(_SPLIT.fullmatch(name) or _ALIGNED.fullmatch(name)))
+    patterns = (_SPLIT, _ALIGNED, _FRACTION)
+    return isinstance(name, str) and (name in ORDERS[:3] or any(pattern.fullmatch(name) for pattern in patterns))
 
 
 def summation(order: Summation | str | None) -> Summation:

@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.reference.bounds.decoded_first import DTYPES, decoded, decoded_bounds, tensor_factor
 from narrowgauge.reference.bounds.decoded_operands import DecodedOperands
+from narrowgauge.reference.bounds.factor_sums import factor_bounds
 from narrowgauge.reference.bounds.flushing import alpha_may_flush, extended_to_zero, is_subnormal, may_flush
 from narrowgauge.reference.bounds.promotion_bounds import SumBounds, promotion_bounds
 from narrowgauge.reference.bounds.running_error import error_growth
@@ -242,6 +243,10 @@ def _accumulation(
     `left` and `right`: operands as numbers, with 0 for infinities and NaN. `total`: their exact sum. A sum with an
     infinite or NaN operand is the same in every order.
     """
+    if declared.fraction is not None:
+        both = factors_of_operand(a), factors_of_operand(b)
+        error, sure, overflow = factor_bounds(*both, total.high, *declared.fraction, joined=False)
+        return error, torch.where(sure & ~overflow, EXACT, DECLARED).to(torch.uint8), overflow
     columns = left.shape[1]
     raw_magnitude = left.abs() @ right.abs().T
     quantum = torch.outer(lowest_bit(left), lowest_bit(right))

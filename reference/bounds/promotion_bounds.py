@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.reference.bounds.factor_sums import factor_bounds
 from narrowgauge.reference.bounds.fast.certified_sum import certified_sum
 from narrowgauge.reference.bounds.fast.exactness_certificate import ExactnessCertificate, exactness_certificate
 from narrowgauge.reference.bounds.flushing import extended_to_zero, is_subnormal, may_flush
@@ -57,7 +58,7 @@ def promotion_bounds(a: Quantized, b: Quantized, declared: Summation, split: Spl
     """
     operands = BlockScaledOperands(a, b)
     certificate = None
-    if declared.order not in (None, "tree") and declared.aligned is None:
+    if declared.order not in (None, "tree") and declared.aligned is None and declared.fraction is None:
         certificate = exactness_certificate(_finite(operands.left), _finite(operands.right), exact=False)
     if declared.aligned is None and not split.tree:
         expected = fast_promoted_sum(a, b, slices=split.slices)
@@ -167,6 +168,12 @@ def _block_interval(
         p = operands.tensor_core_block_sum(columns, model, exact)
         return p, p, not_finite
     left, right = (_finite(elements[:, columns]) for elements in (operands.left, operands.right))
+    if declared.fraction is not None:
+        factors = operands.factors(columns)
+        error, sure, _ = factor_bounds(*factors, exact, *declared.fraction, joined=False)
+        low, high = float32_ends(exact - error, exact + error)
+        low, high = (torch.where(not_finite, exact.float(), end) for end in (low, high))
+        return low, high, not_finite | sure
     if declared.order == "tree":
         sums = tree_sum(left, right, declared.roundoff, torch.zeros_like(exact))
     else:

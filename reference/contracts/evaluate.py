@@ -37,8 +37,24 @@ from narrowgauge.reference.contracts.scopes import (
     scopes_of,
     with_form,
 )
-from narrowgauge.spec.program import BEHIND, COLUMNS, DEQUANTIZE, DIVISIONS, GEMM, ONCE, TAKE, Program, Step
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
+from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.spec.program import (
+    BEHIND,
+    CODES,
+    COLUMNS,
+    DECODE,
+    DEQUANTIZE,
+    DIVISIONS,
+    FACTOR,
+    GEMM,
+    ONCE,
+    TAKE,
+    Program,
+    Step,
+)
+from narrowgauge.spec.quantized import PARTS, Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 Tensors = Mapping[str, torch.Tensor]
@@ -148,6 +164,8 @@ class _Values(dict[int, Any]):
             return closed(here.program, i.exactly(here.known[number]))
         if step.recipe is not None:
             return here.whole.values[number] if here.whole is not None else _quantized(here, step)
+        if step.function == CODES:
+            return evaluated(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
         if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
             value: Interval = here.whole.values[number]
@@ -459,9 +477,13 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             known, owner = sizes.setdefault(axis, (size, argument.name))
             if known != size:
                 raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
+    rounded_up = {axis for argument in program.arguments if argument.of_codes for axis in argument.axes}
     for axis, (size, owner) in sizes.items():
         name, _, divisor = axis.rpartition("/")
-        if divisor and name in sizes and size * int(divisor) != sizes[name][0]:
+        fits = not divisor or name not in sizes or size * int(divisor) == sizes[name][0]
+        if not fits and axis in rounded_up:
+            fits = size == -(-sizes[name][0] // int(divisor))
+        if not fits:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
@@ -483,6 +505,72 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     scale = evaluation.program.scale_of(step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     return products.quantized(ends, step.recipe or "", scale, step.line)
+
+
+def _codes(evaluation: Evaluation, step: Step) -> Quantized:
+    """A quantized argument."""
+    return quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
+
+
+def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:
+    """The quantized argument `name` of its tensors: (rows, columns)."""
+    sizes = {axis: size for a in program.arguments for axis, size in zip(a.axes, tensors[a.name].shape, strict=True)}
+    parts = {part: tensors.get(f"{name}.{part}") for part in PARTS}
+    rows, columns = next(s.axes for s in program.steps if s.function == CODES and s.options["name"] == name)
+    assert parts["codes"] is not None
+    assert parts["scales"] is not None
+    shape = sizes[rows], sizes[columns]
+    return Quantized(parts["codes"], parts["scales"], parts["amax"], find_recipe(recipe), shape, parts["tensor_scale"])
+
+
+def parts_of(program: Program, quantized: Mapping[str, Quantized]) -> dict[str, torch.Tensor]:
+    """The tensors of quantized arguments by the names of the arguments of a program.
+
+    Raises ValueError for a matrix of another recipe, and without an amax that the recipe needs.
+    """
+    found = {}
+    recipes = {s.options["name"]: s.options["recipe"] for s in program.steps if s.function == CODES}
+    for name, q in quantized.items():
+        if name not in recipes or q.recipe != find_recipe(recipes[name]):
+            raise ValueError(f"{name} is quantized by {q.recipe}; {program.name} takes {recipes.get(name, 'a tensor')}")
+        parts = {"codes": rowwise_codes(q), "scales": linear_scales(q), "amax": q.amax}
+        if q.amax is not None:
+            parts["tensor_scale"] = used_tensor_scale(q)
+        for argument in program.arguments:
+            if argument.of_codes == name:
+                part = parts[argument.name.removeprefix(f"{name}.")]
+                found[argument.name] = q.required_amax if part is None else part
+    return found
+
+
+def _decoded(evaluation: Evaluation, step: Step) -> Interval:
+    scale = step.options.get("scale")
+    return products.decoded(
+        evaluation.values[step.operands[0]], DTYPES.get(step.dtype), None if scale is None else DTYPES[scale]
+    )
+
+
+def _factor(evaluation: Evaluation, step: Step) -> Interval:
+    q: Quantized = evaluation.values[step.operands[0]]
+    return products.factor(q, tuple(1 if axis == "1" else q.shape[0] for axis in step.axes))
+
+
+def _product(evaluation: Evaluation, step: Step) -> Interval:
+    values = [evaluation.values[number] for number in step.operands]
+    if all(isinstance(value, Quantized) for value in values):
+        return products.product(*values, **step.options)
+    steps = [evaluation.program.steps[number] for number in step.operands]
+    exact = [_codes_of(evaluation, of) for of in steps]
+    operands = [products.factors(x, of.dtype, q) for x, of, q in zip(values, steps, exact, strict=True)]
+    narrow = all(q is not None and q.recipe.element.bits <= 8 for q in exact)
+    pair = (values[0], values[1]), (operands[0], operands[1])
+    return products.product_of_numbers(*pair, step.options["order"], narrow=narrow)
+
+
+def _codes_of(evaluation: Evaluation, step: Step) -> Quantized | None:
+    """The quantization whose elements are not rounded when they are decoded; None of other numbers."""
+    unrounded = step.function == DECODE and step.dtype not in DTYPES
+    return evaluation.values[step.operands[0]] if unrounded else None
 
 
 def _argument(evaluation: Evaluation, step: Step) -> Interval:
@@ -608,7 +696,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    GEMM: lambda evaluation, step: products.product(*(evaluation.values[n] for n in step.operands), **step.options),
+    CODES: _codes, DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _divide,

@@ -5,13 +5,24 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.bounds.decoded_operands import DecodedOperands
+from narrowgauge.reference.bounds.factor_sums import factor_bounds
+from narrowgauge.reference.bounds.summation_orders import declared_error
 from narrowgauge.reference.contracts.accepted import Ends, different
+from narrowgauge.reference.contracts.casts import nearest
 from narrowgauge.reference.contracts.interval import Interval, exactly, flushed
+from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
+from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, scale_values
+from narrowgauge.reference.gemm.split_k import SplitK
+from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two
+from narrowgauge.reference.numbers.exact import float32_ends, lowest_bit
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import SMALLEST_NORMAL
+from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT, Summation, summation
 
 
 def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
@@ -55,3 +66,105 @@ def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
     nan = limits.expected.isnan() & ~limits.undetermined
     low, high = low.masked_fill(nan, torch.nan), high.masked_fill(nan, torch.nan)
     return Interval(low, high, limits.undetermined | nan)
+
+
+NARROW, WIDE = (13, 32), (24, 8)
+"""Fraction bits and products of a step of the tensor cores that keep the fewest bits: of 8-bit elements on Ada and
+Hopper, and of 16-bit numbers on Ampere and Ada (docs/tolerance.md#declared-order). Others keep more."""
+_FACTOR_ROUNDINGS = 4
+"""Roundings of a factor made of an amax, as fl(fl(amax·fl(1/6))·fl(1/448)), or 1/fl(d/amax), and of its constants."""
+
+
+def decoded(q: Quantized, dtype: torch.dtype | None, scale: torch.dtype | None = None) -> Interval:
+    """Element times the scale of its block (N, K), rounded once to `dtype`; None: exact.
+
+    A scale that spans K is left out. `scale`: dtype to which the scales of blocks are rounded first.
+    """
+    if q.recipe.spans_k:
+        exact = element_values(q)
+    else:
+        scales = scale_values(q)
+        if scale is not None:
+            scales = nearest(scales, scale).double()
+        exact = multiply_blocks(element_values(q), scales, q.recipe.block[1])
+    found = exact if dtype is None else nearest(exact, dtype).double()
+    return Interval(found, found, bits=24)
+
+
+def factor(q: Quantized, shape: tuple[int, ...]) -> Interval:
+    """The factor of a quantization beside the scales of blocks: the scales of rows, the scale of the tensor, or 1.
+
+    A factor that is made of an amax is one number with several formulas. All of them give the same power of two if
+    amax/d is one; else the factor lies within 4 roundings of amax/d.
+    """
+    if q.recipe.spans_k:
+        return exactly(q.scales.reshape(shape))
+    if q.recipe.alpha == "1":
+        return exactly(torch.ones(shape, device=q.codes.device))
+    if q.recipe.alpha == "a_dec*b_dec":
+        return exactly(used_tensor_scale(q).reshape(shape))
+    if q.recipe.alpha == "1/(a_enc*b_enc)":
+        exact = 1 / used_tensor_scale(q).double()
+    else:
+        exact = q.required_amax.double() / q.recipe.max_product
+    exact = exact.reshape(shape)
+    error = torch.where(torch.frexp(exact).mantissa == 0.5, 0.0, _FACTOR_ROUNDINGS * UNIT * (1 + 2.0**-20) * exact)
+    low, high = exact - error, exact + error
+    return Interval(low, low if bool((error == 0).all()) else high)
+
+
+def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
+    """An operand of a product with the exponents that a tensor core aligns; infinities and NaN are replaced by 0.
+
+    `dtype`: that of the numbers. `q`: the quantization of numbers that are not rounded, whose elements have exponents
+    of their own.
+    """
+    if q is not None and (q.recipe.scale is not FP32 or q.recipe.spans_k):
+        return factors_of_operand(q)
+    finite = x.low.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    least = torch.finfo(getattr(torch, dtype, torch.float32)).tiny
+    return Factors(finite, power_of_two(finite).clamp_(min=least).mul_(finite != 0))
+
+
+def product_of_numbers(
+    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], order: str | None, *, narrow: bool
+) -> Interval:
+    """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
+
+    `narrow`: whether the operands are 8-bit elements, for sums of no declared order.
+    Source: docs/tolerance.md#products-of-known-numbers.
+    """
+    total = numbers[0].low @ numbers[1].low.T
+    declared = summation(order)
+    if (model := declared.aligned) is not None:
+        sums = fast_tensor_core_sum(*operands, model, total, split=SplitK.of(declared, torch.float32))
+        return exactly(sums.float())
+    if order is None or declared.fraction is not None:
+        model_ = declared.fraction or (NARROW if narrow else WIDE)
+        error, known, overflow = factor_bounds(*operands, total, *model_, joined=order is None)
+    else:
+        error, known, overflow = _in_order(operands, total, declared)
+    lower, upper = (end.double() for end in float32_ends(total - error, total + error))
+    low, high = (torch.where(known, total, end) for end in (lower, upper))
+    zero = known & (total == 0)  # with the sign of any order
+    low, high = torch.where(zero, -0.0, low), torch.where(zero, 0.0, high)
+    low, high = low.masked_fill(overflow, -torch.inf), high.masked_fill(overflow, torch.inf)
+    return Interval(low, high, overflow | total.isnan())
+
+
+def _in_order(
+    operands: tuple[Factors, Factors], total: torch.Tensor, declared: Summation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(error, exact, overflow) of float32 sums in an order of `declared_error`, where all of K is one block."""
+    left, right = (operand.values for operand in operands)
+    error, known, overflow = factor_bounds(*operands, total, *WIDE)
+    decoded = DecodedOperands(
+        left, right, elements=(left, right), scales=(torch.ones_like(left[:, :1]), torch.ones_like(right[:, :1])),
+        block_width=max(1, left.shape[1]), slice_step=1,
+        element_span=float("inf"),
+        magnitude=left.abs() @ right.abs().T, quantum=torch.outer(lowest_bit(left), lowest_bit(right)),
+    )  # fmt: skip
+    order_error, order_overflow = declared_error(decoded, declared, known, overflows=bool(overflow.any()))
+    known = known | (order_error == 0)
+    order_error = order_error + left.shape[1] * 2.0**-52 * decoded.magnitude
+    return torch.minimum(error, order_error).masked_fill_(known, 0.0), known, overflow & order_overflow

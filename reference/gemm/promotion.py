@@ -15,7 +15,7 @@ from narrowgauge.reference.gemm.fast.code_ranges import float64_exact_blocks
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.operands import scale_values
 from narrowgauge.reference.gemm.split_k import SplitK
-from narrowgauge.reference.gemm.tensor_core import factors_of_elements
+from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_elements
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import ExactSum, exact_sum, fma
 from narrowgauge.reference.numbers.slabs import slabs
@@ -82,9 +82,12 @@ class BlockScaledOperands:
 
     def tensor_core_block_sum(self, columns: slice, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
         """The block sum of a simulated tensor core, float32 (M, N). `exact`: the IEEE sum, float64."""
+        return fast_tensor_core_sum(*self.factors(columns), model, exact).float()
+
+    def factors(self, columns: slice) -> tuple[Factors, Factors]:
+        """The elements of a block as factors of a tensor core."""
         left, right = self.left[:, columns], self.right[:, columns]
-        factors = factors_of_elements(left, self.formats[0]), factors_of_elements(right, self.formats[1])
-        return fast_tensor_core_sum(*factors, model, exact).float()
+        return factors_of_elements(left, self.formats[0]), factors_of_elements(right, self.formats[1])
 
 
 def promoted_sum(

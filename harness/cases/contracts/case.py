@@ -27,7 +27,7 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.program import GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
+from narrowgauge.spec.program import CODES, GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -144,8 +144,10 @@ class ContractCase(Case):
 
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
-        """Axes of the tensors that the contract takes."""
-        return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
+        """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
+        if not self.declared.quantized:
+            return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
+        return {argument.name: argument.axes for argument in self.program.arguments}
 
     @property
     def axes(self) -> Mapping[str, Axis]:
@@ -162,8 +164,8 @@ class ContractCase(Case):
         units: dict[str, int] = {}
         for step in self.program.steps:
             blocks = (1,) * len(step.axes)
-            if step.function == QUANTIZE:
-                recipe = find_recipe(step.recipe or "")
+            if step.function in (QUANTIZE, CODES):
+                recipe = find_recipe(step.options["recipe"])
                 blocks = (block_rows(recipe), block_columns(recipe))
             for axis, block in zip(step.axes, blocks, strict=True):
                 name, _, divisor = axis.partition("/")

@@ -103,6 +103,11 @@ class Declared:
         """The options that say how kernels differ, and that no kernel is given."""
         return tuple(name for name in self.choices if name not in self.flags)
 
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """The arguments that are quantized matrices."""
+        return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")
+
     @cached_property
     def digest(self) -> str:
         """Eight hexadecimal digits that change with the steps for any dtype and recipe, and for any of the choices."""

@@ -20,6 +20,7 @@ from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.stages.rows import rows_stage
+from narrowgauge.reference.contracts.evaluate import quantized_argument
 from narrowgauge.spec.program import ContractError, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -100,7 +101,8 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown,
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
-    given = {name: laid_out(tensor, case.view) for name, tensor in inputs.tensors.items()}
+    codes = {argument.name for argument in case.program.arguments if argument.of_codes}
+    given = {n: tensor if n in codes else laid_out(tensor, case.view) for n, tensor in inputs.tensors.items()}
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
     dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
     with _form_of(case):
@@ -112,6 +114,8 @@ def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     """The tensors that the method gives for these tensors."""
     recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
     known = {**given, **{name: find_recipe(recipe) for name, recipe in recipes.items()}}
+    for name in case.declared.quantized:
+        known[name] = quantized_argument(case.program, given, name, recipes[f"{name}_recipe"])
     arguments = [known[name] for name in case.declared.parameters if name in known]
     result = backend.call(next(iter(case.all_methods())), *arguments, **case.passed)
     with _form_of(case):

@@ -18,8 +18,11 @@ from narrowgauge.harness.cases.families import Kind, families_for
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
+from narrowgauge.harness.inputs.inputs import earlier_scale
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.spec.program import Program, Tensor
+from narrowgauge.reference.contracts.evaluate import parts_of
+from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.spec.program import CODES, Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -236,7 +239,18 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
     rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
     draw = draw if aimed is None else Draw(family)
     found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for step in program.steps:
+        if step.function == CODES:
+            rows, columns = (size_of(axis, sizes) for axis in step.axes)
+            argument = Tensor(step.options["name"], "Matrix", step.axes, "bfloat16")
+            before = matrices or {"": torch.zeros(0, 0)}
+            x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1)).bfloat16()
+            recipe = find_recipe(step.options["recipe"])
+            scale = earlier_scale(draw, x, recipe).view(1) if recipe.tensor_scale == "given" else None
+            found |= parts_of(program, {argument.name: quantize(x, recipe, scale=scale)})
     for argument in program.arguments:
+        if argument.of_codes:
+            continue
         shape = tuple(size_of(axis, sizes) for axis in argument.axes)
         rows = sizes.get(program.tables.get(argument.name, ""), 1)
         made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))

@@ -320,7 +320,7 @@ def _sum_of_products(grounds: list[Ground], name: str, number: int, member: str,
     for ground in grounds:
         left, right = (operands[number] for operands in ground.unknown[name])
         order = ground.order(left, right)
-        if order.aligned is not None or order.operands is not None:  # larger errors
+        if any((order.aligned, order.fraction, order.operands)):  # larger errors
             return StageResult(stage.stage, "bound", 0)
         a, b = dequantize(left).double(), dequantize(right).double()
         centre, magnitude, count = centre + a @ b.T, magnitude + a.abs() @ b.abs().T, count + a.shape[1] + 16

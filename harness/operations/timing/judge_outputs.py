@@ -190,7 +190,11 @@ def judge_product(actual: torch.Tensor, pairs: Sequence[tuple[Quantized, Quantiz
     cores, whose sums can be coarser than float32 sums in any order.
     """
     verdict = Verdict(rule=BOUND if order.order is None else ORDER)
-    cheap = order.order is None or (order.aligned is not None and order.aligned.fraction >= _CHEAP)
+    cheap = (
+        order.order is None
+        or order.fraction is not None
+        or (order.aligned is not None and order.aligned.fraction >= _CHEAP)
+    )
     start = 0
     for a, b in pairs:
         output = actual[start : start + a.shape[0]]

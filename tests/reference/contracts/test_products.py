@@ -9,7 +9,10 @@ import torch
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.reference.contracts.evaluate import judged, parts_of
+from narrowgauge.reference.gemm.tensor_core import Factors, power_of_two, tensor_core_sum
 from narrowgauge.spec.program import ContractError
+from narrowgauge.spec.summation import Alignment
 
 RECIPES = ("nvfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-current-e4m3")
 
@@ -87,7 +90,9 @@ def test_a_hidden_quantization_of_inexact_numbers_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (c.gemm, "c.gemm takes the result of c.quantize"),
+        (lambda x, w: c.gemm(c.silu(c.float32(x)), w), "c.gemm takes quantizations, arguments, c.decode"),
+        (lambda x, w: c.gemm(c.quantize(x, "nvfp4"), w), "one operand of c.gemm is quantized and one is not"),
+        (lambda x, w: c.decode(x), "c.decode takes a result of c.quantize or an argument of the type Codes"),
         (lambda x, w: c.dequantize(c.quantize(x, "nvfp4"), "int8"), "c.dequantize gives one of"),
         (lambda x, w: c.gemm(c.quantize(x, "nvfp4"), c.quantize(w, "nvfp4"), "sideways"), "sideways"),
     ],
@@ -99,3 +104,37 @@ def test_wrong_operands_are_errors_with_a_line(body: Any, words: str) -> None:
 
     with pytest.raises(ContractError, match=words):
         wrong.trace({"x": "bfloat16", "w": "bfloat16"}, {}, {})
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree", "split-3", "aligned-25-16", "fraction-25-16"])
+def test_known_numbers_in_a_declared_order(order: str) -> None:
+    """The sums of a declared order lie inside, and are narrower than the sums of any order."""
+
+    @c.contract
+    def product(a: c.Matrix, b: Annotated[c.Codes, ("N", "K")] = "nvfp4", *, declared: bool = True):
+        return c.gemm(a, c.decode(b, a.dtype), order if declared else None)
+
+    a, w = operands("nvfp4", "normal")
+    b = narrowgauge.quantize(w, "nvfp4")
+    decoded = narrowgauge.dequantize(narrowgauge.Quantized(b.codes, b.scales, b.amax * 0 + 2688, b.recipe, b.shape))
+    terms = (a.float().unsqueeze(1) * decoded).unbind(2)
+    slices = [terms[:43], terms[43:86], terms[86:]] if order == "split-3" else [terms]
+    found = []
+    for some in slices:
+        level = list(some)
+        while len(level) > 1:
+            step = 2 if order == "tree" else len(level)
+            level = [sum(level[start + 1 : start + step], level[start]) for start in range(0, len(level), step)]
+        found.append(level[0])
+    right = sum(found[1:], found[0])
+    if "-25-16" in order:
+        left, right_ = (Factors(x.double(), power_of_two(x.double())) for x in (a, decoded))
+        right = tensor_core_sum(left, right_, Alignment(25, 16, None), a.double() @ decoded.double().T).float()
+    widths = []
+    for declared in (True, False):
+        program = product.trace({"a": "bfloat16", "b": "codes"}, {}, {"declared": declared})
+        tensors = {"a": a, **parts_of(program, {"b": b})}
+        part = dict(judged(program, tensors, {"output": right}))["output"]
+        assert not part.wrong.any()
+        widths.append(float((part.upper.double() - part.lower.double()).mean()))
+    assert widths[0] < widths[1] / 2

@@ -226,9 +226,11 @@ _SLICES = ("last-32-left-out", "last-64-left-out", "first-32-left-out", "first-h
 """Parts of K that a product may take alone."""
 
 
-def _quantized_columns(site: Site, columns: tuple[float, float | None, int]) -> Value:
-    """The quantization of the first operand of a product, with 0 in place of the other columns."""
+def _some_of_operand(site: Site, columns: tuple[float, float | None, int]) -> Value:
+    """The first operand of a product, with 0 in place of the other columns; of a quantization, in what is quantized."""
     step = site.a.step
+    if step.function != QUANTIZE:
+        return site.made("kept", site.a, columns=columns)
     x, *scale = (Value(site.editor, operand) for operand in step.operands)
     kept = site.made("kept", x, columns=columns)
     return site.editor.add(step.function, (kept, *scale), step.axes, step.dtype, **step.options)
@@ -491,7 +493,7 @@ ROWS: tuple[Row, ...] = (
     Row((COLUMNS,), "sign", "{self} has the other sign",
         lambda s, _: -s.old if "rotated" in s.option("order") else None),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
-    Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_quantized_columns(s, v[2])),
+    Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_some_of_operand(s, v[2])),
         lambda s: [some for some in _some_columns(s) if some[0] in _SLICES]),
 )  # fmt: skip
 """The table of changes."""

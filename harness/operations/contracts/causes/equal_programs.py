@@ -37,7 +37,12 @@ def _inputs(
     draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
     found = {}
     for argument in program.arguments:
-        shape = [sizes[axis] if axis in sizes else width // int(axis.partition("/")[2] or 1) for axis in argument.axes]
+        shape = [
+            sizes[axis] if axis in sizes else -(-width // int(axis.partition("/")[2] or 1)) for axis in argument.axes
+        ]
+        if argument.dtype == "uint8":  # bytes of middling scales, and any codes
+            found[argument.name] = torch.randint(48, 80, shape, generator=draw).byte()
+            continue
         if argument.dtype == INDEX:
             found[argument.name] = torch.randint(width, shape, generator=draw)
             continue

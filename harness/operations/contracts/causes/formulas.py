@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import COLUMNS, ONCE, TAKE, Program, Step
+from narrowgauge.spec.program import CODES, COLUMNS, DECODE, ONCE, TAKE, Program, Step
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -26,9 +26,9 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE):
+    if step.function in ("float32", "cast", "merged", ONCE, DECODE):
         return _text(program, step.operands[0], depth)
-    if step.function == "argument":
+    if step.function in ("argument", CODES):
         return str(step.options["name"]), _ATOM
     if step.function == "constant":
         return f"{step.options['value']:.6g}", _ATOM

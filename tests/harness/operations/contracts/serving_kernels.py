@@ -9,6 +9,8 @@ import torch
 import narrowgauge
 
 Tensor = torch.Tensor
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""Magnitudes of E2M1 by code."""
 
 
 class Kernels:
@@ -119,3 +121,39 @@ class Kernels:
 
     def rope_quantize(self, x, cos, sin, recipe):
         return self.quantize(self.rounded(self.rotated(x, cos, sin), x), recipe)
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+
+    def elements(self, b: Any) -> Tensor:
+        """The elements of a quantized matrix, float32."""
+        if b.recipe.element.bits != 4:
+            return b.codes.view(torch.float8_e4m3fn).float()
+        codes = torch.stack([b.codes & 15, b.codes >> 4], -1).flatten(1)[:, : b.shape[1]].long()
+        return torch.tensor(E2M1 + [-x for x in E2M1])[codes]
+
+    def block_scales(self, b: Any) -> Tensor:
+        """The scale of the block of each element, float32: 1 if a scale spans K."""
+        if b.recipe.spans_k:
+            return torch.ones(b.shape)
+        scales = b.scales
+        if scales.dtype == torch.uint8:
+            fmt = torch.float8_e8m0fnu if b.recipe.block[1] == 32 else torch.float8_e4m3fn
+            scales = scales.view(fmt).float()
+        else:
+            scales = scales.repeat_interleave(b.recipe.block[0], 0)[: b.shape[0]]
+        return scales.repeat_interleave(b.recipe.block[1], 1)[:, : b.shape[1]]
+
+    def outer_scale(self, b: Any) -> Tensor:
+        """What multiplies a sum over K: the scale of the tensor, or the scales of the rows of b, or 1."""
+        if b.recipe.spans_k:
+            return b.scales.T
+        return torch.ones(1) if b.amax is None else b.amax / 2688
+
+    def decoded(self, b: Any, dtype: torch.dtype) -> Tensor:
+        return (self.elements(b) * self.block_scales(b)).to(dtype)
+
+    def product(self, a: Tensor, w: Tensor) -> Tensor:
+        return a.float() @ w.float().T
+
+    def weight_only_gemm(self, a, b):
+        return (self.product(a, self.decoded(b, a.dtype)) * self.outer_scale(b)).to(a.dtype)
