@@ -7,7 +7,20 @@ This package does not import torch.
 
 from typing import NoReturn
 
-from narrowgauge.contract.declaration import Contract, Flag, Index, Matrix, Passed, Recipe, Row, Scalar, Scale, contract
+from narrowgauge.contract.declaration import (
+    Bits,
+    Column,
+    Contract,
+    Flag,
+    Index,
+    Matrix,
+    Passed,
+    Recipe,
+    Row,
+    Scalar,
+    Scale,
+    contract,
+)
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -21,6 +34,7 @@ from narrowgauge.contract.steps import (
     gelu,
     gemm,
     halves,
+    joined,
     largest,
     layer_norm,
     maximum,
@@ -28,6 +42,7 @@ from narrowgauge.contract.steps import (
     minimum,
     once,
     quantize,
+    quantize_both,
     repeat_half,
     rms_norm,
     rotate_half,
@@ -40,16 +55,18 @@ from narrowgauge.contract.steps import (
     square,
     sum,
     tanh,
+    transposed,
     where,
 )
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe", "Row", "Scalar", "Scale",
-    "amax",
-    "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm",
-    "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "repeat_half", "rms_norm",
-    "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh", "where",
+    "Bits", "Column", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe", "Row",
+    "Scalar", "Scale",
+    "amax", "any_of", "cast", "contract", "dequantize", "divide", "erf", "exp", "exp2", "float32", "gelu", "gemm",
+    "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "quantize_both",
+    "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square",
+    "sum", "tanh", "transposed", "where",
 ]  # fmt: skip
 
 
