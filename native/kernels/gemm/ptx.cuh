@@ -590,7 +590,7 @@ __device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(u32 codes, u32& low, u32& hi
 
 // Two bfloat16 numbers in a register.
 __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
-#ifdef HAS_WGMMA
+#ifdef HAS_MUL_BF16
     u32 product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
@@ -605,7 +605,7 @@ __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
 
 // Both float16 numbers of a register.
 __device__ __forceinline__ void cvt_f32_f16(u32 pair, float& low, float& high) {
-#ifdef HAS_WGMMA
+#ifdef HAS_CVT_HALF
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
         : "=f"(low), "=f"(high)
         : "r"(pair));
