@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.adapt.own_layouts import OwnLayout, is_own
 from narrowgauge.spec.scale_layouts import LAYOUTS, ScaleLayout
+from narrowgauge.spec.scale_layouts import Layout as ScaleLayoutRow
 
 Nibbles = Literal["low-first", "high-first", "halves", "unpacked", "dense"]
 """Places of the codes of 4 bits; `dense` also of 6 bits."""
 Layout = Literal[ScaleLayout, "padded"]
 """Order of the block scales in memory."""
+AnyLayout = Layout | ScaleLayoutRow | OwnLayout
+"""A layout by name, a `Layout` of `narrowgauge.spec.scale_layouts`, a function or a permutation."""
 TensorScaleIs = Literal["amax", "encode", "decode"]
 """Meaning of the tensor scale."""
 
@@ -67,7 +71,12 @@ CONVENTIONS = (
 
 
 def check_choice(argument: str, value: object) -> None:
-    """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is."""
+    """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is.
+
+    A layout may also be a `Layout`, a function or a permutation.
+    """
+    if argument == "layout" and (isinstance(value, ScaleLayoutRow) or is_own(value)):
+        return
     choices = [known.value for known in CONVENTIONS if known.argument == argument]
     if value not in choices:
         raise ValueError(f"{argument} is {value!r}; it can be {', '.join(map(repr, choices))}")

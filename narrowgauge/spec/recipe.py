@@ -428,7 +428,7 @@ def mismatch(a: Recipe, b: Recipe) -> str:
 
     Both recipes need the same scale format, the same number of elements of K per scale, the same rotation and the same
     α. NVFP4 has a single element format; MX elements mix (PTX: kind::mxf8f6f4). FP8 with float32 scales has no GEMM of
-    E5M2 by E5M2 or of tiles by tiles (Transformer Engine, cuBLAS).
+    E5M2 by E5M2 (Transformer Engine, cuBLAS).
     """
     if a.scale != b.scale:
         return f"scale is {_named(a.scale)} and {_named(b.scale)}"
@@ -445,8 +445,6 @@ def mismatch(a: Recipe, b: Recipe) -> str:
         return f"element is {a.element.name} and {b.element.name}; both or none of them has to be fnuz"
     if a.scale is FP32 and a.element.exponent_bits == b.element.exponent_bits == 5:
         return f"element is {a.element.name} of both; one of the two has to be E4M3"
-    if a.scale is FP32 and not a.spans_k and a.block[0] > 1 and b.block[0] > 1:
-        return f"block is {_block(a)} of both; one of the two has to be 1x{a.block[1]}"
     return ""
 
 

@@ -192,7 +192,8 @@ MISTAKES = [
     (AGAIN | {"out_recipe": "'nvfp4-rht'"}, "out_recipe nvfp4-rht rotates; gemm_quantized rotates no output"),
     (AGAIN | {"w_recipe": "'nvfp4'"}, "recipe mxfp8-e4m3 and w_recipe nvfp4 cannot be multiplied: scale is E8M0"),
     (GEMM | {"recipe": "'fp8-current-e5m2'"}, "recipe fp8-current-e5m2 and w_recipe fp8-current-e5m2 cannot be multip"),
-    (PRODUCT | {"recipe": "'fp8-block-128x128'"}, "cannot be multiplied: block is 128x128 of both; one of the two"),
+    (PRODUCT | {"recipe": "'fp8-block-128x128'", "w_recipe": "'fp8-block-1x64'"},
+     "cannot be multiplied: block is 128x128 and 1x64"),
     (GEMM | {"recipe": "'nvfp4-rht'", "w": "'bf16'"},
      "layout is 'tn', but recipe nvfp4-rht rotates columnwise operands, and rotations cancel where both operands are: "
      "layout can be nt"),
