@@ -181,7 +181,7 @@ Usage = Annotated[Literal["rowwise", "columnwise", "both"], Flag.CHANGED]
 View = Annotated[
     Literal["contiguous", "strided", "transposed", "pitched", "offset-2", "offset-4", "offset-8"], Flag.CHANGED
 ]
-RandomBits = Annotated[Literal["philox", "words"] | None, Flag.CHANGED]
+RandomBits = Annotated[Literal["philox", "words", "edges"] | None, Flag.CHANGED]
 Norm = Annotated[Literal["layer", "rms"], Flag.CHANGED]
 Switch = Annotated[bool, Flag.CHANGED]
 Repeats = Annotated[int, count("repeated calls", 1 << 16), Flag.CHANGED]

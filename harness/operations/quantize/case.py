@@ -138,7 +138,8 @@ class QuantizeCase(MatrixCase):
     view: View = "contiguous"
     scales: Scales = "linear"
     random: RandomBits = None
-    """Form of the random bits of a recipe with stochastic rounding: seed and offset by default, or words."""
+    """Random bits of a recipe with stochastic rounding: seed and offset by default, words, or seed and offset at the
+    edges of 32 and 64 bits."""
     amax: Switch = False
     """Whether the amax is given, as that of a tensor of which x is a shard."""
     bands: Switch = False

@@ -177,7 +177,7 @@ MISTAKES = [
      "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"),
     (GROUPED | {"sections": "4"}, "sections is 4; sections are a kind and a count, even:4; kinds are even, front, "),
     (GROUPED | {"sections": "'evn:4'"}, "sections is 'evn:4' (did you mean 'even'?)"),
-    (GROUPED | {"sections": "'even'"}, "sections is 'even'; there can be 1 to 64 sections"),
+    (GROUPED | {"sections": "'even'"}, "sections is 'even'; there can be 1 to 256 sections"),
     (GROUPED | {"sections": "'even:3'"}, "sections is 'even:3'; M = 128 is no multiple of 3"),
     (GROUPED | {"sections": "'middle:2'"}, "sections is 'middle:2'; middle needs 3 sections or more, of which one is"),
     (GROUPED | {"sections": "'front:1'"}, "sections is 'front:1'; front needs 2 sections or more"),
