@@ -157,3 +157,8 @@ class Kernels:
 
     def weight_only_gemm(self, a, b):
         return (self.product(a, self.decoded(b, a.dtype)) * self.outer_scale(b)).to(a.dtype)
+
+    def scaled_gemm(self, a, b, *, out_dtype="bfloat16"):
+        left, right = (self.elements(x) * self.block_scales(x) for x in (a, b))
+        scales = a.scales if a.recipe.spans_k else torch.ones(1)
+        return (self.product(left, right) * scales * self.outer_scale(b)).to(getattr(torch, out_dtype))
