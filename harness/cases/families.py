@@ -150,6 +150,15 @@ CODES = Family("codes", "random bits, and dequantize and gemm given codes and sc
 """The family whose cases give codes and scales in place of numbers."""
 
 
+PRODUCTS = (
+    Family("scales-distinct", "neighbouring rows and blocks have scales of other powers of two: a neighbour's scale"),
+    Family("one-hot-k", "one number in each row of the first operand is not 0: an output is an element of the second"),
+    Family("smallest-scale", "the smallest scales of blocks, and a scale of the tensor of 1: scales that become 0"),
+    CODES,
+)
+"""Families of contracts that take quantized matrices, beside the shared ones."""
+
+
 @cache
 def families_for(kinds: tuple[Kind, ...], own: tuple[Family, ...]) -> Mapping[str, Family]:
     """The shared families of an operation of these kinds, and then its own, by name."""

@@ -17,6 +17,7 @@ from narrowgauge.spec.program import (
     GEMM,
     JOINED,
     ONCE,
+    PROMOTIONS,
     QUANTIZE,
     ROTATED,
     TRANSPOSED,
@@ -313,13 +314,19 @@ def factor(q: Value, *, axis: int = 0) -> Value:
     return q.trace.add(FACTOR, (q,), axes, "float32")
 
 
-def gemm(a: Value, b: Value, order: str | None = None) -> Value:
+def gemm(a: Value, b: Value, order: str | None = None, *, promotion: str | None = None) -> Value:
     """a·bᵀ of (M, K) and (N, K) in float32: (M, N).
 
     Operands are two quantizations, with their scales, or two matrices of known numbers: arguments, and the results of
     `decode` and `dequantize` of quantized arguments. The sum has any order, or a declared one:
     docs/tolerance.md#gemm, `spec.summation`.
+
+    An exact operand of `decode` whose blocks have float32 scales is multiplied block by block: the sum P of a block
+    is added to y in order of K. `promotion`: "sum-first" is y = fma(fl(P·s_a), s_b, y), "scales-first" is
+    y = fma(fl(s_a·s_b), P, y); None is either, fused or not.
     """
+    if promotion not in (None, *PROMOTIONS):
+        a.trace.fail(f"c.gemm has the promotion {', '.join(PROMOTIONS)}, not {promotion!r}")
     quantized = [_is_quantized(value) for value in (a, b)]
     for value, other in ((a, b), (b, a)):
         if _is_quantized(value) and not _is_quantized(other):
@@ -336,13 +343,14 @@ def gemm(a: Value, b: Value, order: str | None = None) -> Value:
             a.trace.fail(f"c.gemm gives float32, so the sums of slices are float32: leave -out of {order!r} out")
     except ValueError as error:
         a.trace.fail(str(error))
-    return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order)
+    options = {} if promotion is None else {"promotion": promotion}
+    return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order, **options)
 
 
 def _is_known(x: Value) -> bool:
     """Whether the numbers of a matrix are known before a kernel runs: arguments, and what arguments are decoded to."""
     step = x.step
-    if step.function in ("float32", DECODE, DEQUANTIZE, COLUMNS):
+    if step.function in ("float32", "part", DECODE, DEQUANTIZE, COLUMNS):
         return _is_known(Value(x.trace, step.operands[0]))
     return step.function in ("argument", CODES)
 

@@ -59,3 +59,28 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "conch-activation": {"rounded": "both"},
     "humming": {"rounded": "none"},
 }
+
+SCALED: Mapping[str, Mapping[str, Any]] = {
+    # torch 2.11.0 on an H200: _scaled_mm with scales of rows, and use_fast_accum; scaled_mm of 1x128 by 128x128, 1x128.
+    "torch-rowwise": {"accumulator": "aligned-13-32-128"},
+    "torch-rowwise-fast": {"accumulator": "aligned-13-32"},
+    "torch-blockwise": {"accumulator": "aligned-13-32", "promotion": "scales-first"},
+    "torch-blockwise-1x128": {"accumulator": "aligned-13-32", "promotion": "sum-first"},
+    # vLLM 0.33.0: w8a8_triton_block_scaled_mm; csrc/cutlass_extensions/epilogue/scaled_mm_epilogues_c3x.hpp.
+    "vllm-triton-block": {"accumulator": "aligned-13-32", "promotion": "sum-first"},
+    "vllm-cutlass": {"epilogue": "b-first"},
+    # DeepGEMM at 54e2261, deep_gemm/include, on Hopper.
+    "deepgemm": {"accumulator": "aligned-13-32", "promotion": "scales-first"},
+    # conch-triton-kernels 1.3, scaled_gemm. humming-kernels 0.1.19, FP8 activations and FP8 or MXFP4 weights.
+    "conch-scaled": {"accumulator": "aligned-13-32", "epilogue": "scales-first"},
+    "humming-fp8": {"accumulator": "aligned-13-32", "epilogue": "rounded-between"},
+}
+
+WEIGHT_ONLY: Mapping[str, Mapping[str, Any]] = {
+    # humming-kernels 0.1.19: scales of blocks are rounded at load; one scale for a row of weights.
+    "humming-weight-only": {"decode": "rounded-scale"},
+    "humming-channel": {"epilogue": "sum-first"},
+    # vLLM 0.33.0, csrc/quantization/marlin/marlin_template.h: one group for a column; use_fp32_reduce=False.
+    "marlin-channel": {"epilogue": "sum-first"},
+    "marlin-reduce": {"reduce": "output"},
+}

@@ -27,6 +27,8 @@ DEQUANTIZE, DECODE, FACTOR, GEMM = BEHIND = ("dequantize", "decode", "factor", "
 scales, and products of matrices."""
 CODES = "codes"
 """The step that gives a quantized argument, and its kind of dtype. It has the options `name` and `recipe`."""
+PROMOTIONS = ("sum-first", "scales-first")
+"""How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
 COLUMNS = "columns"

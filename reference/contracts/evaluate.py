@@ -38,6 +38,7 @@ from narrowgauge.reference.contracts.scopes import (
     scopes_of,
     with_form,
 )
+from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
 from narrowgauge.spec.program import (
@@ -602,6 +603,9 @@ def _product(evaluation: Evaluation, step: Step) -> Interval:
     exact = [_codes_of(evaluation, of) for of in steps]
     operands = [products.factors(x, of.dtype, q) for x, of, q in zip(values, steps, exact, strict=True)]
     narrow = all(q is not None and q.recipe.element.bits <= 8 for q in exact)
+    if any(q is not None and promotes(q.recipe) for q in exact):
+        pairs = [x if q is None else q for x, q in zip(values, exact, strict=True)]
+        return products.promoted((pairs[0], pairs[1]), (operands[0], operands[1]), narrow=narrow, **step.options)
     pair = (values[0], values[1]), (operands[0], operands[1])
     return products.product_of_numbers(*pair, step.options["order"], narrow=narrow)
 

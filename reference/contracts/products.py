@@ -12,19 +12,19 @@ from narrowgauge.reference.bounds.factor_sums import factor_bounds
 from narrowgauge.reference.bounds.summation_orders import declared_error
 from narrowgauge.reference.contracts.accepted import Ends, different
 from narrowgauge.reference.contracts.casts import nearest
-from narrowgauge.reference.contracts.interval import Interval, exactly, flushed
+from narrowgauge.reference.contracts.interval import Interval, add, exactly, flushed, hull, multiply
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
-from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, scale_values
+from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, operand, promotes, scale_values
 from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two
-from narrowgauge.reference.numbers.exact import float32_ends, lowest_bit
+from narrowgauge.reference.numbers.exact import float32_ends, fma, lowest_bit
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.program import PROMOTIONS
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT, Summation, summation
+from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL, UNIT, Summation, summation
 
 
 def quantized(
@@ -128,7 +128,7 @@ def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
     `dtype`: that of the numbers. `q`: the quantization of numbers that are not rounded, whose elements have exponents
     of their own.
     """
-    if q is not None and (q.recipe.scale is not FP32 or q.recipe.spans_k):
+    if q is not None:
         return factors_of_operand(q)
     finite = x.low.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     least = torch.finfo(getattr(torch, dtype, torch.float32)).tiny
@@ -153,6 +153,10 @@ def product_of_numbers(
         error, known, overflow = factor_bounds(*operands, total, *model_, joined=order is None)
     else:
         error, known, overflow = _in_order(operands, total, declared)
+    # A kernel that decodes to float32 first has infinities in place of 448·2^127 and its like.
+    beyond = [(operand.values.abs() > FLT_MAX).any(1) for operand in operands]
+    overflow = (overflow | beyond[0].unsqueeze(1) | beyond[1]) & total.isfinite()
+    known = known & ~overflow
     lower, upper = (end.double() for end in float32_ends(total - error, total + error))
     low, high = (torch.where(known, total, end) for end in (lower, upper))
     zero = known & (total == 0)  # with the sign of any order
@@ -177,3 +181,59 @@ def _in_order(
     known = known | (order_error == 0)
     order_error = order_error + left.shape[1] * 2.0**-52 * decoded.magnitude
     return torch.minimum(error, order_error).masked_fill_(known, 0.0), known, overflow & order_overflow
+
+
+def promoted(
+    pair: tuple[Interval | Quantized, Interval | Quantized], operands: tuple[Factors, Factors], *, narrow: bool,
+    order: str | None, promotion: str | None = None,
+) -> Interval:  # fmt: skip
+    """The numbers (M, N) of y, to which the sum P of each block is added with the float32 scales of the block.
+
+    `operands`: elements, with the scales that are no float32 numbers. The sum of a block has the declared order.
+    Without a declared promotion the products and the addition round or not, in either association.
+    Source: docs/tolerance.md#fp8-with-block-scales.
+    """
+    blocked = [q if isinstance(q, Quantized) and promotes(q.recipe) else None for q in pair]
+    width = next(q.recipe.block[1] for q in blocked if q is not None)
+    scales = [None if q is None else scale_values(q).float() for q in blocked]
+    numbers = [operand(x) if isinstance(x, Quantized) else x.low for x in pair]
+    columns = operands[0].values.shape[1]
+    zero = torch.zeros(operands[0].values.shape[0], operands[1].values.shape[0], device=operands[0].values.device)
+    y = exactly(zero)
+    for number, start in enumerate(range(0, columns, width)):
+        some = slice(start, min(start + width, columns))
+        left, right = (operand.columns(some) for operand in operands)
+        values = _columns(numbers[0], some), _columns(numbers[1], some)
+        part = product_of_numbers(values, (left, right), order, narrow=narrow)
+        s_a, s_b = (
+            torch.ones(()) if s is None else s[:, number].view((-1, 1) if side == 0 else (1, -1))
+            for side, s in enumerate(scales)
+        )
+        forms = PROMOTIONS if promotion is None else (promotion,)
+        y = hull([_promoted_once(y, part, s_a, s_b, form, fused=promotion is not None) for form in forms])
+    return y
+
+
+def _columns(x: torch.Tensor, columns: slice) -> Interval:
+    some = x[:, columns]
+    return Interval(some, some)
+
+
+def _promoted_once(
+    y: Interval, part: Interval, s_a: torch.Tensor, s_b: torch.Tensor, form: str, *, fused: bool
+) -> Interval:
+    """y after the sum of a block: a fused addition, whose rounding is monotone at both ends, or any roundings."""
+    if not fused:
+        one, other = (exactly(s.expand(part.shape)) for s in (s_a, s_b))
+        product = multiply(multiply(part, one), other) if form == "sum-first" else multiply(part, multiply(one, other))
+        return add(product, y)
+    low, high = part.low.float(), part.high.float()
+    first, second = (s_a, s_b) if form == "sum-first" else (torch.ones_like(s_a), s_a * s_b)
+    low, high = (torch.where(first < 0, b, a) * first for a, b in ((low, high), (high, low)))
+    second = second.expand_as(low)
+    low, high = (torch.where(second < 0, b, a) for a, b in ((low, high), (high, low)))
+    low, high = (fma(end, second, of.float()).double() for end, of in ((low, y.low), (high, y.high)))
+    never = low.isnan() & high.isnan() & ~(part.low.isinf() | y.low.isinf()) | part.never | y.never
+    free = (low.isnan() | high.isnan()) & ~never
+    low, high = low.masked_fill(free, -torch.inf), high.masked_fill(free, torch.inf)
+    return Interval(low, high, part.may_be_nan | y.may_be_nan | never | free)

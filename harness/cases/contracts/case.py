@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import Kind
+from narrowgauge.harness.cases.families import PRODUCTS, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -359,6 +359,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
     texts += tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
+        "own_families": PRODUCTS if declared.quantized else (),
         "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"

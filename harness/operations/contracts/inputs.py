@@ -14,11 +14,12 @@ from typing import ClassVar
 import torch
 
 from narrowgauge.harness.cases.axes import size_of
-from narrowgauge.harness.cases.families import Kind, families_for
+from narrowgauge.harness.cases.families import PRODUCTS, Kind, families_for
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
 from narrowgauge.harness.inputs.inputs import earlier_scale
+from narrowgauge.harness.operations.contracts.operand_inputs import plain_operand, quantized_operand
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
@@ -27,6 +28,8 @@ from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
 """Input families of contracts by name."""
+OWN = tuple(family.name for family in PRODUCTS)
+"""Families of contracts that take quantized matrices."""
 _STEPS = 509
 """Distinct magnitudes of a row: a prime below four binades of bfloat16."""
 
@@ -242,19 +245,27 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
     unknown family and an axis without a size.
     """
     aimed = _aimed(family)
-    if aimed is None and family not in FAMILIES:
-        known = ", ".join([*FAMILIES, "aimed:<change>:<seed>"])
-        raise ValueError(f"{family!r} is no input family of contracts{nearest(family, FAMILIES)}: {known}")
+    product = any(step.function == CODES for step in program.steps)
+    direct = product and family in (*OWN, "lattice")
+    families = [*FAMILIES, *(OWN if product else ())]
+    if aimed is None and family not in families:
+        known = ", ".join([*families, "aimed:<change>:<seed>"])
+        raise ValueError(f"{family!r} is no input family of contracts{nearest(family, families)}: {known}")
     rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
     draw = draw if aimed is None else Draw(family)
     found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for step in program.steps:
         if step.function == CODES:
             rows, columns = (size_of(axis, sizes) for axis in step.axes)
-            argument = Tensor(step.options["name"], "Matrix", step.axes, "bfloat16")
+            name, recipe = step.options["name"], find_recipe(step.options["recipe"])
+            if direct:
+                first = step.axes[0] == program.arguments[0].axes[0]
+                q = quantized_operand(family, draw, recipe, rows, columns, first=first)
+                found |= parts_of(program, {name: q})
+                continue
+            argument = Tensor(name, "Matrix", step.axes, "bfloat16")
             before = matrices or {"": torch.zeros(0, 0)}
             x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1)).bfloat16()
-            recipe = find_recipe(step.options["recipe"])
             scale = earlier_scale(draw, x, recipe).view(1) if recipe.tensor_scale == "given" else None
             found |= parts_of(program, {argument.name: quantize(x, recipe, scale=scale)})
     for argument in program.arguments:
@@ -262,6 +273,9 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
             continue
         shape = tuple(size_of(axis, sizes) for axis in argument.axes)
         rows = sizes.get(program.tables.get(argument.name, ""), 1)
+        if direct and argument.kind == "Matrix":
+            found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
+            continue
         made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind == "Matrix":

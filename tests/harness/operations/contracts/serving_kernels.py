@@ -11,6 +11,7 @@ import narrowgauge
 Tensor = torch.Tensor
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """Magnitudes of E2M1 by code."""
+FP8 = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
 
 
 class Kernels:
@@ -127,7 +128,7 @@ class Kernels:
     def elements(self, b: Any) -> Tensor:
         """The elements of a quantized matrix, float32."""
         if b.recipe.element.bits != 4:
-            return b.codes.view(torch.float8_e4m3fn).float()
+            return b.codes.view(getattr(torch, FP8[b.recipe.element.name])).float()
         codes = torch.stack([b.codes & 15, b.codes >> 4], -1).flatten(1)[:, : b.shape[1]].long()
         return torch.tensor(E2M1 + [-x for x in E2M1])[codes]
 
@@ -157,6 +158,11 @@ class Kernels:
 
     def weight_only_gemm(self, a, b):
         return (self.product(a, self.decoded(b, a.dtype)) * self.outer_scale(b)).to(a.dtype)
+
+    def scaled_gemm(self, a, b, *, out_dtype="bfloat16"):
+        left, right = (self.elements(x) * self.block_scales(x) for x in (a, b))
+        scales = a.scales if a.recipe.spans_k else torch.ones(1)
+        return (self.product(left, right) * scales * self.outer_scale(b)).to(getattr(torch, out_dtype))
 
     # ---- training ----
 

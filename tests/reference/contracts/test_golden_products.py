@@ -1,0 +1,172 @@
+"""Recorded products of serving kernels on an H200 lie inside their dialects, and outside of wrong ones.
+
+tests/golden/serving/README.md says where the vectors come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+
+from narrowgauge import contract as c
+from narrowgauge.contract import Contract
+from narrowgauge.contracts import CONTRACTS
+from narrowgauge.reference.contracts.accepted import Part
+from narrowgauge.reference.contracts.evaluate import judged, parts_of
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+from tests.reference.contracts.golden_serving import Vector, vectors
+
+Operand = torch.Tensor | Quantized
+_WEIGHT_ONLY, _SCALED = CONTRACTS["weight-only-gemm"], CONTRACTS["scaled-gemm"]
+_NVFP4 = "nvfp4@modelopt"
+"""Its scale of the tensor is a factor that a kernel is given."""
+
+
+@c.contract
+def plain_gemm(
+    a: c.Matrix, b: Annotated[c.Matrix, ("N", "K")], *, accumulator: Literal["fraction-25-16", "sequential"]
+    = "fraction-25-16",
+):  # fmt: skip
+    """A product of two matrices in 16 bits."""
+    return c.cast(c.gemm(a, b, accumulator), a.dtype)
+
+
+def quantized(codes: torch.Tensor, scales: torch.Tensor, recipe: str, scale: torch.Tensor | None = None) -> Quantized:
+    rule = find_recipe(recipe)
+    columns = codes.shape[1]
+    if rule.element.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    if rule.spans_k:
+        scales = scales.float().reshape(-1, 1)
+    amax = None if scale is None else scale * 2688
+    return Quantized(codes, scales, amax, rule, (codes.shape[0], columns), scale)
+
+
+def rows(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t = vector["tensors"]
+    b = t["b"].T.contiguous() if t["b"].shape[0] != t["b_scales"].numel() else t["b"]
+    yield *(quantized(t[x] if x == "a" else b, t[f"{x}_scales"], "fp8-row-e4m3") for x in "ab"), t["out"]
+
+
+def blocks(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t, width = vector["tensors"], 1 if vector.get("b_block") == 1 else 128
+    names = ("fp8-block-1x128-e4m3-fp32", f"fp8-block-{width}x128-e4m3-fp32")
+    yield *(quantized(t[x], t[f"{x}_scales"], name) for x, name in zip("ab", names, strict=True)), t["out"]
+
+
+def sections(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t, start = vector["tensors"], 0
+    for number, size in enumerate(vector["sizes"]):
+        some = slice(start, start + size)
+        a, b = t["a"][some], t["b"][number]
+        if "a_scales" in t:
+            a = quantized(a, t["a_scales"][some], "fp8-row-e4m3")
+            b = quantized(b, t["b_scales"][number], "fp8-row-e4m3")
+        start += size
+        if size:
+            yield a, b, t["out"][some]
+
+
+_FORMATS = {
+    "nvfp4": _NVFP4,
+    "mxfp4": "mxfp4",
+    "fp8-channel": "fp8-row-e4m3",
+    "fp8-block": "fp8-block-128x128-e4m3-fp32",
+}
+
+
+def humming(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t = vector["tensors"]
+    b = quantized(t["w_codes"], t["w_scales"], _FORMATS[vector["format"]], t.get("w_scale_2"))
+    a = quantized(t["x_codes"], t["x_scales"], "fp8-row-e4m3") if "x_codes" in t else t["x"]
+    yield a, b, t["out"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The vectors of a kernel, and the contract and the fields that hold for it."""
+
+    file: str
+    operands: Callable[[Vector], Iterator[tuple[Operand, Operand, torch.Tensor]]]
+    contract: Contract
+    dialect: str = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+    wrong: tuple[Mapping[str, Any], ...] = ()
+    """Other values of fields that the bytes refuse."""
+
+    def __str__(self) -> str:
+        return "/".join([self.file, *map(str, self.when.values())])
+
+    def judged(self, fields: Mapping[str, Any] | None = None) -> Iterator[Part]:
+        for vector in vectors(self.file):
+            if all(vector.get(name) == value for name, value in self.when.items()):
+                for a, b, out in self.operands(vector):
+                    yield self._judged(a, b, out, fields or {})
+
+    def _judged(self, a: Operand, b: Operand, out: torch.Tensor, fields: Mapping[str, Any]) -> Part:
+        given = {"a": a, "b": b}
+        codes = {name: q for name, q in given.items() if isinstance(q, Quantized)}
+        plain = {name: x for name, x in given.items() if not isinstance(x, Quantized)}
+        dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in plain.items()} | dict.fromkeys(codes, "codes")
+        options = {**self.contract.dialects.get(self.dialect, {}), **fields}
+        if "out_dtype" in self.contract.options:
+            options["out_dtype"] = str(out.dtype).removeprefix("torch.")
+        recipes = {f"{name}_recipe": str(q.recipe) for name, q in codes.items()}
+        program = self.contract.trace(dtypes, recipes, options)
+        ((_, part),) = judged(program, plain | parts_of(program, codes), {"output": out})
+        return part
+
+
+_ORDER = {"accumulator": "aligned-13-32"}
+PRODUCTS = (
+    Product("torch_scaled_mm_rowwise", rows, _SCALED, "torch-rowwise", {"fast_accum": False}, (_ORDER,)),
+    Product("torch_scaled_mm_rowwise", rows, _SCALED, "torch-rowwise-fast", {"fast_accum": True},
+            ({"accumulator": "aligned-13-32-128"},)),
+    Product("conch_scaled_gemm", rows, _SCALED, "conch-scaled", {},
+            ({"accumulator": "aligned-13-32-128"}, {"epilogue": "rounded-between"})),
+    Product("torch_scaled_mm_blockwise", blocks, _SCALED, "torch-blockwise", {"b_block": 128}),
+    Product("torch_scaled_mm_blockwise", blocks, _SCALED, "torch-blockwise-1x128", {"b_block": 1},
+            ({"promotion": "scales-first"},)),
+    Product("vllm_triton_w8a8_block_fp8_matmul", blocks, _SCALED, "vllm-triton-block"),
+    Product("torch_grouped_mm", sections, plain_gemm, "", {"op": "_grouped_mm"}),
+    Product("torch_grouped_mm", sections, _SCALED, "torch-rowwise", {"op": "_scaled_grouped_mm", "fast_accum": False}),
+    Product("torch_grouped_mm", sections, _SCALED, "torch-rowwise-fast",
+            {"op": "_scaled_grouped_mm", "fast_accum": True}),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "nvfp4"}),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "mxfp4"}),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-channel", {"format": "fp8-channel"}),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "fp8-block"},
+            ({"decode": "rounded"},)),
+    Product("humming_fp8_gemm", humming, _SCALED, "humming-fp8", {"format": "fp8-channel"},
+            ({"epilogue": "scales-first"},)),
+    Product("humming_fp8_gemm", humming, _SCALED, "humming-fp8", {"format": "mxfp4"}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_recorded_products_lie_inside(product: Product) -> None:
+    parts = list(product.judged())
+    assert parts
+    assert not any(bool(part.wrong.any()) for part in parts)
+    elements = sum(part.actual.numel() for part in parts)
+    assert sum(part.determined for part in parts) > 0.6 * elements
+
+
+@pytest.mark.parametrize("product", [p for p in PRODUCTS if p.contract is not plain_gemm], ids=str)
+def test_undeclared_fields_accept_the_recorded_products(product: Product) -> None:
+    kept = {name: value for name, value in product.contract.dialects[product.dialect].items() if name == "epilogue"
+            and value in ("rounded-between", "sum-first")}  # fmt: skip
+    kept |= {n: v for n, v in product.contract.dialects[product.dialect].items() if n == "decode"}
+    plain = {name: product.contract.options[name] for name in product.contract.choices if name != "out_dtype"}
+    assert not any(bool(part.wrong.any()) for part in product.judged(plain | kept))
+
+
+@pytest.mark.parametrize("product", [p for p in PRODUCTS if p.wrong], ids=str)
+def test_other_fields_are_refused(product: Product) -> None:
+    for fields in product.wrong:
+        assert any(bool(part.wrong.any()) for part in product.judged(fields)), fields
