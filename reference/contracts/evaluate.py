@@ -86,6 +86,8 @@ class Evaluation:
         """Interval of each step; a comparison has two masks."""
         self.replaced: set[int] = set()
         """Steps that have the values of shown results."""
+        self.ends: list[Ends] = []
+        """The ends of the one result, for a further judgement: `judged`."""
 
     @property
     def device(self) -> torch.device:
@@ -196,24 +198,23 @@ def closed(program: Program, value: Interval) -> Interval:
     return i.flushed(value) if program.flushes else value
 
 
-def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
+def judged(
+    program: Program, tensors: Tensors, shown: Shown, known: Evaluation | None = None
+) -> Iterator[tuple[str, Part]]:
     """Each result that the kernel shows, in the order of the steps, with what is accepted of it.
 
-    Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
+    `known`: an earlier evaluation of a program with one result on these tensors, whose values are taken again. Raises
+    ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
-    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)))
+    evaluation = known or Evaluation(program, of_rows(program, tensors, slice(None)))
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         own, sources = shown[name], judged_numbers(program, number)
         scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
         scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
-        results = [_Result(program, source) for source in sources]
-        for slab in evaluation.slabs():
-            for result in results:
-                result.add(slab)
-            if not evaluation.has_rows(number):
-                break
-        ends = [result.ends() for result in results]
+        ends = evaluation.ends if known is not None and evaluation.ends else _ends(evaluation, number, sources)
+        if known is not None:
+            evaluation.ends = ends
         judgement = None
         for part, judgement in judge_output(program, number, ends, own, evaluation.tensors):
             yield part, judgement
@@ -222,10 +223,23 @@ def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[s
             scope = judge(sources[0], ends[0], judgement)
             line = f"-{scope.line}" if len(scopes) > 1 else ""
             yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
+        if known is not None:
+            continue
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
         else:
             evaluation.values[number] = own
+
+
+def _ends(evaluation: Evaluation, number: int, sources: Sequence[int]) -> list[Ends]:
+    """The ends that judge an output, of its rows in slabs."""
+    results = [_Result(evaluation.program, source) for source in sources]
+    for slab in evaluation.slabs():
+        for result in results:
+            result.add(slab)
+        if not evaluation.has_rows(number):
+            break
+    return [result.ends() for result in results]
 
 
 _ELEMENTS_OF_SCOPES = 1 << 18
