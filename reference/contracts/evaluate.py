@@ -6,6 +6,7 @@ output is judged given the outputs before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -522,8 +523,8 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             if known != size:
                 raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
     for axis, (size, owner) in sizes.items():
-        name, _, divisor = axis.rpartition("/")
-        if divisor and name in sizes and size * int(divisor) != sizes[name][0]:
+        name, *divisors = axis.split("/")
+        if divisors and name in sizes and size * math.prod(map(int, divisors)) != sizes[name][0]:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -37,8 +38,8 @@ def _inputs(
     draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
     found = {}
     for argument in program.arguments:
-        parts = [axis.partition("/") for axis in argument.axes]
-        shape = [sizes.get(name, width) // int(divisor or 1) for name, _, divisor in parts]
+        parts = [axis.split("/") for axis in argument.axes]
+        shape = [sizes.get(name, width) // math.prod(map(int, divisors)) for name, *divisors in parts]
         if argument.dtype == INDEX:
             found[argument.name] = torch.randint(width, shape, generator=draw)
             continue
