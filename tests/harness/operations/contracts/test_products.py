@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[str, Kernel, str]] = {
     "half of K": (NVFP4, columns(without(slice(128, None))), "first half"),
     "a of the next row": (NVFP4, columns(lambda a: a.roll(-1, 0)), "a is that of the next row"),
     "slices in float16": (NVFP4, halves_in(torch.float16), "halves of K"),
-    "slices in bfloat16": (MXFP4, halves_in(torch.bfloat16), "halves of K"),
+    "slices in bfloat16": (MXFP4, halves_in(torch.bfloat16), "reduce is 'output'"),
     "sum in bfloat16": (ROW, summed(lambda y: y.bfloat16().float()), "sum-first"),
     "row scales in bfloat16": (ROW, outer(lambda s: s.bfloat16().float()), "rounded to bfloat16"),
     "negative": (MXFP4, summed(torch.neg), "other sign"),
