@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS
+from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.spec.quantized import Quantized
 from tests.harness.operations.contracts.serving_kernels import Kernels
 
@@ -166,3 +168,18 @@ def test_right_kernels_pass(name: str) -> None:
     recipes, kernel = RIGHT[name]
     for recipe in recipes:
         assert told(kernel, recipe) == ""
+
+
+def test_a_result_is_judged_with_its_quantized_argument() -> None:
+    a = narrowgauge.inputs("nvfp4", (8, 64), "normal")
+    b = narrowgauge.quantize(narrowgauge.inputs("nvfp4", (16, 64), "normal", 1), NVFP4)
+    right = Kernels().weight_only_gemm(a, b)
+    contract = CONTRACTS["weight-only-gemm"]
+    narrowgauge.assert_result(contract, right, a, b)
+    program = contract.trace({"a": "bfloat16", "b": "codes"}, {"b_recipe": NVFP4}, {})
+    narrowgauge.assert_result(program, right, a=a, b=b)
+    narrowgauge.assert_result(program.to_json(), right, **{"a": a, **parts_of(program, {"b": b})})
+    with pytest.raises(narrowgauge.WrongResult, match="output"):
+        narrowgauge.assert_result(contract, -right, a, b)
+    with pytest.raises(ValueError, match="b is quantized by mxfp4; weight-only-gemm takes nvfp4"):
+        narrowgauge.assert_result(program, right, a, narrowgauge.quantize(a, "mxfp4"))
