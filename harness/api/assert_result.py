@@ -13,7 +13,7 @@ from narrowgauge.harness.api.judging.judge_call import Judgement, assertion
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results, stored_results
 from narrowgauge.reference.contracts.evaluate import check_tensors, parts_of
-from narrowgauge.spec.program import CODES, Tensor
+from narrowgauge.spec.program import CODES
 from narrowgauge.spec.quantized import Quantized
 
 
@@ -26,7 +26,8 @@ def assert_result(
     contract: a function with `narrowgauge.contract.contract`, or its steps, also as the text of `Program.to_json`.
     result: a tensor, a tuple of the outputs in the order of the contract, or a mapping by name, which may leave out
     outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one.
-    inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`.
+    inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`; a `Quantized` for
+    an argument of the type Codes.
     arguments: recipes and options of the contract by name.
     diagnose: as of `assert_quantized`.
 
@@ -50,7 +51,11 @@ def _bound(
     if not isinstance(contract, Contract | Program | str):
         raise TypeError(f"assert_result takes a contract, a function with @contract, not {type(contract).__name__}")
     program = Program.from_json(contract) if isinstance(contract, str) else contract
-    names = list(program.tensors if isinstance(program, Contract) else dict.fromkeys(map(_name, program.arguments)))
+    if isinstance(program, Contract):
+        names = list(program.tensors)
+    else:  # a saved failure names the tensors of a quantized argument
+        parts = any(argument.name in arguments for argument in program.arguments if argument.of_codes)
+        names = list(dict.fromkeys(a.name if parts else a.of_codes or a.name for a in program.arguments))
     given = dict(arguments)
     if len(inputs) > len(names):
         raise TypeError(f"{program.name} takes {len(names)} tensors, {', '.join(names)}, not {len(inputs)}")
@@ -73,8 +78,3 @@ def _bound(
     chosen |= {f"{name}_recipe": str(q.recipe) for name, q in quantized.items()}
     program = program.trace(dtypes | dict.fromkeys(quantized, CODES), chosen, given)
     return program, tensors | parts_of(program, quantized)
-
-
-def _name(argument: Tensor) -> str:
-    """Name of the parameter with a tensor."""
-    return argument.of_codes or argument.name

@@ -13,8 +13,9 @@ import torch
 
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.formats import E8M0, Format
+from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
@@ -131,3 +132,68 @@ def changed_quantize(options: Mapping[str, Any]) -> tuple[Scaled | None, Callabl
     """The rounding and the view of a step `quantize`, from its options."""
     view = options.get("view")
     return ROUNDINGS.get(options.get("rounding", "")), (lambda result: result) if view is None else VIEWS[view]
+
+
+def _scales(change: Callable[[torch.Tensor, Quantized], torch.Tensor]) -> Callable[[Quantized], Quantized]:
+    """A quantization with other stored scales."""
+    return lambda q: replace(q, scales=change(q.scales, q))
+
+
+def _in_blocks(index: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantized], Quantized]:
+    """A quantization whose block takes the scale of another block of the row: from its number."""
+
+    def change(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
+        count = scales.shape[1]
+        return scales[:, index(torch.arange(count, device=scales.device)) % max(1, count)]
+
+    return _scales(change)
+
+
+def _least(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """Subnormal scales as 0."""
+    if q.recipe.scale is FP32:
+        return torch.where(scales < SMALLEST_NORMAL, 0.0, scales)
+    return torch.where(scales < 1 << q.recipe.scale.mantissa_bits, 0, scales).to(torch.uint8)
+
+
+def _inverse(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """The inverse of each scale, of the byte of a power of two."""
+    if q.recipe.scale is FP32:
+        return 1 / scales
+    one = q.recipe.scale.bias << q.recipe.scale.mantissa_bits
+    return (2 * one - scales.int()).clamp(0, 254).to(torch.uint8)
+
+
+def _one(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """Scales of 1."""
+    if q.recipe.scale is FP32:
+        return torch.ones_like(scales)
+    return torch.full_like(scales, q.recipe.scale.bias << q.recipe.scale.mantissa_bits)
+
+
+def _nibbles(q: Quantized) -> Quantized:
+    return replace(q, codes=q.codes >> 4 | q.codes << 4) if q.recipe.element.bits == 4 else q
+
+
+def _unsigned(q: Quantized) -> Quantized:
+    return replace(q, codes=q.codes & (0x77 if q.recipe.element.bits == 4 else 0x7F))
+
+
+CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
+    "nibbles": ("the two codes of a byte are exchanged in {}", _nibbles),
+    "unsigned": ("the signs of the codes are lost in {}", _unsigned),
+    "scales-next-row": ("the scales of {} are those of the next row", _scales(lambda s, q: s.roll(-1, 0))),
+    "scales-previous-row": ("the scales of {} are those of the previous row", _scales(lambda s, q: s.roll(1, 0))),
+    "scales-first-row": ("the scales of {} are those of row 0", _scales(lambda s, q: s[:1].expand_as(s))),
+    "scales-next-block": ("the scales of {} are those of the next block", _in_blocks(lambda n: n + 1)),
+    "scales-previous-block": ("the scales of {} are those of the previous block", _in_blocks(lambda n: n - 1)),
+    "scales-first-block": ("the scales of {} are those of the first block of a row", _in_blocks(lambda n: 0 * n)),
+    "scales-of-pairs": ("two neighbouring blocks of {} take the scale k/2 of a block twice as wide",
+                        _in_blocks(lambda n: n // 2)),
+    "scales-of-even": ("two neighbouring blocks of {} take the scale of the first", _in_blocks(lambda n: n // 2 * 2)),
+    "scales-one": ("the scales of {} are left out", _scales(_one)),
+    "scales-inverse": ("the scales of {} are inverted", _scales(_inverse)),
+    "scales-lost": ("the subnormal scales of {} become 0", _scales(_least)),
+    "codes-next-row": ("the codes of {} are those of the next row", lambda q: replace(q, codes=q.codes.roll(-1, 0))),
+}  # fmt: skip
+"""Wrong readings of a quantized argument, with a sentence."""

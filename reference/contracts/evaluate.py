@@ -19,6 +19,7 @@ from narrowgauge.reference.contracts import products, sums
 from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
+    CHANGED_CODES,
     CHANGED_STEPS,
     OTHER_BITS,
     changed_quantize,
@@ -565,7 +566,9 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
 
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
-    return quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
+    q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
+    view = step.options.get("view")
+    return q if view is None else CHANGED_CODES[view][1](q)
 
 
 def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:

@@ -19,7 +19,7 @@ from narrowgauge.harness.cases.case_file import (
     unused_default,
 )
 from narrowgauge.harness.cases.contracts.case import ContractCase
-from narrowgauge.harness.cases.families import FAMILIES
+from narrowgauge.harness.cases.families import FAMILIES, Kind
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.cases.sections import KINDS
@@ -354,6 +354,19 @@ def test_quick_has_every_family_dtype_usage_and_layout(committed):
         (False, False), (False, True), (True, False), (True, True),
     }  # fmt: skip
     assert {case.recipe_label for case in quick} >= {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
+
+
+def test_a_case_file_with_products_has_exact_sums(committed):
+    """A wrong sum within the bound of any order is found by families whose sums are exact alone."""
+    exact: dict[str, bool] = {}
+    for case in committed:
+        contract = isinstance(case, ContractCase) and bool(case.declared.quantized)
+        if contract or Kind.MULTIPLIED in case.kinds:
+            file = case.file or case.operation
+            short = case.recipe_label.startswith("nvfp4") and case.extents["K"] <= 2048  # docs/tolerance.md#exact-sums
+            exact[file] = exact.get(file, False) or short or case.inputs in ("lattice", "one-hot-k")
+    assert len(exact) >= 2
+    assert [file for file, found in exact.items() if not found] == []
 
 
 def test_the_readme_names_every_key_value_and_family():

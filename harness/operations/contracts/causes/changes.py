@@ -19,10 +19,14 @@ from narrowgauge.harness.operations.contracts.causes.changed_recipes import chan
 from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.spec.program import (
+    CODES,
     COLUMNS,
+    DECODE,
     DIVISIONS,
+    FACTOR,
     GEMM,
     INDEX,
     INTEGERS,
@@ -33,6 +37,7 @@ from narrowgauge.spec.program import (
     Tensor,
 )
 from narrowgauge.spec.recipe import RHT_GROUPS
+from narrowgauge.spec.recipes import find_recipe
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,30 @@ def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None,
         ("even", f"takes every second element of a {row} alone", (0, None, 2)),
         ("odd", f"takes every second element of a {row} alone, from the second on", (1, None, 2)),
     ]
+
+
+def _readings(site: Site) -> list[tuple[str, str]]:
+    """Wrong readings of a quantized argument, but for those that its recipe does not have."""
+    name, recipe = site.option("name"), find_recipe(site.option("recipe"))
+    without = {"nibbles"} if recipe.element.bits != 4 else set[str]()
+    if recipe.spans_k:
+        without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
+    return [(view, phrase.format(name)) for view, (phrase, _) in CHANGED_CODES.items() if view not in without]
+
+
+def _slices(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
+    """Parts of K that a product may take alone; of a product of known numbers, any of `_some_columns`."""
+    known = site.a.step.function != QUANTIZE
+    return [some for some in _some_columns(site) if known or some[0] in _SLICES]
+
+
+def _halves_in(site: Site, dtype: str) -> Value | None:
+    """The sum of two products over a half of K each, rounded to a dtype."""
+    if site.a.step.function == QUANTIZE:
+        return None
+    parts = [site.changed_operand(_some_of_operand(site, some)) for some in ((0, 0.5, 1), (0.5, None, 1))]
+    one, other = (c.float32(_rounded(site, part, dtype)) for part in parts)
+    return one + other
 
 
 _SLICES = ("last-32-left-out", "last-64-left-out", "first-32-left-out", "first-half", "second-half")
@@ -514,8 +543,15 @@ ROWS: tuple[Row, ...] = (
     Row((ROTATED,), "group", "groups of {v} elements are rotated in {self}", lambda s, v: s.changed(group=v),
         lambda s: [group for group in RHT_GROUPS if group != s.option("group")]),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
-    Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_some_of_operand(s, v[2])),
-        lambda s: [some for some in _some_columns(s) if some[0] in _SLICES]),
+    # quantized arguments and products
+    Row((CODES,), "as", "{v}", lambda s, v: s.changed(view=v[0]), _readings),
+    Row((DECODE,), "to", "{a} is decoded to {v} in place of {dtype}", lambda s, v: s.made(DECODE, s.a, dtype=v),
+        lambda s: [v for v in (*_NARROW, "exact") if v != s.dtype]),
+    Row((FACTOR, GEMM), "in", "{self} is rounded to {v}", _narrowed, lambda s: _NARROW),
+    Row((FACTOR,), "inverted", "{self} is inverted", lambda s, _: 1.0 / s.old),
+    Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_some_of_operand(s, v[2])), _slices),
+    Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
+        lambda s: _NARROW),
 )  # fmt: skip
 """The table of changes."""
 

@@ -1,0 +1,185 @@
+"""Products of quantized matrices: wrong kernels fail, most with their cause, and right kernels of other forms pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge
+from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.cases.operations import OPERATIONS
+from narrowgauge.reference.contracts.evaluate import parts_of
+from narrowgauge.spec.quantized import Quantized
+from tests.harness.operations.contracts.serving_kernels import Kernels
+
+Tensor = torch.Tensor
+FAMILIES = ("normal", "scales-distinct", "one-hot-k", "smallest-scale", "codes")
+SHAPE = (32, 256, 40)
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    OPERATIONS.let_go()
+
+
+class Kernel(Kernels):
+    """A kernel with one method replaced."""
+
+    def __init__(self, **methods: Any) -> None:
+        for name, method in methods.items():
+            setattr(self, name, method.__get__(self))
+
+
+def reading(change: Callable[[Quantized], Quantized]) -> Kernel:
+    """A kernel that reads b wrongly."""
+    return Kernel(weight_only_gemm=lambda self, a, b: Kernels.weight_only_gemm(self, a, change(b)))
+
+
+def exchanged(b: Quantized) -> Quantized:
+    return replace(b, codes=b.codes >> 4 | b.codes << 4)
+
+
+def scaled(change: Callable[[Tensor], Tensor]) -> Kernel:
+    """A kernel with other scales of b."""
+    return reading(lambda b: replace(b, scales=change(b.scales)))
+
+
+def columns(change: Callable[[Tensor], Tensor]) -> Kernel:
+    """A kernel with other columns of a."""
+    return Kernel(weight_only_gemm=lambda self, a, b: Kernels.weight_only_gemm(self, change(a.clone()), b))
+
+
+def without(some: slice) -> Callable[[Tensor], Tensor]:
+    def change(a: Tensor) -> Tensor:
+        a[:, some] = 0
+        return a
+
+    return change
+
+
+def outer(change: Callable[[Tensor], Tensor]) -> Kernel:
+    """A kernel with another factor behind the sum."""
+    return Kernel(outer_scale=lambda self, b: change(Kernels.outer_scale(self, b)))
+
+
+def summed(change: Callable[[Tensor], Tensor]) -> Kernel:
+    """A kernel with another sum."""
+    return Kernel(product=lambda self, a, w: change(Kernels.product(self, a, w)))
+
+
+def halves_in(dtype: torch.dtype) -> Kernel:
+    def product(self: Kernels, a: Tensor, w: Tensor) -> Tensor:
+        half = a.shape[1] // 2
+        parts = [Kernels.product(self, a[:, s], w[:, s]).to(dtype).float() for s in (slice(half), slice(half, None))]
+        return parts[0] + parts[1]
+
+    return Kernel(product=product)
+
+
+def in_blocks(index: Callable[[Tensor], Tensor]) -> Kernel:
+    return scaled(lambda s: s[:, index(torch.arange(s.shape[1]))])
+
+
+NVFP4, MXFP4, ROW = "nvfp4", "mxfp4", "fp8-row-e4m3"
+WRONG: dict[str, tuple[str, Kernel, str]] = {
+    "nibbles": (NVFP4, reading(exchanged), "two codes of a byte"),
+    "nibbles of MXFP4": (MXFP4, reading(exchanged), "two codes of a byte"),
+    "signs lost": (NVFP4, reading(lambda b: replace(b, codes=b.codes & 0x77)), "signs of the codes are lost"),
+    "group k/32": (NVFP4, in_blocks(lambda n: n // 2), "scale k/2"),
+    "group of pairs": (MXFP4, in_blocks(lambda n: n // 2 * 2), "scale of the first"),
+    "next group": (NVFP4, in_blocks(lambda n: (n + 1) % len(n)), "those of the next block"),
+    "first group": (MXFP4, in_blocks(lambda n: 0 * n), "first block of a row"),
+    "scales of the next column": (NVFP4, scaled(lambda s: s.roll(-1, 0)), "those of the next row"),
+    "scales of the previous column": (MXFP4, scaled(lambda s: s.roll(1, 0)), "those of the previous row"),
+    "row scales of the next column": (ROW, scaled(lambda s: s.roll(-1, 0)), "those of the next row"),
+    "row scale of column 0": (ROW, scaled(lambda s: s[:1].expand_as(s)), "those of row 0"),
+    "scales left out": (NVFP4, scaled(lambda s: torch.full_like(s, 7 << 3)), "scales of b are left out"),
+    "row scales left out": (ROW, outer(torch.ones_like), "factor(b)"),
+    "small scales lost": (NVFP4, scaled(lambda s: torch.where(s < 8, 0, s).to(torch.uint8)), "subnormal scales"),
+    "codes of the next row": (NVFP4, reading(lambda b: replace(b, codes=b.codes.roll(-1, 0))), "codes of b are those"),
+    "global scale inverted": (NVFP4, outer(lambda g: 1 / g), "factor(b)"),
+    "global scale twice": (NVFP4, outer(lambda g: g * g), "factor(b) is a factor twice"),
+    "global scale left out": (NVFP4, outer(torch.ones_like), "factor(b)"),
+    "row scales twice": (ROW, outer(lambda s: s * s), "factor(b) is a factor twice"),
+    "tail of 32 dropped": (NVFP4, columns(without(slice(-32, None))), "leaves out the last 32"),
+    "tail of 16 dropped": (MXFP4, columns(without(slice(-16, None))), "leaves out the last 16"),
+    "tail of 8 dropped": (ROW, columns(without(slice(-8, None))), "leaves out the last 8"),
+    "first element dropped": (ROW, columns(without(slice(1))), "leaves out the first element"),
+    "half of K": (NVFP4, columns(without(slice(128, None))), "first half"),
+    "a of the next row": (NVFP4, columns(lambda a: a.roll(-1, 0)), "a is that of the next row"),
+    "slices in float16": (NVFP4, halves_in(torch.float16), "halves of K"),
+    "slices in bfloat16": (MXFP4, halves_in(torch.bfloat16), "reduce is 'output'"),
+    "sum in bfloat16": (ROW, summed(lambda y: y.bfloat16().float()), "sum-first"),
+    "row scales in bfloat16": (ROW, outer(lambda s: s.bfloat16().float()), "rounded to bfloat16"),
+    "negative": (MXFP4, summed(torch.neg), "other sign"),
+}  # fmt: skip
+
+
+def told(kernel: Kernel, recipe: str) -> str:
+    """The report of the check of a kernel; empty if it passes."""
+    try:
+        narrowgauge.check(kernel.weight_only_gemm, "weight-only-gemm", recipe=recipe, shapes=[SHAPE], families=FAMILIES)
+    except AssertionError as failed:
+        return str(failed)
+    return ""
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_fails_with_its_cause(name: str) -> None:
+    recipe, kernel, words = WRONG[name]
+    assert words in told(kernel, recipe)
+
+
+def split(self: Kernels, a: Tensor, w: Tensor) -> Tensor:
+    parts = [Kernels.product(self, a[:, s : s + 64], w[:, s : s + 64]) for s in range(0, a.shape[1], 64)]
+    return parts[3] + parts[1] + (parts[0] + parts[2])
+
+
+def late_blocks(self: Kernels, a: Tensor, b: Quantized) -> Tensor:
+    """Scales of blocks multiply the sums of blocks."""
+    elements, scales, width = self.elements(b), self.block_scales(b), b.recipe.block[1]
+    y = torch.zeros(a.shape[0], b.shape[0])
+    for start in range(0, a.shape[1], width):
+        some = slice(start, start + width)
+        y = y + self.product(a[:, some], elements[:, some]) * scales[:, start]
+    return (y * self.outer_scale(b)).to(a.dtype)
+
+
+RIGHT: dict[str, tuple[tuple[str, ...], Kernel]] = {
+    "float64": ((NVFP4, MXFP4, ROW), Kernel(product=lambda self, a, w: a.double() @ w.double().T)),
+    "split K": ((NVFP4, MXFP4, ROW), Kernel(product=split)),
+    "reversed": ((NVFP4, ROW), Kernel(product=lambda self, a, w: (a.flip(1).float() @ w.flip(1).float().T))),
+    "late scales": ((NVFP4, MXFP4), Kernel(weight_only_gemm=late_blocks)),
+    "reciprocal": ((NVFP4,), Kernel(outer_scale=lambda self, b: b.amax * torch.tensor(1 / 2688))),
+    "two reciprocals": ((NVFP4,), Kernel(outer_scale=lambda self, b: b.amax / 6 * torch.tensor(1 / 448))),
+    "inverse of enc": ((NVFP4,), Kernel(outer_scale=lambda self, b: 1 / (2688 / b.amax))),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_kernels_pass(name: str) -> None:
+    recipes, kernel = RIGHT[name]
+    for recipe in recipes:
+        assert told(kernel, recipe) == ""
+
+
+def test_a_result_is_judged_with_its_quantized_argument() -> None:
+    a = narrowgauge.inputs("nvfp4", (8, 64), "normal")
+    b = narrowgauge.quantize(narrowgauge.inputs("nvfp4", (16, 64), "normal", 1), NVFP4)
+    right = Kernels().weight_only_gemm(a, b)
+    contract = CONTRACTS["weight-only-gemm"]
+    narrowgauge.assert_result(contract, right, a, b)
+    program = contract.trace({"a": "bfloat16", "b": "codes"}, {"b_recipe": NVFP4}, {})
+    narrowgauge.assert_result(program, right, a=a, b=b)
+    narrowgauge.assert_result(program.to_json(), right, **{"a": a, **parts_of(program, {"b": b})})
+    with pytest.raises(narrowgauge.WrongResult, match="output"):
+        narrowgauge.assert_result(contract, -right, a, b)
+    with pytest.raises(ValueError, match="b is quantized by mxfp4; weight-only-gemm takes nvfp4"):
+        narrowgauge.assert_result(program, right, a, narrowgauge.quantize(a, "mxfp4"))
