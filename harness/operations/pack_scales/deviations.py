@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,17 +26,24 @@ def _linear(scales: torch.Tensor) -> torch.Tensor:
     return flat.view(_RIGHT.padded_shape(scales.shape))
 
 
+def _packed_with(**digits: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The 128×4 layout with other digits, in the padded shape of the right layout."""
+    changed: dict[str, Any] = {**digits}
+    layout = replace(_RIGHT, **changed)
+    return lambda scales: layout.pack(scales).view(_RIGHT.padded_shape(scales.shape))
+
+
 WRONG_LAYOUTS: tuple[Deviation[torch.Tensor], ...] = (
     Deviation("not-swizzled", "scales are linear, not swizzled", "layout", _RIGHT.pad),
     Deviation("not-swizzled", "scales are linear, neither swizzled nor padded", "layout", _linear),
     Deviation("swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)", "layout",
-              replace(_RIGHT, rows="A c:32 b:4").pack),
+              _packed_with(rows="A c:32 b:4")),
     Deviation("swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row", "layout",
-              replace(_RIGHT, order="G A c b h").pack),
+              _packed_with(order="G A c b h")),
     Deviation("swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
-              "layout", replace(_RIGHT, order="A G c h b").pack),
+              "layout", _packed_with(order="A G c h b")),
     Deviation("swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside", "layout",
-              replace(_RIGHT, order="A G b c h").pack),
+              _packed_with(order="A G b c h")),
     Deviation("scales-transposed", "scales are transposed, then swizzled", "layout",
               lambda s: _RIGHT.pack(s.T.reshape(s.shape))),
 )  # fmt: skip
