@@ -40,11 +40,13 @@ if TYPE_CHECKING:
         gemm,
         gemm_grouped,
         gemm_quantized,
+        pack_scales,
         quantize,
         quantize_both,
         quantize_grouped,
         swizzle,
         transform,
+        unpack_scales,
         unswizzle,
         update_scale,
     )
@@ -59,9 +61,9 @@ __all__ = [
     "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "accumulation_order",
     "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_result",
     "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm",
-    "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped",
-    "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "use_rules",
-    "watch",
+    "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
+    "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unpack_scales",
+    "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {

@@ -18,12 +18,13 @@ from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quanti
 from narrowgauge.native.fused.rotary import rope_quantize
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
+from narrowgauge.native.gemm.weight_only import weight_only_gemm
 from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.native.quantize.dequantize import dequantize
 from narrowgauge.native.quantize.hadamard import transform
-from narrowgauge.native.quantize.layout import swizzle, unswizzle
+from narrowgauge.native.quantize.layout import pack_scales, swizzle, unpack_scales, unswizzle
 from narrowgauge.native.quantize.quantize import quantize, quantize_both, quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.native.runtime import cuda, host
@@ -33,9 +34,10 @@ from narrowgauge.spec.recipes import find_recipe
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
     "add_rmsnorm_quantize", "amax", "check", "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm",
-    "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize",
-    "swiglu_clamped_quantize", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale", "variations",
+    "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pack_scales", "pad_sections", "quantize",
+    "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize",
+    "silu_mul_quantize", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales", "unpad_sections",
+    "unswizzle", "update_scale", "variations", "weight_only_gemm",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

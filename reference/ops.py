@@ -6,7 +6,7 @@ from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear
 from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.hadamard import transform
-from narrowgauge.reference.quantize.layout import swizzle, unswizzle
+from narrowgauge.reference.quantize.layout import pack_scales, swizzle, unpack_scales, unswizzle
 from narrowgauge.reference.quantize.quantize import quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
@@ -14,8 +14,9 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
-    "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale",
+    "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_quantized", "pack_scales", "pad_sections", "quantize",
+    "quantize_both", "quantize_grouped", "swizzle", "transform", "unpack_scales", "unpad_sections", "unswizzle",
+    "update_scale",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

@@ -33,7 +33,7 @@ from narrowgauge.spec.arguments import as_matrix, check_epilogue, check_rotation
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.scale_layouts import LINEAR, TILED
+from narrowgauge.spec.scale_layouts import LINEAR, TILED, Layout
 from narrowgauge.spec.summation import Summation
 
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ def assert_quantized(
     amax: Any = None,
     tensor_scale: Any = None,
     tensor_scale_is: adapt.TensorScaleIs = "amax",
-    layout: adapt.Layout = "linear",
+    layout: adapt.AnyLayout = "linear",
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
     static: bool = False,
@@ -98,9 +98,12 @@ def assert_quantized(
     if static:
         oracle = _static_oracle(matrix, kernel, oracle, random)
     outcome = _quantize_outcome(Subject(matrix, recipe, random, free=_free(rotation)), kernel, oracle, static=static)
-    if layout in TILED and kernel.scale_layout == LINEAR:
+    row = layout if isinstance(layout, Layout) else TILED.get(layout) if isinstance(layout, str) else None
+    if row is not None and kernel.scale_layout == LINEAR and row.padding == "0":
         padding = adapt.padding(scales, recipe, kernel.shape, layout=layout, transposed=transposed)
-        outcome.stages.append(_padding_stage(padding))
+        rows, columns = kernel.scales.shape
+        beside = rows * (row.padded_shape((rows, columns))[1] - columns)
+        outcome.stages.append(_padding_stage(padding if row.row_padding is None else padding[:beside]))
     return Judgement(outcome, _label(recipe, matrix), matrix, diagnose)
 
 
@@ -111,7 +114,7 @@ def assert_stochastic(
     recipe: str | Recipe = "nvfp4-sr",
     *,
     tensor_scale_is: adapt.TensorScaleIs = "amax",
-    layout: adapt.Layout = "linear",
+    layout: adapt.AnyLayout = "linear",
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
     static: bool = False,
@@ -159,7 +162,7 @@ def assert_dequantized(
     amax: Any = None,
     tensor_scale: Any = None,
     tensor_scale_is: adapt.TensorScaleIs = "amax",
-    layout: adapt.Layout = "linear",
+    layout: adapt.AnyLayout = "linear",
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
     diagnose: Diagnose = "quick",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
+from narrowgauge.adapt.conventions import AnyLayout, Nibbles, TensorScaleIs, check_choice
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.default_settings import default_settings
@@ -96,7 +96,7 @@ def check(
     seed: int = 0,
     declares: Mapping[str, str] | None = None,
     tensor_scale_is: TensorScaleIs = "amax",
-    layout: Layout = "linear",
+    layout: AnyLayout = "linear",
     nibbles: Nibbles = "low-first",
     transposed: bool = False,
     finite: bool = False,
@@ -236,7 +236,7 @@ def _of_contract(
 
 
 def _selected(
-    recipe: Any, operation: str | None, chosen: dict[str, Any], layout: Layout, known: Collection[str]
+    recipe: Any, operation: str | None, chosen: dict[str, Any], layout: AnyLayout, known: Collection[str]
 ) -> tuple[str, list[tuple[Case, bool]]]:
     """The operation, and the cases with whether an exception means that the function does not support the case.
 
@@ -321,7 +321,7 @@ def _cases(
     dtypes: Sequence[torch.dtype],
     keys: Mapping[str, Any],
     *,
-    layout: Layout,
+    layout: AnyLayout,
     known: Collection[str],
 ) -> list[tuple[Case, bool]]:
     """The cases of a recipe, and whether an exception means that the function does not support the case.

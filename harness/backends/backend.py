@@ -12,6 +12,8 @@ A backend is any object or module that has some of these methods (docs/design.md
     transform(x, recipe) -> Tensor
     swizzle(scales) -> Tensor
     unswizzle(scales, shape) -> Tensor
+    pack_scales(scales, layout, *, sections=None) -> Tensor
+    unpack_scales(packed, shape, layout, *, sections=None) -> Tensor
     gemm(a, b, *, out_dtype, c=None, bias=None) -> Tensor
     gemm_grouped(a, b, *, out_dtype, c=None, bias=None) -> Tensor, a GroupedQuantized, b a list of Quantized
     gemm_quantized(a, b, recipe, *, out_dtype, c=None, bias=None, scale=None) -> as quantize
@@ -62,6 +64,9 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
                                    multiplied; the sums are judged in any order
 
+    {"results": "reused"}          a result is valid until the next call of the same method: the backend gives the same
+                                   memory again. Without it a result belongs to its caller
+
     {"sources": ["csrc/*.cu"]}     files of the kernel that Python does not import, relative to the module of the
                                    backend: a run is stale if one has changed (docs/gate.md)
     {"environment": ["NV_TILE"]}   environment variables on which the results depend: the same
@@ -83,7 +88,7 @@ declaration of "operands" if the method returns a name. With a declared probe, p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import Host
@@ -207,17 +212,22 @@ def _named(name: str, declared: Any) -> tuple[Any, dict[str, list[str]]]:
     return {key: value for key, value in declared.items() if key not in NAMED}, {k: list(v) for k, v in named.items()}
 
 
+_OF_ALL_METHODS: dict[str, Collection[str]] = {"results": ("reused",)}
+"""Values of declarations that hold for all methods."""
+
+
 def _declarations(name: str, declared: Any) -> dict[str, str]:
     """The declarations of a backend. Raises BackendError for an unknown key or value."""
     owners = {key: cls for cls in OPERATIONS.values() for key in cls.declarations}
-    allowed = ", ".join(f"{{{key!r}: {' | '.join(map(repr, cls.declarations[key]))}}}" for key, cls in owners.items())
+    values = _OF_ALL_METHODS | {key: cls.declarations[key] for key, cls in owners.items()}
+    allowed = ", ".join(f"{{{key!r}: {' | '.join(map(repr, known))}}}" for key, known in values.items())
     if not isinstance(declared, Mapping):
         raise BackendError(f"backend {name}: declares is {declared!r}; it is a mapping, {allowed}")
     for key, value in declared.items():
-        if key not in owners:
-            raise BackendError(f"backend {name}: declares has {key!r}{nearest(key, owners)}; it can say {allowed}")
-        if not owners[key].may_declare(key, value):
-            close = nearest(value, owners[key].declarations[key])
+        if key not in values:
+            raise BackendError(f"backend {name}: declares has {key!r}{nearest(key, values)}; it can say {allowed}")
+        if not (owners[key].may_declare(key, value) if key in owners else value in values[key]):
+            close = nearest(value, values[key])
             raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {allowed}")
     for cls in dict.fromkeys(owners.values()):
         if problem := cls.declaration_problem(declared):

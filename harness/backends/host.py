@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from narrowgauge.harness.cases.keys import Autograd
+
 if TYPE_CHECKING:
     import torch
 
@@ -75,10 +77,16 @@ class PreparedRun(Protocol):
 class Host(Protocol):
     """Runs the methods of a backend."""
 
+    autograd: Autograd
+    """How methods are called (`harness.cases.case.Case`)."""
     schedules: int
     """Number of thread shuffles to request from `variations`. 0: the backend's default."""
     aliases: list[dict[str, str]]
     """Results of the case that share memory with an input or with an earlier result: cause, sentence."""
+
+    @property
+    def reused(self) -> bool:
+        """Whether a result of the case lies in memory of the first result of a method."""
 
     @property
     def facts(self) -> Facts:
@@ -114,6 +122,9 @@ class Host(Protocol):
 
         Raises as `call` does.
         """
+
+    def overwritten(self) -> list[str]:
+        """Methods of the case whose first result has other bytes now."""
 
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""

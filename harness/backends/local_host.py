@@ -20,7 +20,8 @@ from narrowgauge.harness.backends.results import (
     checked_conventions,
     read_conventions,
 )
-from narrowgauge.harness.backends.transfer import tensors_in, to_device
+from narrowgauge.harness.backends.transfer import KeptResults, tensors_in, to_device
+from narrowgauge.harness.cases.keys import Autograd
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import every_method
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
@@ -53,6 +54,7 @@ class LocalHost:
         process. A kernel host restores nothing: there the backend runs as in production. `methods`: those of
         operations, and those that describe a backend. None: of all operations."""
         self._restores = restores
+        self.autograd: Autograd = "plain"
         self._notes: list[dict[str, str]] = []
         self.implementation, self.device, self.schedules = implementation, device, schedules
         self._methods = every_method() if methods is None else methods
@@ -65,6 +67,8 @@ class LocalHost:
         declared = says("conventions", None)
         self._conventions = None if declared is None else checked_conventions(name, declared)
         self.aliases: list[dict[str, str]] = []
+        self._kept = KeptResults()
+        self._copies: dict[str, list[torch.Tensor]] = {}
         self._variations: list[Variation] = []
 
     def variations(self, device: torch.device) -> list[str]:
@@ -95,7 +99,7 @@ class LocalHost:
         """The result of a method, on the device of its first tensor."""
         first = next(tensors_in((arguments, options)), None) if self.device is not None else None
         if first is None or self.device is None or first.device.type == self.device.type:
-            return self.run(method, getattr(self.implementation, method), *arguments, **options)
+            return self._kept_result(method, *arguments, **options)
         with lock_gpu(self.device.type):
             arguments, options = to_device((arguments, options), self.device)
             return to_device(self.call_on_device(method, *arguments, **options), first.device)
@@ -103,11 +107,29 @@ class LocalHost:
     def call_on_device(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method. Arguments and result are on the device of the backend."""
         assert self.device is not None
-        result = self.run(method, getattr(self.implementation, method), *arguments, **options)
+        result = self._kept_result(method, *arguments, **options)
         for tensor in tensors_in(result):
             if tensor.device.type != self.device.type:
                 raise BackendError(f"{method} gave a tensor on {tensor.device}; its input is on {self.device}")
         return result
+
+    def _kept_result(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method; the first of a case is kept."""
+        result = self.run(method, getattr(self.implementation, method), *arguments, **options)
+        results = list(tensors_in(result))
+        if self._kept.see(method, results, tensors_in((arguments, options))):
+            self._copies[method] = [tensor.detach().clone() for tensor in results]
+        return result
+
+    @property
+    def reused(self) -> bool:
+        """Whether a result of the case lies in memory of the first result of a method."""
+        return self._kept.reused
+
+    def overwritten(self) -> list[str]:
+        """As `Host.overwritten`."""
+        pairs = {method: zip(found, self._copies[method], strict=True) for method, found in self._kept.first.items()}
+        return [method for method, found in pairs.items() if any(not _same_bytes(now, then) for now, then in found)]
 
     def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The result of a function of the backend: a method, or a method of a module. Raises as `call` does.
@@ -146,7 +168,9 @@ class LocalHost:
             raise Unsupported(f"{name} of backend {self.facts.name} has no argument {missing!r}")
         before = read_environment() if self._restores else {}
         try:
-            return function(*arguments, **options)
+            with _autograd_mode(self.autograd):
+                arguments, options = _with_autograd(self.autograd, (arguments, options))
+                return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error
         except Exception as error:
@@ -199,7 +223,8 @@ class LocalHost:
         ]
 
     def begin_case(self, seconds: float, memory: int) -> None:
-        """Nothing: nobody interrupts this process, and results are not copied."""
+        """Forget the results of the case before: nobody interrupts this process."""
+        self._kept, self._copies = KeptResults(), {}
 
     def end_case(self) -> CaseEnd:
         """The error of the GPU that no result has shown. A kernel's fault may show at the next use of the GPU only, and
@@ -258,15 +283,40 @@ class LocalRun:
 
 def _same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
     """Whether results have the names, shapes, dtypes and bytes of other results, perhaps on another device."""
+    return found.keys() == expected.keys() and all(_same_bytes(found[name], one) for name, one in expected.items())
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor has the shape, dtype and bytes of another, perhaps on another device."""
     import torch
 
     from narrowgauge.harness.backends.guarded_memory import element_bytes
 
-    return found.keys() == expected.keys() and all(
-        (found[name].shape, found[name].dtype) == (one.shape, one.dtype)
-        and torch.equal(element_bytes(found[name]).to(one.device), element_bytes(one))
-        for name, one in expected.items()
-    )
+    form = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return form and torch.equal(element_bytes(one).to(other.device), element_bytes(other))
+
+
+def _autograd_mode(mode: Autograd) -> AbstractContextManager[Any]:
+    """The context of a call."""
+    import torch
+
+    if mode == "no-grad":
+        return torch.no_grad()
+    return torch.inference_mode() if mode == "inference-mode" else contextlib.nullcontext()
+
+
+def _with_autograd(mode: Autograd, value: Any) -> Any:
+    """Arguments of a call, in the same memory. If the mode is requires-grad, their floating-point tensors require grad,
+    but for the parts of quantized operands."""
+    import torch
+
+    if mode != "requires-grad":
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_() if value.is_floating_point() and value.itemsize > 1 else value
+    if isinstance(value, dict):
+        return {name: _with_autograd(mode, item) for name, item in value.items()}
+    return type(value)([_with_autograd(mode, item) for item in value]) if isinstance(value, list | tuple) else value
 
 
 def synchronize(device: torch.device) -> None:

@@ -49,14 +49,17 @@ class TensorForm:
     dtype: torch.dtype
 
     def checked(self, result: Any, method: str, device: torch.device, name: str = "") -> torch.Tensor:
-        """`result`, checked. If uint8 is expected, other dtypes of one byte are viewed as uint8. `name`: of the result,
-        if the method gives several. Raises BackendError for another type, shape, dtype or device."""
+        """`result`, checked. If uint8 is expected, other dtypes of one byte, and words of int32, are viewed as uint8.
+        `name`: of the result, if the method gives several. Raises BackendError for another type, shape, dtype, device.
+        """
         import torch
 
         subject = f"{method} gave {name} as" if name else f"{method} gave"
         if not isinstance(result, torch.Tensor):
             raise BackendError(f"{subject} {type_name(result)}, not a tensor")
         if self.dtype == torch.uint8 and result.element_size() == 1:
+            result = result.view(torch.uint8)
+        if self.dtype == torch.uint8 and result.dtype == torch.int32 and result.dim() and result.is_contiguous():
             result = result.view(torch.uint8)
         if tuple(result.shape) != self.shape or result.dtype != self.dtype:
             expected = f"{dtype_name(self.dtype)} of shape {self.shape}"
@@ -74,6 +77,7 @@ def matrix_shape(x: torch.Tensor) -> tuple[int, int]:
 
 _NARROW_DTYPES = {
     "E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E8M0": "float8_e8m0fnu",
+    "E4M3FNUZ": "float8_e4m3fnuz", "E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 """Dtypes of torch with the codes of a format, by the name of the format."""
 QUANTIZED_PARTS = PARTS
@@ -262,6 +266,8 @@ def _checked(
             raise BackendError(
                 f"{method} gave {name} as {type_name(part)}, not a tensor; it gives codes, scales and amax"
             )
+        if name == "scales" and dtype == torch.uint8 and part.dtype == torch.int32 and part.is_contiguous():
+            part = part.view(torch.uint8)
         if dtype == torch.uint8 and part.dtype != dtype and part.element_size() == 1:
             fmt = formats[name].name
             narrow = _NARROW_DTYPES.get(fmt, "")

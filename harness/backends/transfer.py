@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,46 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif hasattr(value, "codes"):
         yield from tensors_in([getattr(value, name, None) for name in (*QUANTIZED_PARTS, "sizes")])
+
+
+class KeptResults:
+    """The first result of each method of a case, kept as a caller keeps it."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, list[torch.Tensor]] = {}
+        """Tensors of the first result, by method."""
+        self.reused = False
+        """Whether a later result lies in memory of a kept one."""
+        self._places: list[tuple[int, int]] = []
+        """First and last address of each kept tensor."""
+
+    def see(self, method: str, results: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
+        """Compare the memory of a result with the kept ones, and keep it if it is the first of its method. Gives
+        whether it is kept. Memory of the arguments, `given`, belongs to the caller, who may change it."""
+        arguments = [
+            (start, start + tensor.untyped_storage().nbytes())
+            for tensor in given
+            if (start := tensor.untyped_storage().data_ptr())
+        ]
+        places = [place for tensor in results if tensor.numel() and not _overlap(place := _place(tensor), arguments)]
+        self.reused = self.reused or any(_overlap(place, self._places) for place in places)
+        if method in self.first:
+            return False
+        self.first[method] = list(results)
+        self._places += places
+        return True
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the first byte behind it."""
+    from narrowgauge.harness.backends.guarded_memory import element_extent
+
+    start = tensor.data_ptr()
+    return start, start + element_extent(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def _overlap(place: tuple[int, int], places: Iterable[tuple[int, int]]) -> bool:
+    return any(start < place[1] and place[0] < stop for start, stop in places)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -15,7 +15,17 @@ from typing import Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
 from narrowgauge.harness.cases.families import Family, Kind, families_for
-from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, flags_of, keys_of, one_of, sizes_of
+from narrowgauge.harness.cases.keys import (
+    Autograd,
+    Concurrency,
+    Repeats,
+    Shape,
+    Tier,
+    flags_of,
+    keys_of,
+    one_of,
+    sizes_of,
+)
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -50,6 +60,8 @@ class Case:
     """Peak memory in bytes for each element of the inputs (`memory`)."""
     small: ClassVar[int] = 1 << 24
     """Work, in elements, below which a case for a GPU is judged on the CPU (`harness.cases.cost.home_of`)."""
+    autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode", "requires-grad")
+    """Values of the key `autograd`. If there is one alone, the operation has no such key."""
     composed: ClassVar[bool] = False
     """Whether the operation is composed of others: it launches their kernels and measures some of their figures."""
 
@@ -57,6 +69,9 @@ class Case:
     """The sizes that the class of the operation names."""
     inputs: str
     """Input family, or `file:tensor` for a captured tensor."""
+    autograd: Autograd = "plain"
+    """How methods are called: under `torch.no_grad()`, under `torch.inference_mode()`, with tensors that require
+    grad."""
     repeats: Repeats = 0
     """Further calls on the same inputs, whose bytes must be those of the first call."""
     concurrency: Concurrency = "sequential"

@@ -18,6 +18,7 @@ from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.case import recipes_of
 from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
 from narrowgauge.harness.cases.operations import (
     OPERATIONS,
@@ -134,7 +135,8 @@ def load_all(
 def contract_cases(path: Path, recipes: Sequence[str]) -> list[Case]:
     """The usual cases of the contracts of a file, which are operations from then on. Raises CaseFileError."""
     try:
-        return [case for cls in contracts_in(path) for case, _ in cls.usual(recipes, views=False, file=str(path))]
+        given = recipes_of(contracts_in(path), recipes)
+        return [case for cls, names in given.items() for case, _ in cls.usual(names, views=False, file=str(path))]
     except ValueError as error:  # of a contract, or of a recipe
         raise CaseFileError(str(error)) from error
 

@@ -132,6 +132,16 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "offset", "rows with a mean 8 to 64 times the deviation: a mean that is left out, cancelling", _CONTRACT
         ),
+        Family(
+            "far-mean",
+            "rows with a mean 4096 times the deviation, in bf16 256 times: a variance from mean(x²) − mean²",
+            _NORMALIZED,
+        ),
+        Family(
+            "special-addends",
+            "normal, and NaN, infinities and the largest number in c and bias: addends that are left out or replaced",
+            _GEMM,
+        ),
     )
 }
 

@@ -181,11 +181,12 @@ Usage = Annotated[Literal["rowwise", "columnwise", "both"], Flag.CHANGED]
 View = Annotated[
     Literal["contiguous", "strided", "transposed", "pitched", "offset-2", "offset-4", "offset-8"], Flag.CHANGED
 ]
-RandomBits = Annotated[Literal["philox", "words"] | None, Flag.CHANGED]
+RandomBits = Annotated[Literal["philox", "words", "edges"] | None, Flag.CHANGED]
 Norm = Annotated[Literal["layer", "rms"], Flag.CHANGED]
 Switch = Annotated[bool, Flag.CHANGED]
 Repeats = Annotated[int, count("repeated calls", 1 << 16), Flag.CHANGED]
 Concurrency = Annotated[Literal["sequential", "threads", "streams", "graph"], Flag.CHANGED]
+Autograd = Annotated[Literal["plain", "no-grad", "inference-mode", "requires-grad"], Flag.NAMED]
 RecipeName = Annotated[str, _recipe]
 OtherRecipeName = Annotated[str | None, _recipe]
 RotatingRecipeName = Annotated[str, _rotating]
@@ -193,6 +194,7 @@ DelayedRecipeName = Annotated[str, _delayed]
 OutRecipeName = Annotated[str, _recipe, Flag.ALWAYS]
 TrainingName = Annotated[str, _training]
 SectionsText = Annotated[str, _sections, Flag.ALWAYS]
+OptionalSectionsText = Annotated[str | None, _sections, Flag.CHANGED]
 Shape = tuple[int, ...]
 
 TABLE_TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -202,14 +204,13 @@ TIERS = ("quick", "full")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 ORDER = (
-    "recipe", "w_recipe", "out_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs", "layout", "sections",
-    "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps", "accumulate",
-    "bias",
-    "quantized_parameters", "delayed_wgrad", "recompute", "use",
+    "recipe", "w_recipe", "out_recipe", "training", "shape", "batch", "x", "w", "out", "dtype", "inputs", "layout",
+    "sections", "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps",
+    "accumulate", "bias", "quantized_parameters", "delayed_wgrad", "recompute", "use",
 )  # fmt: skip
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
 last key with a list are neighbours. Other fields of an operation follow as it declares them, and then `_LAST`."""
-_LAST = ("repeats", "concurrency")
+_LAST = ("autograd", "repeats", "concurrency")
 _LABELLED = ("recipe", "w_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs")
 """Fields with a place of their own in an id."""
 _NO_KEYS = ("tier", "file")
@@ -280,9 +281,12 @@ def keys_of(cls: type[Any]) -> tuple[Key, ...]:
     if cls not in _KEYS:
         hints = get_type_hints(cls, include_extras=True)
         own = {field.name: field.default for field in fields(cls) if field.name not in _NO_KEYS}
+        if len(cls.autograd_modes) == 1:
+            del own["autograd"]
         known = [name for name in ORDER if name in own]
         others = [name for name in own if name not in (*ORDER, *_LAST)]
-        _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in (*known, *others, *_LAST))
+        last = [name for name in _LAST if name in own]
+        _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in (*known, *others, *last))
     return _KEYS[cls]
 
 
@@ -320,6 +324,8 @@ def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
     choices = get_args(plain) if get_origin(plain) is Literal else ()
     if field == "inputs":
         choices = tuple(cls.families())
+    if field == "autograd":
+        choices = cls.autograd_modes
     name = next((extra.name for extra in extras if isinstance(extra, Named)), field)
     flag = next((extra for extra in extras if isinstance(extra, Flag)), None)
     check = next((extra for extra in extras if callable(extra)), None)

@@ -8,7 +8,7 @@ import difflib
 KINDS = ("even", "front", "middle", "end", "ragged", "empty")
 GIVEN = "rows"
 """The kind with given rows, such as `rows:17,0,48`."""
-MOST = 64
+MOST = 256
 TILE = 16
 """Rows of a 2-D block: ragged sections begin and end inside a block."""
 FAR = (1 << 30, 1 << 31, 1 << 32)

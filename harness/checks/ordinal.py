@@ -22,6 +22,8 @@ def code_ordinals(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     wide = codes.long()
     if not fmt.signed:
         return wide
+    if fmt.complement:
+        return torch.where(wide >= fmt.sign_code, wide - fmt.codes, wide)
     magnitude = wide & (fmt.sign_code - 1)
     ordinals = torch.where((wide & fmt.sign_code) != 0, -magnitude, magnitude)
     return ordinals if fmt.negative_zero else ordinals.masked_fill_(wide == fmt.sign_code, fmt.max_code + 1)

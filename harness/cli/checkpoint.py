@@ -16,6 +16,9 @@ def checkpoint(
         Path | None, typer.Option("--weights", help="File or folder with the weights that were quantized.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
+    scales: Annotated[
+        str, typer.Option("--scales", help="Names of scales, with {weight} for a matrix: '{weight}.scale'.")
+    ] = "",
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path(
         "reports/checkpoint"
     ),
@@ -45,7 +48,7 @@ def checkpoint(
 
     try:
         with bar:
-            result = judge_checkpoint(*paths, weights=weights, on_layer=on_layer)
+            result = judge_checkpoint(*paths, weights=weights, scales=scales, on_layer=on_layer)
     except CheckpointError as error:
         stop(str(error))
     print_result(result, console, strict=strict)

@@ -57,9 +57,13 @@ def contract_strength(
     try:
         contracts = contracts_in(file)
         if run is None:
+            from narrowgauge.harness.cases.contracts.case import no_recipe_note, recipes_of
             from narrowgauge.harness.operations.contracts.strength.summary import of_families
 
-            chosen = [(cls, recipe) for cls in contracts for recipe in cls.recipe_choices(recipes or [])]
+            given = recipes_of(contracts, recipes or [])
+            if note := no_recipe_note(contracts, recipes or []):
+                typer.echo(note, err=True)
+            chosen = [(cls, recipe) for cls, names in given.items() for recipe in cls.recipe_choices(names)]
             found = [of_families(cls, recipe, dtype, whole=whole, search=search) for cls, recipe in chosen]
         else:
             found = _of_run(run, file, contracts, whole=whole, search=search)

@@ -105,6 +105,7 @@ def _of_contracts(backend: str, files: list[Path], recipes: list[str], device: s
 
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.backends.host import HostLost
+    from narrowgauge.harness.cases.contracts.case import recipes_of
     from narrowgauge.harness.cases.operations import OperationError, contracts_in
     from narrowgauge.harness.hosts.remote_host import hosted_backend
     from narrowgauge.harness.tools.dialect.contract import fit_contract
@@ -117,7 +118,7 @@ def _of_contracts(backend: str, files: list[Path], recipes: list[str], device: s
             own = [cls for cls in classes if loaded.has(next(iter(cls.all_methods())))]
             if not own:
                 stop(f"backend {backend} has no method of {', '.join(cls.operation for cls in classes)}")
-            fits = [fit_contract(loaded, cls, recipes, seed) for cls in own]
+            fits = [fit_contract(loaded, cls, names, seed) for cls, names in recipes_of(own, recipes).items()]
     except (BackendError, HostLost, OperationError, ValueError) as error:
         stop(str(error))
     for fit in fits:

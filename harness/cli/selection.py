@@ -53,6 +53,8 @@ def load_cases(
 ) -> list[Case]:
     """All cases of the files and folders, or of captured tensors. Says which foreign TOML files are passed over."""
     from narrowgauge.harness.cases.case_file import CaseFileError, load_all, passed_over_note, unused_default
+    from narrowgauge.harness.cases.contracts.case import no_recipe_note
+    from narrowgauge.harness.cases.operations import contracts_in
 
     if source is None and tensors:
         stop("--tensor names tensors of an --input file, and none is given")
@@ -65,6 +67,9 @@ def load_cases(
         if source is None:
             foreign: list[Path] = []
             cases = load_all(paths or [default_cases()], foreign=foreign, recipes=recipes or ())
+            for path in (path for path in paths or () if path.suffix == ".py"):
+                if note := no_recipe_note(contracts_in(path), recipes or []):
+                    typer.echo(note, err=True)
             if foreign:
                 typer.echo(passed_over_note(foreign), err=True)
             elif not paths and (unused := unused_default()):

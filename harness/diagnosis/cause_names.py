@@ -47,7 +47,7 @@ _MODULES = {
     "Choices of the recipe": (f"{_QUANTIZE}.recipe_fields",),
     "Rotation": ("operations.transform.deviations", f"{_QUANTIZE}.rotation_deviations"),
     "Layout and padding": (
-        "operations.swizzle.deviations", f"{_QUANTIZE}.scale_layouts", "operations.gemm_grouped.deviations",
+        "operations.pack_scales.deviations", f"{_QUANTIZE}.scale_layouts", "operations.gemm_grouped.deviations",
     ),
     "Several causes": (f"{_QUANTIZE}.explain_quantize",),
     "Operands of a GEMM, and matrices that are decoded": (f"{_GEMM}.operands",),

@@ -23,6 +23,7 @@ MEMORY_CAUSES = {
     row.cause: row for row in _observed("memory", {
         "writes-outside": "it writes outside its outputs",
         "changes-its-input": "it writes into its inputs",
+        "overwrites-earlier-result": "a call overwrites the result of an earlier one",
         "never-written": "it leaves elements of its outputs unwritten",
         "reads-outside": "it reads bytes outside its inputs, or memory that nobody wrote",
         "order-of-threads": "its result depends on the order in which threads run",
@@ -31,6 +32,9 @@ MEMORY_CAUSES = {
         "concurrent-threads": "its result depends on calls of another thread at the same time",
         "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of an earlier replay",
         "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
+        "autograd:no-grad": "it is right in a plain call, and wrong under torch.no_grad()",
+        "autograd:inference-mode": "it is right in a plain call, and wrong under torch.inference_mode()",
+        "autograd:requires-grad": "it is right in a plain call, and wrong if its inputs require grad",
         "rows-dependent": "a row has other bytes beside other rows",
     })
 }  # fmt: skip

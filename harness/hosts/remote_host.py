@@ -22,12 +22,13 @@ from narrowgauge.harness.backends.guarded_memory import ZONE
 from narrowgauge.harness.backends.host import CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.cost import room
+from narrowgauge.harness.cases.keys import Autograd
 from narrowgauge.harness.cases.operations import all_descriptions, every_method
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
 from narrowgauge.harness.hosts.remote.process import HostProcess
-from narrowgauge.harness.hosts.remote.results import ResultMemory
+from narrowgauge.harness.hosts.remote.results import ResultMemory, settle_copies
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
 from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
 from narrowgauge.harness.hosts.starter import Channel, starter
@@ -76,8 +77,12 @@ class RemoteHost:
         Raises BackendError if the backend cannot be loaded.
         """
         self.settings, self.schedules, self._load = settings, settings.schedules, load
+        self.autograd: Autograd = "plain"
         self.device = torch.device(settings.device)
         self.aliases: list[dict[str, str]] = []
+        self.reused = False
+        self._first: dict[str, tuple[str, torch.Tensor]] = {}
+        """Kind of the memory, and bytes, of the first result of each method of the case."""
         self.loaded: list[dict[str, Any]] = []
         """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
         reader empties the list."""
@@ -170,7 +175,7 @@ class RemoteHost:
 
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
-        self._limit, self.aliases = memory, []
+        self._limit, self.aliases, self.reused, self._first = memory, [], False, {}
         process = self.transport.start()
         process.printed, self._limits = 0, process.limits()
         self.transport.expect(seconds)
@@ -197,6 +202,7 @@ class RemoteHost:
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
             end.notes.append({"cause": "leaves-processes", "sentence": sentence})
+        process.look_for_files()
         process.forward()
         if max(self.inputs.touched, self.results.touched) > KEPT:
             self._free()
@@ -280,7 +286,7 @@ class RemoteHost:
         self.results.open(kind)
         message = {
             "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
-            "lock": needs_lock(self.device.type),
+            "autograd": self.autograd, "lock": needs_lock(self.device.type),
         }  # fmt: skip
         answer = self._within_limit(method, self.transport.ask(message))
         if "need" in answer:
@@ -290,6 +296,9 @@ class RemoteHost:
             _raise_error(answer)
             self.aliases += _sentences(answer["aliases"])
             result, content = self.results.read(answer, kind, self._limit, home)
+            self.reused |= answer.get("reused") is True
+        if method in self.facts.methods:  # no steps of a module
+            self._first.setdefault(method, (kind, content))
         if run is not None:
             run.script.append(Call(message, answer, content, placed))
         return result
@@ -301,6 +310,17 @@ class RemoteHost:
             return answer
         words = f"{method} gave results of {size!r} bytes"[: codec.TEXT]
         raise self.transport.lose("error", f"{words}; results of this case have at most {self._limit}")
+
+    def overwritten(self) -> list[str]:
+        """As `Host.overwritten`: the judge compares the bytes."""
+        found = []
+        for method, (kind, then) in self._first.items():
+            request = {"op": "first", "method": method, "home": kind, "lock": needs_lock(self.device.type)}
+            answer = self.transport.ask(request)
+            with self.transport.reading("a first result"):
+                same = answer["used"] == then.numel() and torch.equal(self.results.bytes(kind, then.numel()), then)
+            found += [] if same else [method]
+        return found
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 
@@ -355,6 +375,9 @@ class RemoteHost:
         expected = [torch.cat([entry.bytes for entry in script]) for script in scripts]
         total = count * sum(part.numel() for part in expected)
         self.results.open(home, total)
+        # Other bytes than those expected: a host that does not write a result gives a wrong one.
+        self.results.bytes(home, total).copy_(torch.cat([~part.repeat(count) for part in expected]))
+        settle_copies(home)
         messages = []
         for (prepared, _), script in zip(pairs, scripts, strict=True):
             placed = [tensor for entry in script for tensor in entry.placed]

@@ -32,7 +32,7 @@ from narrowgauge.harness.backends.guarded_memory import (
 from narrowgauge.harness.backends.loading import Loaded, error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
-from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
+from narrowgauge.harness.backends.transfer import BATCH_BYTES, KeptResults, tensors_in
 from narrowgauge.harness.cases.cost import KEPT, room
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.hosts import codec
@@ -86,6 +86,7 @@ class _Server:
         """A result that does not fit into the shared memory."""
         self.earlier: list[tuple[weakref.ref[torch.Tensor], str]] = []
         """Results of the case that may still be alive, with their method."""
+        self.kept = KeptResults()
         self.environment: dict[str, Any] = {}
         self.layers: LayerDriver | None = None
         """Layers of a training."""
@@ -156,6 +157,7 @@ class _Server:
     def on_case(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Begin a case."""
         self.earlier.clear()
+        self.kept = KeptResults()
         self.threads = set(threading.enumerate())
         if self.device.type == "cuda":
             if torch.cuda.memory_reserved() > KEPT:
@@ -165,6 +167,7 @@ class _Server:
     def on_settle(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """End a case."""
         self.run = self.pending = None
+        self.kept = KeptResults()
         end = self.host.end_case()
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" and end.usable else 0
         before, self.environment = self.environment, read_environment()
@@ -208,7 +211,7 @@ class _Server:
 
     def on_call(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Call a method, or run a module."""
-        method, run = message["method"], self.run
+        method, run, self.host.autograd = message["method"], self.run, message["autograd"]
         slots = _Slots(self.inputs, self.device) if run is None else run.slots
         for span in message["spans"]:
             slots.add(span) if run is None else run.add(span)
@@ -230,7 +233,7 @@ class _Server:
         finally:
             if run is not None:
                 run.seconds += time.perf_counter() - start
-        self.pending = (method, message["home"], result, slots)
+        self.pending = (method, message["home"], result, slots, list(tensors_in((arguments, options))))
         return self.on_deliver(message, descriptors)
 
     def _result(self, method: str, arguments: list[Any], options: dict[str, Any]) -> Any:
@@ -284,7 +287,7 @@ class _Server:
 
     def on_deliver(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
-        method, home, result, slots = self.pending
+        method, home, result, slots, given = self.pending
         memory = self.results[home].bytes
         # The judge passes a result to the next method as it was given; a module makes no results for other methods.
         writer = _Writer(memory, 0, self.device, keeps_strides=method not in DRIVEN)
@@ -295,6 +298,8 @@ class _Server:
             writer.copy()
             # The steps of a module report its inputs and its parameters too.
             aliases = [] if method in DRIVEN else self._aliases(method, writer.tensors, slots)
+            if method not in DRIVEN:
+                self.kept.see(method, writer.tensors, given)
         except Exception as error:
             self.pending = None
             return {
@@ -302,7 +307,18 @@ class _Server:
             }
         self.pending = None
         places = [] if self.run is None or method in DRIVEN else map(self.run.place_of, writer.tensors)
-        return {"result": encoded, "used": writer.used, "aliases": aliases, "guarded": list(filter(None, places))}
+        return {
+            "result": encoded, "used": writer.used, "aliases": aliases, "guarded": list(filter(None, places)),
+            "reused": self.kept.reused,
+        }  # fmt: skip
+
+    def on_first(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Copy the first result of a method to the shared memory, as it is now."""
+        writer = _Writer(self.results[message["home"]].bytes, 0, self.device, keeps_strides=True)
+        for tensor in self.kept.first[message["method"]]:
+            writer.place(tensor)
+        writer.copy()
+        return {"used": writer.used}
 
     def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""

@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import gc
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ _KERNELS = "narrowgauge.native.ops"
 """Imported for hosts alone, after the fork of a server that was requested first: both then import at the same time."""
 _REMOVE = 0
 """IPC_RMID of linux/ipc.h."""
+_MARK = "NARROWGAUGE_STARTER"
+"""Environment variable with a number of its own in the starter and in all its descendants."""
 _POLL = 0.02
 """Seconds between two looks at a process that is to end."""
 
@@ -97,9 +100,10 @@ class Starter:
 
     def __init__(self) -> None:
         ours, theirs = pair()
+        self._mark = secrets.token_hex(16)
         self._process = subprocess.Popen(
             interpreter(f"{__name__}:main", theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True, env=os.environ | {_MARK: self._mark},
         )  # fmt: skip
         theirs.close()
         self._connection = Connection(ours)
@@ -136,7 +140,7 @@ class Starter:
             connection.close()
 
     def close(self) -> None:
-        """End the process, all servers and all hosts."""
+        """End the process, all servers and all hosts, and what a backend left behind after it killed their parents."""
         if not readable([self._connection], 0.0):  # it still imports torch, and has no children
             self._process.kill()
         for module in list(self._servers):
@@ -147,6 +151,7 @@ class Starter:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        _end_marked(self._mark)
 
 
 _starter: Starter | None = None
@@ -323,7 +328,9 @@ def _be_host(message: dict[str, Any], descriptors: list[int], tell: int) -> None
     os.dup2(output, 1)
     os.dup2(output, 2)
     close_others([connection, stacks, tell])
+    mark = os.environ[_MARK]
     take_state(message["state"])
+    os.environ[_MARK] = mark
     if message["hidden"] is not None:
         from narrowgauge.harness.hosts.separation import separate
 
@@ -404,13 +411,31 @@ def _end_descendants(kept: Collection[int] = ()) -> set[int]:
     return ended
 
 
+def _end_marked(mark: str) -> None:
+    """Kill the processes that began with this value of `_MARK`, or are forks of such a process."""
+    until = time.monotonic() + KILLED
+    while (found := [pid for pid in processes() if _began_with(pid, f"{_MARK}={mark}")]) and time.monotonic() < until:
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _began_with(pid: int, variable: str) -> bool:
+    """Whether a process that this process may read began with an environment variable."""
+    try:
+        return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def processes() -> list[int]:
+    """Process ids of all processes. Empty on systems without /proc."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if Path("/proc").is_dir() else []
+
+
 def children(parent: int) -> list[int]:
     """Process ids of the children of a process. Empty on systems without /proc."""
-    found = []
-    for entry in os.listdir("/proc") if Path("/proc").is_dir() else []:
-        if entry.isdigit() and parent_of(int(entry)) == parent:
-            found.append(int(entry))
-    return found
+    return [pid for pid in processes() if parent_of(pid) == parent]
 
 
 def parent_of(pid: int) -> int:

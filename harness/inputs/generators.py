@@ -490,6 +490,14 @@ def _offset(want: Wanted) -> torch.Tensor:
     return want.draw.normal(*want.shape).add_(mean)
 
 
+def _far_mean(want: Wanted) -> torch.Tensor:
+    # In fp32 the square of the mean takes the whole mantissa. In fp16 and bf16 the deviation is about an ulp.
+    mean = 2.0 ** min(_MANTISSA[want.dtype] + 1, 12)
+    return want.draw.normal(*want.shape).add_(
+        mean * torch.where(torch.arange(want.rows) % 2 == 1, -1.0, 1.0).view(-1, 1)
+    )
+
+
 def _codes(want: Wanted) -> torch.Tensor:
     # The bits are read by `given_codes`: every scale byte in turn, random codes, and exponents of the amax at which a
     # factor or alpha is subnormal, ordinary or infinite. One row in eight alone has NaN and infinite codes, so that
@@ -550,7 +558,10 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "ladder": _ladder,
     "negative": _negative,
     "offset": _offset,
+    "far-mean": _far_mean,
     "peaked": _normal,
+    "beyond-exp": _normal,
+    "special-addends": _normal,
     "codes": _codes,
 }
 

@@ -25,6 +25,9 @@ CaseT = TypeVar("CaseT", bound=Case)
 CaseT_co = TypeVar("CaseT_co", bound=Case, covariant=True)
 Generate = Callable[[str, Draw, tuple[int, int], torch.dtype, str, Recipe], torch.Tensor]
 _SLAB = 1 << 18
+_WORD, _LARGEST = 1 << 32, (1 << 63) - 1
+COUNTERS = tuple(zip((_WORD - 1, _WORD, _LARGEST, _LARGEST), (*[_WORD - 1] * 3, _LARGEST - 1), strict=True))
+"""Seeds and offsets at the edges of 32 and 64 bits. The columnwise half adds 1 to the offset: the low word carries."""
 
 
 @dataclass
@@ -79,8 +82,11 @@ class Maker(Generic[CaseT_co]):
         return Draw(f"{self.case.id}|{self.seed}|{role}")
 
     def counter(self, role: str) -> tuple[int, int]:
-        """Seed and offset of random bits, 63 and 62 bits, so that seed and offset + 1 fit signed 64-bit integers."""
+        """Seed and offset of random bits, 63 and 62 bits, so that seed and offset + 1 fit signed 64-bit integers; of a
+        case with random bits at the edges one of `COUNTERS`."""
         digest = hashlib.sha256(f"{self.case.id}|{self.seed}|random of {role}".encode()).digest()
+        if getattr(self.case, "random", None) == "edges":
+            return COUNTERS[digest[0] % len(COUNTERS)]
         return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:16], "little") >> 2
 
     @property
@@ -168,8 +174,9 @@ def growth(depth: int) -> int:
     return depth.bit_length() // 2
 
 
-def addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Finite normal numbers of the magnitude of a product, so that the addition to the product rounds."""
+def addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype, special: Sequence[float] = ()) -> torch.Tensor:
+    """Finite normal numbers of the magnitude of a product, so that the addition to the product rounds, and each
+    `special` value at a place anywhere."""
     limit = 10 if dtype == torch.float16 else 100
     addend = torch.empty(exponents.shape, dtype=dtype)
     # Temporaries of this size stay in cache. Pairs of rows take whole words of the stream.
@@ -177,6 +184,10 @@ def addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     for part, some in zip(torch.split(addend, rows), torch.split(exponents, rows), strict=True):
         scale = (some.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
         part.copy_(draw.normal(*some.shape).mul_(scale))
+    if special and addend.numel():
+        first, apart = draw.index(addend.numel()), max(1, addend.numel() // len(special))
+        for number, value in enumerate(special):
+            addend.view(-1)[(first + number * apart) % addend.numel()] = value
     return addend
 
 

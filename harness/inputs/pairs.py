@@ -1,4 +1,4 @@
-"""Pairs of values of two keys of a case: a bug that needs two options is found only by a case that has both.
+"""Pairs and triples of values of different keys of a case: only a case with both options shows a bug that needs two.
 
 The values of a case are its keys but for the input family and repeated calls. A recipe counts as its traits (element,
 block, rounding, …), a training recipe as its family and options, a size as its class (0, 1, a multiple of 128 or of 16,
@@ -7,8 +7,10 @@ another), sections as their kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import combinations
+from operator import itemgetter
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import keys_of
@@ -19,7 +21,8 @@ _SIZES = (128, 16)
 
 Value = tuple[str, str]
 """Key and value: ("bias", "True"), ("recipe.rounding", "stochastic"), ("K", "1")."""
-Pair = tuple[Value, Value]
+Values = tuple[Value, ...]
+"""Values of different keys, sorted: a pair, a triple."""
 
 
 def size_class(size: int) -> str:
@@ -80,22 +83,29 @@ def values_of(case: Case) -> dict[str, str]:
 
 
 def key_of(value: Value) -> str:
-    """The key of a value. Values of one key are no pair: a recipe has its traits together."""
+    """The key of a value. Values of one key are in no set: a recipe has its traits together."""
     return value[0].partition(".")[0]
 
 
-def pairs_of(case: Case) -> set[Pair]:
-    """Pairs of values of two keys that the case tests: an empty case tests only the pairs of its size 0."""
+def sets_of(case: Case, size: int = 2) -> set[Values]:
+    """The sets of `size` values of different keys that the case tests: an empty case tests only those with its size
+    0."""
     values = sorted(values_of(case).items())
-    keyed = [(value, key_of(value)) for value in values]
-    pairs = {(one, other) for (one, key), (other, other_key) in combinations(keyed, 2) if key != other_key}
+    found = {chosen(values) for chosen in _choices(tuple(map(key_of, values)), size)}
     if 0 not in case.shape:
-        return pairs
+        return found
     empty = {value for value in values if value[0] in sizes(case) and value[1] == "0"}
-    return {pair for pair in pairs if empty & set(pair)}
+    return {chosen for chosen in found if not empty.isdisjoint(chosen)}
 
 
-def pairs_of_all(cases: Iterable[Case]) -> set[tuple[str, Pair]]:
-    """Operations and pairs of all cases. Cases of different input families have the same pairs."""
+@cache
+def _choices(keys: tuple[str, ...], size: int) -> list[Callable[[Sequence[Value]], Values]]:
+    """Functions that choose `size` of the values of these keys, of different keys; 2 or more."""
+    places = combinations(range(len(keys)), size)
+    return [itemgetter(*chosen) for chosen in places if len({keys[n] for n in chosen}) == size]
+
+
+def sets_of_all(cases: Iterable[Case], size: int = 2) -> set[tuple[str, Values]]:
+    """Operations and sets of values of all cases. Cases of different input families have the same sets."""
     different = {(case.operation, *values_of(case).items()): case for case in cases}
-    return {(case.operation, pair) for case in different.values() for pair in pairs_of(case)}
+    return {(case.operation, values) for case in different.values() for values in sets_of(case, size)}

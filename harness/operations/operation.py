@@ -40,6 +40,7 @@ _GENERIC = (
     "dtype",
     "inputs",
     "view",
+    "autograd",
     "repeats",
     "concurrency",
 )

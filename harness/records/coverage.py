@@ -1,4 +1,4 @@
-"""Coverage of a run: operations, input families, dtypes, shapes and pairs of options that a backend computed or not."""
+"""Coverage of a run: operations, input families, dtypes, shapes, pairs and triples of options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.pairs import pairs_of_all
+from narrowgauge.harness.inputs.pairs import sets_of_all
 from narrowgauge.harness.records.record import elements_compared
 
 _LEAST = 0.5
@@ -53,8 +53,10 @@ def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]
         )
         if len(done) < _LEAST * len(values):
             low.append(name)
-    pairs = pairs_of_all(of_kinds)
-    written.append(f"{'options':<{_NAME}}{len(pairs_of_all(ran))} of {len(pairs)} pairs of values of two keys")
+    full = any(case.tier == "full" for case in ran)
+    for name, size, words in [("options", 2, "pairs of values of two keys")] + [("", 3, "triples of values")] * full:
+        counts = [len(sets_of_all(some, size)) for some in (ran, of_kinds)]
+        written.append(f"{name:<{_NAME}}{counts[0]} of {counts[1]} {words}")
     if low:
         written += textwrap.wrap(f"warning: less than half of the {' and of the '.join(low)} ran", _WIDTH)
     return written

@@ -140,15 +140,16 @@ def read(path: Path) -> RecordedRun:
 @paused_collection()
 def _read(path: Path) -> tuple[RecordedRun, int]:
     """The run, and the number of bytes in complete lines of its journal."""
-    from narrowgauge.harness.records.json_line import share_words
-    from narrowgauge.harness.records.record_check import has_record_type
+    from narrowgauge.harness.records.json_line import parse_record, share_words
+    from narrowgauge.harness.records.record_check import contradictions, has_record_type, record_problems
     from narrowgauge.harness.records.typed import type_problem
 
     file = path / JOURNAL_NAME if path.is_dir() else path
     lines = _lines(path, file)
-    header, size = next(lines, ({}, 0))
+    first, size = next(lines, (b"", 0))
     if not size:
         raise JournalError(f"{file}: holds no whole line, so no run; run it again without --resume")
+    header = _parse_line(first, file, 1)
     versions = header.get("journal"), header.get("schema")
     if versions != (JOURNAL_VERSION, SCHEMA):
         raise JournalError(
@@ -158,10 +159,16 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
     if problem := type_problem(header, _line_type("Header")):
         raise JournalError(f"{file}: line 1 is no header of a run: {problem}")
     latest: dict[str, dict[str, Any]] = {}
+    contradicting: dict[str, list[str]] = {}
     elapsed, sources = 0.0, LoadedSources()
-    for number, (entry, end) in enumerate(lines, 2):
+    for number, (line, end) in enumerate(lines, 2):
         size = end
-        if has_record_type(entry):
+        entry = parse_record(line)
+        complete = entry is not None
+        if entry is None:
+            entry = _parse_line(line, file, number)
+            complete = has_record_type(entry)
+        if complete:
             share_words(entry)
         elif set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
             elapsed = entry["elapsed"]
@@ -172,26 +179,18 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
         elif problem := type_problem(entry, _line_type("Record"), "column"):
             raise JournalError(f"{file}: line {number} is no record: {problem}")
         latest[entry["case"]] = entry
+        contradicting[entry["case"]] = contradictions(entry) if complete else record_problems(entry)
     records = list(latest.values())
     run = RecordedRun(
         **header, records=records, elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
     )  # fmt: skip
-    if problems := list(_contradictions(run)):
+    if problems := [f"record {case!a}: {problem}" for case, found in contradicting.items() for problem in found]:
         raise UntrustedRunError(path, problems, run.command)
     return run, size
 
 
-def _contradictions(run: RecordedRun) -> Iterator[str]:
-    """Records that contradict themselves."""
-    from narrowgauge.harness.records.record_check import record_problems
-
-    for record in run.records:
-        for problem in record_problems(record):
-            yield f"record {record['case']!a}: {problem}"
-
-
-def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Objects of the complete lines of a journal, each with the number of bytes up to its end."""
+def _lines(path: Path, file: Path) -> Iterator[tuple[bytes, int]]:
+    """The complete lines of a journal, each with the number of bytes up to its end."""
     try:
         # O_NONBLOCK: a named pipe would wait for its writer.
         with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
@@ -200,7 +199,7 @@ def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
             size = number = 0
             while (line := opened.readline(_LINE + 1)).endswith(b"\n"):
                 size, number = size + len(line), number + 1
-                yield _parse_line(line, file, number), size
+                yield line, size
             if len(line) > _LINE:
                 raise JournalError(f"{file}: line {number + 1} is longer than {_LINE} bytes, so no line of a run")
     except FileNotFoundError as error:
@@ -485,7 +484,10 @@ class Journal:
 
 
 def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    from narrowgauge.harness.records.json_line import record_json
+
+    text = record_json(value) if "stages" in value and "findings" in value else json.dumps(value)
+    return text.encode() + b"\n"
 
 
 def _differences(run: RecordedRun, current: RecordedRun) -> Iterable[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from sys import intern
 from typing import Any
 
 import msgspec
 
 from narrowgauge.harness.machine.plain_text import LONGEST, plain_value, unique_keys
+from narrowgauge.harness.records.record import ENTRIES
+from narrowgauge.harness.records.record_check import record_decoder
 
 _INFINITE = b'"sqnr_db": Infinity, "sweep": '
 """Text of the only infinite figure in the record of a pass. A line without a backslash has it at no other place: no
@@ -22,6 +25,42 @@ _WORDS = (
     "options", "declares",
 )  # fmt: skip
 """Columns with the same few words in thousands of records."""
+_PLACE = "\0"
+"""Stands for a part of a record in its JSON: the texts of a record have no such character (`plain_text`)."""
+_PLACE_JSON = json.dumps(_PLACE)
+_COUNTS = ("modulo", "heat")
+"""Columns of a finding that hold counts: most of the bytes of a record that fails."""
+
+
+def record_json(record: dict[str, Any]) -> str:
+    """A record as `json.dumps` writes it, in half of its time."""
+    parts = record | {"stages": _PLACE, "findings": _PLACE}
+    start, middle, end = json.dumps(parts).split(_PLACE_JSON)
+    return f"{start}{stages_json(record['stages'])}{middle}{findings_json(record['findings'])}{end}"
+
+
+def stages_json(stages: list[dict[str, Any]]) -> str:
+    """The column `stages` of a record as `json.dumps` writes it."""
+    return _without_floats(stages)
+
+
+def findings_json(findings: list[dict[str, Any]]) -> str:
+    """The column `findings` of a record as `json.dumps` writes it."""
+    if not findings:
+        return "[]"
+    text = json.dumps([finding | dict.fromkeys(_COUNTS, _PLACE) for finding in findings])
+    counts = [_without_floats(finding[name]) for finding in findings for name in finding if name in _COUNTS]
+    return "".join(chain(*zip(text.split(_PLACE_JSON), [*counts, ""], strict=True)))
+
+
+def _without_floats(value: Any) -> str:
+    """A value without a float as `json.dumps` writes it. msgspec takes a third of its time, but writes floats in
+    another way."""
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=0)
+    except (OverflowError, msgspec.DecodeError):  # a number beyond 64 bits
+        return json.dumps(value)
+    return text.decode() if text.isascii() else json.dumps(value)
 
 
 def parse_line(line: bytes) -> Any:
@@ -30,32 +69,41 @@ def parse_line(line: bytes) -> Any:
     Raises ValueError for a line that is not JSON, or that has a key twice in an object; RecursionError for a line that
     is nested too deep.
     """
-    plain = not line.rstrip(b"\n").translate(None, _PLAIN) and b"::" not in line and b"##" not in line
-    plain = plain and len(line) <= LONGEST
-    if plain and (value := _parse_quickly(line)) is not None:
-        return value
-    value = json.loads(line.decode(), object_pairs_hook=unique_keys)
-    return value if plain else plain_value(value)
+    return plain_value(json.loads(line.decode(), object_pairs_hook=unique_keys))
 
 
-def _parse_quickly(line: bytes) -> dict[str, Any] | None:
-    """The object of a line without a backslash, by msgspec, in a third of the time of json. None if the line is no
-    object, has a number that msgspec does not read, or may have a key twice."""
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """`parse_line` of most records, in a fifth of its time: each has every column, of its type.
+
+    None for another line, a line with a character that JSON or `plain_text` escapes, a number that msgspec does not
+    read, and a key that may be there twice.
+    """
+    if line.rstrip(b"\n").translate(None, _PLAIN) or b"::" in line or b"##" in line or len(line) > LONGEST:
+        return None
     finite = line.replace(_INFINITE, _FINITE)
     try:
-        value = msgspec.json.decode(finite)
+        record: dict[str, Any] = record_decoder().decode(finite)
     except (msgspec.DecodeError, RecursionError):
         return None
     # The end of a string and a colon, between which JSON allows spaces: the end of a key, unless a string begins so.
-    if type(value) is not dict or finite.count(b'":') != _keys(value) or b" :" in finite:
+    # msgspec leaves out a key that no column has.
+    if finite.count(b'":') != _keys_of_record(record) or b" :" in finite:
         return None
     if len(finite) != len(line):
-        value["sqnr_db"] = float("inf")
-    return value
+        record["sqnr_db"] = float("inf")
+    return record
+
+
+def _keys_of_record(record: dict[str, Any]) -> int:
+    """Number of keys of all objects in a record that has every column."""
+    own = len(record) + sum([len(record[column]) * len(keys) for column, keys in ENTRIES.items()])
+    return own + sum([_keys(value) for finding in record["findings"] for value in finding.values()])
 
 
 def _keys(value: Any) -> int:
     """Number of keys of the objects in a value."""
+    if type(value) not in _CONTAINERS:
+        return 0
     inner, own = (value, 0) if type(value) is list else (value.values(), len(value))
     if _CONTAINERS.isdisjoint(map(type, inner)):
         return own

@@ -10,7 +10,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from narrowgauge.harness.cases.keys import TIERS
 from narrowgauge.harness.cases.operations import is_composed, is_own
@@ -69,6 +71,11 @@ def record_problems(record: dict[str, Any]) -> list[str]:
     """Reasons not to trust a record, as phrases with column and value. Empty if the record is consistent."""
     if problem := type_problem(record, _record_type(), "column"):
         return [problem]
+    return contradictions(record)
+
+
+def contradictions(record: dict[str, Any]) -> list[str]:
+    """`record_problems` of a record that has every column, each of its type."""
     return [*_ranges(record), *_labels(record)] or [*_verdict(record)]
 
 
@@ -80,11 +87,25 @@ def has_record_type(value: Any) -> bool:
 @cache
 def _record_type() -> type:
     """The type of a record with its entries: each has all keys, and no other."""
+    made: type = _nested(object_type)
+    return made
+
+
+@cache
+def record_decoder() -> Any:
+    """`msgspec.json.Decoder` of records with every column, each of its type: dicts without the keys that no record
+    has."""
+    typed_dict: Any = TypedDict  # of names that a type checker does not know
+    return msgspec.json.Decoder(_nested(typed_dict))
+
+
+def _nested(make: Callable[[str, dict[str, Any]], Any]) -> Any:
+    """The type of a record, with the types that `make` makes of names and types of keys."""
     lists: dict[str, Any] = {}
     for column, keys in ENTRIES.items():
-        entry = object_type(column, {key: _ENTRY_TYPES[column][key] for key in keys})
+        entry = make(column, {key: _ENTRY_TYPES[column][key] for key in keys})
         lists[column] = list[entry]  # type: ignore[valid-type]
-    return object_type("Record", types_of(Record) | lists)
+    return make("Record", types_of(Record) | lists)
 
 
 def _ranges(record: dict[str, Any]) -> Iterator[str]:
@@ -165,8 +186,8 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
     for number, stage in enumerate(stages):
         if not stage["sentence"] and (stage["mismatches"] or stage["max_ulp"] is not None):
             yield f"stages[{number}] ({shown(stage['stage'])}) has wrong elements, and no sentence"
-        largest = max(stage["mismatches"], stage["excused"], stage["unbounded"] or 0)
-        if largest > stage["compared"] and stage["rule"] not in PROTECTING:
+        counts = stage["mismatches"], stage["excused"], stage["unbounded"] or 0
+        if any(counts) and max(counts) > stage["compared"] and stage["rule"] not in PROTECTING:
             what = "more wrong, excused or unbounded elements than compared elements"
             yield f"stages[{number}] ({shown(stage['stage'])}) has {what}"
         if stage["unbounded"] is not None and stage["rule"] not in _BOUNDING:

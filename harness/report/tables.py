@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from narrowgauge.harness.records.json_line import findings_json, stages_json
 from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, elements_compared, outcome
 
 _FORMULA = frozenset("=+-@\t\r\n＝＋－＠")
@@ -22,6 +22,7 @@ _FORMULA = frozenset("=+-@\t\r\n＝＋－＠")
 
 _KINDS = {column.name: str(column.type).removesuffix(" | None") for column in fields(Record)}
 """Type of each column of a record."""
+_JSON: dict[str, Callable[[Any], str]] = {"stages": stages_json, "findings": findings_json}
 _ROWS = 4096
 """Rows that are converted at once: the texts of a part have less than 2 GiB."""
 
@@ -56,7 +57,7 @@ def _cells(values: Sequence[Any], kind: str) -> Sequence[Any]:
     """Cells of a column. A cell of None is empty."""
     if kind == "str":
         return [f"'{value}" if value[:1] in _FORMULA else value for value in values]
-    return [value if _measured(value) else None for value in values] if kind == "float" else values
+    return [value if value == value else None for value in values] if kind == "float" else values  # noqa: PLR0124 (NaN)
 
 
 def _measured(value: Any) -> bool:
@@ -77,7 +78,7 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[Mapping[str, Sequence[Any]
 
     def add(columns: Mapping[str, Sequence[Any]]) -> None:
         count = len(columns["case"])
-        texts = {name: _json(columns[name]) for name in NESTED}
+        texts = {name: _json(columns[name], _JSON.get(name, json.dumps)) for name in NESTED}
         values: dict[str, Sequence[Any]] = {"schema": [SCHEMA] * count, **columns, **texts}
         arrays = [_array(values[name], kind) for name, kind in kinds.items()]
         writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
@@ -86,8 +87,8 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[Mapping[str, Sequence[Any]
         yield add
 
 
-def _json(values: Iterable[Any]) -> list[str]:
-    return [json.dumps(value) if value else "[]" for value in values]
+def _json(values: Iterable[Any], text: Callable[[Any], str]) -> list[str]:
+    return [text(value) if value else "[]" for value in values]
 
 
 def _array(values: Sequence[Any], kind: Any) -> Any:
@@ -101,14 +102,17 @@ def _array(values: Sequence[Any], kind: Any) -> Any:
         sizes = map(len, values if text.isascii() else [value.encode() for value in values])
         ends = numpy.cumsum([0, *sizes], dtype=numpy.int32)
         return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), pa.py_buffer(text.encode())])
-    valid = [_measured(value) for value in values]
-    if kind == pa.bool_():
-        content = numpy.packbits(numpy.array(values, dtype=bool), bitorder="little").tobytes()
+    if kind == pa.float64():
+        numbers = numpy.array(values, dtype=numpy.float64)  # None is NaN
+        valid = ~numpy.isnan(numbers)
+        content = numpy.where(valid, numbers, 0).tobytes()
     else:
-        numbers = [value if measured else 0 for value, measured in zip(values, valid, strict=True)]
-        content = array("q" if kind == pa.int64() else "d", numbers).tobytes()
-    bits = numpy.packbits(numpy.array(valid, dtype=bool), bitorder="little").tobytes()
-    return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(bits), pa.py_buffer(content)])
+        valid = numpy.array([value is not None for value in values], dtype=bool)
+        whole = [value or 0 for value in values]
+        bits = numpy.packbits(numpy.array(whole, dtype=bool), bitorder="little")
+        content = (bits if kind == pa.bool_() else numpy.array(whole, dtype=numpy.int64)).tobytes()
+    present = numpy.packbits(valid, bitorder="little").tobytes()
+    return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(present), pa.py_buffer(content)])
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

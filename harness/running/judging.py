@@ -26,7 +26,7 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     from narrowgauge.harness.diagnosis.search.history import history_of
     from narrowgauge.harness.operations.registry import operation_of
 
-    backend.repeats, backend.concurrency = case.repeats, case.concurrency
+    backend.repeats, backend.concurrency, backend.host.autograd = case.repeats, case.concurrency, case.autograd
     outcome = operation_of(case)(case, inputs, backend)
     amaxes = [judged.oracle.amax for judged in outcome.judged if judged.oracle.amax is not None]
     history_of(backend).begin_case([float(amax) for amax in amaxes if amax.numel() == 1])
@@ -40,7 +40,7 @@ def explained(
     *,
     runs: Callable[[], tuple[Run, Run] | None] | None = None,
     limit: WorkLimit | None = None,
-    further: Callable[[str], Outcome | None] | None = None,
+    further: FurtherCases | None = None,
     part: bool = False,
 ) -> list[dict[str, Any]]:
     """Explanations of a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict.
@@ -54,6 +54,8 @@ def explained(
     history = history_of(backend)
     evidence, signs = len(history.left_out), dict(history.signs)
     try:
+        if further is not None and further.needs_autograd():
+            next(stage for stage in outcome.stages if not stage.passed).causes.append(further.autograd_cause)
         explanations = explain(outcome, history, runs=runs, limit=limit, further=further)
         return [explanation.to_dict() for explanation in explanations]
     except HostLost:
@@ -84,21 +86,38 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
 
 
 class FurtherCases:
-    """Runs a failing case again on inputs of other families."""
+    """Runs a failing case again: on inputs of other families, and in plain calls."""
 
     def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int) -> None:
-        self._case, self._device, self._backend, self._seed = case, inputs.x.device.type, backend, seed
+        self._case, self._inputs, self._backend, self._seed = case, inputs, backend, seed
+        self._device = inputs.x.device.type
         self._lost = False
 
     def __call__(self, family: str) -> Outcome | None:
         """The outcome on inputs of `family`. None if the operation has no such inputs, or the backend no result."""
+        return self._outcome(replace(self._case, inputs=family, repeats=0, concurrency="sequential"))
+
+    @property
+    def autograd_cause(self) -> str:
+        """The cause of a case that fails in these calls alone (`harness.diagnosis.explain_memory`)."""
+        return f"autograd:{self._case.autograd}"
+
+    def needs_autograd(self) -> bool:
+        """Whether the case passes in plain calls, and fails in the calls of its key `autograd`."""
+        if self._case.autograd == "plain":
+            return False
+        plain = self._outcome(replace(self._case, autograd="plain", repeats=0, concurrency="sequential"), self._inputs)
+        return plain is not None and all(stage.passed for stage in plain.stages)
+
+    def _outcome(self, case: Case, inputs: Inputs | None = None) -> Outcome | None:
+        """The outcome of a case, on its own inputs or on these. None without such inputs, and without a result."""
         from narrowgauge.harness.operations.registry import make_inputs
 
-        case = replace(self._case, inputs=family, repeats=0, concurrency="sequential")
-        if self._lost or family not in case.families() or case.problem() is not None:
+        if self._lost or case.inputs not in (*case.families(), self._case.inputs) or case.problem() is not None:
             return None
         try:
-            return judge(case, make_inputs(case, seed=self._seed).to(self._device), self._backend)
+            given = make_inputs(case, seed=self._seed).to(self._device) if inputs is None else inputs
+            return judge(case, given, self._backend)
         except HostLost:  # the next call starts a new host
             self._lost = True
         except (BackendError, Unsupported, ValueError):

@@ -6,10 +6,12 @@ writes them. `CONVENTIONS` is the table of all conventions. These functions acce
 
 from __future__ import annotations
 
-from narrowgauge.adapt.conventions import CONVENTIONS, Convention, Layout, Nibbles, TensorScaleIs
+from narrowgauge.adapt.conventions import CONVENTIONS, AnyLayout, Convention, Layout, Nibbles, TensorScaleIs
 from narrowgauge.adapt.convert import padding, quantized, stored_as
+from narrowgauge.adapt.entries import ENTRIES, Entry, Part, entries_of, entry_parts
 from narrowgauge.adapt.tensors import tensor
 
 __all__ = [
-    "CONVENTIONS", "Convention", "Layout", "Nibbles", "TensorScaleIs", "padding", "quantized", "stored_as", "tensor",
+    "CONVENTIONS", "ENTRIES", "AnyLayout", "Convention", "Entry", "Layout", "Nibbles", "Part", "TensorScaleIs",
+    "entries_of", "entry_parts", "padding", "quantized", "stored_as", "tensor",
 ]  # fmt: skip

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.adapt.own_layouts import OwnLayout, is_own
 from narrowgauge.spec.scale_layouts import LAYOUTS, ScaleLayout
+from narrowgauge.spec.scale_layouts import Layout as ScaleLayoutRow
 
-Nibbles = Literal["low-first", "high-first", "halves", "unpacked"]
-"""Places of the codes of 4 bits."""
+Nibbles = Literal["low-first", "high-first", "halves", "unpacked", "dense"]
+"""Places of the codes of 4 bits; `dense` also of 6 bits."""
 Layout = Literal[ScaleLayout, "padded"]
 """Order of the block scales in memory."""
+AnyLayout = Layout | ScaleLayoutRow | OwnLayout
+"""A layout by name, a `Layout` of `narrowgauge.spec.scale_layouts`, a function or a permutation."""
 TensorScaleIs = Literal["amax", "encode", "decode"]
 """Meaning of the tensor scale."""
 
@@ -35,6 +39,8 @@ CONVENTIONS = (
     Convention("nibbles", "halves", "byte j of a block of 2h elements: element j in the low nibble, element j + h in "
                "the high nibble", "GGML (gguf, llama.cpp)"),
     Convention("nibbles", "unpacked", "one code in a byte or integer, below 16", "ml_dtypes, JAX arrays in memory"),
+    Convention("nibbles", "dense", "the bits of the codes one behind another, the first code lowest: four codes of 6 "
+               "bits in three bytes; of 4 bits low-first", "FP6 of cuBLAS and CUTLASS (dense), AMD MFMA"),
     Convention("codes", "bytes", "uint8 or int8", "Transformer Engine, FlashInfer, vLLM, modelopt"),
     Convention("codes", "narrow dtype", "float4_e2m1fn_x2 (two codes in a byte), float8_e4m3fn, float8_e5m2, or the "
                "dtypes of ml_dtypes", "torch, torchao, DeepGEMM, JAX"),
@@ -65,7 +71,12 @@ CONVENTIONS = (
 
 
 def check_choice(argument: str, value: object) -> None:
-    """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is."""
+    """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is.
+
+    A layout may also be a `Layout`, a function or a permutation.
+    """
+    if argument == "layout" and (isinstance(value, ScaleLayoutRow) or is_own(value)):
+        return
     choices = [known.value for known in CONVENTIONS if known.argument == argument]
     if value not in choices:
         raise ValueError(f"{argument} is {value!r}; it can be {', '.join(map(repr, choices))}")

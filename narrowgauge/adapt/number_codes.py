@@ -12,7 +12,7 @@ _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WORDS = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 _NARROW = {
     torch.float4_e2m1fn_x2: "E2M1", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2",
-    torch.float8_e8m0fnu: "E8M0",
+    torch.float8_e8m0fnu: "E8M0", torch.float8_e4m3fnuz: "E4M3FNUZ", torch.float8_e5m2fnuz: "E5M2FNUZ",
 }  # fmt: skip
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
@@ -55,7 +55,7 @@ def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Ten
     raw = single.contiguous().view(torch.int32)
     magnitude = raw & 0x7FFFFFFF
     grid = torch.tensor(_magnitudes(fmt), dtype=torch.int32, device=numbers.device)
-    codes = torch.searchsorted(grid, magnitude).clamp_(max=fmt.max_code)
+    codes = torch.searchsorted(grid, magnitude).clamp_(max=len(grid) - 1)
     found = grid[codes] == magnitude
     nan = magnitude > _INF_BITS
     for code, here in ((fmt.inf_code, magnitude == _INF_BITS), (fmt.nan_code, nan)):
@@ -64,6 +64,8 @@ def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Ten
     negative = (raw < 0) & ~nan
     if not fmt.signed:
         found &= ~negative
+    if fmt.complement:
+        found &= negative | (codes <= fmt.max_code)
     if numbers.dtype == torch.float64:
         found &= (single.double() == numbers) | nan
     if not bool(found.all()):
@@ -72,6 +74,8 @@ def codes_of_numbers(numbers: torch.Tensor, fmt: Format, name: str) -> torch.Ten
             f"{name}{list(place)} is {float(numbers[place])!r}, which is no value of {fmt.name}; give numbers of "
             f"{fmt.name} without any further factor, or codes"
         )
+    if fmt.complement:
+        return torch.where(negative, -codes, codes).bitwise_and_(fmt.codes - 1).to(torch.uint8)
     return (codes | (negative * fmt.sign_code)).to(torch.uint8)
 
 
@@ -82,8 +86,9 @@ def numbers_of_exponents(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(fmt: Format) -> list[int]:
-    """Bits of the float32 numbers of the codes 0 to `max_code`, in ascending order."""
-    return [_bits(value) for value in fmt.values[: fmt.max_code + 1]]
+    """Bits of the float32 numbers of the codes 0 to `max_code`, in ascending order; in two's complement one more."""
+    magnitudes = [_bits(value) for value in fmt.values[: fmt.max_code + 1]]
+    return [*magnitudes, _bits(-fmt.values[fmt.sign_code])] if fmt.complement else magnitudes
 
 
 def _bits(value: float) -> int:

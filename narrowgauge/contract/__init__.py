@@ -8,7 +8,9 @@ This package does not import torch.
 from typing import NoReturn
 
 from narrowgauge.contract.declaration import (
+    Bits,
     Codes,
+    Column,
     Contract,
     Flag,
     Index,
@@ -35,6 +37,7 @@ from narrowgauge.contract.steps import (
     gelu,
     gemm,
     halves,
+    joined,
     largest,
     layer_norm,
     maximum,
@@ -42,6 +45,7 @@ from narrowgauge.contract.steps import (
     minimum,
     once,
     quantize,
+    quantize_both,
     repeat_half,
     rms_norm,
     rotate_half,
@@ -54,17 +58,18 @@ from narrowgauge.contract.steps import (
     square,
     sum,
     tanh,
+    transposed,
     where,
 )
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Codes", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe", "Row", "Scalar",
-    "Scale",
+    "Bits", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe",
+    "Row", "Scalar", "Scale",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize", "repeat_half",
-    "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax", "sqrt", "square", "sum", "tanh",
-    "where",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
+    "quantize_both", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax",
+    "sqrt", "square", "sum", "tanh", "transposed", "where",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.spec.program import (
+    BITS,
     CODES,
     GEMM,
     INDEX,
@@ -48,6 +49,13 @@ class Row(Argument):
     own_axes = ("K",)
 
 
+class Column(Argument):
+    """A float32 number for each row, such as a saved 1/√(mean square): (M, 1)."""
+
+    own_axes = ("M", "1")
+    dtypes = ("float32",)
+
+
 class Scalar(Argument):
     """A float32 number: ()."""
 
@@ -77,7 +85,15 @@ class Codes(Argument):
     dtypes = (CODES,)
 
 
-TYPES = (Matrix, Row, Scalar, Scale, Index, Codes)
+class Bits(Argument):
+    """Random bits of the elements of a matrix (M, K), for stochastic rounding: words, int32 (M, K/4). Element 4j + i of
+    a row takes byte i of word j, the lowest byte first."""
+
+    own_axes = ("M", "K/4")
+    dtypes = (BITS,)
+
+
+TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes)
 """Types of tensors."""
 
 
@@ -258,9 +274,9 @@ def contract(
     `dialects`: names of libraries and their values of the options with few values. A recipe takes such a name behind
     @, and a backend declares it. Options that the contract does not have are left out.
 
-    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Scalar`, `Scale`, `Index`) or `Recipe`, which
-    may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed` are arguments
-    of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
+    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`) or
+    `Recipe`, which may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed`
+    are arguments of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
     `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers.
     The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
     order. Raises ContractError for another signature.

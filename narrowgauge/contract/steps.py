@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from narrowgauge.contract.values import Value, broadcast, combined, in_float32, number
 from narrowgauge.spec.program import (
+    BITS,
     CODES,
     COLUMNS,
     DECODE,
@@ -14,9 +15,12 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    JOINED,
     ONCE,
     PROMOTIONS,
     QUANTIZE,
+    ROTATED,
+    TRANSPOSED,
 )
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
@@ -228,6 +232,23 @@ def halves(x: Value) -> tuple[Value, Value]:
     return first, second
 
 
+def joined(first: Value, second: Value) -> Value:
+    """Two matrices (…, K/2) beside each other, (…, K): the inverse of `halves`."""
+    if first.axes != second.axes or first.dtype != second.dtype:
+        first.trace.fail(
+            f"c.joined takes two values of the same axes and dtype, not {first.dtype} ({', '.join(first.axes)}) and "
+            f"{second.dtype} ({', '.join(second.axes)})"
+        )
+    return first.trace.add(JOINED, (first, second), (*first.axes[:-1], _whole(first, "c.joined")), first.dtype)
+
+
+def transposed(x: Value) -> Value:
+    """A matrix (M, K) with rows and columns exchanged: (K, M)."""
+    if len(x.axes) != 2:
+        x.trace.fail(f"c.transposed takes a matrix, not a tensor of the axes ({', '.join(x.axes)})")
+    return x.trace.add(TRANSPOSED, (x,), x.axes[::-1], x.dtype)
+
+
 def rotate_half(x: Value, pairs: str = "halves") -> Value:
     """(−b, a) for the halves (a, b) of the last axis, or for each pair of neighbours ("neighbours")."""
     return x.trace.add(COLUMNS, (x,), x.axes, x.dtype, order=_paired(x, "rotated", pairs))
@@ -235,12 +256,18 @@ def rotate_half(x: Value, pairs: str = "halves") -> Value:
 
 def repeat_half(x: Value, pairs: str = "halves") -> Value:
     """(x, x) along the last axis (…, K/2), or each number beside itself ("neighbours"): (…, K)."""
+    axes = (*x.axes[:-1], _whole(x, "c.repeat_half"))
+    return x.trace.add(COLUMNS, (x,), axes, x.dtype, order=_paired(x, "repeated", pairs))
+
+
+def _whole(x: Value, function: str) -> str:
+    """The axis whose half is the last axis of a value."""
     name, _, divisor = x.axes[-1].rpartition("/") if x.axes else ("", "", "")
     if divisor != "2":
         x.trace.fail(
-            f'c.repeat_half takes half of an axis, not ({", ".join(x.axes)}): declare Annotated[c.Matrix, ("M", "K/2")]'
+            f'{function} takes half of an axis, not ({", ".join(x.axes)}): declare Annotated[c.Matrix, ("M", "K/2")]'
         )
-    return x.trace.add(COLUMNS, (x,), (*x.axes[:-1], name), x.dtype, order=_paired(x, "repeated", pairs))
+    return name
 
 
 def _paired(x: Value, order: str, pairs: str) -> str:
@@ -328,24 +355,62 @@ def _is_known(x: Value) -> bool:
     return step.function in ("argument", CODES)
 
 
-def quantize(x: Value, recipe: str, scale: Value | None = None) -> Value:
+def quantize(x: Value, recipe: str, scale: Value | None = None, *, random: Value | None = None) -> Value:
     """`x` quantized by a recipe: codes, scales, and the amax if the recipe has a scale for the tensor.
 
-    `scale`: an argument of the type Scale, for a recipe whose scale is given.
+    `scale`: an argument of the type Scale, for a recipe whose scale is given. `random`: an argument of the type Bits,
+    for a recipe that rounds stochastically. A recipe with a rotation rotates `x` first, in any order of summation, and
+    rounds it to bfloat16.
     """
     if len(x.axes) != 2:
         x.trace.fail(f"c.quantize takes a matrix, not a tensor of the axes ({', '.join(x.axes)})")
     try:
-        given = find_recipe(recipe).tensor_scale == "given"
+        rule = find_recipe(recipe)
     except ValueError as error:
         x.trace.fail(str(error))
+    given, drawn = rule.tensor_scale == "given", rule.rounding == "stochastic"
+    if drawn != (random is not None):
+        x.trace.fail(
+            f"recipe {recipe} takes {'random bits' if drawn else 'no random bits'}; c.quantize has "
+            f"{'none: c.quantize(y, recipe, random=bits), with an argument of the type Bits' if drawn else 'some'}"
+        )
     if given != (scale is not None):
         x.trace.fail(
             f"recipe {recipe} takes {'a' if given else 'no'} scale; c.quantize has {'none' if given else 'one'}"
         )
     if scale is not None and (scale.step.function, scale.axes) != ("argument", ("1",)):
         x.trace.fail("the scale of c.quantize is an argument of the type Scale")
-    return x.trace.add(QUANTIZE, (x,) if scale is None else (x, scale), x.axes, x.dtype, recipe=recipe)
+    if random is not None and (random.dtype != BITS or random.axes != (x.axes[0], f"{x.axes[1]}/4")):
+        x.trace.fail(
+            f"the random bits of c.quantize of ({', '.join(x.axes)}) are an argument of the type Bits, "
+            f"({x.axes[0]}, {x.axes[1]}/4), not {random.dtype} ({', '.join(random.axes)})"
+        )
+    rotation = rule.transform
+    if rotation is not None:
+        if x.dtype != "bfloat16":
+            x.trace.fail(f"recipe {recipe} rotates bfloat16, and the operand of c.quantize is {x.dtype}: use c.cast")
+        rotated = x.trace.add(ROTATED, (x,), x.axes, "float32", group=rotation.group, signs=rotation.signs)
+        x = cast(rotated, "bfloat16")
+    operands = (x, *(operand for operand in (scale, random) if operand is not None))
+    drawn_option = {"random": True} if drawn else {}
+    return x.trace.add(QUANTIZE, operands, x.axes, x.dtype, recipe=recipe, **drawn_option)
+
+
+def quantize_both(x: Value, recipe: str, *, random: tuple[Value, Value] | None = None) -> dict[str, Value]:
+    """Both orientations of a matrix (M, K), as the operation `quantize` with both halves: "rowwise" (M, K), and
+    "columnwise", the transpose (K, M), which alone is rotated by a recipe with a rotation.
+
+    `random`: the random bits of both halves, (M, K/4) and (K, M/4), for a recipe that rounds stochastically.
+    """
+    try:
+        rowwise = str(find_recipe(recipe).rowwise)
+    except ValueError as error:
+        x.trace.fail(str(error))
+    row, column = random or (None, None)
+    return {
+        "rowwise": quantize(x, rowwise, random=row),
+        "columnwise": quantize(transposed(x), recipe, random=column),
+    }
 
 
 def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.spec.program import BEHIND, CODES, INDEX, TAKE, Axes, ContractError, Step
+from narrowgauge.spec.program import BEHIND, BITS, CODES, INDEX, QUANTIZE, TAKE, Axes, ContractError, Step
 
 _FOLDER = str(Path(__file__).parent / "_")[:-1]
 """Beginning of the paths of this package, with the separator: a folder beside it may begin with its name."""
@@ -30,6 +30,8 @@ class Trace:
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
             if operand.dtype == CODES and function not in BEHIND:
                 self.fail("codes have no arithmetic; c.decode and c.dequantize give the numbers that they stand for")
+            if operand.dtype == BITS and function != QUANTIZE:
+                self.fail("random bits have no arithmetic; they round: c.quantize(y, recipe, random=bits)")
         numbers = tuple(operand.number for operand in operands)
         number = self._numbers.setdefault(repr((function, numbers, options, axes, dtype)), len(self.steps))
         if number == len(self.steps):

@@ -14,12 +14,15 @@ from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Half, Quantized, words_shape
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
-from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, Layout, Packing, ScaleLayout, find_layout
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of stochastic rounding. Either words, int32 (M, ⌈K/4⌉): element 4j + i of a row takes byte i of word j,
 the lowest byte first. Or seed and offset of Philox, 64 bits each: subsequence n gives the four words of block n of 16
 elements, counted along the rows; subsequences 2n and 2n + 1 give the words of block n of 32 elements."""
+
+SIGN_AND_MANTISSA = -0x7F800001
+"""Bits of a float32 number, as an int32, that are 0 in a power of two: all but the exponent."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -169,6 +172,10 @@ def chosen_layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> Sca
     if swizzled and scales not in (LINEAR, TILES):
         raise ValueError(f"swizzled=True is the layout {TILES}, and scales is {scales!r}; omit swizzled=True")
     layout = TILES if swizzled else scales
+    row = LAYOUTS[layout]
+    if row.by_group or row.scale not in ("", recipe.scale.name):
+        of = "the transpose of such scales: pack_scales packs them" if row.by_group else f"{row.scale} scales"
+        raise ValueError(f"layout {layout} holds {of}; recipe {recipe} has rows of {recipe.scale.name} scales")
     if layout != LINEAR and recipe.scale is FP32:
         option = "swizzled=True" if swizzled else f"scales={layout!r}"
         raise ValueError(
@@ -179,7 +186,7 @@ def chosen_layout(scales: ScaleLayout, recipe: Recipe, *, swizzled: bool) -> Sca
 
 def check_packed_scales(scales: torch.Tensor, shape: tuple[int, int], layout: ScaleLayout = TILES) -> None:
     """Raises TypeError or ValueError unless `scales` are the uint8 codes of linear scales (R, C) in a layout."""
-    check_tensor(scales, f"{layout} scales", (torch.uint8,), LAYOUTS[layout].padded_shape(shape))
+    check_tensor(scales, f"{layout} scales", (torch.uint8,), LAYOUTS[layout].packed_shape(shape))
 
 
 def check_scales_matrix(scales: torch.Tensor) -> None:
@@ -187,6 +194,42 @@ def check_scales_matrix(scales: torch.Tensor) -> None:
     check_tensor(scales, "scales", (torch.uint8,))
     if scales.dim() != 2:
         raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")
+
+
+def packing_of(
+    shape: Sequence[int],
+    layout: ScaleLayout | Layout,
+    sections: torch.Tensor | None,
+    packed: torch.Tensor | None = None,
+) -> Packing:
+    """The packing of linear scales of `shape`. `sections`: int64 (G,), rows of each section; waits for the device.
+
+    Raises TypeError or ValueError for a shape or sections that the layout does not have, and for `packed` scales of
+    another dtype or shape: uint8, or the type of the words of the layout.
+    """
+    if sections is not None:
+        check_sizes(sections)
+    packing = Packing(find_layout(layout), tuple(shape), None if sections is None else tuple(sections.tolist()))
+    if packed is not None:
+        check_tensor(packed, "packed scales", (torch.uint8,), packing.packed_shape)
+    return packing
+
+
+def check_scales_to_pack(scales: torch.Tensor, packing: Packing) -> None:
+    """Raises TypeError or ValueError unless `scales` are bytes, or float32 powers of two for a layout of E8M0 scales.
+
+    Waits for the device of float32 scales.
+    """
+    layout = packing.layout
+    check_tensor(scales, "scales", (torch.uint8, *((torch.float32,) if layout.scale == "E8M0" else ())))
+    if scales.dtype == torch.float32:
+        wrong = scales.view(torch.int32).bitwise_and(SIGN_AND_MANTISSA) != 0
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"scales{place} is {float(scales[tuple(place)])}, no power of two; layout {layout.name} has exponents: "
+                "round the scales to powers of two first"
+            )
 
 
 def check_out_dtype(dtype: torch.dtype, method: str) -> None:

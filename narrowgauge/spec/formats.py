@@ -1,8 +1,9 @@
 """Narrow number formats as data, with the scalar definition of the value of a code.
 
 Sources: OCP 8-bit Floating Point (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
-E2M1, E2M3, E3M2 and E8M0; ml_dtypes 0.6 for E4M3FNUZ and E5M2FNUZ, the formats of AMD CDNA 3. This module does not
-import torch, so that listing recipes and cases is fast.
+E2M1, E2M3, E3M2 and E8M0; ml_dtypes 0.6 for E4M3FNUZ and E5M2FNUZ, the formats of AMD CDNA 3; PTX ISA 9.4 for UE5M3.
+INT4 and INT8 are whole numbers in two's complement, E0M3 whole numbers with a sign bit. This module does not import
+torch, so that listing recipes and cases is fast.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Format:
     nan_code: int | None = None
     """Code of the canonical NaN; None in a format without NaN."""
     signed: bool = True
+    complement: bool = False
+    """Whether negative numbers are the two's complement of their magnitude: one more of them than of positive ones."""
 
     @property
     def codes(self) -> int:
@@ -48,7 +51,7 @@ class Format:
     @property
     def negative_zero(self) -> bool:
         """Whether the format has −0. Formats called fnuz (finite, no unsigned zero) have NaN in its place."""
-        return self.signed and self.nan_code != self.sign_code
+        return self.signed and self.nan_code != self.sign_code and not self.complement
 
     def value(self, code: int) -> float:
         """The number with this code. All tables and kernels are tested against this definition.
@@ -57,12 +60,15 @@ class Format:
         """
         if not 0 <= code < self.codes:
             raise ValueError(f"{self.name} has codes 0 to {self.codes - 1}; {code} is none of them")
-        if code == self.nan_code and not self.negative_zero:  # fnuz: NaN takes the place of −0
+        if code == self.nan_code and self.signed and not self.negative_zero:  # fnuz: NaN takes the place of −0
             return math.nan
-        if not self.signed:  # E8M0 has an exponent only
+        if not self.mantissa_bits:  # E8M0 has an exponent only
             return math.nan if code == self.nan_code else math.ldexp(1.0, code - self.bias)
         sign = -1.0 if code & self.sign_code else 1.0
         magnitude = code & ~self.sign_code
+        if self.complement and sign < 0:
+            magnitude = self.codes - code
+            return -math.ldexp(magnitude, 1 - self.bias - self.mantissa_bits)
         if magnitude > self.max_code:
             return math.copysign(math.inf, sign) if magnitude == self.inf_code else math.nan
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
@@ -93,13 +99,20 @@ E5M2FNUZ = Format(
 )  # fmt: skip
 E8M0 = Format("E8M0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
 
+UE5M3 = Format("UE5M3", bits=8, exponent_bits=5, mantissa_bits=3, bias=15, max_code=0xFE, nan_code=0xFF, signed=False)
+E0M3 = Format("E0M3", bits=4, exponent_bits=0, mantissa_bits=3, bias=-2, max_code=0x7)
+INT4 = Format("INT4", bits=4, exponent_bits=0, mantissa_bits=3, bias=-2, max_code=0x7, complement=True)
+INT8 = Format("INT8", bits=8, exponent_bits=0, mantissa_bits=7, bias=-6, max_code=0x7F, complement=True)
+
 FP32 = Format(
     "FP32", bits=32, exponent_bits=8, mantissa_bits=23, bias=127, max_code=0x7F7FFFFF, inf_code=0x7F800000,
     nan_code=0x7FC00000,
 )  # fmt: skip
 """float32, for scales stored as float32 numbers."""
 
-FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
+FORMATS = {
+    f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, UE5M3, E0M3, INT4, INT8)
+}  # fmt: skip
 """The narrow formats by name."""
 
 

@@ -18,7 +18,8 @@ Axes = tuple[str, ...]
 
 
 QUANTIZE = "quantize"
-"""The step that gives codes and scales. It has the option `recipe`, and may have a given scale as a second operand."""
+"""The step that gives codes and scales, with the option `recipe`. A second operand is a given scale or, with the option
+`statistics`, a matrix whose amaxes give the scales; with the option `random` the last operand has the random bits."""
 
 
 DEQUANTIZE, DECODE, FACTOR, GEMM = BEHIND = ("dequantize", "decode", "factor", "gemm")
@@ -32,11 +33,20 @@ TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
-COLUMN_ORDERS = ("exchanged", "even-odd", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
-"""Orders of columns x: the halves exchanged; the even columns before the odd ones; for the halves (a, b) of a row, or
-for each pair of neighbours, (−b, a); and each column twice, as (x, x) or beside itself."""
+COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
+"""Orders of columns x: the halves exchanged; the even columns before the odd ones, and the inverse; for the halves
+(a, b) of a row, or for each pair of neighbours, (−b, a); and each column twice, as (x, x) or beside itself."""
+TRANSPOSED = "transposed"
+"""The step that gives a matrix with rows and columns exchanged."""
+JOINED = "joined"
+"""The step that gives two matrices beside each other: the halves of the last axis."""
+ROTATED = "rotated"
+"""The step that rotates groups of the last axis, with the options `group` and `signs` of a Hadamard transform."""
 INDEX = "int64"
 """Dtype of an index."""
+BITS = "int32"
+"""Dtype of random bits."""
+INTEGERS = (INDEX, BITS)
 DIVISIONS = ("quotient", "reciprocal", "approximate")
 """The forms of a division."""
 ONCE = "once"
@@ -71,7 +81,7 @@ class Tensor:
     """Name of its type, such as Matrix."""
     axes: Axes
     dtype: str
-    """float32, bfloat16 or float16; int64 of an index; uint8 of codes."""
+    """float32, bfloat16 or float16; int64 of an index, int32 of random bits, uint8 of codes."""
 
     @property
     def of_codes(self) -> str:
@@ -122,6 +132,11 @@ class Step:
         """Name of the recipe of a quantization; None of every other step."""
         return self.options.get("recipe") if self.function == QUANTIZE else None
 
+    @property
+    def random(self) -> int | None:
+        """Number of the step with the random bits of a quantization; None of every other step."""
+        return self.operands[-1] if self.options.get("random") else None
+
 
 @dataclass(frozen=True)
 class Program:
@@ -162,7 +177,7 @@ class Program:
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""
-        given = step.operands[1:] and not step.options.get("statistics")
+        given = step.operands[1:] and not step.options.get("statistics") and step.random is None
         return tensors[self.steps[step.operands[1]].options["name"]] if given else None
 
     def to_json(self) -> str:

@@ -226,7 +226,7 @@ def scales_shape(
     with a scale per row has (M, 1), even if K is 0.
     """
     if layout != LINEAR:
-        return LAYOUTS[layout].padded_shape(scales_shape(shape, recipe))
+        return LAYOUTS[layout].packed_shape(scales_shape(shape, recipe))
     if recipe.whole:
         return 1, 1
     if recipe.spans_k:

@@ -388,6 +388,8 @@ def _zero_scales(element_scale: Element, scale: Format) -> tuple[ZeroScale, ...]
     return ("infinity", "zeros")
 
 
+_OF_SCALES["UE5M3"] = _OF_SCALES["E4M3"]
+
 # Features that exclude each other, and the reason. Transformer Engine rejects the first five pairs.
 _EXCLUDED = (
     ("row scaling", "2-D blocks", "a tile of 16 rows has a single scale, but every row has its own amax"),
@@ -426,7 +428,7 @@ def mismatch(a: Recipe, b: Recipe) -> str:
 
     Both recipes need the same scale format, the same number of elements of K per scale, the same rotation and the same
     α. NVFP4 has a single element format; MX elements mix (PTX: kind::mxf8f6f4). FP8 with float32 scales has no GEMM of
-    E5M2 by E5M2 or of tiles by tiles (Transformer Engine, cuBLAS).
+    E5M2 by E5M2 (Transformer Engine, cuBLAS).
     """
     if a.scale != b.scale:
         return f"scale is {_named(a.scale)} and {_named(b.scale)}"
@@ -443,8 +445,6 @@ def mismatch(a: Recipe, b: Recipe) -> str:
         return f"element is {a.element.name} and {b.element.name}; both or none of them has to be fnuz"
     if a.scale is FP32 and a.element.exponent_bits == b.element.exponent_bits == 5:
         return f"element is {a.element.name} of both; one of the two has to be E4M3"
-    if a.scale is FP32 and not a.spans_k and a.block[0] > 1 and b.block[0] > 1:
-        return f"block is {_block(a)} of both; one of the two has to be 1x{a.block[1]}"
     return ""
 
 

@@ -20,7 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.spec.dialects import ALIASES, DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
-from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
+from narrowgauge.spec.formats import (
+    E0M3,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    E8M0,
+    FP32,
+    INT4,
+    UE5M3,
+    Format,
+)
 from narrowgauge.spec.recipe import (
     DEFAULT_DIALECT,
     RHT_GROUPS,
@@ -64,10 +78,16 @@ class _Family:
 # ---- NVFP4 -----------------------------------------------------------------------------------------------------------
 
 _NVFP4 = Recipe("nvfp4", DEFAULT_DIALECT, element=E2M1, block=(1, 16), scale=E4M3)
+_NVFP4_ELEMENTS = {"e0m3": E0M3, "int4": INT4}
 
 
 def _nvfp4(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"element": _NVFP4_ELEMENTS[parts["element"]]} if parts["element"] else {}
+    if parts["ue5m3"]:  # the range of the scales needs no tensor scale
+        chosen |= {
+            "scale": UE5M3, "tensor_scale": "none", "tensor_limit": "none", "block_scale": "amax/6",
+            "element_scale": "x/s", "zero_scale": "zeros", "decode": "s", "alpha": "1",
+        }  # fmt: skip
     if parts["tile"]:
         chosen["block"] = (16, 16)
     if parts["rht"]:
@@ -86,15 +106,15 @@ def _nvfp4(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
 
 
 def _mx(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
-    width, tile = parts[1][0], parts["tile"] or ""
+    width, tile, half = parts[1][0], parts["tile"] or "", parts["half"] or ""
     kind = parts["fp8"] or parts["fp6"] or {"8": "e4m3", "4": "e2m1"}[width]
     element = _ELEMENTS[kind]
     chosen: dict[str, Any] = {"rounding": "stochastic"} if parts["sr"] else {}
     # Transformer Engine has tiles for E4M3 only and names them mxfp8-2d.
     short = element is E2M1 or (element is E4M3 and tile)
-    name = f"mxfp{width}" + ("" if short else f"-{kind}") + tile + (parts["sr"] or "")
+    name = f"mxfp{width}" + ("" if short else f"-{kind}") + tile + half + (parts["sr"] or "")
     recipe = Recipe(
-        name, DEFAULT_DIALECT, element=element, block=(32, 32) if tile else (1, 32), scale=E8M0,
+        name, DEFAULT_DIALECT, element=element, block=(32, 32) if tile else (1, 16 if half else 32), scale=E8M0,
         tensor_scale="none", tensor_limit="none", block_scale="amax*(1/max)", scale_rounding="up",
         element_scale="x*(1/s)", nan_code=_nan_code(element), decode="s", alpha="1",
         columnwise="transposed" if element is E2M1 else "in-place", **chosen,
@@ -180,7 +200,7 @@ _FP8_NAMES = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 _FAMILIES = (
     _Family(
         re.compile(
-            r"nvfp4(?P<tile>-2d)?(?P<rht>-rht(?P<group>2|4|8|32|64|128)?(?P<nosign>-nosign)?)?(?P<sr>-sr)?"
+            r"nvfp4(?:-(?P<element>e0m3|int4))?(?P<ue5m3>-ue5m3)?(?P<tile>-2d)?(?P<rht>-rht(?P<group>2|4|8|32|64|128)?(?P<nosign>-nosign)?)?(?P<sr>-sr)?"
             r"(?P<row>-rowscaled)?(?P<choice>-4over6-(?P<most>448|256)-(?P<error>mae|mse))?"
         ),
         _nvfp4,
@@ -194,7 +214,7 @@ _FAMILIES = (
     ),
     _Family(
         re.compile(
-            r"mxfp(8(?:-(?P<fp8>e4m3|e5m2))?|6-(?P<fp6>e3m2|e2m3)|4)(?P<tile>-2d)?(?P<sr>-sr)?"
+            r"mxfp(8(?:-(?P<fp8>e4m3|e5m2))?|6-(?P<fp6>e3m2|e2m3)|4)(?:(?P<tile>-2d)|(?P<half>-1x16))?(?P<sr>-sr)?"
         ),
         _mx,
         MX_DIALECTS,
@@ -265,8 +285,9 @@ def find_recipe(name: str | Recipe) -> Recipe:
 
     Names, with optional parts in this order:
 
-    - nvfp4, then -2d, -rht (or -rht32 for groups of 32) with or without -nosign, -sr, -rowscaled, -4over6-E-MODE;
-    - mxfp8-e4m3, mxfp8-e5m2, mxfp6-e3m2, mxfp6-e2m3 or mxfp4, then -2d (mxfp8-2d is of E4M3), -sr;
+    - nvfp4, then -e0m3 or -int4 (elements), -ue5m3 (scales, without a tensor scale), -2d,
+      -rht (or -rht32 for groups of 32) with or without -nosign, -sr, -rowscaled, -4over6-E-MODE;
+    - mxfp8-e4m3, mxfp8-e5m2, mxfp6-e3m2, mxfp6-e2m3 or mxfp4, then -2d (mxfp8-2d is of E4M3) or -1x16, -sr;
     - fp8-block-1x128 (or 1x16, 1x32, 1x64, 1x256, 1x512) or fp8-block-128x128, then -e4m3 or -e5m2, -pow2 or -fp32
       (scales), -eps1e-06 and the like;
     - fp8-row or fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;

@@ -91,7 +91,6 @@ def quantize_rows(
         if amax is None:
             amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
-    whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
     grid = _grid(rows, columns, device, resident_threads, variant, paired=paired)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),

@@ -84,7 +84,7 @@ def grouped_path_for(m: int, a: Quantized | GroupedQuantized, b: Sequence[Quanti
     """Path of the grouped GEMM of sections with `m` rows together: FUSED, FP8, TENSOR or PORTABLE. `a`: all sections,
     or the first one."""
     n, k = b[0].shape
-    path = path_of(m, n, k, family, a.codes.device, fp8=wgmma_fp8.takes_sections(a.codes, b, family))
+    path = path_of(m, n, k, family, a.codes.device, fp8=wgmma_fp8.takes_sections(a.codes, a.recipe, b, family))
     few = m <= ROWS_FUSED * len(b) and n * k >= MANY and (family == "nvfp4" or a.recipe.element is E4M3)
     return FUSED if path == TENSOR and few and fused.takes_matrices(b, family) else path
 

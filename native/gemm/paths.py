@@ -77,7 +77,7 @@ def path_of(
     `family`: `native.gemm.operands.product_family`. `skinny`, `fused`, `fp8`: whether `takes` of `native.gemm.skinny`,
     of `fused` and of `wgmma_fp8` accepts the operands. The paths of tensor cores need Hopper. TENSOR needs operands
     that are bfloat16 numbers with their block scales, which FP8 with float32 block scales is not."""
-    if device.type != "cuda" or _capability(device) != (9, 0):
+    if not is_hopper(device):
         return PORTABLE
     fp8 = fp8 and not (family == "fp8_tensor" and os.environ.get(BFLOAT16) == "1")
     if n * k >= MANY:
@@ -134,6 +134,11 @@ def _run_at_once(clusters: int, blocks: int, multiprocessors: int) -> bool:
     """Whether a GPU runs this many clusters of 8, 4 or 2 blocks at once. Clusters of 8 and 4 leave multiprocessors
     idle: they fill three quarters of the GPU at most."""
     return clusters * blocks <= (multiprocessors if blocks == 2 else multiprocessors * 3 // 4)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU with the tensor cores of the paths."""
+    return device.type == "cuda" and _capability(device) == (9, 0)
 
 
 @cache

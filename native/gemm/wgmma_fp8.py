@@ -17,6 +17,7 @@ from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
 from narrowgauge.native.runtime.structs import KernelStruct, StructValue
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
 
 SOURCE = "gemm_wgmma_fp8"
 _PARAMETERS = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "WgmmaFp8Parameters")
@@ -39,14 +40,15 @@ _UINT8, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS_OUTSIDE = 0, 0, 3, 3, 0
 def takes(a: Quantized, b: Quantized, family: str) -> bool:
     """Whether the kernels can multiply (M, K) by (N, K). `family`: `native.gemm.operands.product_family`.
 
-    Codes have rows of K; with block scales, b has scales of 128×128 elements.
+    Codes have rows of K; with block scales, a has scales of rows, and b of 128×128 elements.
     """
-    return not a.transposed and takes_sections(a.codes, [b], family)
+    return not a.transposed and takes_sections(a.codes, a.recipe, [b], family)
 
 
-def takes_sections(a: torch.Tensor, b: Sequence[Quantized], family: str) -> bool:
-    """Whether the kernels can multiply sections with the codes `a` (M, K) together by matrices `b` (N, K)."""
-    if family not in ("fp8_tensor", "fp8_block") or (family == "fp8_block" and b[0].recipe.stored_rows != _BOX):
+def takes_sections(a: torch.Tensor, recipe: Recipe, b: Sequence[Quantized], family: str) -> bool:
+    """Whether the kernels can multiply sections with the codes `a` (M, K) of a recipe by matrices `b` (N, K)."""
+    rows = recipe.stored_rows, b[0].recipe.stored_rows
+    if family not in ("fp8_tensor", "fp8_block") or (family == "fp8_block" and rows != (1, _BOX)):
         return False
     (m, k), n = a.shape, b[0].shape[0]
     if k == 0 or k % _ALIGNMENT or max(m, n, k) > _LARGEST or max(m, n) * -(-k // _BOX) >= _LARGEST_SCALES:

@@ -111,6 +111,17 @@ def _inverse_scales(result: Quantized) -> Quantized:
     return replace(result, scales=1 / result.scales) if result.scales.is_floating_point() else result
 
 
+def _highest_first(words: torch.Tensor) -> torch.Tensor:
+    return (
+        words.contiguous().view(torch.uint8).view(*words.shape, 4).flip(-1).contiguous().view(torch.int32).squeeze(-1)
+    )
+
+
+OTHER_BITS: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "highest-first": ("the random bytes of a word are taken from the highest on", _highest_first),
+    "inverted": ("the random bits are inverted", torch.bitwise_not),
+}
+"""Sentences and functions of the random words (M, K/4) of stochastic rounding by name."""
 VIEWS: Mapping[str, Callable[[Quantized], Quantized]] = {
     "inverse scales": _inverse_scales,
 }

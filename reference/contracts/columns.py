@@ -1,4 +1,4 @@
-"""Columns in another order: the halves exchanged, rotated or repeated, of neighbours or of halves of a row."""
+"""Matrices in another arrangement: columns in another order, matrices beside each other, rows and columns exchanged."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ def arranged(x: Interval, order: str) -> Interval:
     return Interval(low, high, found.nan, found.bits)
 
 
+def transposed(x: Interval) -> Interval:
+    """Rows and columns of `x` (M, K) exchanged; single elements (N,) stay."""
+    return x.arranged(lambda t: t.mT.contiguous() if t.dim() == 2 else t)
+
+
+def joined(first: Interval, second: Interval) -> Interval:
+    """Two matrices (…, K/2) beside each other: (…, K)."""
+    ends = [torch.cat(pair, -1) for pair in ((first.low, second.low), (first.high, second.high))]
+    if first.point and second.point:
+        ends[1] = ends[0]
+    nan = None if first.nan is second.nan is None else torch.cat([first.may_be_nan, second.may_be_nan], -1)
+    return Interval(ends[0], ends[1], nan, max(first.bits, second.bits))
+
+
 def arranged_tensor(x: torch.Tensor, order: str) -> torch.Tensor:
     """The same of the numbers of a tensor (…, K)."""
     found = x[..., _index(order, x.shape[-1], x.device)]
@@ -37,6 +51,8 @@ def _index(order: str, size: int, device: torch.device) -> torch.Tensor:
     column = torch.arange(size, device=device)
     if order == "even-odd":
         return torch.cat([column[::2], column[1::2]])
+    if order == "interleaved":
+        return column.view(2, -1).T.flatten()
     return column ^ 1 if order == "rotated-pairs" else column.roll(size // 2)
 
 

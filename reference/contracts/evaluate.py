@@ -20,12 +20,13 @@ from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
     CHANGED_CODES,
     CHANGED_STEPS,
+    OTHER_BITS,
     changed_quantize,
     divisor,
     other_row,
     some_columns,
 )
-from narrowgauge.reference.contracts.columns import arranged, arranged_tensor
+from narrowgauge.reference.contracts.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
@@ -50,8 +51,11 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    JOINED,
     ONCE,
+    ROTATED,
     TAKE,
+    TRANSPOSED,
     Program,
     Step,
 )
@@ -83,6 +87,8 @@ class Evaluation:
         """Interval of each step; a comparison has two masks."""
         self.replaced: set[int] = set()
         """Steps that have the values of shown results."""
+        self.ends: list[Ends] = []
+        """The ends of the one result, for a further judgement: `judged`."""
 
     @property
     def device(self) -> torch.device:
@@ -139,11 +145,13 @@ class Evaluation:
             return self.known[number]
         if step.function == "argument":
             return self.tensors[_key(step)]
-        if number in self.replaced or step.function not in ("float32", "part", COLUMNS, TAKE):
+        if number in self.replaced or step.function not in ("float32", "part", COLUMNS, TAKE, TRANSPOSED):
             return None
         tensor = self._tensor(step.operands[0])
         if tensor is None or step.function == "float32":
             return tensor
+        if step.function == TRANSPOSED:
+            return tensor.mT.contiguous()
         if step.function == COLUMNS:
             return arranged_tensor(tensor, **step.options)
         return _taken(self, step, tensor) if step.function == TAKE else _part_of(tensor, step)
@@ -191,36 +199,48 @@ def closed(program: Program, value: Interval) -> Interval:
     return i.flushed(value) if program.flushes else value
 
 
-def judged(program: Program, tensors: Tensors, shown: Shown) -> Iterator[tuple[str, Part]]:
+def judged(
+    program: Program, tensors: Tensors, shown: Shown, known: Evaluation | None = None
+) -> Iterator[tuple[str, Part]]:
     """Each result that the kernel shows, in the order of the steps, with what is accepted of it.
 
-    Raises ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
+    `known`: an earlier evaluation of a program with one result on these tensors, whose values are taken again. Raises
+    ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
-    evaluation = Evaluation(program, of_rows(program, tensors, slice(None)))
+    evaluation = known or Evaluation(program, of_rows(program, tensors, slice(None)))
     for number, name in sorted((number, name) for name, number in program.outputs.items() if name in shown):
         own, sources = shown[name], judged_numbers(program, number)
         scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
         scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
-        results = [_Result(program, source) for source in sources]
-        for slab in evaluation.slabs():
-            for result in results:
-                result.add(slab)
-            if not evaluation.has_rows(number):
-                break
-        ends = [result.ends() for result in results]
+        ends = evaluation.ends if known is not None and evaluation.ends else _ends(evaluation, number, sources)
+        if known is not None:
+            evaluation.ends = ends
         judgement = None
-        for part, judgement in judge_output(program, number, ends, own, tensors):
+        for part, judgement in judge_output(program, number, ends, own, evaluation.tensors):
             yield part, judgement
         for judge in [] if program.hidden else scopes:
             assert judgement is not None
             scope = judge(sources[0], ends[0], judgement)
             line = f"-{scope.line}" if len(scopes) > 1 else ""
             yield f"scope{line}" if len(program.outputs) == 1 else f"{name}.scope{line}", scope
+        if known is not None:
+            continue
         if isinstance(own, torch.Tensor):
             evaluation.show(number, own)
         else:
             evaluation.values[number] = own
+
+
+def _ends(evaluation: Evaluation, number: int, sources: Sequence[int]) -> list[Ends]:
+    """The ends that judge an output, of its rows in slabs."""
+    results = [_Result(evaluation.program, source) for source in sources]
+    for slab in evaluation.slabs():
+        for result in results:
+            result.add(slab)
+        if not evaluation.has_rows(number):
+            break
+    return [result.ends() for result in results]
 
 
 _ELEMENTS_OF_SCOPES = 1 << 18
@@ -256,7 +276,7 @@ def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Par
     """Whether one number of the step `once` explains the elements of each row that have more than one result."""
     program = evaluation.program
     doubtful = _Doubtful(evaluation, source, ends, part, dependent(program, once))
-    rows, wrong = _rows_of(doubtful.places, evaluation.values[once], part)
+    rows, wrong = _rows_of(doubtful.places, evaluation.values[once], part, turned=once in _turned(program, source))
     scope = judge_scope(
         evaluation.values[once], rows, lambda h, some: doubtful.ends(some, {once: Interval(h, h.clone())}),
         doubtful.judge, wrong,
@@ -265,12 +285,13 @@ def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Par
     return replace(scope, line=program.steps[once].line, function=function)
 
 
-def _rows_of(places: torch.Tensor, numbers: Interval, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of(places: torch.Tensor, numbers: Interval, part: Part, *, turned: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The place of each element among `numbers` of the rows or of the call, and which hold elements that are wrong by
-    themselves."""
-    wrong = part.wrong.flatten(1).any(1)
+    themselves. `turned`: whether a number belongs to a column of the result."""
+    wrong = part.wrong.flatten(1).any(0 if turned else 1)
     if numbers.low.numel() == len(wrong):
-        return places // part.actual.shape[1], wrong
+        width = part.actual.shape[1]
+        return places % width if turned else places // width, wrong
     return torch.zeros_like(places), wrong.any().view(1)
 
 
@@ -289,7 +310,8 @@ def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, pa
         else:
             doubtful = _Doubtful(other, source, ends, part, dependent(changed, division))
             every = torch.arange(len(doubtful.places), device=doubtful.places.device)
-            rows, wrong = _rows_of(doubtful.places, divisor, part)
+            turned = division in _turned(program, source)
+            rows, wrong = _rows_of(doubtful.places, divisor, part, turned=turned)
             outside = doubtful.judge(every, doubtful.ends(every, {})).wrong
             failed = (torch.zeros_like(wrong).index_fill_(0, rows[outside], True) & ~wrong).view(-1, 1)
         if best is None or int(failed.count_nonzero()) < int(best.wrong.count_nonzero()):
@@ -361,14 +383,16 @@ def _operands_of(
 ) -> dict[int, Interval]:
     """The numbers that elements of a step come from, for each element: those of the steps without operands, and of the
     steps with a number for each row or column that are not in `through`."""
+    program, found = evaluation.program, dict[int, Interval]()
     row, column = places // shape[1], places % shape[1]
+    turned = _turned(program, number)
 
-    def chosen(x: torch.Tensor) -> torch.Tensor:
+    def chosen(x: torch.Tensor, operand: int) -> torch.Tensor:
         if x.dim() == 0:
             return x
-        return x[column] if x.dim() == 1 and len(x) > 1 else x.expand(shape)[row, column]
+        at, extent = ((column, row), shape[::-1]) if operand in turned else ((row, column), shape)
+        return x[at[1]] if x.dim() == 1 and len(x) > 1 else x.expand(extent)[at]
 
-    program, found = evaluation.program, dict[int, Interval]()
     waiting = [number]
     while waiting:
         number = waiting.pop()
@@ -376,18 +400,37 @@ def _operands_of(
             continue
         leaf = None if number in through else evaluation.leaf(number)
         if isinstance(leaf, torch.Tensor):
-            found[number] = closed(program, i.exactly(chosen(leaf)))
+            found[number] = closed(program, i.exactly(chosen(leaf, number)))
         elif leaf is not None:
-            found[number] = leaf.arranged(chosen)
+            found[number] = leaf.arranged(partial(chosen, operand=number))
         else:
             waiting += [operand for operand in program.steps[number].operands if operand not in found]
+    return found
+
+
+def _turned(program: Program, number: int) -> set[int]:
+    """The steps before step `number` whose rows are its columns. No step of a matrix has both orientations."""
+    found, waiting = set[int](), [(number, False)]
+    seen = set[int]()
+    while waiting:
+        at, turned = waiting.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if turned:
+            found.add(at)
+        step = program.steps[at]
+        waiting += [(operand, turned ^ (step.function == TRANSPOSED)) for operand in step.operands]
     return found
 
 
 def judge_output(
     program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized, tensors: Tensors
 ) -> Iterator[tuple[str, Part]]:
-    """What is accepted of the result of step `number`, given the ends of what it shows or quantizes."""
+    """What is accepted of the result of step `number`, given the ends of what it shows or quantizes.
+
+    `tensors`: those of `of_rows`, for the rows of the result.
+    """
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
     if not isinstance(result, Quantized):
@@ -395,8 +438,9 @@ def judge_output(
         return
     scale = program.scale_of(step, tensors)
     rounding, view = changed_quantize(step.options)
+    random = bits_of(program, step, tensors)
     for part, judgement in judge_quantized(
-        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes
+        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes, random=random
     ):
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
@@ -407,7 +451,15 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
     step = program.steps[number]
     if step.recipe is None:
         return (number,)
-    return step.operands if step.options.get("statistics") else step.operands[:1]
+    return step.operands[: 2 if step.options.get("statistics") else 1]
+
+
+def bits_of(program: Program, step: Step, tensors: Tensors) -> torch.Tensor | None:
+    """The random words of a quantization, int32 (M, K/4), of the tensors of `of_rows`; None if it draws none."""
+    if step.random is None:
+        return None
+    words, other = tensors[_key(program.steps[step.random])], step.options.get("bits")
+    return words if other is None else OTHER_BITS[other][1](words)
 
 
 def handed_on(program: Program, step: Step, value: Interval, shown: torch.Tensor) -> Interval:
@@ -506,7 +558,8 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
         raise ValueError("a changed quantization is judged where it is shown")
     scale = evaluation.program.scale_of(step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
-    return products.quantized(ends, step.recipe or "", scale, step.line)
+    random = bits_of(evaluation.program, step, evaluation.tensors)
+    return products.quantized(ends, step.recipe or "", scale, step.line, random)
 
 
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:
@@ -688,6 +741,12 @@ def _divide(evaluation: Evaluation, step: Step) -> Interval:
     return i.divide(a, b, **step.options, flushes=evaluation.program.flushes)
 
 
+def _rotated(evaluation: Evaluation, step: Step) -> Interval:
+    value: Interval = evaluation.values[step.operands[0]]
+    group, mask = step.options["group"], step.options["signs"]
+    return sums.rotated(value, group, mask, flushes=evaluation.program.flushes)
+
+
 def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
     def function(evaluation: Evaluation, step: Step) -> Interval:
         x, forms = evaluation.values[step.operands[0]], step.options.get("forms", ())
@@ -699,7 +758,8 @@ def _function(name: str) -> Callable[[Evaluation, Step], Interval]:
 STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "argument": _argument, "constant": _constant, "where": _where, "sum_of": _sum_of, "any_of": _any_of,
     TAKE: _taken_values,
-    "part": _part, COLUMNS: _plain(arranged), "roundings": _roundings,
+    "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
+    ROTATED: _rotated, "roundings": _roundings,
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),

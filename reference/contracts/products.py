@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
@@ -21,12 +23,14 @@ from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
 from narrowgauge.spec.program import PROMOTIONS
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL, UNIT, Summation, summation
 
 
-def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Quantized:
-    """The quantization of a matrix (M, K) that a kernel hides.
+def quantized(
+    y: Ends, recipe: str, scale: torch.Tensor | None, line: int, random: torch.Tensor | None = None
+) -> Quantized:
+    """The quantization of a matrix (M, K) that a kernel hides, rotated already.
 
     Raises ValueError unless every element is one number: the kernel has to show the quantization of others.
     """
@@ -36,7 +40,12 @@ def quantized(y: Ends, recipe: str, scale: torch.Tensor | None, line: int) -> Qu
             f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
             "let the kernel return the quantization"
         )
-    return quantize(y.low, find_recipe(recipe), scale=scale)
+    return of_rotated(y.low, find_recipe(recipe), scale, random)
+
+
+def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None) -> Quantized:
+    """`quantize` of a matrix (M, K) that is rotated already, if the recipe rotates."""
+    return replace(quantize(y, recipe.rowwise, scale=scale, random=random), recipe=recipe)
 
 
 def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Interval:

@@ -24,7 +24,8 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
-_MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away")
+_MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away", "stochastic")
+"""Roundings that increase; the stochastic one does for each random byte."""
 _FEW = 64
 """Amaxes between two ends that are tried one by one."""
 _TINY = 2.0**-96
@@ -34,10 +35,8 @@ by at most 57344·256, and no reciprocal of these numbers is subnormal."""
 
 def problem(recipe: Recipe) -> str | None:
     """Why a quantization by this recipe cannot be a step of a contract, or None."""
-    if recipe.transform is not None:
-        return f"recipe {recipe} rotates the tensor; quantize in a contract takes a recipe without a rotation"
     if recipe.rounding not in _MONOTONE:
-        return f"recipe {recipe} rounds {recipe.rounding}; quantize in a contract takes a rounding to nearest"
+        return f"recipe {recipe} rounds {recipe.rounding}; quantize in a contract rounds to nearest, or by random bits"
     if recipe.candidates != "6":
         return f"recipe {recipe} chooses between two scales; quantize in a contract takes a rule with one scale"
     if recipe.delayed is not None:
@@ -47,25 +46,29 @@ def problem(recipe: Recipe) -> str | None:
 
 def judge_quantized(
     y: Ends, kernel: Quantized, scale: torch.Tensor | None, *, statistics: Ends | None = None,
-    rounding: Scaled | None = None, flushes: bool = False,
+    rounding: Scaled | None = None, flushes: bool = False, random: torch.Tensor | None = None,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
-    """What is accepted of the quantization of `y` (M, K), and the kernel's results.
+    """What is accepted of the quantization of `y` (M, K), rotated if the recipe rotates, and the kernel's results.
 
     `statistics`: another matrix, whose amaxes give the scales; `rounding`: a function of the scaled elements before
     they are rounded. No correct kernel has either; they explain wrong bytes. `flushes`: subnormal numbers may be
-    flushed, so the scale and the codes of a block with a tiny amax are free.
+    flushed, so the scale and the codes of a block with a tiny amax are free. `random`: words, int32 (M, ⌈K/4⌉), of a
+    recipe that rounds stochastically.
 
     `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
     and for a kernel that hides an amax with more than 64 possible numbers.
     """
     wrong = problem(kernel.recipe)
+    if wrong is None and (kernel.recipe.rounding == "stochastic") > (random is not None):
+        wrong = f"recipe {kernel.recipe} rounds stochastically, and no random bits are given"
     if wrong is not None:
         raise ValueError(wrong)
+    random = random if kernel.recipe.rounding == "stochastic" else None
     blocks = _block_amaxes(y if statistics is None else statistics, kernel.recipe)
     uncertain = kernel.recipe.nan == "propagate" and y.nan is not None and bool((y.nan & ~y.never).any())
     kernels = [kernel] if uncertain else _with_amax(kernel, blocks, y.low.dtype)
-    tried = (list(_parts(y, one, scale, blocks, statistics, rounding)) for one in kernels)
+    tried = (list(_parts(y, one, scale, blocks, statistics, _Rounding(rounding, random))) for one in kernels)
     best = min(tried, key=lambda parts: sum(int(part.wrong.count_nonzero()) for _, part in parts))
     free = _flushed_blocks(blocks[1], scale) if flushes else None
     for name, part in best:
@@ -125,7 +128,7 @@ def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype
 
 def _parts(
     y: Ends, kernel: Quantized, scale: torch.Tensor | None, blocks: list[torch.Tensor], statistics: Ends | None,
-    rounding: Scaled | None,
+    rounding: _Rounding,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """The results of `judge_quantized`. `blocks`: the least and the greatest amax of each block."""
     recipe, dtype = kernel.recipe, y.low.dtype
@@ -322,14 +325,17 @@ class _Grid:
 
 def _judge_codes(
     y: Ends, kernel: Quantized, scales: torch.Tensor, tensor: torch.Tensor | None, own: list[torch.Tensor],
-    rounding: Scaled | None = None, *, bounded: bool = True,
+    rounding: _Rounding, *, bounded: bool = True,
 ) -> Part:  # fmt: skip
     """The codes given the kernel's scales, of numbers that are no larger than the amaxes with these scales.
 
     `bounded`: whether the amaxes are those of the numbers.
     """
     recipe, columns = kernel.recipe, kernel.shape[1]
-    lower = elements(encode_elements(y.low, scales, tensor, recipe, blocks=own[1], rounding=rounding), columns, recipe)
+    lower = elements(
+        encode_elements(y.low, scales, tensor, recipe, rounding.random, blocks=own[1], rounding=rounding.before),
+        columns, recipe,
+    )  # fmt: skip
     actual = elements(kernel.codes.T.contiguous() if kernel.transposed else kernel.codes, columns, recipe)
     uncertain = _uncertain(y, own, recipe)
     if uncertain is None or not uncertain.numel():
@@ -372,6 +378,22 @@ def _blocks_of(row: torch.Tensor, column: torch.Tensor, recipe: Recipe) -> tuple
 
 
 @dataclass(frozen=True)
+class _Rounding:
+    """The rounding of scaled elements to codes, beside that of the recipe."""
+
+    before: Scaled | None = None
+    """A function of the scaled elements before they are rounded."""
+    random: torch.Tensor | None = None
+    """The words of stochastic rounding, int32 (M, ⌈K/4⌉)."""
+
+    def bytes_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor | None:
+        """The random bytes of single elements, uint8 (N, 1)."""
+        if self.random is None:
+            return None
+        return self.random.contiguous().view(torch.uint8)[row, column].unsqueeze(1)
+
+
+@dataclass(frozen=True)
 class _Elements:
     """Single elements with the scales of their blocks: the steps 6 and 7 of `reference.quantize.steps`."""
 
@@ -382,7 +404,7 @@ class _Elements:
     """The least and the greatest amax of each block with the scale of the kernel."""
     columns: int
     dtype: torch.dtype
-    rounding: Scaled | None
+    rounding: _Rounding
     bounded: bool
     actual: torch.Tensor
     """The kernel's codes (M, K)."""
@@ -390,6 +412,7 @@ class _Elements:
     def judged(self, places: torch.Tensor, y: Ends) -> Part:
         """The codes of elements with these numbers, int64 (N,), and ends (N,)."""
         recipe, row, column = self.recipe, places // self.columns, places % self.columns
+        random = self.rounding.bytes_of(row, column)
         at = _blocks_of(row, column, recipe)
         scales, amax = self.scales[at], [end[at] for end in self.own]
         tensor = self.tensor if self.tensor is None or len(self.tensor) == 1 else self.tensor[row]
@@ -402,8 +425,8 @@ class _Elements:
             if recipe.approximate:
                 factors = _approximate(factors, recipe, amax.unsqueeze(1), moved)
             scaled = scale_elements(x.unsqueeze(1), factors, tensor, recipe)
-            scaled = scaled if self.rounding is None else self.rounding(scaled, recipe.element)
-            return element_codes(scaled, coding)[:, 0]
+            scaled = scaled if self.rounding.before is None else self.rounding.before(scaled, recipe.element)
+            return element_codes(scaled, coding, random)[:, 0]
 
         if self.bounded and not recipe.whole and recipe.block_scale != "given":
             most = amax[1].nan_to_num(torch.inf, torch.inf).to(low.dtype)

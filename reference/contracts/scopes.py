@@ -16,9 +16,11 @@ import torch
 
 from narrowgauge.reference.contracts.accepted import Ends, Part, order_of
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.program import ONCE, Axes, Program, Step
+from narrowgauge.spec.program import ONCE, ROTATED, TRANSPOSED, Axes, Program, Step
 
-_MONOTONE = ("float32", "cast", "multiply", "divide", "add", "subtract", "negative", "maximum", "minimum")
+_MONOTONE = (
+    "float32", "cast", "multiply", "divide", "add", "subtract", "negative", "maximum", "minimum", TRANSPOSED,
+)  # fmt: skip
 """Steps that move in one direction with an operand, whatever number of its interval the other operand is."""
 _LIMIT = 2.0**100
 """Rows with a hidden number beyond, or below its reciprocal, are judged by their intervals alone."""
@@ -42,7 +44,8 @@ class Scope(Part):
 def scopes_of(program: Program, number: int) -> Iterator[int]:
     """The steps `once` whose numbers the result of a step depends on.
 
-    Raises ValueError, with the line, for a number that reaches the result by a step of no one direction.
+    A number behind which the result is rotated has no scope. Raises ValueError, with the line, for a number that
+    reaches the result by another step of no one direction.
     """
     for once, step in enumerate(program.steps):
         if step.function == ONCE:
@@ -50,6 +53,8 @@ def scopes_of(program: Program, number: int) -> Iterator[int]:
             if number not in found:
                 continue
             later = _turn(program, once, number)
+            if later is not None and later.function == ROTATED:
+                continue  # a sum of rounded numbers, some of which rise and some of which fall
             if later is not None:
                 raise ValueError(
                     f"{program.file}:{step.line}: the number of c.once reaches {later.function} (line {later.line})"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
 from narrowgauge.reference.contracts.interval import Interval, absolute, divide, exactly
 from narrowgauge.reference.numbers.exact import lowest_bit
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.spec.recipes import Hadamard
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _FLOAT64_UNIT = 2.0**-52
@@ -65,6 +68,40 @@ def total(x: Interval, depth: int | None = None, *, flushes: bool = False) -> In
     low = torch.where((low == 0) & signed, -0.0, low).masked_fill(negative, -torch.inf)
     high = torch.where(high == 0, 0.0, high).masked_fill(positive, torch.inf)
     return Interval(_known(low, -torch.inf, x), _known(high, torch.inf, x), nan)
+
+
+_TERMS = 1 << 20
+"""Products of a rotation that are summed at once."""
+
+
+def rotated(x: Interval, group: int, mask: int, *, flushes: bool = False) -> Interval:
+    """Groups of the last dimension of `x` (M, K), bfloat16 numbers, rotated: docs/numerics.md#hadamard-transform.
+
+    `mask`: the signs of a group. Products are exact, and each sum has any order. Raises ValueError if K is no multiple
+    of the group.
+    """
+    if x.shape[-1] % group:
+        raise ValueError(f"the last axis has {x.shape[-1]} elements, which are no groups of {group}")
+    places = torch.arange(group)
+    shared = places & places.view(-1, 1)
+    odd = sum(shared >> bit & 1 for bit in range(group.bit_length())) % 2
+    factors = (signs(Hadamard(group, mask)) * coefficient(group)).double() * (1 - 2.0 * odd)  # (output, input)
+    factors = factors.to(x.low.device)
+    turned = factors < 0
+    groups = x.arranged(lambda t: t.reshape(-1, 1, group))
+    parts = []
+    height = max(1, _TERMS // group**2)
+    for first in range(0, max(1, groups.shape[0]), height):
+        some = groups.arranged(partial(_rows, slice(first, first + height)))
+        low = torch.where(turned, some.high, some.low) * factors
+        high = low if some.point else torch.where(turned, some.low, some.high) * factors
+        nan = None if some.nan is None else some.nan.expand_as(low)
+        parts.append(total(Interval(low, high, nan), flushes=flushes))
+    return Interval.joined(parts).arranged(lambda t: t.reshape(x.shape))
+
+
+def _rows(rows: slice, x: torch.Tensor) -> torch.Tensor:
+    return x[rows]
 
 
 def _finite_part(x: Interval) -> torch.Tensor:

@@ -18,8 +18,8 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
 
     Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
     gives the canonical NaN, or the largest positive value if the format has no NaN. Not saturating: overflow and
-    infinity give infinity, or NaN if the format has no infinity. E8M0 is unsigned: zero gives the smallest code, a
-    negative number NaN. −0.0 and negative numbers that round to zero keep the sign, if the format has −0.
+    infinity give infinity, or NaN if the format has no infinity. E8M0 and UE5M3 are unsigned: zero gives the smallest
+    code, a negative number NaN. −0.0 and negative numbers that round to zero keep the sign, if the format has −0.
     Source: docs/numerics.md#formats.
 
     Raises TypeError for a wrong dtype, ValueError for `saturate=False` and a format with neither infinity nor NaN.
@@ -33,6 +33,8 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     code = _NEAREST[ties](magnitude, fmt)
+    if fmt.complement:
+        return _complement(code, bits, magnitude, fmt)
     overflows = None if saturate else code > fmt.max_code
     if overflows is None:
         code.clamp_(max=fmt.max_code)
@@ -50,3 +52,11 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
     if x.numel() and bool(magnitude.amax() > FLOAT32_INF_BITS):
         stored.masked_fill_(magnitude > FLOAT32_INF_BITS, fmt.max_code if fmt.nan_code is None else fmt.nan_code)
     return stored
+
+
+def _complement(code: torch.Tensor, bits: torch.Tensor, magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes of a format in two's complement, from rounded magnitudes; the most negative number has no positive one."""
+    negative = bits < 0
+    code = torch.where(negative, -code.clamp(max=fmt.max_code + 1), code.clamp(max=fmt.max_code))
+    code.masked_fill_(magnitude > FLOAT32_INF_BITS, fmt.max_code)
+    return code.bitwise_and_(fmt.codes - 1).to(torch.uint8)

@@ -21,7 +21,7 @@ def nearest_even(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     zero: it is the code if it is at most `fmt.max_code`, and larger than `fmt.max_code` if the rounded value overflows.
     NaN counts as infinity. Source: docs/numerics.md#formats.
     """
-    if not fmt.signed:  # E8M0: code 0 is 2^-127, itself subnormal in float32; the tie at 1.5·2^-127 is even at 0
+    if not fmt.mantissa_bits:  # E8M0: code 0 is 2^-127, itself subnormal in float32; the tie at 1.5·2^-127 is even at 0
         half = 1 << (FLOAT32_MANTISSA - 1)
         bits = magnitude.clamp(max=FLOAT32_INF_BITS)
         odd = (bits >> FLOAT32_MANTISSA) & 1

@@ -24,6 +24,7 @@ def signs(rotation: Hadamard) -> torch.Tensor:
     return 1.0 - 2.0 * (torch.tensor(rotation.signs) >> k & 1).float()
 
 
+@torch.no_grad()  # autograd refuses sums with out=
 def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     """`x` (M, K), bfloat16, rotated along K by the transform of the recipe: bfloat16 (M, K).
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.spec.arguments import check_packed_scales, check_scales_matrix
+from narrowgauge.spec.arguments import check_packed_scales, check_scales_matrix, check_scales_to_pack, packing_of
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, Layout, ScaleLayout
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -74,6 +74,37 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """
     check_packed_scales(scales, shape)
     return LAYOUTS[TILES].unpack(scales, shape)
+
+
+def pack_scales(
+    scales: torch.Tensor, layout: ScaleLayout | Layout, *, sections: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Linear scales in a layout: uint8 of `Packing.packed_shape`, all padding 0.
+
+    scales: uint8 (R, C), or (B, R, C), whose batches are padded one by one; for a layout of E8M0 scales also float32
+    powers of two, and 0, of which the exponent is stored. sections: int64 (G,), rows of each section, padded one by
+    one. Words of 32 bits are given as four bytes each, the lowest first. Source: docs/numerics.md#scale-layout. Raises
+    TypeError or ValueError for a wrong dtype, shape or layout, and for a float32 scale that is no power of two.
+    """
+    packing = packing_of(scales.shape, layout, sections)
+    check_scales_to_pack(scales, packing)
+    if scales.dtype == torch.float32:
+        scales = scales.contiguous().view(torch.int32).bitwise_right_shift(23).to(torch.uint8)
+    return packing.pack(scales)
+
+
+def unpack_scales(
+    packed: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: ScaleLayout | Layout,
+    *,
+    sections: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Linear scales of `shape` (R, C) or (B, R, C), uint8: the inverse of `pack_scales`, without the padding.
+
+    Raises TypeError or ValueError as `pack_scales` does, and if `packed` does not have the packed shape.
+    """
+    return packing_of(shape, layout, sections, packed).unpack(packed)
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:

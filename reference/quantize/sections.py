@@ -8,6 +8,7 @@ from narrowgauge.spec.arguments import check_rows, padded_rows, section_rows
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
+@torch.no_grad()  # autograd refuses writes to the parts of a split
 def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` (M, K) of any dtype with zero rows behind each section up to `Recipe.row_alignment`, and the padded sizes.
 

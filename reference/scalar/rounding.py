@@ -54,7 +54,7 @@ def largest(values: Iterable[f32], *, propagate: bool = False) -> f32:
 def grid(fmt: Format) -> list[Fraction]:
     """Values of codes 0 to max_code, and the value that would follow if the exponent had one more code."""
     finite = [Fraction(fmt.value(code)) for code in range(fmt.max_code + 1)]
-    step = finite[-1] - finite[-2] if fmt.signed else finite[-1]
+    step = finite[-1] - finite[-2] if fmt.mantissa_bits else finite[-1]
     return [*finite, finite[-1] + step]
 
 
@@ -77,6 +77,11 @@ def encode(x: float, fmt: Format, ties: str = "even") -> int:
     if math.isnan(x):
         return fmt.max_code if fmt.nan_code is None else fmt.nan_code
     sign = fmt.sign_code if math.copysign(1.0, x) < 0 else 0
+    if fmt.complement and sign:
+        magnitude = fmt.max_code + 1
+        if not math.isinf(x):
+            magnitude = min(nearest_code(abs(Fraction(float(x))), fmt, ties), magnitude)
+        return -magnitude % fmt.codes
     if math.isinf(x):
         return sign | fmt.max_code
     magnitude = min(nearest_code(abs(Fraction(float(x))), fmt, ties), fmt.max_code)

@@ -233,8 +233,8 @@ def test_padding_of_tiles(layout: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layout": "swizzled"}, "layout is 'swizzled'; it can be 'linear', '128x4', '8x4', 'padded'"),
-        ({"nibbles": "low"}, "nibbles is 'low'; it can be 'low-first', 'high-first', 'halves', 'unpacked'"),
+        ({"layout": "swizzled"}, "layout is 'swizzled'; it can be 'linear', '128x4', '8x4', .*'padded'"),
+        ({"nibbles": "low"}, "nibbles is 'low'; it can be 'low-first', 'high-first', 'halves', 'unpacked', 'dense'"),
         ({"tensor_scale_is": "inverse"}, "tensor_scale_is is 'inverse'; it can be 'amax', 'encode', 'decode'"),
         ({"shape": (16,)}, r"shape is \(M, K\) or \(…, K\) of the input, not \(16,\)"),
         ({"recipe": "nvfp5"}, "nvfp5"),
@@ -320,3 +320,35 @@ def test_results_on_a_gpu_are_those_of_a_cpu(recipe: str, layout: Any) -> None:
     assert same(adapt.quantized(values, q.scales.cuda(), recipe, q.shape).to("cpu"), q)
     with pytest.raises(ValueError, match="codes are on cuda:0 and scales on cpu; move them to one device"):
         adapt.quantized(values, q.scales, recipe, q.shape)
+
+
+def test_dense_codes_of_six_bits_on_every_pair_of_neighbours() -> None:
+    """Four codes in three bytes, against whole numbers of Python; every code stands beside every other one."""
+    first, second = (codes.flatten() for codes in torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij"))
+    codes = torch.stack([first, second, 63 - first, second], 1).to(torch.uint8).view(-1, 32)
+    recipe = narrowgauge.recipe("mxfp6-e2m3")
+    scales = torch.full((len(codes), 1), 127, dtype=torch.uint8)
+    q = narrowgauge.Quantized(codes, scales, None, recipe, tuple(codes.shape))
+    stored = adapt.stored_as(q, nibbles="dense")
+    assert stored.codes.shape == (len(codes), 24)
+    for row in (0, 1, 77, len(codes) - 1):
+        number = sum(code << 6 * place for place, code in enumerate(codes[row].tolist()))
+        assert bytes(stored.codes[row].tolist()) == number.to_bytes(24, "little")
+    back = adapt.quantized(stored.codes, scales, recipe, codes.shape, nibbles="dense")
+    assert torch.equal(back.codes, codes)
+    turned = adapt.stored_as(q, nibbles="dense", transposed=True)
+    again = adapt.quantized(*turned, recipe, codes.shape, nibbles="dense", transposed=True)
+    assert torch.equal(again.codes, codes)
+    with pytest.raises(ValueError, match="nibbles 'dense' packs four codes of 6 bits in three bytes, and K is 30"):
+        adapt.quantized(stored.codes, scales, recipe, (len(codes), 30), nibbles="dense")
+
+
+@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
+def test_dtypes_of_fnuz_are_read(name: str) -> None:
+    """Every code in the dtype of torch, whose numbers are those of the format."""
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    recipe, dtype = narrowgauge.recipe(f"fp8-block-1x128-{name}"), getattr(torch, f"float8_{name}")
+    q = adapt.quantized(codes.view(dtype), torch.ones(2, 1), recipe, (2, 128))
+    assert torch.equal(q.codes, codes)
+    decoded = narrowgauge.dequantize(q, torch.float32)
+    assert torch.equal(decoded.nan_to_num(nan=7e5), codes.view(dtype).float().nan_to_num(nan=7e5))

@@ -17,7 +17,17 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ML_DTYPES = {
     "E2M1": "float4_e2m1fn", "E2M3": "float6_e2m3fn", "E3M2": "float6_e3m2fn", "E4M3": "float8_e4m3fn",
     "E5M2": "float8_e5m2", "E4M3FNUZ": "float8_e4m3fnuz", "E5M2FNUZ": "float8_e5m2fnuz", "E8M0": "float8_e8m0fnu",
+    "INT4": "int4",
 }  # fmt: skip
+EXACT = {
+    "INT8": [*range(128), *range(-128, 0)],
+    "E0M3": [*(float(n) for n in range(8)), *(-float(n) for n in range(8))],
+    "UE5M3": [
+        *(math.ldexp(code % 8 + (8 if code > 7 else 0), max(1, code // 8) - 18) for code in range(255)),
+        math.nan,
+    ],
+}
+"""Values of the formats that ml_dtypes does not have, in order of their codes."""
 
 
 def of(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -27,12 +37,15 @@ def of(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_every_code_comes_back_from_its_value(fmt: Format, dtype: torch.dtype) -> None:
-    """Independent values: those of ml_dtypes, by its own conversion to float64."""
+    """Independent values: those of ml_dtypes, by its own conversion to float64, or written out."""
     raw = np.arange(fmt.codes, dtype=np.uint8)
-    values = torch.from_numpy(raw.view(getattr(ml_dtypes, ML_DTYPES[fmt.name])).astype(np.float64))
+    if fmt.name in EXACT:
+        values = torch.tensor(EXACT[fmt.name], dtype=torch.float64)
+    else:
+        values = torch.from_numpy(raw.view(getattr(ml_dtypes, ML_DTYPES[fmt.name])).astype(np.float64))
     there = values.to(dtype).to(torch.float64)
     representable = (there == values) | values.isnan()
-    assert bool(representable.all()) or (fmt is E8M0 and dtype == torch.float16)
+    assert bool(representable.all()) or (fmt.name in ("E8M0", "UE5M3") and dtype == torch.float16)
     codes = codes_of_numbers(values[representable].to(dtype), fmt, "x")
     expected = torch.from_numpy(raw)[representable]
     nan = values[representable].isnan()

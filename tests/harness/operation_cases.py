@@ -28,6 +28,10 @@ def swizzle_case(inputs="position", shape=(256, 12)) -> Case:
     return case_from_labels("swizzle", "", shape, "", inputs)
 
 
+def packing_case(layout: str, *flags: str, inputs="position", shape=(33, 9)) -> Case:
+    return case_from_labels("pack-scales", "", shape, "", inputs, (layout, *flags))
+
+
 def run(case, **doors):
     return run_case(case, backend(**doors))
 

@@ -1,20 +1,23 @@
-"""Writes cases/pairs.toml: cases until the quick tier has every possible pair of values of two keys.
+"""Writes cases/pairs.toml and cases/triples_*.toml: cases until the quick tier has every possible pair of values of two
+keys, and the full tier every possible triple of values of three keys.
 
     python -m tests.pairs.make
 
-The cases of the other files are the seed. For an uncovered pair, known cases get both values and up to three random
-values of other keys. The valid case that takes the least time for each uncovered pair is added. A pair without a valid
-case in `TRIES` attempts counts as impossible. Cases of pairs.toml stay, and missing ones are added behind them, so that
-a new value of a key changes no id.
+The cases of the other files are the seed. For an uncovered set of values, known cases get its values and up to three
+random values of other keys. The valid case that takes the least time for each uncovered set is added. A set without a
+valid case in `Array.tries` attempts counts as impossible, and so does a triple with an impossible pair. Cases of a file
+stay, and missing ones are added behind them, so that a new value of a key changes no id.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations, islice
+from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
@@ -25,28 +28,65 @@ from narrowgauge.harness.cases.keys import keys_of, sizes_of
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.inputs.pairs import (
     TRAITS,
-    Pair,
     Value,
+    Values,
     key_of,
-    pairs_of,
-    pairs_of_all,
+    sets_of,
+    sets_of_all,
     size_class,
     sizes,
     values_of,
 )
 
-FILE = shipped_cases() / "pairs.toml"
-TRIES = 300
-ENOUGH = 24
-"""Valid cases of a pair of which the cheapest is taken."""
 SIZES = (0, 1, 37, 48, 128)
 """A size of each class."""
 LARGEST = 1 << 17
 """Work of a case at most, unless the smallest case of its operation has more."""
 _HEAD = """\
-# Every possible pair of values of two keys is in the quick tier: the pairs that no other file has.
+# Every possible set of {0.size} values of different keys is in the {0.tier} tier: the sets that no other file has.
 # Written by `python -m tests.pairs.make`, which keeps these ids and adds missing ones behind them.
 """
+
+
+@dataclass(frozen=True)
+class Array:
+    """A covering array: every possible set of `size` values of different keys is in the cases of a tier."""
+
+    name: str
+    """Name of the files with the cases that no other file has. {} stands for an operation: a file has a limit."""
+    size: int
+    tier: str
+    tries: int
+    """Attempts to find a valid case for a set of values."""
+    enough: int
+    """Valid cases of a set of values of which the cheapest is taken."""
+
+    def file(self, operation: str) -> Path:
+        """The case file with the cases of an operation."""
+        return shipped_cases() / f"{self.name.format(operation.replace('-', '_'))}.toml"
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids in the files."""
+        return [case.id for case in load_all(sorted(shipped_cases().glob(self.file("*").name)))]
+
+    def chosen(self, cases: Iterable[Case]) -> Iterator[Case]:
+        """The cases of the tier on a CPU. Not of contracts: their cases for pairs would take 15 core-seconds."""
+        for case in cases:
+            if not isinstance(case, ContractCase) and self.tier in ("full", case.tier_on("cpu")):
+                yield case
+
+    def write(self, ids: Iterable[str]) -> None:
+        """Write the files."""
+        files: dict[Path, str] = defaultdict(str)
+        for name in ids:
+            files[self.file(name.partition("/")[0])] += f'  "{name}",\n'
+        for file, lines in files.items():
+            text = f'{_HEAD.format(self)}\n[[matrix]]\ntier = "{self.tier}"\nids = [\n{lines}]\n'
+            file.write_text(text, encoding="utf-8")
+
+
+PAIRS, TRIPLES = Array("pairs", 2, "quick", 300, 24), Array("triples_{}", 3, "full", 40, 6)
 
 
 class Domain:
@@ -80,33 +120,34 @@ class Domain:
             found[name] |= set(map(size_class, SIZES))
         return {name: sorted(found[name]) for name in sorted(found)}
 
-    def pairs(self) -> list[Pair]:
-        """All pairs of values of two keys, possible or not, sorted."""
+    def sets(self, size: int, possible: Collection[Values]) -> Iterator[Values]:
+        """All sets of values of different keys, sorted. Of more than two values, those whose pairs are possible."""
         every = [(name, value) for name, values in self.values.items() for value in values]
-        return [(one, other) for one in every for other in every if one < other and key_of(one) != key_of(other)]
+        for chosen in combinations(every, size):
+            pairs = combinations(chosen, 2)
+            if all(key_of(one) != key_of(other) if size == 2 else (one, other) in possible for one, other in pairs):
+                yield chosen
 
-    def candidates(self, pair: Pair, tries: int) -> Iterator[Case]:
-        """Different valid cases with both values, at most `ENOUGH`. They depend on the pair and the cases alone."""
-        draw = random.Random(repr(pair))
+    def candidates(self, values: Values, tries: int) -> Iterator[Case]:
+        """Different valid cases with all these values, which depend on the values and the cases alone."""
+        draw = random.Random(repr(values))
         found: set[str] = set()
         for number in range(tries):
             case: Case | None = draw.choice(self._cases)
             others = [(name, draw.choice(self.values[name])) for name in draw.sample(sorted(self.values), number % 4)]
-            # Twice: a value may be lost when the other one is set, such as a size by sections.
-            for value in (*others, *pair, *pair):
+            # Twice: a value may be lost when another one is set, such as a size by sections.
+            for value in (*others, *values, *values):
                 case = None if case is None else self._changed(case, value, draw)
             if case is None:
                 continue
             family = "normal" if "normal" in case.families() else case.inputs
             case = replace(case, inputs=family, tier="quick", file="", repeats=0, concurrency="sequential")
-            if case.id in found or case.problem() or case.work > self._limit or pair not in pairs_of(case):
+            if case.id in found or case.problem() or case.work > self._limit or not _tests(case, values):
                 continue
-            if (case := case_from_id(case.id)) is None or pair not in pairs_of(case):  # a value that its key refuses
+            if (case := case_from_id(case.id)) is None or not _tests(case, values):  # a value that its key refuses
                 continue
             found.add(case.id)
             yield case
-            if len(found) == ENOUGH:
-                return
 
     def _changed(self, case: Case, value: Value, draw: random.Random) -> Case | None:
         """The case with one value set; None if the value has no setting. It may have a problem."""
@@ -129,29 +170,55 @@ class Domain:
         return replace(case, **{self._fields[key]: setting})
 
 
-def missing(cases: Iterable[Case], tries: int = TRIES) -> Iterator[tuple[Pair, Case]]:
-    """Pairs that no case of the quick tier on a CPU has, each with the cheapest case for it.
+def _tests(case: Case, values: Values) -> bool:
+    """Whether a case has all these values and, if it is empty, one of them is a size of 0."""
+    has = values_of(case)
+    empty = 0 not in case.shape or any(value == "0" and name in sizes(case) for name, value in values)
+    return empty and all(has.get(name) == value for name, value in values)
 
-    Not of contracts: their 330 cases would take 15 core-seconds.
-    """
+
+def missing(cases: Iterable[Case], array: Array = PAIRS, tries: int = 0) -> Iterator[tuple[Values, Case]]:
+    """Sets of values that no case of the tier on a CPU has, each with the cheapest case for it. `tries`: 0 for those of
+    the array."""
     by_operation: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         if not isinstance(case, ContractCase):
             by_operation[case.operation].append(case)
     for of_operation in by_operation.values():
         domain = Domain(of_operation)
-        covered = {pair for _, pair in pairs_of_all(case for case in of_operation if case.tier_on("cpu") == "quick")}
-        for pair in domain.pairs():
-            if pair in covered:
+        covered = {values for _, values in sets_of_all(array.chosen(of_operation), array.size)}
+        possible = {values for _, values in sets_of_all(of_operation)}
+        for values in domain.sets(array.size, possible):
+            if values in covered:
                 continue
-            found = [
-                (estimated_seconds(case) / len(pairs_of(case) - covered), case.id, case)
-                for case in domain.candidates(pair, tries)
-            ]
+            found = []
+            for case in islice(domain.candidates(values, tries or array.tries), array.enough):
+                new = sets_of(case, array.size) - covered
+                found.append((estimated_seconds(case) / len(new), case.id, case, new))
             if found:
-                *_, best = min(found)
-                covered |= pairs_of(best)
-                yield pair, best
+                *_, best, new = min(found)
+                covered |= new
+                yield values, best
+
+
+def redundant(cases: Iterable[Case], array: Array, among: Collection[str]) -> list[str]:
+    """Ids, of these, of cases whose sets of values are all in other cases of the tier; the slowest first."""
+    left: Counter[tuple[str, Values]] = Counter()
+    found: dict[str, set[tuple[str, Values]]] = {}
+    known: dict[tuple[Any, ...], set[tuple[str, Values]]] = {}
+    chosen = list(array.chosen(cases))
+    for case in chosen:
+        values = (case.operation, *values_of(case).items())
+        if values not in known:
+            known[values] = sets_of_all([case], array.size)
+        left.update(known[values])
+        found[case.id] = known[values]
+    leaving = []
+    for case in sorted(chosen, key=lambda case: (-estimated_seconds(case), case.id)):
+        if case.id in among and all(left[values] > 1 for values in found[case.id]):
+            left.subtract(found[case.id])
+            leaving.append(case.id)
+    return leaving
 
 
 def shipped() -> list[Case]:
@@ -160,16 +227,18 @@ def shipped() -> list[Case]:
 
 
 def main() -> None:
-    """Write the file: its present ids, then an id for each missing pair."""
-    ids = [case.id for case in load_all([FILE])] if FILE.exists() else []
-    while True:  # a new case may have values for other pairs
-        added = [case.id for _, case in missing(shipped())]
-        print(f"{FILE.name}: {len(ids)} cases, {len(added)} added", flush=True)
-        if not added:
-            return
-        ids += added
-        lines = "".join(f'  "{name}",\n' for name in ids)
-        FILE.write_text(f'{_HEAD}\n[[matrix]]\ntier = "quick"\nids = [\n{lines}]\n', encoding="utf-8")
+    """Write the files: present ids, then an id for each missing set of values, without redundant new pairs."""
+    for array in (PAIRS, TRIPLES):
+        ids, new = array.ids, list[str]()
+        while added := [case.id for _, case in missing(shipped(), array)]:  # a new case may have further values
+            new += added
+            array.write(ids + new)
+            print(f"{array.name}: {len(ids)} cases, {len(new)} new ones", flush=True)
+        if new and array is PAIRS:  # the triples of all cases take gigabytes
+            unneeded = set(redundant(shipped(), array, new))
+            new = [name for name in new if name not in unneeded]
+            array.write(ids + new)
+        print(f"{array.name}: {len(ids)} cases, {len(new)} added", flush=True)
 
 
 if __name__ == "__main__":

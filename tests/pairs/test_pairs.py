@@ -1,11 +1,11 @@
-"""The quick tier has every possible pair of values of two keys, and cases/pairs.toml can be written again."""
+"""The quick tier has every possible pair of values, the full tier every triple, and the files can be written again."""
 
 import pytest
 
-from narrowgauge.harness.cases.operations import case_from_id
-from narrowgauge.harness.inputs.pairs import pairs_of, size_class
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
+from narrowgauge.harness.inputs.pairs import sets_of, sets_of_all, size_class
 from tests.matrix import all_cases
-from tests.pairs.make import FILE, SIZES, TRIES, missing
+from tests.pairs.make import PAIRS, SIZES, TRIPLES, missing, redundant
 
 FEW = 3
 """Tries of a pair: enough that a new value of a key, which has many pairs, is noticed."""
@@ -17,30 +17,52 @@ def cases():
     return list(all_cases())
 
 
-@pytest.mark.parametrize("tries", [FEW, pytest.param(TRIES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tries", [FEW, pytest.param(PAIRS.tries, marks=pytest.mark.long)])
 def test_every_pair_is_in_the_quick_tier(cases, tries):
-    assert [(pair, case.id) for pair, case in missing(cases, tries)] == [], REMEDY
+    assert [(pair, case.id) for pair, case in missing(cases, PAIRS, tries)] == [], REMEDY
+
+
+SMALL = ("transform", "update-scale", "swizzle")
+"""Operations whose triples take a second."""
+
+
+@pytest.mark.parametrize(
+    ("operations", "tries"), [(SMALL, FEW), pytest.param(OPERATIONS, TRIPLES.tries, marks=pytest.mark.long)]
+)
+def test_every_triple_is_in_the_full_tier(cases, operations, tries):
+    chosen = [case for case in cases if case.operation in operations]
+    assert [(triple, case.id) for triple, case in missing(chosen, TRIPLES, tries)] == [], REMEDY
+
+
+def test_a_case_is_redundant_if_others_have_its_pairs(cases):
+    swizzles = [case for case in cases if case.operation == "swizzle" and case.tier == "quick"]
+    ids = [case.id for case in swizzles]
+    leaving = redundant(swizzles, PAIRS, ids)
+    kept = [case for case in swizzles if case.id not in leaving]
+    assert 0 < len(kept) < len(swizzles)
+    assert sets_of_all(kept) == sets_of_all(swizzles)
+    assert redundant(kept, PAIRS, ids) == []
 
 
 def test_a_pair_that_no_case_has_gets_one(cases):
-    kept = [case for case in cases if case.operation == "transform" and not case.file.endswith(FILE.name)]
+    kept = [case for case in cases if case.operation == "transform" and not case.file.endswith(PAIRS.file("").name)]
     found = dict(missing(kept))
     assert found
     for pair, case in found.items():
-        assert pair in pairs_of(case)
+        assert pair in sets_of(case)
         assert case_from_id(case.id) == case
     assert not list(missing([*kept, *found.values()]))
 
 
 def test_an_empty_case_tests_pairs_of_its_empty_size():
     case = case_from_id("quantize/nvfp4/0x256/bf16/normal/columnwise")
-    assert (("M", "0"), ("usage", "columnwise")) in pairs_of(case)
-    assert not any(pair[0][0] == "dtype" and pair[1][0] == "usage" for pair in pairs_of(case))
+    assert (("M", "0"), ("usage", "columnwise")) in sets_of(case)
+    assert not any(pair[0][0] == "dtype" and pair[1][0] == "usage" for pair in sets_of(case))
 
 
 def test_traits_of_one_recipe_are_no_pair():
     case = case_from_id("gemm/mxfp8-e4m3+mxfp8-e5m2/128x256x128/bf16xbf16-fp32/normal/tn")
-    names = {tuple(name.partition(".")[0] for name, _ in pair) for pair in pairs_of(case)}
+    names = {tuple(name.partition(".")[0] for name, _ in pair) for pair in sets_of(case)}
     assert ("recipe", "w_recipe") in names
     assert ("recipe", "recipe") not in names
 

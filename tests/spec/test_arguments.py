@@ -184,6 +184,20 @@ QUANTIZING: list[Row] = [
       for shape, wanted, padded in (
           ((512,), (128, 4), (128, 4)), ((1, 128, 4), (128, 4), (128, 4)), ((128, 4), (128, 8), (128, 8)),
           ((128, 4), (129, 4), (256, 4)), ((128, 4), (128, 5), (128, 8)), ((128, 4), (0, 4), (0, 4)))),
+    row("columnwise scales in rows", calling("quantize", X, "nvfp4", scales="marlin-64"), ValueError,
+        "layout marlin-64", "the transpose", "recipe nvfp4 has rows of E4M3 scales"),
+    # packing_of, check_scales_to_pack
+    row("an unknown layout", calling("pack_scales", torch.ones(4, 4, dtype=torch.uint8), "4x4"), ValueError,
+        "layout is '4x4'", "'128x4'"),
+    row("scales of four dimensions", calling("pack_scales", torch.ones(1, 1, 4, 4, dtype=torch.uint8), "8x4"),
+        ValueError, "scales are (R, C) or (B, R, C)", "(1, 1, 4, 4)"),
+    row("sections of other rows", calling("pack_scales", torch.ones(4, 4, dtype=torch.uint8), "8x4",
+        sections=torch.tensor([1, 2])), ValueError, "sections [1, 2]", "4 rows"),
+    row("packed scales of another shape", calling("unpack_scales", torch.ones(4, 4, dtype=torch.uint8), (4, 4), "8x4"),
+        ValueError, "packed scales has shape (8, 4)", "not (4, 4)"),
+    row("float32 scales of bytes", calling("pack_scales", torch.ones(4, 4), "8x4"), TypeError, "scales is uint8"),
+    row("scales with mantissas", calling("pack_scales", torch.full((4, 4), 1.5), "ue8m0-int32"), ValueError,
+        "scales[0, 0] is 1.5", "round"),
     # check_out_dtype
     *(row(f"values of {dtype_name(dtype)}", lambda ops, dtype=dtype: ops.dequantize(operand(ops), dtype), TypeError,
           "dequantize gives float32, bfloat16 or float16", f"not {dtype_name(dtype)}")

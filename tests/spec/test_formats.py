@@ -21,13 +21,13 @@ from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack, unpack
 from narrowgauge.reference.scalar import rounding
-from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E8M0, FORMATS, Format
+from narrowgauge.spec.formats import E0M3, E2M1, E2M3, E3M2, E4M3, E8M0, FORMATS, UE5M3, Format
 from tests.reference.samples import boundaries, every_input
 
 ALL = list(FORMATS.values())
 SIGNED = [fmt for fmt in ALL if fmt.signed]
-OF_GFLOAT = [fmt for fmt in ALL if fmt.negative_zero or not fmt.signed]
-"""gfloat 0.5 has no fnuz formats."""
+OF_GFLOAT = [fmt for fmt in ALL if (fmt.negative_zero or not fmt.mantissa_bits) and fmt.exponent_bits]
+"""gfloat 0.5 has no fnuz formats, and neither UE5M3 nor whole numbers without a factor."""
 NOT_SATURATING = [fmt for fmt in ALL if fmt.nan_code is not None]
 
 ML_DTYPES = {
@@ -39,7 +39,11 @@ ML_DTYPES = {
     "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     "E8M0": ml_dtypes.float8_e8m0fnu,
+    "INT4": ml_dtypes.int4,
+    "INT8": np.int8,
 }
+OF_ML_DTYPES = [fmt for fmt in ALL if fmt.name in ML_DTYPES]
+"""ml_dtypes 0.6 has neither UE5M3 nor E0M3."""
 
 
 def formats(some: list[Format]) -> pytest.MarkDecorator:
@@ -99,7 +103,26 @@ def assert_same_values(ours: np.ndarray, theirs: np.ndarray) -> None:
 # Decode.
 
 
-@formats(ALL)
+def test_ue5m3_and_e0m3_are_exact_fractions() -> None:
+    """PTX ISA 9.4: five exponent bits with bias 15, three mantissa bits, no sign, NaN 0xFF. E0M3: sign and number."""
+    for code in range(255):
+        exponent, mantissa = divmod(code, 8)
+        exact = Fraction(mantissa, 8) * Fraction(2) ** -14 if not exponent else (1 + Fraction(mantissa, 8)) * Fraction(
+            2) ** (exponent - 15)  # fmt: skip
+        assert Fraction(UE5M3.value(code)) == exact
+    assert math.isnan(UE5M3.value(255))
+    assert UE5M3.max == 1.75 * 2.0**16
+    assert [E0M3.value(code) for code in range(16)] == [*range(8), *(-number for number in range(8))]
+    assert math.copysign(1.0, E0M3.value(8)) == -1.0
+
+
+def test_e5m2_of_positive_codes_is_the_grid_of_ue5m3_with_fewer_bits() -> None:
+    """ml_dtypes: both have a bias of 15, so every finite positive E5M2 number is a number of UE5M3."""
+    fewer = np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
+    assert set(fewer) <= set(UE5M3.values)
+
+
+@formats(OF_ML_DTYPES)
 def test_every_code_means_what_ml_dtypes_says(fmt: Format) -> None:
     theirs = all_codes(fmt).view(ML_DTYPES[fmt.name]).astype(np.float64)
     assert_same_values(np.array(fmt.values), theirs)
@@ -135,7 +158,8 @@ def test_derived_figures_of_a_format_follow_from_its_table(fmt: Format) -> None:
     assert fmt.codes == len(fmt.values)
     assert fmt.max == max(finite)
     assert fmt.values[fmt.max_code] == max(finite)
-    assert fmt.sign_code == (fmt.codes // 2 if min(fmt.values) < 0 else 0)
+    assert fmt.sign_code == (fmt.codes // 2 if min(finite) < 0 else 0)
+    assert fmt.complement == (min(finite) < -fmt.max)
 
 
 @formats(ALL)
@@ -159,10 +183,14 @@ def test_decode_refuses_codes_that_are_not_bytes() -> None:
 # Encode.
 
 
-@formats(SIGNED)
+@formats([fmt for fmt in SIGNED if fmt in OF_ML_DTYPES])
 def test_encode_agrees_with_ml_dtypes(fmt: Format) -> None:
     x = every_input(fmt)
     x = x[~np.isnan(x)]
+    if fmt.complement:  # numpy rounds to whole numbers, ties to even, and does not saturate
+        whole = np.clip(np.rint(x), -fmt.max_code - 1, fmt.max_code).astype(np.int64)
+        np.testing.assert_array_equal(codes_of(x, fmt), whole % fmt.codes)
+        return
     with np.errstate(all="ignore"):
         theirs = x.astype(ML_DTYPES[fmt.name]).view(np.uint8)
     if fmt.nan_code is not None:  # ml_dtypes does not saturate; E4M3 overflows to NaN, E5M2 to infinity
@@ -228,7 +256,11 @@ def test_all_sixteen_leading_bits_round_to_the_nearest_code(fmt: Format) -> None
     expected = below + (tie & (below % 2 == 1))
     negative = np.signbit(x.numpy())
     if fmt.signed:
-        expected[negative & ((expected > 0) | fmt.negative_zero)] += fmt.sign_code
+        if fmt.complement:
+            expected = np.where(negative & (magnitude >= fmt.max_code + 0.5), fmt.max_code + 1, expected)
+            expected = np.where(negative, -expected % fmt.codes, expected)
+        else:
+            expected[negative & ((expected > 0) | fmt.negative_zero)] += fmt.sign_code
     else:
         expected[negative & (magnitude > 0)] = fmt.nan_code
     nan = np.isnan(magnitude)
@@ -255,7 +287,7 @@ def test_encode_refuses_another_dtype(dtype: torch.dtype) -> None:
 # Errors.
 
 
-@formats([E2M1, E2M3, E3M2])
+@formats([E2M1, E2M3, E3M2, E0M3])
 def test_a_format_without_nan_has_to_saturate(fmt: Format) -> None:
     message = f"{fmt.name} has no code for overflow, so it must saturate; formats that need not: E4M3, E5M2, E4M3FNUZ, "
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -20,7 +20,7 @@ def kind(recipe: Recipe) -> str:
 
 
 def may(a: Recipe, b: Recipe) -> bool:
-    """The rule in different words: a single family, and the products of Transformer Engine and cuBLAS in it."""
+    """The rule in different words: a single family, and an operand of E4M3."""
     if kind(a) != kind(b):
         return False
     if kind(a) == "mx":  # any elements, rows or tiles, any rule for the exponent
@@ -30,7 +30,7 @@ def may(a: Recipe, b: Recipe) -> bool:
     if a.element.negative_zero != b.element.negative_zero:
         return False
     e4m3 = (E4M3, E4M3FNUZ)
-    return (a.element in e4m3 or b.element in e4m3) and (kind(a) == "whole" or 1 in (a.block[0], b.block[0]))
+    return a.element in e4m3 or b.element in e4m3
 
 
 def test_every_pair_of_recipes_of_a_family_is_multiplied_exactly() -> None:
@@ -49,8 +49,7 @@ def test_every_pair_of_recipes_of_a_family_is_multiplied_exactly() -> None:
         ("mxfp8-e4m3", "fp8-current-e4m3", "scale is E8M0 and FP32"),
         ("nvfp4", "nvfp4@te-native", "alpha is (a*b)/d and (b*a)*(1/d)"),
         ("fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "alpha is s_a*s_b and 1"),
-        ("fp8-block-128x128-e4m3-pow2", "fp8-block-128x128-e4m3-pow2", "block is 128x128 of both; one of the two has "
-         "to be 1x128"),
+        ("fp8-block-128x128-e4m3-pow2", "fp8-block-1x64-e4m3-pow2", "block is 128x128 and 1x64"),
         ("fp8-current-e5m2", "fp8-delayed-e5m2", "element is E5M2 of both; one of the two has to be E4M3"),
         ("fp8-block-1x128-e5m2-pow2", "fp8-block-1x128-e5m2-fp32", "element is E5M2 of both; one of the two has to be"),
         ("nvfp4-rht", "nvfp4", "rotations cancel only if both operands have the same"),

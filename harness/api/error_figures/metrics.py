@@ -16,12 +16,13 @@ from narrowgauge.harness.checks.distance import Comparison
 from narrowgauge.harness.checks.finding import histogram
 from narrowgauge.spec.arguments import dtype_name
 from narrowgauge.spec.dtypes import INPUT_DTYPES
-from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 
 CHUNK = 1 << 24
 """Elements of a chunk. Its temporaries have up to 100 bytes for each element."""
 _FORMATS = {
     torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float8_e8m0fnu: E8M0, torch.float4_e2m1fn_x2: E2M1,
+    torch.float8_e4m3fnuz: E4M3FNUZ, torch.float8_e5m2fnuz: E5M2FNUZ,
 }  # fmt: skip
 DTYPES = (*INPUT_DTYPES, *_FORMATS)
 

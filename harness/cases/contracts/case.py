@@ -37,7 +37,7 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
-_RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "repeats", "concurrency", "recipe")
+_RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
 
@@ -302,6 +302,20 @@ class ContractCase(Case):
         if "dtype" in names:
             given["dtype"] = dtype
         return cls(**(given | dict(fields)))
+
+
+def recipes_of(
+    contracts: Sequence[type[ContractCase]], recipes: Sequence[str]
+) -> dict[type[ContractCase], Sequence[str]]:
+    """The recipes of each contract of a file: none of a contract that takes none, if another one takes a recipe."""
+    takes = any(cls.declared.recipes for cls in contracts)
+    return {cls: recipes if cls.declared.recipes or not takes else () for cls in contracts}
+
+
+def no_recipe_note(contracts: Sequence[type[ContractCase]], recipes: Sequence[str]) -> str:
+    """A sentence with the contracts to which given recipes do not apply; empty if there are none."""
+    without = [cls.operation for cls, names in recipes_of(contracts, recipes).items() if recipes and not names]
+    return f"{', '.join(recipes)} does not apply to {', '.join(without)}: no recipe in the signature" if without else ""
 
 
 def _free(declared: Declared) -> tuple[str, ...]:

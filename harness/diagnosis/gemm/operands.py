@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmParts
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmParts, operand_values
 from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
+from narrowgauge.harness.operations.pack_scales.deviations import SWIZZLE_READS
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
-from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle, unswizzle
@@ -23,6 +23,8 @@ from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
 _OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
+_TILES = {"32": 32, "64": 64, "128": 128}
+"""Columns of K of which a kernel may take whole ones alone."""
 Changed = Quantized | None
 """A changed operand. None: the change does not apply to the operand."""
 
@@ -126,16 +128,76 @@ def swap_code_pairs(q: Quantized) -> Changed:
     return replace(q, codes=swap_nibbles(q.codes)) if q.recipe.element.bits == 4 else None
 
 
-def _zero_columns(q: Quantized, first: int) -> Quantized:
-    """The matrix with zeros in the columns of K from `first` on."""
-    codes = q.codes.clone()
-    if q.recipe.element.bits == 4:
-        codes[:, -(-first // 2) :] = 0
-        if first % 2:
-            codes[:, first // 2] &= 0xF
-    else:
-        codes[:, first:] = 0
-    return replace(q, codes=codes)
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of K."""
+
+    first: int
+    end: int
+    depth: int
+    """K."""
+
+    @property
+    def name(self) -> str:
+        """The columns: `240 to 255`."""
+        return f"{self.first} to {self.end - 1}"
+
+    @property
+    def others(self) -> str:
+        """The other columns: `0 to 31 and 48 to 271`."""
+        before, behind = _Columns(0, self.first, self.depth), _Columns(self.end, self.depth, self.depth)
+        return " and ".join(part.name for part in (before, behind) if part.first < part.end)
+
+
+def _zero_columns(q: Quantized, first: int, end: int | None = None) -> Quantized:
+    """The matrix with zeros in the columns of K from `first` on, up to `end`."""
+    numbers = torch.arange(q.shape[1], device=q.codes.device)
+    zero = (numbers >= first) & (numbers < (q.shape[1] if end is None else end))
+    return _with_zero_codes(q, zero.expand(q.shape))
+
+
+_MOST_CUTS, _OF_SAMPLE = 128, 8
+"""Columns of K at which a missing part may begin or end; rows and columns of wrong outputs that tell the part."""
+
+
+def _missing_columns(parts: GemmParts) -> dict[str, _Columns]:
+    """The columns of K whose products are nearest to the missing sums of a few wrong outputs, or empty.
+
+    The sums are float64: `fits` decides if the columns explain the outputs. Parts that another row leaves out, and all
+    of K, do not count.
+    """
+    depth = parts.left.shape[1]
+    wrong = next((one for one in parts.sections or (parts,) if bool(one.wrong.any())), None)
+    if wrong is None or wrong.tensor_factors is not None or wrong.left.shape[1] != depth or depth < 2:
+        return {}
+    rows = wrong.wrong.any(1).nonzero().flatten()[:_OF_SAMPLE]
+    few = wrong.select(rows, wrong.wrong[rows].any(0).nonzero().flatten()[:_OF_SAMPLE])
+    terms = operand_values(few.left).unsqueeze(1) * operand_values(few.right)
+    sums = torch.nn.functional.pad(terms.cumsum(2), (1, 0)).flatten(0, 1)
+    found = few.output.double()
+    for addend in (few.c, few.bias):
+        found = found if addend is None else found - addend.double()
+    found = found if few.promotes else found / few.factor.double()
+    step = 1 if depth <= _MOST_CUTS else 8 * -(-depth // (8 * _MOST_CUTS))
+    cuts = torch.tensor([*range(0, depth, step), depth], device=sums.device)
+    missing = sums[:, -1] - found.flatten()
+    known = missing.isfinite() & sums.isfinite().all(1)
+    if not bool(known.any()):
+        return {}
+    at_cuts = sums[known][:, cuts]
+    error = (at_cuts.unsqueeze(1) - at_cuts.unsqueeze(2) - missing[known].view(-1, 1, 1)).abs().sum(0)
+    error = error.masked_fill(cuts.unsqueeze(1) >= cuts, torch.inf)
+    error[0, -1] = torch.inf
+    first, end = (int(cuts[n]) for n in divmod(int(error.argmin()), len(cuts)))
+    width = parts.left.recipe.block[1]
+    named = {depth - 1, *(depth // tile * tile for tile in _TILES.values())}
+    named |= set() if parts.left.recipe.spans_k else {(depth - 1) // width * width}
+    columns = _Columns(first, end, depth)
+    return {} if end == depth and first in named else {columns.name: columns}
+
+
+def _without_columns(columns: _Columns, parts: GemmParts) -> GemmParts | None:
+    return _on_both(partial(_zero_columns, first=columns.first, end=columns.end))(parts)
 
 
 def _without_last_block(q: Quantized) -> Changed:
@@ -335,8 +397,10 @@ OPERANDS: tuple[Deviation[GemmParts], ...] = (
               partial(_on, ("left",), swap_code_pairs)),
     Deviation("last-block-dropped", "the last block of K is left out", "operands", _on_both(_without_last_block)),
     Deviation("tail-of-k-dropped:{}", "columns of K behind the last whole {} are left out", "operands",
-              lambda tile, parts: _on_both(partial(_without_tail, tile))(parts), {"32": 32, "64": 64, "128": 128}),
+              lambda tile, parts: _on_both(partial(_without_tail, tile))(parts), _TILES),
     Deviation("last-element-dropped", "the last column of K is left out", "operands", _on_both(_without_last_column)),
+    Deviation("columns-of-k-dropped:{}", "columns {0} of K are left out: the outputs equal the product over columns "
+              "{1.others}", "operands", _without_columns, _missing_columns),
 )  # fmt: skip
 """Wrong operands."""
 NAN_SCALES: Deviation[GemmParts] = Deviation(

@@ -9,9 +9,9 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.harness.operations.pack_scales.deviations import WRONG_LAYOUTS, padding_not_zeroed
 from narrowgauge.harness.operations.stages.deviation import Deviation
-from narrowgauge.harness.operations.swizzle.deviations import WRONG_LAYOUTS, padding_not_zeroed
-from narrowgauge.reference.quantize.layout import swizzle
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES, Packing
 
 PADDING: QuantizeDeviation = Deviation(
     "padding-not-zeroed", "the padding of swizzled scales is {}, not 0", "layout",
@@ -27,13 +27,16 @@ def layout_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDevi
     """Deviations of the layout, the most plausible first. None if the kernel's scales are not swizzled."""
     if not matrices or "layout" not in matrices[0].kernel_stages:
         return
-    for row in WRONG_LAYOUTS:
+    for row in WRONG_LAYOUTS if matrices[0].result.scale_layout == TILES else ():
         yield row.through(lambda layout, r: layout(r.scales), row_local=False)
-    if all(padding_not_zeroed(matrix.kernel_stages["layout"], matrix.kernel_stages["scales"]) for matrix in matrices):
+    if all(padding_not_zeroed(m.kernel_stages["layout"], _packing(m), m.kernel_stages["scales"]) for m in matrices):
         fillings = torch.unique(torch.cat([_padding_bytes(matrix) for matrix in matrices]))
         yield PADDING.bound(int(fillings)) if len(fillings) == 1 else DIFFERENT_PADDING.bound(len(fillings))
 
 
 def _padding_bytes(matrix: KernelMatrix) -> torch.Tensor:
-    is_scale = swizzle(torch.ones_like(matrix.kernel_stages["scales"])) == 1
-    return matrix.kernel_stages["layout"][~is_scale]
+    return matrix.kernel_stages["layout"].cpu()[_packing(matrix).cells("0")]
+
+
+def _packing(matrix: KernelMatrix) -> Packing:
+    return Packing(LAYOUTS[matrix.result.scale_layout], tuple(matrix.kernel_stages["scales"].shape))

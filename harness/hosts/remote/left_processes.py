@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.harness.hosts.starter import parent_of
+from narrowgauge.harness.hosts.starter import parent_of, processes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LeftProcesses:
         adopts the orphans of the host, and has no other children; 0: none."""
         self._host, self._marker, self._adopts = host, marker, adopts
         self._newest = _newest()
-        self._known = set(_processes())
+        self._known = set(processes())
 
     def new(self) -> list[LeftProcess]:
         """Descendants of the host that started since the last call. Copies of the host are killed: a worker pool of a
@@ -38,7 +38,7 @@ class LeftProcesses:
         if newest and newest == self._newest:  # no process has started on this machine
             return []
         self._newest = newest
-        now = set(_processes())
+        now = set(processes())
         found = [left for pid in sorted(now - self._known) if (left := self._left(pid)) is not None]
         self._known = now
         for left in found:
@@ -74,7 +74,3 @@ def _newest() -> int:
             return int(file.read().rpartition(" ")[2])
     except (OSError, ValueError):
         return 0
-
-
-def _processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if Path("/proc").is_dir() else []

@@ -10,7 +10,9 @@ from typing import Any
 
 from narrowgauge.harness.hosts.frames import Connection, pair, readable
 from narrowgauge.harness.hosts.output import StackFile, forward
+from narrowgauge.harness.hosts.remote.left_files import LeftFiles
 from narrowgauge.harness.hosts.remote.left_processes import LeftProcesses
+from narrowgauge.harness.hosts.separation import NAMESPACES
 from narrowgauge.harness.hosts.starter import Channel, parent_of
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
@@ -28,6 +30,7 @@ class HostProcess:
 
         Raises StarterError.
         """
+        self._files: LeftFiles | None = LeftFiles()
         ours, theirs = pair()
         self._output, written = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
@@ -46,6 +49,8 @@ class HostProcess:
         with suppress(OSError, AttributeError):
             self._exit = os.pidfd_open(self.pid)
         self.left = LeftProcesses(self.pid, marker, parent_of(self.pid))
+        if self.separation == NAMESPACES:
+            self._files = None  # it has a /dev/shm of its own
         self.printed = 0
         """Bytes of the output of the case that were printed."""
         self._open = True
@@ -70,6 +75,11 @@ class HostProcess:
         """Print what the host printed."""
         self.printed, self._open = forward(self._output, self.printed)
 
+    def look_for_files(self) -> None:
+        """Remember the files in /dev/shm that the process has made."""
+        if self._files is not None:
+            self._files.look(self.pid)
+
     def limits(self) -> list[tuple[int, int]]:
         """Soft and hard limits of the resources of the process. Empty if the system does not tell them."""
         try:
@@ -91,11 +101,16 @@ class HostProcess:
             return b""
 
     def end(self, *, wait: float = 0.0) -> int | None:
-        """End the process, after `wait` seconds, and its descendants. Gives its exit status, and keeps the file of its
-        stacks open. Raises StarterError."""
+        """End the process, after `wait` seconds, and its descendants, and remove its files in /dev/shm. Gives its exit
+        status, and keeps the file of its stacks open. Raises StarterError."""
         self.forward()
+        self.look_for_files()
         self._close()
-        return self._channel.end(self.pid, wait=wait)
+        try:
+            return self._channel.end(self.pid, wait=wait)
+        finally:
+            if self._files is not None:
+                self._files.remove()
 
     def _close(self) -> None:
         self.connection.close()

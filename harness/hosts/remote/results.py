@@ -55,6 +55,9 @@ class ResultMemory:
         result = codec.decode_result(answer["result"], reader.tensor)
         if len(answer["guarded"]) > reader.tensors:
             raise ValueError(f"guard zones of {len(answer['guarded'])} tensors; the result has {reader.tensors}")
+        # A host that writes no result to the next call does not give this one again.
+        self.bytes(kind, used).bitwise_not_()
+        settle_copies(kind)
         return result, reader.private
 
     def free(self) -> None:
@@ -62,6 +65,12 @@ class ResultMemory:
         for memory in self._memory.values():
             memory.close()
         self._memory, self.touched = {}, 0
+
+
+def settle_copies(kind: str) -> None:
+    """Wait until shared memory of a kind has what this process wrote: a host works on a stream of its own."""
+    if kind == "cuda":
+        torch.cuda.synchronize()
 
 
 class Reader:

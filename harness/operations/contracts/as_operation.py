@@ -15,14 +15,19 @@ from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import Shown, UndeterminedError, accepted_table, judge_contract
-from narrowgauge.harness.operations.contracts.results import named_results, result_tensors, stored_results
+from narrowgauge.harness.operations.contracts.results import (
+    has_rows,
+    named_results,
+    result_tensors,
+    stored_results,
+)
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.stages.rows import rows_stage
 from narrowgauge.reference.contracts.evaluate import quantized_argument
-from narrowgauge.spec.program import ContractError, Program
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.program import ContractError
+from narrowgauge.spec.recipes import find_recipe
 
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
@@ -62,23 +67,6 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
                 program = case.with_fields({**own, name: other})
                 sentence = f"{name} is {other!r}, which the backend can declare (docs/contracts.md)"
                 yield Change(f"field:{name}={other}", sentence, program)
-
-
-def has_rows(program: Program) -> bool:
-    """Whether each row of the first argument gives a row of every result, without the other rows."""
-    axis = program.arguments[0].axes[:1]
-    for number in program.outputs.values():
-        step = program.steps[number]
-        recipe = None if step.recipe is None else find_recipe(step.recipe)
-        if step.axes[:1] != axis or (recipe is not None and _shared_by_rows(recipe)):
-            return False
-    return not any(axis[0] in step.axes[1:] or step.across_rows for step in program.steps)
-
-
-def _shared_by_rows(recipe: Recipe) -> bool:
-    """Whether a scale is made from the elements of several rows."""
-    of_tensor = recipe.granularity == "tensor" and recipe.tensor_scale not in ("none", "given")
-    return of_tensor or (not recipe.whole and recipe.block[0] > 1)
 
 
 def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:

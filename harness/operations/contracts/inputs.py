@@ -220,11 +220,20 @@ def _index(want: _Wanted) -> torch.Tensor:
     return index
 
 
+def _column(want: _Wanted) -> torch.Tensor:
+    """Positive, as the saved statistics of rows are."""
+    return _positive(want.draw, want.shape[0]).view(want.shape)
+
+
+def _bits(want: _Wanted) -> torch.Tensor:
+    return want.draw.words(*want.shape)
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Row": _row, "Scalar": _number, "Scale": _number,
-    "Index": _index,
+    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number,
+    "Index": _index, "Bits": _bits,
 }  # fmt: skip
-"""Makers of each type of `narrowgauge.contract`: float32, and int64 of an index."""
+"""Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
 
 def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor]:
@@ -268,7 +277,7 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
         made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))
-        found[argument.name] = made.to(DTYPES.get(argument.dtype, torch.int64)).contiguous()
+        found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind == "Matrix":
             matrices[argument.name] = made
     return found

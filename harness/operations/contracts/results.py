@@ -112,6 +112,23 @@ def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantize
     return found
 
 
+def has_rows(program: Program) -> bool:
+    """Whether each row of the first argument gives a row of every result, without the other rows."""
+    axis = program.arguments[0].axes[:1]
+    for number in program.outputs.values():
+        step = program.steps[number]
+        recipe = None if step.recipe is None else find_recipe(step.recipe)
+        if step.axes[:1] != axis or (recipe is not None and _shared_by_rows(recipe)):
+            return False
+    return not any(axis[0] in step.axes[1:] or step.across_rows for step in program.steps)
+
+
+def _shared_by_rows(recipe: Recipe) -> bool:
+    """Whether a scale is made from the elements of several rows."""
+    of_tensor = recipe.granularity == "tensor" and recipe.tensor_scale not in ("none", "given")
+    return of_tensor or (not recipe.whole and recipe.block[0] > 1)
+
+
 def _parts(program: Program, output: str) -> Iterator[str]:
     """Names of the tensors of an output."""
     step = program.steps[program.outputs[output]]

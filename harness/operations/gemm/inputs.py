@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -42,11 +43,13 @@ def product_inputs(make: Maker[ProductCase], *, same: bool = False, out_recipe: 
 
     if case.accumulate:
         of_rows = exponents(x).unsqueeze(1) + of_w().repeat_interleave(torch.tensor(sizes), 0)
-        tensors["c"] = addend(make.draw("c"), of_rows, out_dtype)
+        tensors["c"] = addend(make.draw("c"), of_rows, out_dtype, _special(case))
     if case.bias:
         # The maximum over rows: an empty x has none.
         of_x = exponents(x).amax(0, keepdim=True) if rows else torch.zeros(1, dtype=torch.int32)
-        tensors["bias"] = addend(make.draw("bias"), of_x + (of_w() if grouped else of_w()[0]), out_dtype)
+        tensors["bias"] = addend(
+            make.draw("bias"), of_x + (of_w() if grouped else of_w()[0]), out_dtype, _special(case)
+        )
     counters = {
         role: make.counter(role)
         for role, recipe in zip("xw", case.operand_recipes, strict=True)
@@ -61,3 +64,10 @@ def product_inputs(make: Maker[ProductCase], *, same: bool = False, out_recipe: 
         power = torch.tensor([max(-100, min(100, -typical))])
         tensors["scale.output"] = out_recipe.element.max / 4 * power_of_two(power)
     return Inputs(tensors, counters)
+
+
+def _special(case: ProductCase) -> tuple[float, ...]:
+    """Values that c and bias hold at one place each."""
+    if case.inputs != "special-addends":
+        return ()
+    return math.nan, math.inf, -math.inf, torch.finfo(TORCH_DTYPES[case.out]).max

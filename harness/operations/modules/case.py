@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from narrowgauge.harness.cases.axes import Axis
 from narrowgauge.harness.cases.case import SECTION, Case, rotation_problem
-from narrowgauge.harness.cases.keys import Dtype, Flag, Named, Switch, TrainingName, count
+from narrowgauge.harness.cases.keys import Autograd, Dtype, Flag, Named, Switch, TrainingName, count
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
@@ -47,6 +47,7 @@ class ModuleCase(Case):
     """A module has many stages and needs more launches for as much work. Linear layers of 4x128x1024x4096 take a core
     6 to 20 s, and an H200, shared with other processes, 0.3 to 1.3 s."""
     composed: ClassVar[bool] = True
+    autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain",)  # the key `use` has such calls of a module
 
     training: TrainingName
     dtype: Dtype

@@ -10,15 +10,16 @@ from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe
 
-PEAK, BEFORE_ATTENTION = 4, "qkv."
-"""Factor of gamma in the layer that makes q and k, if scores are peaked: scores are the square of it larger."""
+BEFORE_ATTENTION = "qkv."
+"""The layer that makes q and k."""
 
 
-def module_inputs(make: Maker[ModuleCase], *, peaked: bool = False) -> Inputs:
+def module_inputs(make: Maker[ModuleCase], *, peak: float = 1.0) -> Inputs:
     """x (steps, B, S, K) or (steps, M, K), and under `given.` dy, the parameters, and the content of main gradients,
     float32 (N, K), before the first step.
 
     x and dy of every step are of the family; of a module that is one product the weights too, else normal numbers.
+    `peak`: factor of gamma in the layer before the attention, whose square is a factor of the scores.
     """
     case = make.case
     dtype, training, layers = TORCH_DTYPES[case.dtype], case.training_recipe, case.layers
@@ -32,7 +33,7 @@ def module_inputs(make: Maker[ModuleCase], *, peaked: bool = False) -> Inputs:
     x, dy = steps("x", inner, training.input.rowwise), steps("dy", case.outer, training.grad.rowwise)
     given = {"dy": dy}
     for layer in layers:
-        given |= _parameters(make, layer, x.view(-1, inner), peaked=peaked)
+        given |= _parameters(make, layer, x.view(-1, inner), peak)
     if case.accumulate:
         for name in (name for layer in layers for name in layer.weights):
             draw, (height, width) = make.draw(f"{name}.main_grad"), given[name].shape
@@ -42,7 +43,7 @@ def module_inputs(make: Maker[ModuleCase], *, peaked: bool = False) -> Inputs:
     return Inputs({"x": x, **{f"given.{name}": tensor for name, tensor in given.items()}}, counters)
 
 
-def _parameters(make: Maker[ModuleCase], layer: Layer, x: torch.Tensor, *, peaked: bool) -> dict[str, torch.Tensor]:
+def _parameters(make: Maker[ModuleCase], layer: Layer, x: torch.Tensor, peak: float) -> dict[str, torch.Tensor]:
     """The parameters of a layer; `x` is the input of a layer that is a module by itself."""
     case = make.case
     dtype, alone = TORCH_DTYPES[case.dtype], not layer.prefix
@@ -61,6 +62,6 @@ def _parameters(make: Maker[ModuleCase], layer: Layer, x: torch.Tensor, *, peake
             parameters[name] = addend(draw, of_x + exponents(weight) + growth(layer.inner), dtype)
         else:
             numbers = 0.25 * draw.normal(*shape) + (name == layer.gamma)
-            large = peaked and layer.prefix == BEFORE_ATTENTION and name == layer.gamma
-            parameters[name] = (numbers * PEAK if large else numbers).to(dtype)
+            large = layer.prefix == BEFORE_ATTENTION and name == layer.gamma
+            parameters[name] = (numbers * peak if large else numbers).to(dtype)
     return parameters

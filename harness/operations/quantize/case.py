@@ -23,7 +23,7 @@ from narrowgauge.harness.cases.keys import (
 )
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import bands_problem, division_problem
-from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
+from narrowgauge.spec.formats import E4M3, E8M0, FP32, UE5M3, Format
 from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
@@ -41,7 +41,7 @@ def quantized_stages(recipe: Recipe, prefix: str = "") -> tuple[str, ...]:
     return tuple(prefix + stage for stage in (QUANTIZED[2:] if recipe.tensor_scale == "none" else QUANTIZED))
 
 
-NATIVE_NAMES: dict[Format, str] = {E4M3: "nvfp4", E8M0: "mx", FP32: "fp8"}
+NATIVE_NAMES: dict[Format, str] = {E4M3: "nvfp4", UE5M3: "nvfp4", E8M0: "mx", FP32: "fp8"}
 """Name of the native sources of a recipe, by the format of its scales."""
 _FUSED_GROUP = 16
 """Rotation group fused into the quantize kernel. Other groups are rotated by a separate launch."""
@@ -138,7 +138,8 @@ class QuantizeCase(MatrixCase):
     view: View = "contiguous"
     scales: Scales = "linear"
     random: RandomBits = None
-    """Form of the random bits of a recipe with stochastic rounding: seed and offset by default, or words."""
+    """Random bits of a recipe with stochastic rounding: seed and offset by default, words, or seed and offset at the
+    edges of 32 and 64 bits."""
     amax: Switch = False
     """Whether the amax is given, as that of a tensor of which x is a shard."""
     bands: Switch = False

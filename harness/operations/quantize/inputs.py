@@ -83,7 +83,7 @@ def given_amaxes(
     A rotation of n elements grows a magnitude by √n at most. A part of zeros has the amax of another shard. `roles`: x,
     and xT of the transpose if both halves are quantized.
     """
-    recipe = make.case.recipes[0]
+    recipe, ties = make.case.recipes[0], make.case.inputs.endswith("ties")
     growth = math.sqrt(recipe.transform.group) if recipe.transform else 1.0
 
     def amaxes(role: str, axis: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def given_amaxes(
                 own = torch.zeros(part.shape[1 - axis] if recipe.granularity == "row" else 1)
             else:
                 own = magnitudes.amax(axis) if recipe.granularity == "row" else magnitudes.amax().view(1)
-            factor = 1.0 + draw.uniform(len(own))
+            factor = 2.0 ** draw.below(3, len(own)) if ties else 1.0 + draw.uniform(len(own))  # ties stay ties
             found.append(torch.where(own > 0, own * growth, 1.0) * factor)
         return torch.cat(found).clamp(max=torch.finfo(torch.float32).max)
 

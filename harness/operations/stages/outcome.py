@@ -15,6 +15,7 @@ from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import Packing
 from narrowgauge.spec.summation import Summation
 
 
@@ -94,6 +95,8 @@ class Outcome:
     """Known mistakes of a stage, by its name."""
     subject: str = ""
     """Name of the contract whose mistakes are known: causes and searches of another contract say nothing here."""
+    packing: Packing | None = None
+    """Layout of packed scales, the result `swizzled`."""
     confirms: Callable[[str], str] | None = None
     """The sentence of the mistake with this name if it gives the bytes, without a search for others; else empty. None:
     only a search can tell."""

@@ -33,7 +33,7 @@ from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.quantized import PARTS, Half, Quantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, ScaleLayout
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, Packing, ScaleLayout
 
 
 @dataclass
@@ -320,8 +320,8 @@ def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[Stag
 
 def padding(packed: torch.Tensor, linear: torch.Tensor, layout: ScaleLayout) -> tuple[int, str]:
     """How many bytes of the padding of a layout are not 0, and the sentence that says so."""
-    count = int((packed != LAYOUTS[layout].pack(linear)).sum())
-    total = packed.numel() - linear.numel()
+    zeros = Packing(LAYOUTS[layout], tuple(linear.shape)).cells("0")
+    count, total = int((packed.cpu()[zeros] != 0).sum()), int(zeros.sum())
     return count, f"{format_count(count)} of {format_count(total)} padding bytes are not 0" if count else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,9 @@ from narrowgauge.harness.checks.stage import StageResult
 
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
+
+OVERWRITTEN = "overwrites-earlier-result"
+"""The cause of a first result that a later call changes."""
 
 REPEAT_CAUSES = {
     SEQUENTIAL: "wrong-after-many-calls", THREADS: "concurrent-threads", STREAMS: "concurrent-streams",
@@ -46,6 +50,9 @@ def repeated(
     inputs: Arguments,
     call: Callable[[Tensors], Tensors],
     drawn: Collection[str] = (),
+    *,
+    free: Mapping[str, torch.Tensor] | None = None,
+    runs: list[Tensors] | None = None,
 ) -> tuple[Tensors, list[StageResult], float]:
     """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
 
@@ -54,11 +61,12 @@ def repeated(
 
     The inputs are on the device `home`, the copies on the device of the backend; the results are copied to `home`.
     Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
-    `repeat` leaves these results out.
+    `repeat` leaves these results out. `free`: bool masks of elements of results that a kernel need not write, which
+    the stage leaves out too. `runs`: list that gets the results of every run.
 
-    Returns the results of the first run, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the
-    same bytes in every run, every element written), and the seconds of the fastest run. If two runs disagree, up to
-    three more runs tell whether the poison, the variation or neither changes the bytes.
+    Returns the results of the first run, the stages `memory` (guard zones, inputs and first results unchanged) and
+    `repeat` (the same bytes in every run, every element written), and the seconds of the fastest run. If two runs
+    disagree, up to three more runs tell whether the poison, the variation or neither changes the bytes.
     """
     device, passed = backend.device or home, present(inputs)
     names = backend.variations(device)
@@ -72,9 +80,9 @@ def repeated(
         return prepared.keep(outputs)
 
     def again(variation: int, number: int) -> Tensors:
-        return _without(run(variation, prepared(number)), drawn)
+        return _compared(run(variation, prepared(number)), drawn, free or {})
 
-    runs: list[Tensors] = []
+    runs = [] if runs is None else runs
     finished: list[PreparedRun] = []
     protected = StageResult("memory", "guard", compared=len(inputs) * len(names))
     memory: list[str] = []
@@ -91,7 +99,11 @@ def repeated(
                 memory += [f"{text} ({name})" for text in texts]
                 if texts and cause not in protected.causes:
                     protected.causes.append(cause)
-        repeat = _agree([_without(outputs, drawn) for outputs in runs], names, again)
+        if backend.host.reused and "results" not in backend.declares:
+            overwritten = _overwritten(backend, home, passed, call)
+            memory += [f"the first result of {name} is overwritten by a later call" for name in overwritten]
+            protected.causes += [OVERWRITTEN] if overwritten else []
+        repeat = _agree([_compared(outputs, drawn, free or {}) for outputs in runs], names, again)
         if backend.repeats and not drawn:
             pairs = [(prepared(0), finished[0])]
             if backend.concurrency != SEQUENTIAL:
@@ -105,6 +117,23 @@ def repeated(
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
         protected.sentence = "; ".join(memory[:3]) + more
     return runs[0], [protected, repeat], seconds
+
+
+def _overwritten(
+    backend: Backend, home: torch.device, inputs: Tensors, call: Callable[[Tensors], Tensors]
+) -> list[str]:
+    """Methods whose first result another call changes. A method may give the same memory again for equal inputs, so
+    the call has other inputs. Empty if it refuses them."""
+    changed = dict(inputs)
+    for name, tensor in inputs.items():
+        if tensor.numel() and (tensor.is_floating_point() or tensor.element_size() == 1):
+            # The signs of numbers, and of codes, whose first bit is a sign: shapes and magnitudes stay.
+            codes = tensor.clone().view(torch.uint8) ^ 0x80 if tensor.element_size() == 1 else None
+            changed[name] = -tensor if codes is None else codes.view(tensor.dtype)
+            break
+    with suppress(BackendError, Unsupported), backend.host.prepare(changed, home, _poison(0)).running(0) as given:
+        call(given)
+    return backend.host.overwritten()
 
 
 def _other_inputs(inputs: Tensors, concurrency: str) -> list[Tensors]:
@@ -145,8 +174,10 @@ def _add_repeats(
         result.sentence += f": call {format_count(wrong[0])} first{period}"
 
 
-def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
-    return {key: t for key, t in outputs.items() if key not in drawn}
+def _compared(outputs: Tensors, drawn: Collection[str], free: Mapping[str, torch.Tensor]) -> Tensors:
+    """Results of a run without those in `drawn`, and with 0 for their elements in `free`."""
+    kept = {key: tensor for key, tensor in outputs.items() if key not in drawn}
+    return kept | {key: kept[key].masked_fill(mask.to(kept[key].device), 0) for key, mask in free.items()}
 
 
 def _poison(number: int) -> int:

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from narrowgauge.harness.cases.axes import Tensors
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.families import FAMILIES, Family
-from narrowgauge.harness.cases.keys import Shape, dims
 from narrowgauge.harness.cases.methods import Method
+from narrowgauge.harness.operations.pack_scales.case import ScaleLayoutCase
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES, Packing
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwizzleCase(Case):
+class SwizzleCase(ScaleLayoutCase):
     """swizzle of bytes, and unswizzle of the result."""
 
     operation: ClassVar[str] = "swizzle"
-    own_families: ClassVar[tuple[Family, ...]] = (
-        FAMILIES["position"],
-        Family("bytes", "random bytes: what a layout does with any scale"),
-    )
     methods: ClassVar[Mapping[str, Method]] = dict.fromkeys(("swizzle", "unswizzle"), Method())
     seconds: ClassVar[tuple[float, float]] = (2.8e-3, 120e-9)
-    bytes_per_element: ClassVar[int] = 26  # resident set on a CPU, 2^22 elements: 22
     tensors: ClassVar[Tensors] = {"x": ("R", "C")}
 
-    shape: Annotated[Shape, dims("[R, C]", 2, 2)]
-    """Rows and columns of the bytes."""
+    @property
+    def packing(self) -> Packing:
+        return Packing(LAYOUTS[TILES], self.shape)
 
     @property
     def native_sources(self) -> frozenset[str]:

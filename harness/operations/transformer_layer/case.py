@@ -10,9 +10,14 @@ from narrowgauge.harness.cases.keys import Flag, Norm, Shape, count, dims
 from narrowgauge.harness.cases.layers import Layer, transformer
 from narrowgauge.harness.operations.modules.case import ModuleCase
 
-PEAKED = Family(
-    "peaked", "normal, and scores of attention 16 times larger: a softmax of almost one key, which hides no rounding"
-)
+PEAKS = {
+    Family(
+        "peaked",
+        "normal, and scores of attention 16 times larger: a softmax of almost one key, which hides no rounding",
+    ): 4.0,
+    Family("beyond-exp", "normal, and scores of attention 256 times larger: a softmax that subtracts no maximum"): 16.0,
+}
+"""Families of the attention, with the factor of q and of k."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,7 @@ class TransformerLayerCase(ModuleCase):
     """A transformer layer: x (B, S, hidden), fc1 (ffn, hidden)."""
 
     operation: ClassVar[str] = "transformer-layer"
-    own_families: ClassVar[tuple[Family, ...]] = (PEAKED,)
+    own_families: ClassVar[tuple[Family, ...]] = tuple(PEAKS)
     kinds: ClassVar[tuple[Kind, ...]] = (Kind.NORMALIZED,)
     seconds: ClassVar[tuple[float, float]] = (300e-3, 200e-9)
     module: ClassVar[str] = "TransformerLayer"

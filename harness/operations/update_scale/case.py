@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from narrowgauge.harness.cases.axes import Axis, Tensors
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import Family
-from narrowgauge.harness.cases.keys import DelayedRecipeName, Shape, dims
+from narrowgauge.harness.cases.keys import Autograd, DelayedRecipeName, Shape, dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class UpdateScaleCase(Case):
     """update_scale of delayed scaling."""
 
     operation: ClassVar[str] = "update-scale"
+    autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode")
     own_families: ClassVar[tuple[Family, ...]] = (
         Family("amaxes", "random amaxes, each tensor its own power of two: the largest, the order, the division"),
         Family("amaxes-zero-first", "the first amax of every other tensor is 0: single and bulk update differ"),

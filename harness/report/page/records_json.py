@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain, groupby, zip_longest
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.harness.machine.timing import PHASES
@@ -39,6 +41,7 @@ _NUMERIC = (
 )  # fmt: skip
 _DIGESTS = ("input_digest", "output_digest")
 """Columns of 16 hexadecimal digits, or of none."""
+_COUNTS = ("compared", "mismatches", "excused", "max_ulp", "unbounded")
 TIMES = (*PHASES, "total", "core")
 """Columns `seconds_…` of a case that the page shows, in order."""
 _TIMES = [f"seconds_{part}" for part in TIMES]
@@ -73,11 +76,11 @@ def records_json(
         "accuracy": _accuracy,
         "stages": _stages,
         "counts": _counts,
-        "times": lambda record: " ".join([_seconds(record[name]) for name in _TIMES]),
+        "times": _times,
     }
     columns = [
         # As text at once: values of all columns together take more memory than the records.
-        _plain(_column(name, [computed[name](record) if name in computed else record[name] for record in records]))
+        _plain(_column(name, list(map(computed.get(name, itemgetter(name)), records))))
         for name in (*_SHOWN, *_HIDDEN)
     ]
     content = {
@@ -134,24 +137,33 @@ def _accuracy(record: dict[str, Any]) -> str:
 
 def _stages(record: dict[str, Any]) -> str:
     """A line for each stage: name and rule with a tab between them. Most records share the text."""
-    return "\n".join([f"{stage.get('stage', '')}\t{text.rule(stage.get('rule', ''))}" for stage in record["stages"]])
+    return "\n".join([_stage(stage.get("stage", ""), stage.get("rule", "")) for stage in record["stages"]])
+
+
+@cache
+def _stage(name: str, rule: str) -> str:
+    return f"{name}\t{text.rule(rule)}"
 
 
 def _counts(record: dict[str, Any]) -> str:
     """Counts of each stage, with spaces between stages: compared, wrong and excused elements, largest distance and
     unbounded elements, with commas between them. A 0 or a missing count is empty, and commas at the end are omitted."""
-    keys = ("compared", "mismatches", "excused", "max_ulp", "unbounded")
-    counts = [",".join([str(stage.get(key) or "") for key in keys]).rstrip(",") for stage in record["stages"]]
+    counts = []
+    for stage in record["stages"]:
+        compared, *others = [stage.get(key) or "" for key in _COUNTS]
+        counts.append(",".join(map(str, (compared, *others))).rstrip(",") if any(others) else str(compared))
     return " ".join(counts)
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
+def _times(record: dict[str, Any]) -> str:
+    """Seconds of `TIMES` with spaces between them, empty for a time that was not measured."""
+    return " ".join(["" if (value := record[name]) is None else f"{value:.2g}" for name in _TIMES])
 
 
 def _column(name: str, values: list[Any]) -> dict[str, Any]:
     numeric = name in _NUMERIC
-    values = [_finite(value) if type(value) is float else value for value in values]
+    if float in set(map(type, values)):
+        values = [_finite(value) if type(value) is float else value for value in values]
     different = list(dict.fromkeys(values))
     label = "" if name in _OFTEN_ONE and len(different) < 2 else _SHOWN.get(name, "")
     column: dict[str, Any] = {"name": name, "label": label, "numeric": numeric}
@@ -162,8 +174,8 @@ def _column(name: str, values: list[Any]) -> dict[str, Any]:
     if 2 * len(different) > len(values):
         return column | {"values": values}
     place = {value: n for n, value in enumerate(different)}
-    at = [place[value] for value in values]
-    runs = list(chain.from_iterable((index, sum(1 for _ in run)) for index, run in groupby(at)))
+    at = list(map(place.__getitem__, values))
+    runs = list(chain.from_iterable((index, len(list(run))) for index, run in groupby(at)))
     return column | {"values": different} | ({"runs": runs} if len(runs) < len(at) else {"at": at})
 
 

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cases.operations import OperationError, parts_of_operations
-from narrowgauge.harness.operations.contracts import bench as contracts
+from narrowgauge.harness.operations.contracts.bench import BENCH
+from narrowgauge.harness.operations.contracts.product_bench import PRODUCT_BENCH
 from narrowgauge.harness.operations.timing.operation_bench import BenchTask, OperationBench
 
 LAUNCH = "launch"
@@ -20,9 +21,9 @@ _SIZES = {
 
 
 def benches() -> list[OperationBench]:
-    """The object BENCH of every operation with a `bench.py`, and that of the shipped contracts, in the order of the
+    """The object BENCH of every operation with a `bench.py`, and those of the shipped contracts, in the order of the
     tables. Raises OperationError."""
-    found = [contracts.BENCH]
+    found = [BENCH, PRODUCT_BENCH]
     for module in parts_of_operations("bench"):
         if not isinstance(bench := getattr(module, "BENCH", None), OperationBench):
             raise OperationError(f"{module.__file__}: BENCH is {type(bench).__name__}, not an OperationBench")

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -73,6 +73,12 @@ class StoredTensor:
         """Whether `numbers` can read the tensor: float32, bfloat16 or float16."""
         return self.dtype in _FLOATS
 
+    def part(self, number: int) -> StoredTensor:
+        """The part with this number along the first dimension: `experts.w1[3]`."""
+        size = self.size // self.shape[0]
+        name, offset = f"{self.name}[{number}]", self.offset + number * size
+        return replace(self, name=name, shape=self.shape[1:], offset=offset, size=size)
+
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The bytes of rows `start` to `stop`: uint8 (rows, bytes of a row). Raises CheckpointError."""
         stop = self.rows if stop is None else stop
@@ -113,6 +119,10 @@ class Checkpoint:
     files: int = 0
     partial: bool = False
     """Whether the file is a shard of several without the others: a tensor may lie in another shard."""
+    scale_names: str = ""
+    """Pattern of the names of scales of a user, with {weight} for the name of a matrix without `.weight`."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Shards by the names of tensors that the index names and the shard lacks."""
 
     @property
     def size(self) -> int:
@@ -120,17 +130,22 @@ class Checkpoint:
         return sum(tensor.size for tensor in self.tensors.values())
 
 
-def open_checkpoint(path: str | Path, *more: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, *more: str | Path, scales: str = "") -> Checkpoint:
     """The headers of a .safetensors or .gguf file, of several shards, or of all files of a folder.
 
     A folder with `model.safetensors.index.json` has the shards that the index names; a name with another folder in it
-    is refused. Raises CheckpointError for a missing or damaged file, a tensor that lies in two files, an index with a
-    missing shard or tensor, and a folder without such a file.
+    is refused. `scales`: pattern of the names of scales, with {weight}. Raises CheckpointError for a missing or damaged
+    file, a tensor that lies in two files, an index with a missing shard, a folder without such a file, and a pattern
+    without {weight}.
     """
+    if scales and "{weight}" not in scales:
+        raise CheckpointError(f"scales is {scales!r}; a pattern names the matrix as {{weight}}: {{weight}}.scale")
     first = Path(path)
     paths, expected = _files_of(first) if first.is_dir() and not more else ([first, *map(Path, more)], {})
     folder = first if first.is_dir() else first.parent
-    checkpoint = Checkpoint(first, config=_config(folder), files=len(paths), partial=_is_partial(paths))
+    checkpoint = Checkpoint(
+        first, config=_config(folder), files=len(paths), partial=_is_partial(paths), scale_names=scales
+    )
     for file in paths:
         for tensor in _read_header(file):
             if tensor.name in checkpoint.tensors:
@@ -139,9 +154,7 @@ def open_checkpoint(path: str | Path, *more: str | Path) -> Checkpoint:
             checkpoint.tensors[tensor.name] = tensor
     for name, shard in expected.items():
         if name not in checkpoint.tensors or checkpoint.tensors[name].path.name != shard:
-            raise CheckpointError(
-                f"{first}: the index says that {name} is in {shard}, which lacks it; download it again"
-            )
+            checkpoint.lost[name] = shard
     return checkpoint
 
 

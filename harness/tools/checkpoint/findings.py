@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from narrowgauge.harness.machine.plain_text import plain_value
@@ -19,6 +20,35 @@ SEEN = {
     "never-written": "https://github.com/sgl-project/sglang/pull/33541",
 }
 """An issue or pull request about a mistake of the same kind, by the kind of the finding."""
+SHOWN = 3
+"""Further tensors that a finding names."""
+CAUSES = {
+    "inverted": ("saturated", "worse-than-zeros", "codes-given-scales", "calibrated", "zero-scale"),
+    "tensor-scale": ("saturated", "worse-than-zeros", "codes-given-scales", "inverted"),
+    "nibbles": ("worse-than-zeros",),
+    "codes-as-numbers": ("plain-tensor",),
+    "zero-point": ("worse-than-zeros", "calibrated"),
+}
+"""Kinds of findings that a failure of a kind explains, in the same matrix."""
+
+
+def by_cause(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings of a matrix, the consequences of a failure below it."""
+    found = list(findings)
+    for cause in [finding for finding in found if finding.severity == "fail" and finding.kind in CAUSES]:
+        below = [other for other in found if other is not cause and other.kind in CAUSES[cause.kind]]
+        if cause in found and below:
+            texts = tuple(f"{other.tensor}: {other.sentence}" for other in below)
+            found = [replace(f, consequences=texts) if f is cause else f for f in found if f not in below]
+    return found
+
+
+def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Findings of one severity and kind together, in the order of the first of each."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind), []).append(finding)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -40,16 +70,23 @@ class Finding:
     first: str = ""
     """First place, with the stored bytes."""
     expected: str = ""
+    consequences: tuple[str, ...] = ()
+    """Sentences of findings that this one explains."""
 
     @property
     def seen(self) -> str:
         """Address of an issue about the same kind of mistake, or the empty string."""
         return SEEN.get(self.kind, "")
 
-    def lines(self) -> list[str]:
-        """The finding for a person."""
+    def lines(self, others: Sequence[Finding] = ()) -> list[str]:
+        """The finding for a person. `others`: further tensors with the same finding."""
         count = f" ({number(self.count)} of {number(self.total)})" if self.total else ""
         lines = [f"{self.severity}: {self.tensor}: {self.sentence}{count}"]
+        if others:
+            names = ", ".join(other.tensor for other in others[:SHOWN])
+            more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+            lines.append(f"    the same in {len(others)} further tensors: {names}{more}")
+        lines += [f"    consequence: {sentence}" for sentence in self.consequences]
         lines += [f"    first: {self.first}"] if self.first else []
         lines += [f"    expected: {self.expected}"] if self.expected else []
         return lines + ([f"    the same kind of mistake: {self.seen}"] if self.seen else [])

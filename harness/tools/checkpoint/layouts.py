@@ -4,8 +4,11 @@
 |---|---|
 | compressed-tensors | `weight_packed`, `weight_scale`, `weight_global_scale` (2688/amax) |
 | ModelOpt | `weight` (U8), `weight_scale`, `weight_scale_2` (amax/2688) |
-| DeepSeek | `weight` (F8_E4M3), `weight_scale_inv`, a number for each block of `weight_block_size` |
+| DeepSeek | `weight` (F8_E4M3), `weight_scale_inv`, a number or power of two for each block of `weight_block_size` |
+| DeepSeek-V4 | `weight` (F8_E4M3), `scale` (F8_E8M0) for each block; experts `weight` (I8, two codes), `scale` for 32 |
 | FP8 | `weight` (F8_E4M3 or F8_E5M2), `weight_scale`: a number for the tensor or for each row |
+| ComfyUI | `weight` (F8_E4M3 or F8_E5M2), `scale_weight`: a number for the tensor |
+| fused experts | a name without `.weight` (E, N, K), and `…_scale_inv`, `…_scale` or `…_weight_scale` |
 | gpt-oss | `…blocks` (…, blocks, 16), `…scales` (…, blocks), U8 |
 | GGUF | types MXFP4 (17 bytes for 32 elements) and NVFP4 (36 bytes for 64 elements) |
 
@@ -14,17 +17,33 @@ Sources: docs/checkpoints.md.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
-from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FP32, Format
+from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
 from narrowgauge.spec.scale_layouts import TILED, TILES
 
-LAYOUTS = ("compressed-tensors", "ModelOpt", "DeepSeek", "FP8", "gpt-oss", "GGUF")
+LAYOUTS = (
+    "compressed-tensors", "ModelOpt", "DeepSeek", "DeepSeek-V4", "FP8", "ComfyUI", "fused experts", "gpt-oss", "GGUF",
+    "GPTQ", "AWQ", "pack-quantized",
+)  # fmt: skip
+_SCALE_NAMES = {
+    "weight_scale_inv": "DeepSeek",
+    "weight_scale": "FP8",
+    "scale": "DeepSeek-V4",
+    "scale_weight": "ComfyUI",
+}
+"""Last part of the name of the scales of FP8 codes, and the layout."""
+_FUSED_NAMES = ("_scale_inv", "_scale", "_weight_scale")
+"""Ends of the names of scales of fused experts."""
+_OWN = "own names"
+"""Layout of scales that a pattern of the user names."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,8 @@ class Layer:
     tensor_scale: StoredTensor | None = None
     tensor_scale_is: str = ""
     """`encode`, `decode`, or empty if the layout has no tensor scale."""
+    expert: int | None = None
+    """Number of the expert in a tensor of three dimensions whose experts have scales of their own shape."""
 
     @property
     def recipe(self) -> str:
@@ -81,8 +102,15 @@ class Layer:
         if self.scale is not FP32:
             return codes, self.scales.read(first, last)
         # A scale for each row may be stored as (M,) or (M, 1), a single scale as (), (1,) or (1, 1).
-        flat = self.scales.numbers().float().reshape(self.scales_shape) if 1 in self.scales_shape else None
-        return codes, self.scales.numbers(first, last).float() if flat is None else flat[first:last]
+        flat = self._numbers().reshape(self.scales_shape) if 1 in self.scales_shape else None
+        return codes, self._numbers(first, last) if flat is None else flat[first:last]
+
+    def _numbers(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of float32 scales. Exponents are read as powers of two."""
+        assert self.scales is not None
+        if self.scales.dtype in _EXPONENTS:
+            return decode(self.scales.read(start, stop), E8M0)
+        return self.scales.numbers(start, stop).float()
 
 
 def _from_ggml(blocks: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +134,7 @@ class Missing:
 
 
 _BYTES = ("U8", "I8", "F4")
-_FP8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+_FP8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E4M3FNUZ": E4M3FNUZ, "F8_E5M2FNUZ": E5M2FNUZ}
 _EXPONENTS = ("U8", "F8_E8M0")
 _NUMBERS = ("F32", "BF16", "F16")
 
@@ -121,22 +149,65 @@ def recognise(checkpoint: Checkpoint) -> tuple[list[Layer], list[Missing]]:
             if match := pattern.fullmatch(name):
                 found = make(checkpoint, match[1], tensor)
                 if isinstance(found, Layer):
-                    layers.append(found)
+                    layers += _experts(found)
                 elif found is not None:
                     missing.append(found)
                 break
-    known = {tensor.name for layer in layers for tensor in (layer.codes, layer.scales, layer.tensor_scale) if tensor}
-    known |= {entry.tensor for entry in missing}
+    known = used_names(layers) | {entry.tensor for entry in missing}
     for name in tensors:
-        if name not in known and (
-            match := re.fullmatch(r"(.+)\.weight_(?:scale|scale_inv|scale_2|global_scale)", name)
-        ):
-            others = [f"{match[1]}.weight", f"{match[1]}.weight_packed"]
-            if not any(other in tensors for other in others):
-                missing.append(
-                    Missing(match[1], name, f"{name} is the scale of no tensor: {others[0]} is missing", "codes")
-                )
+        match = re.fullmatch(r"(.+)\.(?:weight_(?:scale|scale_inv|scale_2|global_scale)|scale_weight)", name)
+        if name in known or match is None:
+            continue
+        others = [f"{match[1]}.weight", f"{match[1]}.weight_packed"]
+        if not any(other in tensors for other in others):
+            missing.append(
+                Missing(match[1], name, f"{name} is the scale of no tensor: {others[0]} is missing", "codes")
+            )
     return layers, missing
+
+
+def used_names(layers: Iterable[Layer]) -> set[str]:
+    """Names of the tensors of quantized matrices."""
+    parts = (tensor for layer in layers for tensor in (layer.codes, layer.scales, layer.tensor_scale) if tensor)
+    return {tensor.name.partition("[")[0] for tensor in parts}
+
+
+def stray_scales(checkpoint: Checkpoint) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+    """Weights of floating-point numbers with the scale that lies beside them."""
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(".weight") and tensor.is_float and len(tensor.shape) > 1:
+            found = _scales_of(checkpoint, name.removesuffix(".weight"))
+            # Another library may call the weight of a norm `scale`.
+            if found is not None and (found[0] != "DeepSeek-V4" or found[1].dtype in _EXPONENTS):
+                yield tensor, found[1]
+
+
+def _experts(layer: Layer) -> list[Layer]:
+    """The matrices of a tensor (E, N, K) whose scales have a part for each expert that is no range of its rows."""
+    codes, scales = layer.codes, layer.scales
+    if len(codes.shape) != 3 or scales is None or layer.layout == "gpt-oss":
+        return [layer]
+    experts, (rows, columns) = codes.shape[0], layer.shape
+    second = layer.tensor_scale
+    own = [tensor.shape[:1] == (experts,) and experts > 1 for tensor in (scales, second) if tensor is not None]
+    if not all(own) or (shape_problem(layer) == ("", "") and second is None):
+        return [layer]
+    return [
+        replace(
+            layer, name=f"{layer.name}[{number}]", shape=(rows // experts, columns), codes=codes.part(number),
+            scales=scales.part(number), tensor_scale=None if second is None else second.part(number), expert=number,
+        )
+        for number in range(experts)
+    ]  # fmt: skip
+
+
+def _scales_of(checkpoint: Checkpoint, base: str) -> tuple[str, StoredTensor] | None:
+    """Layout and scales of the matrix `base`: of the user's pattern, else of the first known name."""
+    names = {checkpoint.scale_names.replace("{weight}", base): _OWN} if checkpoint.scale_names else {}
+    names |= {f"{base}.{end}": layout for end, layout in _SCALE_NAMES.items()}
+    return next(
+        ((layout, checkpoint.tensors[name]) for name, layout in names.items() if name in checkpoint.tensors), None
+    )
 
 
 def _no_scales(base: str, codes: StoredTensor, expected: str) -> Missing:
@@ -158,35 +229,63 @@ def _weight(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | M
         return None
     tensors = checkpoint.tensors
     if codes.dtype in _BYTES:
-        if not {f"{base}.weight_scale", f"{base}.weight_scale_2"} & tensors.keys() and not _is_four_bit(checkpoint):
+        named = _scales_of(checkpoint, base)
+        if named is None and f"{base}.weight_scale_2" not in tensors and not _is_four_bit(checkpoint):
             return None
         return _four_bits(checkpoint, base, codes, "ModelOpt", "weight_scale_2", "decode")
     if codes.dtype not in _FP8:
         return None
-    element = _FP8[codes.dtype]
-    shape = codes.rows, codes.columns
-    inverse, plain = tensors.get(f"{base}.weight_scale_inv"), tensors.get(f"{base}.weight_scale")
-    if inverse is not None:
-        return Layer(base, "DeepSeek", element, FP32, _block_size(checkpoint), shape, codes, inverse)
-    if plain is None:
+    if (found := _scales_of(checkpoint, base)) is None:
         expected = "weight_scale_inv" if checkpoint.config.get("weight_block_size") else "weight_scale"
         return _no_scales(base, codes, f"{base}.{expected}")
-    if plain.dtype in _EXPONENTS:
-        return Layer(base, "ModelOpt", element, E8M0, (1, 32), shape, codes, plain)
-    block = (0, 0)
-    if plain.rows * plain.columns > 1:
-        by_row = plain.rows * plain.columns == shape[0] and 1 in (plain.rows, plain.columns)
-        block = (1, 0) if by_row else _block_size(checkpoint)
-    return Layer(base, "FP8", element, FP32, block, shape, codes, plain)
+    return _fp8(checkpoint, base, codes, *found)
+
+
+def _fp8(checkpoint: Checkpoint, base: str, codes: StoredTensor, layout: str, scales: StoredTensor) -> Layer:
+    """FP8 codes with a scale for the tensor or the expert, for each row, for each block, or for 32 elements (MXFP8)."""
+    element, (rows, columns) = _FP8[codes.dtype], (codes.rows, codes.columns)
+    block = _block_size(checkpoint)
+    experts = codes.shape[0] if len(codes.shape) == 3 else 1
+    height, width = -(-(rows // experts) // block[0]), -(-columns // block[1])
+    tiles = scales.columns == width and scales.rows in (experts * height, -(-rows // block[0]))
+    if scales.dtype in _EXPONENTS and layout == "FP8" and not tiles:
+        return Layer(base, "ModelOpt", element, E8M0, (1, 32), (rows, columns), codes, scales)
+    if scales.dtype in _EXPONENTS and (scales.rows, scales.columns) == (rows, -(-columns // 32)) and not tiles:
+        return Layer(base, layout, element, E8M0, (1, 32), (rows, columns), codes, scales)
+    count = math.prod(scales.shape)
+    if layout != "DeepSeek":
+        if count in (1, experts):
+            block = (0, 0)
+        elif count == rows and not tiles and 1 in (scales.columns, scales.rows // max(1, experts), scales.rows):
+            block = (1, 0)
+    return Layer(base, layout, element, FP32, block, (rows, columns), codes, scales)
+
+
+def _fused(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | None:
+    """Codes (E, N, K) of experts under a name without `.weight`, whose scales have a longer name."""
+    if len(codes.shape) != 3:
+        return None
+    tensors = checkpoint.tensors
+    scales = next((tensors[f"{base}{end}"] for end in _FUSED_NAMES if f"{base}{end}" in tensors), None)
+    if scales is None:
+        return None
+    if codes.dtype in _FP8:
+        return _fp8(checkpoint, base, codes, "fused experts", scales)
+    second = tensors.get(f"{base}_weight_scale_2")
+    if codes.dtype not in _BYTES or second is None:
+        return None
+    shape = codes.rows, codes.columns if codes.dtype == "F4" else 2 * codes.columns
+    return Layer(base, "fused experts", E2M1, E4M3, (1, 16), shape, codes, scales, second, "decode")
 
 
 def _four_bits(
     checkpoint: Checkpoint, base: str, codes: StoredTensor, layout: str, second: str, kind: str
 ) -> Layer | Missing:
     """Packed E2M1 codes with scales in `weight_scale`: E4M3 for 16 elements, or E8M0 for 32 without a tensor scale."""
-    scales = checkpoint.tensors.get(f"{base}.weight_scale")
-    if scales is None:
+    if (named := _scales_of(checkpoint, base)) is None:
         return _no_scales(base, codes, f"{base}.weight_scale")
+    scales = named[1]
+    layout = named[0] if named[0] in ("DeepSeek-V4", _OWN) else layout
     shape = codes.rows, codes.columns if codes.dtype == "F4" else 2 * codes.columns
     tensor_scale = checkpoint.tensors.get(f"{base}.{second}")
     if scales.dtype == "F8_E4M3" or tensor_scale is not None:  # MXFP4 has no tensor scale
@@ -234,6 +333,7 @@ _MAKERS: tuple[tuple[re.Pattern[str], _Maker], ...] = (
     (re.compile(r"(.+)\.weight_packed"), _packed),
     (re.compile(r"(.+[._])blocks"), _blocks),
     (re.compile(r"(.+)\.weight"), _weight),
+    (re.compile(r"(.+)"), _fused),
 )
 
 
@@ -242,7 +342,8 @@ def shape_problem(layer: Layer) -> tuple[str, str]:
     if layer.scales is None:
         return "", ""
     scales, expected = layer.scales, layer.scales_shape
-    allowed = {E4M3.name: ("F8_E4M3",), E8M0.name: _EXPONENTS, FP32.name: _NUMBERS}[layer.scale.name]
+    numbers = (*_NUMBERS, *(_EXPONENTS if layer.layout != "FP8" else ("F8_E8M0",)))
+    allowed = {E4M3.name: ("F8_E4M3",), E8M0.name: _EXPONENTS, FP32.name: numbers}[layer.scale.name]
     if scales.dtype not in allowed:
         return (
             f"{scales.name} has dtype {scales.dtype}; a scale of {layer.scale.name} has {' or '.join(allowed)}",

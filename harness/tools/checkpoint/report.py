@@ -10,7 +10,7 @@ from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.replace_files import replace_files
-from narrowgauge.harness.tools.checkpoint.findings import LayerResult
+from narrowgauge.harness.tools.checkpoint.findings import LayerResult, alike
 from narrowgauge.harness.tools.checkpoint.judge import Result
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def print_result(result: Result, console: Console, *, strict: bool = False) -> N
             f"dialect {dialect}" if dialect else "",
         ]
         console.print(escape(", ".join(filter(None, parts))), markup=False, highlight=False, soft_wrap=True)
-    found = result.all_findings
-    for finding in found[:SHOWN]:
-        style = {"fail": "bold red", "warning": "yellow", "note": "dim"}[finding.severity]
-        lines = escape("\n".join(finding.lines()))
+    found = alike(result.all_findings)
+    for first, *others in found[:SHOWN]:
+        style = {"fail": "bold red", "warning": "yellow", "note": "dim"}[first.severity]
+        lines = escape("\n".join(first.lines(others)))
         console.print(lines, markup=False, highlight=False, soft_wrap=True, style=style)
     if len(found) > SHOWN:
         console.print(f"{len(found) - SHOWN} more findings are in the report")
@@ -80,5 +80,8 @@ def render(result: Result, *, strict: bool = False) -> str:
         environment=environment,
         columns=COLUMNS,
         rows=[(_GLYPH[layer.verdict], cells(layer)) for layer in result.layers],
-        findings=[(_GLYPH.get(f.severity, "known"), [escape(line) for line in f.lines()]) for f in result.all_findings],
+        findings=[
+            (_GLYPH.get(first.severity, "known"), [escape(line) for line in first.lines(others)])
+            for first, *others in alike(result.all_findings)
+        ],
     )

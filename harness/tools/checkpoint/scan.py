@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge.harness.checks.statistics.tail_bounds import binomial
 from narrowgauge.harness.tools.checkpoint.files import scalar
-from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult
+from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult, Severity
 from narrowgauge.harness.tools.checkpoint.layouts import Layer
 from narrowgauge.harness.tools.checkpoint.pairing import Pairing, tiled_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
@@ -25,6 +25,7 @@ SAMPLE = 1 << 19
 """Bytes of each slab whose codes are counted for the statistics."""
 _LARGEST_WEIGHT = 2688.0
 """Magnitude that a scale of 1 for the tensor allows in NVFP4. Larger weights are named in a warning."""
+_LARGEST_HALF = 65504.0
 FALSE_ALARM = 1e-9
 """Probability that the statistics of a checkpoint warn of a right one, under their stated assumption, all together."""
 
@@ -127,7 +128,10 @@ class Scan:
             sums = table.index_select(0, sample.reshape(-1).int()).view(sample.shape).sum(0, dtype=torch.int64)
             self.differences = sums if self.differences is None else self.differences + sums
         else:
-            self.nan_codes.add((codes & 0x7F) > layer.element.max_code, start, codes, layer, "element")
+            element = layer.element
+            wrong = (codes & 0x7F) > element.max_code
+            wrong = wrong if element.negative_zero else codes.eq(element.sign_code)
+            self.nan_codes.add(wrong, start, codes, layer, "element")
         self.blocks += scales.numel()
         if scales.numel():
             self._add_blocks(codes, scales, start // max(1, layer.block[0]))
@@ -357,9 +361,9 @@ def _tensor_scale(layer: Layer, scan: Scan) -> list[Finding]:
         largest = scan.largest * layer.element.max
         text = (
             f"block scales are up to {scan.largest:.4g}, so the largest weight would be {largest:.4g}: the scales are "
-            "inverted, or their exponents have another bias. Assumption of the warning: weights are below 2688"
+            "inverted, or their exponents have another bias. Assumption: weights are below 2688"
         )
-        return [Finding("warning", "inverted", scales, text)] if largest > _LARGEST_WEIGHT else []
+        return [Finding(_inverted(largest), "inverted", scales, text)] if largest > _LARGEST_WEIGHT else []
     names = {"encode": "weight_global_scale", "decode": "weight_scale_2"}
     if layer.tensor_scale is None:
         name = f"{layer.name}.{names[layer.tensor_scale_is]}"
@@ -387,12 +391,17 @@ def _tensor_scale(layer: Layer, scan: Scan) -> list[Finding]:
         other = scan.largest * layer.element.max / float(decode_scales.amin())
         return [
             Finding(
-                "warning", "inverted", tensor.name,
+                _inverted(amax), "inverted", tensor.name,
                 f"is {numbers[0].item():g}, read as {formula}: the largest weight would be {amax:.4g}; inverted it "
-                f"would be {other:.4g}. Assumption of the warning: weights are below 2688", expected=formula,
+                f"would be {other:.4g}. Assumption: weights are below 2688", expected=formula,
             )
         ]  # fmt: skip
     return []
+
+
+def _inverted(largest: float) -> Severity:
+    """Severity of scales with such a largest weight: no weights of a model are beyond the numbers of float16."""
+    return "fail" if largest > _LARGEST_HALF else "warning"
 
 
 def _statistics(layer: Layer, scan: Scan, tests: int) -> list[Finding]:

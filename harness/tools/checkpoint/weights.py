@@ -34,7 +34,7 @@ ROUNDINGS = 8
 block scale, their products, the product with the weight, and the conversions of this module."""
 INPUT_ROUNDINGS = 2
 """Roundings to the dtype of the weights between a weight and its scaled value, at most, in any dialect."""
-TIE = {"E2M1": 1e-6, "E4M3": 0.0, "E5M2": 0.0}
+TIE = {"E2M1": 1e-6, "E4M3": 0.0, "E5M2": 0.0, "E4M3FNUZ": 0.0, "E5M2FNUZ": 0.0}
 """Distance from a tie that rounds as a tie: `nearest-even-within-1e-6` of spec.dialects."""
 SLAB = 1 << 20
 """Elements that are judged at once."""
@@ -54,6 +54,9 @@ class Weights:
         self.tensor, self.layer = tensor, layer
         shape = tensor.rows, tensor.columns
         self.transposed = False
+        if layer.expert is not None and len(tensor.shape) == 3 and layer.expert < tensor.shape[0]:
+            tensor = self.tensor = tensor.part(layer.expert)
+            shape = tensor.rows, tensor.columns
         if shape != layer.shape:
             experts = layer.codes.shape[0] if layer.layout == "gpt-oss" and len(layer.codes.shape) == 4 else 1
             if not (len(tensor.shape) == 3 and tensor.shape == (experts, layer.shape[1], layer.shape[0] // experts)):

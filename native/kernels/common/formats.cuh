@@ -30,6 +30,9 @@ using i64 = long long;
 #if __CUDA_ARCH__ >= 890
 #define HAS_CVT_FP8
 #endif
+#if __CUDA_ARCH__ >= 900
+#define HAS_MUL_BF16  // mul.bf16x2
+#endif
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define HAS_CVT_NARROW  // E2M1, E2M3, E3M2 and E8M0
 #endif

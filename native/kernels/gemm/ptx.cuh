@@ -394,6 +394,11 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #endif
 }
 
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
+
 #ifdef HAS_WGMMA
 // d += a * b^T of 64 rows of a and 256 rows of b over 16 columns, asynchronously. `a` and `b` are matrix descriptors.
 __device__ __forceinline__ void wgmma_m64n256k16_f32_bf16_bf16(float (&d)[128], u64 a, u64 b) {
@@ -427,11 +432,6 @@ __device__ __forceinline__ void wgmma_m64n256k16_f32_bf16_bf16(float (&d)[128], 
           "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "l"(a), "l"(b));
 }
-
-template <class T>
-constexpr bool is_bf16 = false;
-template <>
-constexpr bool is_bf16<bf16> = true;
 
 // d += a * b^T of 64 rows of a, in registers, and 64 or 128 rows of b over 16 columns, asynchronously. Numbers of type T, bf16
 // or fp16. Thread 4g + t of a warp has rows g and g + 8 of the 16 rows of the warp: pairs of columns 2t and 2t + 1, of both
@@ -590,7 +590,7 @@ __device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(u32 codes, u32& low, u32& hi
 
 // Two bfloat16 numbers in a register.
 __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
-#ifdef HAS_WGMMA
+#ifdef HAS_MUL_BF16
     u32 product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
@@ -605,7 +605,7 @@ __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
 
 // Both float16 numbers of a register.
 __device__ __forceinline__ void cvt_f32_f16(u32 pair, float& low, float& high) {
-#ifdef HAS_WGMMA
+#ifdef HAS_CVT_HALF
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
         : "=f"(low), "=f"(high)
         : "r"(pair));
@@ -615,13 +615,27 @@ __device__ __forceinline__ void cvt_f32_f16(u32 pair, float& low, float& high) {
 #endif
 }
 
-// d += a * b^T of 16 rows of a (four pairs of float16 in a thread) and 8 rows of b (two pairs), over 16 columns. Thread
-// 4g + t has rows g and g + 8 of a and row g of b, columns 2t, 2t + 1, 2t + 8 and 2t + 9.
-__device__ __forceinline__ void mma_m16n8k16_f32_f16_f16_f32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+// A pair of float16 or bfloat16 numbers as float32.
+template <class T>
+__device__ __forceinline__ float low_of(u32 pair) { return to_float(T{static_cast<u16>(pair)}); }
+template <class T>
+__device__ __forceinline__ float high_of(u32 pair) { return to_float(T{static_cast<u16>(pair >> 16)}); }
+
+// d += a * b^T of 16 rows of a (four pairs of T, float16 or bfloat16, in a thread) and 8 rows of b (two pairs), over 16 columns.
+// Thread 4g + t has rows g and g + 8 of a and row g of b, columns 2t, 2t + 1, 2t + 8 and 2t + 9.
+#define NARROWGAUGE_MMA(TYPE)                                                                                          \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                         \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                         \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16_f32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #ifdef __CUDA_ARCH__
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if constexpr (is_bf16<T>) {
+        NARROWGAUGE_MMA("bf16");
+    } else {
+        NARROWGAUGE_MMA("f16");
+    }
 #else
     const u32 lane = threadIdx.x % WARP;
     u64 a_upper[WARP], a_lower[WARP], b_rows[WARP];  // fragments of all lanes: rows g of a, rows g + 8, rows g of b
@@ -636,8 +650,8 @@ __device__ __forceinline__ void mma_m16n8k16_f32_f16_f16_f32(float (&d)[4], cons
         for (u32 t = 0; t < 4; ++t) {
             for (u32 half = 0; half < 2; ++half) {
                 const u32 pair = static_cast<u32>(fragments[first + t] >> 32 * half);
-                values[2 * t + 8 * half] = low_half(pair);
-                values[2 * t + 8 * half + 1] = high_half(pair);
+                values[2 * t + 8 * half] = low_of<T>(pair);
+                values[2 * t + 8 * half + 1] = high_of<T>(pair);
             }
         }
     };
@@ -649,5 +663,6 @@ __device__ __forceinline__ void mma_m16n8k16_f32_f16_f16_f32(float (&d)[4], cons
     }
 #endif
 }
+#undef NARROWGAUGE_MMA
 
 }  // namespace narrowgauge::ptx

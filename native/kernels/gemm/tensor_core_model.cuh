@@ -110,7 +110,7 @@ inline float sum_fp8(float acc, const Fp8Factor* a, const Fp8Factor* b) {
     return static_cast<float>(__builtin_ldexp(static_cast<double>(sum / last * last), largest - FP8_ALIGNED_BITS));
 }
 
-// acc + a[0]*b[0] + ... + a[15]*b[15] of float16 factors, by float64, in which the aligned terms are exact.
+// acc + a[0]*b[0] + ... + a[15]*b[15] of float16 or bfloat16 factors, by float64, in which the aligned terms are exact.
 inline float sum_fp16(float acc, const float (&a)[TERMS_PER_STEP], const float (&b)[TERMS_PER_STEP]) {
     int largest = NO_EXPONENT;
     double terms[TERMS_PER_STEP + 1];

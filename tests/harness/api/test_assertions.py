@@ -127,14 +127,16 @@ def test_layouts_and_conventions_of_other_libraries() -> None:
     q = ng.quantize(x, "nvfp4")
     assert q.amax is not None
     assert q.tensor_scale is not None
-    for layout in ("linear", "padded", "128x4", "8x4"):
+    for layout in ("linear", "padded", "128x4", "8x4", "blackwell-ragged"):
         stored = ng.adapt.stored_as(q, layout=layout, nibbles="high-first")
         given: dict[str, Any] = {"layout": layout, "nibbles": "high-first", "tensor_scale_is": "encode"}
         given["tensor_scale"] = q.tensor_scale
         ng.assert_quantized(x, stored.codes, stored.scales, **given)
-        if layout in ("128x4", "8x4"):
-            dirty = stored.scales.clone()
-            dirty[-1, -1] = 1
+        dirty = stored.scales.clone()
+        dirty[-1, -1] = 1
+        if layout == "8x4":  # its padding may hold any bytes
+            ng.assert_quantized(x, stored.codes, dirty, **given)
+        if layout in ("128x4", "blackwell-ragged"):
             assert wrong(ng.assert_quantized, x, stored.codes, dirty, **given).message.startswith("layout: ")
     mx = ng.quantize(x, "mxfp8-e4m3")
     stored = ng.adapt.stored_as(mx, transposed=True)

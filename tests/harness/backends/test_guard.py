@@ -312,14 +312,16 @@ def test_every_variation_is_compared_with_the_first():
     assert judged(quantize=third, variations=lambda device: names) == ("fail", "repeat", message)
 
 
-def test_a_backend_that_always_gives_the_same_tensor_passes():
+def test_a_backend_that_always_gives_the_same_tensor_declares_it():
     workspace = torch.zeros(32, 24, dtype=torch.uint8)
 
     def quantize(x, recipe):
         q = reference.quantize(x, recipe)
         return workspace.copy_(q.codes), q.scales, q.amax
 
-    assert judged(quantize=quantize) == ("pass", "", "")
+    message = "memory: the first result of quantize is overwritten by a later call"
+    assert judged(quantize=quantize) == ("fail", "memory", message)
+    assert judged(quantize=quantize, declares={"results": "reused"}) == ("pass", "", "")
 
 
 def test_inputs_keep_their_offset_and_equal_inputs_share_memory() -> None:

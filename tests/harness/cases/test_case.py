@@ -177,7 +177,7 @@ MISTAKES = [
      "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"),
     (GROUPED | {"sections": "4"}, "sections is 4; sections are a kind and a count, even:4; kinds are even, front, "),
     (GROUPED | {"sections": "'evn:4'"}, "sections is 'evn:4' (did you mean 'even'?)"),
-    (GROUPED | {"sections": "'even'"}, "sections is 'even'; there can be 1 to 64 sections"),
+    (GROUPED | {"sections": "'even'"}, "sections is 'even'; there can be 1 to 256 sections"),
     (GROUPED | {"sections": "'even:3'"}, "sections is 'even:3'; M = 128 is no multiple of 3"),
     (GROUPED | {"sections": "'middle:2'"}, "sections is 'middle:2'; middle needs 3 sections or more, of which one is"),
     (GROUPED | {"sections": "'front:1'"}, "sections is 'front:1'; front needs 2 sections or more"),
@@ -192,7 +192,8 @@ MISTAKES = [
     (AGAIN | {"out_recipe": "'nvfp4-rht'"}, "out_recipe nvfp4-rht rotates; gemm_quantized rotates no output"),
     (AGAIN | {"w_recipe": "'nvfp4'"}, "recipe mxfp8-e4m3 and w_recipe nvfp4 cannot be multiplied: scale is E8M0"),
     (GEMM | {"recipe": "'fp8-current-e5m2'"}, "recipe fp8-current-e5m2 and w_recipe fp8-current-e5m2 cannot be multip"),
-    (PRODUCT | {"recipe": "'fp8-block-128x128'"}, "cannot be multiplied: block is 128x128 of both; one of the two"),
+    (PRODUCT | {"recipe": "'fp8-block-128x128'", "w_recipe": "'fp8-block-1x64'"},
+     "cannot be multiplied: block is 128x128 and 1x64"),
     (GEMM | {"recipe": "'nvfp4-rht'", "w": "'bf16'"},
      "layout is 'tn', but recipe nvfp4-rht rotates columnwise operands, and rotations cancel where both operands are: "
      "layout can be nt"),

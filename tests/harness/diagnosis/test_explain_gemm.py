@@ -16,9 +16,9 @@ from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.gemm.product import add_output
+from narrowgauge.harness.operations.pack_scales.deviations import SWIZZLE_READS
 from narrowgauge.harness.operations.stages.deviation import rows_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.swizzle.deviations import SWIZZLE_READS
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
@@ -202,6 +202,37 @@ def test_scales_of_one_operand():
     record = explained(gemm)
     assert causes(record) == ["scales-of-one-operand"]
     assert record.explanations[0]["sentence"] == "scales of a are used for b too"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first", "end", "others"),
+    [
+        ("nvfp4", 0, 16, "columns 16 to 271"),
+        ("mxfp8-e4m3", 128, 272, "columns 0 to 127"),
+        ("fp8-block-1x128+fp8-block-128x128", 32, 48, "columns 0 to 31 and 48 to 271"),
+        ("fp8-current", 200, 272, "columns 0 to 199"),
+    ],
+)
+def test_a_part_of_k_that_is_left_out(recipe, first, end, others):
+    def part(q):
+        per_byte = 2 if q.recipe.element.bits == 4 else 1
+        codes = q.codes.clone()
+        codes[:, first // per_byte : end // per_byte] = 0
+        return replace(q, codes=codes)
+
+    record = explained(on_operands(part), recipe, "accumulate", "bias", inputs="normal")
+    assert causes(record) == [f"columns-of-k-dropped:{first} to {end - 1}"]
+    assert record.explanations[0]["sentence"].endswith(f"equal the product over {others}")
+
+
+def test_a_part_of_k_of_one_row_is_not_named():
+    def row(q):
+        codes = q.codes.clone()
+        codes[3, 8:40] = 0
+        return replace(q, codes=codes)
+
+    record = explained(on_operands(row, "a"), "mxfp8-e4m3", inputs="normal")
+    assert not [e for e in record.explanations if e["cause"].startswith("columns-of-k")]
 
 
 def test_columns_behind_the_last_tile():

@@ -55,6 +55,15 @@ def upward(values, fmt):
     return code.to(torch.uint8) | values.signbit().byte() * fmt.sign_code
 
 
+def without_carry(values, fmt):
+    """Codes rounded to nearest. Where the exponent of the code above is larger, the rounded code has the lower one."""
+    dtype = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[fmt]
+    nearest = values.clamp(-fmt.max, fmt.max).to(dtype).view(torch.uint8)
+    low, high = (codes & 0x7F for codes in (cut_down(values, fmt), nearest))
+    carried = (low >> fmt.mantissa_bits != high >> fmt.mantissa_bits) & (low >> fmt.mantissa_bits > 0)
+    return torch.where(carried, nearest - (1 << fmt.mantissa_bits), nearest)
+
+
 def toward(sign):
     """Codes rounded toward +infinity for sign 1, toward -infinity for sign -1."""
     return {"codes": lambda s: torch.where(s.scaled * sign > 0, upward(s.scaled, E2M1), cut_down(s.scaled, E2M1))}
@@ -146,6 +155,8 @@ ELEMENTS = [
     ("negative-zero-kept", case("nvfp4@breccia", "negative-zeros"), {
         "codes": by_code(lambda c, s: torch.where(c == 0, s.scaled.signbit().byte() * 8, c))
     }),
+    *(("carry-lost", case(recipe), {"codes": lambda s, fmt=fmt: without_carry(s.scaled, fmt)})
+      for recipe, fmt in (("mxfp8-e4m3", E4M3), ("fp8-current-e5m2", E5M2))),
     ("rounded-up", case("nvfp4"), {"codes": lambda s: upward(s.scaled, E2M1)}),
     ("rounded-toward-infinity", case("nvfp4"), toward(1)),
     ("rounded-toward-minus-infinity", case("nvfp4"), toward(-1)),

@@ -52,8 +52,26 @@ class Outside:
         return replace(q, codes=codes)
 
 
+class Unwritten:
+    """A backend that is right in its first calls, and whose host writes no result of a later call."""
+
+    def __init__(self, right: int) -> None:
+        self.right = right
+
+    def quantize(self, x: torch.Tensor, recipe: Any) -> Any:
+        """As the reference; other codes in later calls."""
+        q = ops.quantize(x, recipe)
+        self.right -= 1
+        if self.right >= 0:
+            return q
+        set_(serve._Writer, "copy", lambda self: None)()
+        return replace(q, codes=q.codes ^ 1)
+
+
 def __getattr__(name: str) -> Any:
     kind, _, rest = name.partition("_")
+    if kind == "unwritten":
+        return Unwritten(int(rest))
     if kind in ("before", "behind"):
         return Outside(PATCHES[rest], {"before": -1, "behind": 5}[kind])
     raise AttributeError(name)
@@ -67,6 +85,14 @@ def test_a_write_beside_a_result_fails_without_the_host(patch: str, side: str) -
     assert (record.verdict, record.stage) == ("fail", "memory"), record.message
     assert f"1 bytes {side} a" in record.message
     assert record.explanations[0]["cause"] == "writes-outside"
+
+
+@pytest.mark.parametrize(("right", "repeats"), [(1, 0), (2, 1), (2, 5)])
+def test_result_that_a_host_does_not_write_is_no_earlier_one(right: int, repeats: int) -> None:
+    """The second run is a request of its own, and further calls are one; the bytes of earlier results are gone."""
+    with hosted_backend(f"{__name__}:unwritten_{right}") as backend:
+        record = run_case(replace(QUANTIZE, repeats=repeats), backend)
+    assert (record.verdict, record.stage) == ("fail", "repeat"), record.message
 
 
 @pytest.mark.parametrize("repeats", [0, 3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +56,31 @@ def test_names_of_loaded_files_are_limited() -> None:
         assert [len(news[key]) for key in ("files", "packages")] == [remote_host._NAMES] * 2
         assert max(map(len, news["files"])) == remote_host._NOTE
         assert run_case(QUANTIZE, backend).verdict == "pass"
+
+
+class Ending(Kernels):
+    """The reference. Writes a line for each time that a host loads it, and ends its host in a case of 16 rows."""
+
+    def __init__(self) -> None:
+        with open(os.environ["LOADED"], "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def quantize(self, x: torch.Tensor, recipe: Any) -> Any:
+        """As the reference."""
+        if len(x) == 16:
+            os._exit(1)
+        return ops.quantize(x, recipe)
+
+
+def test_a_host_loads_its_backend_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the host after a crash loads it again."""
+    monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
+    loaded, verdicts = [], []
+    with hosted_backend(f"{__name__}:Ending") as backend:
+        for case in (QUANTIZE, QUANTIZE, replace(QUANTIZE, shape=(16, 48)), QUANTIZE, QUANTIZE):
+            verdicts.append(run_case(case, backend).verdict)
+            loaded.append(len((tmp_path / "loaded").read_text().splitlines()))
+    assert (verdicts, loaded) == (["pass", "pass", "crash", "pass", "pass"], [1, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("slow", [True, False])

@@ -15,6 +15,7 @@ from narrowgauge.harness.inputs.generators import GENERATORS, generate
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
+from narrowgauge.harness.operations.transformer_layer.case import PEAKS
 from narrowgauge.harness.operations.update_scale.histories import HISTORIES
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.operands import operand
@@ -68,13 +69,16 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
+ATTENTION = {family.name for family in PEAKS}
+
+
 # The door: determinism, orientation, addends.
 
 
 def test_every_family_has_a_generator():
-    assert list(GENERATORS) == [*FAMILIES, "peaked", "codes"]
+    assert set(GENERATORS) == {*FAMILIES, *ATTENTION, "codes"}
     own = {family for cls in OPERATIONS.values() for family in cls.families()} - FAMILIES.keys()
-    assert own == {"peaked", "codes", "bytes", *HISTORIES}
+    assert own == {*ATTENTION, "codes", "bytes", *HISTORIES}
     assert set(SCALE_BYTES) == set(OPERATIONS["swizzle"].families())
 
 
@@ -89,7 +93,7 @@ def test_any_shape_and_dtype(family, dtype):
         assert x.shape == (rows, columns)
         assert x.dtype == TORCH_DTYPES[dtype]
         assert x.is_contiguous()
-        if family not in ("nan", "inf", "codes"):
+        if family not in ("nan", "inf", "codes"):  # of special-addends, c and bias are not finite
             assert bool(torch.isfinite(x.float()).all())
 
 
@@ -169,13 +173,15 @@ def test_gemm_operands_are_logical_in_every_layout():
 
 @pytest.mark.parametrize("out", DTYPES)
 @pytest.mark.parametrize("family", OPERATIONS["gemm"].families())
-def test_addends_are_finite_and_of_the_output(family, out):
+def test_addends_are_of_the_output(family, out):
     given = make_inputs(gemm_case(family, (48, 64, 32), f"bf16xbf16-{out}", "accumulate", "bias"))
     assert given["c"].shape == (48, 32)
     assert given["bias"].shape == (32,)
     for addend in (given["c"], given["bias"]):
         assert addend.dtype == TORCH_DTYPES[out]
-        assert bool(torch.isfinite(addend).all())
+        special = addend[~torch.isfinite(addend)].tolist()
+        assert len(special) == 3 * (family == "special-addends")
+        assert (math.inf in special, -math.inf in special) == (bool(special), bool(special))
         assert bool((addend != 0).any())
 
 

@@ -17,6 +17,7 @@ from tests.harness.operation_cases import (
     fails,
     gemm_case,
     grouped_case,
+    packing_case,
     passes,
     quantize_case,
     run,
@@ -128,7 +129,8 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         "transform": case_from_labels("transform", "nvfp4-rht", (16, 32), "bf16", "normal"),
         "update-scale": case_from_labels("update-scale", "fp8-delayed-e4m3", (4, 3), "", "amaxes"),
         "gemm-quantized": gemm_case("mxfp8-e4m3", "tn", "mxfp8-e4m3", operation="gemm-quantized"),
-        "swizzle": swizzle_case(), "quantize-grouped": grouped_case("nvfp4", "even:4"),
+        "swizzle": swizzle_case(), "pack-scales": packing_case("128x4"),
+        "quantize-grouped": grouped_case("nvfp4", "even:4"),
         "gemm": gemm_case("nvfp4", "tn"), "gemm-grouped": gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
         "grouped-linear": case_from_labels(
             "grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)

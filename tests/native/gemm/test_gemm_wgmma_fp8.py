@@ -197,6 +197,7 @@ def test_operands_that_the_kernels_take() -> None:
     assert wgmma_fp8.takes(a, b, "fp8_block")
     assert wgmma_fp8.takes(whole, whole, "fp8_tensor")
     assert not wgmma_fp8.takes(b, a, "fp8_block"), "b has scales of single rows"
+    assert not wgmma_fp8.takes(b, b, "fp8_block"), "a has scales of tiles"
     assert not wgmma_fp8.takes(whole, stored_transposed(whole), "fp8_tensor")
     assert not wgmma_fp8.takes(random_operand("mxfp8-e4m3", 8, 144), random_operand("mxfp8-e4m3", 8, 144), "mx")
     odd = random_operand("fp8-current-e4m3", 8, 152)

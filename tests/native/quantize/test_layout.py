@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.scale_layouts import LAYOUTS, Packing
 from tests.golden import golden, load
 from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.samples import assert_equal
@@ -45,6 +47,46 @@ def test_every_scale_lies_at_its_index_and_padding_is_zero(rows: int, columns: i
     np.testing.assert_array_equal(swizzled.numpy().ravel(), expected)
     assert_equal(swizzled, reference.swizzle(linear))
     assert_equal(ops.unswizzle(swizzled, (rows, columns)), linear)
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_bytes_of_the_reference(name: str) -> None:
+    layout = LAYOUTS[name]
+    height, width = layout.tile
+    for shape in [
+        (2 * height, 3 * width),
+        (height + 1, width + 1),
+        (3, height + 1, 1),
+        (1, 1),
+        (0, width),
+        (height, 0),
+    ]:
+        if layout.problem(shape[-2:]):
+            continue
+        linear = scales(math.prod(shape[:-1]), shape[-1]).view(shape)
+        packing = Packing(layout, shape)
+        free = packing.cells("any") | packing.cells("absent")
+        packed = ops.pack_scales(linear, name)
+        assert packed.shape == packing.packed_shape
+        assert_equal(packed.masked_fill(free, 0), reference.pack_scales(linear, name))
+        assert_equal(ops.unpack_scales(packed, shape, name), linear)
+    if layout.divisible_rows:
+        sizes = torch.tensor([0, 1, 127, 128, 0, 129]) * (height if layout.padding == "none" else 1)
+        linear = scales(int(sizes.sum()), width if layout.padding == "none" else width + 1)
+        packed = ops.pack_scales(linear, name, sections=sizes)
+        free = Packing(layout, tuple(linear.shape), tuple(sizes.tolist())).cells("any")
+        assert_equal(packed.masked_fill(free, 0), reference.pack_scales(linear, name, sections=sizes))
+        assert_equal(ops.unpack_scales(packed, tuple(linear.shape), name, sections=sizes), linear)
+
+
+@ON_EVERY_DEVICE
+def test_every_exponent_is_packed_and_padding_is_left() -> None:
+    powers = (torch.arange(255, dtype=torch.int32) << 23).view(torch.float32).view(17, 15)
+    packed = ops.pack_scales(powers, "ue8m0-int32")
+    assert packed.shape == (4, 80)
+    linear = ops.unpack_scales(packed, (17, 15), "ue8m0-int32")
+    assert_equal(linear, torch.arange(255, dtype=torch.uint8).view(17, 15))
 
 
 def test_strided_scales_are_refused() -> None:

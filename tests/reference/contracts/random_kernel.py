@@ -24,6 +24,7 @@ class RandomKernel:
         self, program: Program, tensors: dict[str, torch.Tensor], seed: int, *, flavour: str = "mixed"
     ) -> None:
         """`flavour`: "mixed" draws for each number; "float32" and "float64" round every number or none."""
+        self.tensors = tensors
         self.device = next(iter(tensors.values())).device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.flavour = flavour
@@ -107,6 +108,24 @@ class RandomKernel:
             "rotated-pairs": lambda: torch.stack([-odd, even], -1).flatten(-2),
             "repeated": lambda: torch.cat([x, x], -1), "repeated-pairs": lambda: x.repeat_interleave(2, -1),
         }[step.options["order"]]()  # fmt: skip
+
+    def joined(self, step: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a, b], -1)
+
+    def transposed(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.T.contiguous()
+
+    def rotated(self, step: Any, x: torch.Tensor) -> torch.Tensor:
+        """Products with a matrix that is built block by block, each row of products summed in an order of its own."""
+        group = step.options["group"]
+        matrix = torch.ones(1, 1, dtype=torch.float64, device=self.device)
+        while len(matrix) < group:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        bits = torch.arange(group, device=self.device) % 16
+        matrix = matrix * (1 - 2 * (torch.tensor(step.options["signs"], device=self.device) >> bits & 1))
+        matrix = matrix * float(torch.tensor(group**-0.5).bfloat16())
+        outputs = [self.total(x.view(-1, group) * row) for row in matrix]
+        return torch.cat(outputs, 1).view(x.shape)
 
     def any_of(self, step: Any, *values: torch.Tensor) -> torch.Tensor:
         first, *others = torch.broadcast_tensors(*values)

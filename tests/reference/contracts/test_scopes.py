@@ -41,7 +41,14 @@ def by_amax(x: c.Matrix, w: c.Row):
     return c.cast(c.maximum(-(z / rms), -2.0) - c.float32(w), x.dtype)
 
 
-CONTRACTS = (norm, norm_quantize, by_amax)
+@c.contract
+def norm_transposed(x: c.Matrix, w: c.Row):
+    z = c.float32(x)
+    y = z * c.once(c.rsqrt(c.mean(c.square(z)) + 1e-6))
+    return c.transposed(c.cast(c.float32(c.cast(y, x.dtype)) * c.float32(w), x.dtype))
+
+
+CONTRACTS = (norm, norm_quantize, by_amax, norm_transposed)
 
 
 @pytest.mark.sampled(2)
@@ -67,8 +74,9 @@ def result(contract: Contract, x: torch.Tensor, w: torch.Tensor, rs: torch.Tenso
     z = x.double()
     if contract is by_amax:
         return ((-z * rs).clamp(min=-2) - w).to(x.dtype)
-    if contract is norm:
-        return ((z * rs).to(x.dtype).double() * w).to(x.dtype)
+    if contract in (norm, norm_transposed):
+        y = ((z * rs).to(x.dtype).double() * w).to(x.dtype)
+        return y.T.contiguous() if contract is norm_transposed else y
     return narrowgauge.quantize((z * rs * w).to(x.dtype), "fp8-row-e4m3")
 
 

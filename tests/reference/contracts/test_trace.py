@@ -97,9 +97,36 @@ def row(x: c.Row):
     return c.quantize(x, "nvfp4")
 
 
+def drawn(x: c.Matrix):
+    return c.quantize(x, "nvfp4-sr")
+
+
+def drawn_of_other_rows(x: c.Matrix, bits: Annotated[c.Bits, ("K", "M/4")]):
+    return c.quantize(x, "nvfp4-sr", random=bits)
+
+
+def rotated_float32(x: c.Matrix):
+    return c.quantize(c.float32(x), "nvfp4-rht")
+
+
+def adds_bits(x: c.Matrix, bits: c.Bits):
+    return c.float32(bits)
+
+
+def transposed_row(x: c.Row):
+    return c.transposed(x)
+
+
+def joined_whole(x: c.Matrix):
+    return c.joined(x, x)
+
+
 @pytest.mark.parametrize(
     ("function", "line", "words"),
     [
+        (drawn, 1, ["nvfp4-sr", "random=bits", "Bits"]), (drawn_of_other_rows, 1, ["(M, K/4)", "(K, M/4)"]),
+        (rotated_float32, 1, ["nvfp4-rht", "float32", "c.cast"]), (adds_bits, 1, ["random bits", "random=bits"]),
+        (transposed_row, 1, ["matrix", "(K)"]), (joined_whole, 1, ["half of an axis", "(M, K)"]),
         (branches, 1, ["c.where"]), (of_torch, 1, ["torch.relu"]), (of_method, 1, ["relu", "narrowgauge.contract"]),
         (of_dtypes, 1, ["bfloat16", "c.float32"]), (of_axes, 1, ["(M, K)", "(N)"]), (returns_nothing, 0, ["None"]),
         (to_int8, 1, ["int8", "bfloat16"]), (adds_text, 1, ["'1'"]), (divides, 1, ["fast", "quotient"]),

@@ -58,6 +58,8 @@ ROUNDINGS: tuple[QuantizeDeviation, ...] = (
               _by(roundings.truncated), when=_rounds_to_nearest),
     Deviation("rounded-up", "elements: rounded away from zero, not to the nearest", "element codes",
               _by(roundings.rounded_up), when=_rounds_to_nearest),
+    Deviation("carry-lost", "elements: a mantissa that rounds up to 2 becomes 1, the exponent stays", "element codes",
+              _by(roundings.carry_lost), when=lambda recipe: _rounds_to_nearest(recipe) and recipe.element.bits > 4),
     Deviation("rounded-toward-infinity", "elements: rounded toward +infinity", "element codes",
               _by(roundings.toward_infinity), when=_rounds_to_nearest),
     Deviation("rounded-toward-minus-infinity", "elements: rounded toward -infinity", "element codes",

@@ -70,6 +70,14 @@ rounded_up = _up_where(lambda magnitude, point, middle: magnitude > point)
 """Every number off the grid rounds away from zero."""
 
 
+def carry_lost(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """A mantissa of ones that rounds up becomes 0, and the exponent stays: half the number."""
+    nearest = encode(x, fmt)
+    magnitude, binade = nearest & (fmt.sign_code - 1), 1 << fmt.mantissa_bits
+    carries = (below(x.abs(), fmt)[0] < magnitude) & (magnitude & (binade - 1) == 0) & (magnitude > binade)
+    return torch.where(carries & x.isfinite(), nearest - binade, nearest)
+
+
 def toward_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.where(x > 0, rounded_up(x, fmt), truncated(x, fmt))
 

@@ -224,7 +224,13 @@ def _has_rows(recipe: Recipe) -> bool:
 def _in_layout(layout: Layout, r: Replay) -> torch.Tensor:
     """Scales in a layout with tiles, read as linear ones: only whole tiles have their shape."""
     scales = r.compute_stage("scales")
-    return layout.pack(scales) if layout.padded_shape(scales.shape) == scales.shape else scales
+    whole = layout.padded_shape(scales.shape) == scales.shape
+    return layout.pack(scales).view(scales.shape) if whole else scales
+
+
+_DIGITS = {(row.rows, row.columns, row.order): name for name, row in reversed(TILED.items()) if not row.by_group}
+_OF_ROWS = {name: TILED[name] for name in reversed(_DIGITS.values())}
+"""Layouts of the scales of rows, one for each order of digits."""
 
 
 STORED_SCALES: tuple[QuantizeDeviation, ...] = (
@@ -246,7 +252,7 @@ STORED_SCALES: tuple[QuantizeDeviation, ...] = (
               lambda r: r.compute_stage("scales").roll(-1, 0), when=_has_rows, row_local=False),
     Deviation("scales-of-previous-row", "a row has the scales of the one before", "scales",
               lambda r: r.compute_stage("scales").roll(1, 0), when=_has_rows, row_local=False),
-    Deviation("scales-in-layout:{}", "scales are in the layout {}, not linear", "scales", _in_layout, TILED,
+    Deviation("scales-in-layout:{}", "scales are in the layout {}, not linear", "scales", _in_layout, _OF_ROWS,
               when=lambda recipe: recipe.scale is not FP32, row_local=False),
 )  # fmt: skip
 """Wrong scales of any format."""

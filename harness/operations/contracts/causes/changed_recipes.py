@@ -11,7 +11,7 @@ from typing import Any
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, Site
-from narrowgauge.reference.contracts.changed_steps import ROUNDINGS
+from narrowgauge.reference.contracts.changed_steps import OTHER_BITS, ROUNDINGS
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.recipe import Recipe, field_choices
@@ -40,6 +40,11 @@ def changed_quantizations(site: Site) -> Iterator[Quantization]:
         yield name, sentence, partial(_with_options, recipe=other)
     for rounding in ROUNDINGS:
         yield rounding.replace(" ", "-"), f"elements are rounded {rounding}", partial(_with_options, rounding=rounding)
+    if site.step.random is not None:
+        for name, (sentence, _) in OTHER_BITS.items():
+            yield f"bits-{name}", sentence, partial(_with_options, bits=name)
+        for row, name, phrase in OTHER_ROWS:
+            yield f"bits-of-{name}", f"the random bits are those of {phrase}", partial(_bits_of_row, row)
     yield "signs-lost", "the signs of the elements are lost", lambda s: _of(s, abs(s.a))
     if recipe.tensor_scale == "given":
         return
@@ -61,7 +66,8 @@ def _with_options(site: Site, **options: Any) -> Value:
 
 def _of(site: Site, x: Value, statistics: Value | None = None) -> Value:
     """The quantization of another matrix, with the amaxes of a third."""
-    operands = (x, *site.operands[1:]) if statistics is None else (x, statistics)
+    bits = site.operands[-1:] if site.step.random is not None else []
+    operands = (x, *site.operands[1:]) if statistics is None else (x, statistics, *bits)
     options = {**site.step.options, **({} if statistics is None else {"statistics": True})}
     return site.editor.add(site.step.function, operands, site.step.axes, x.dtype, **options)
 
@@ -71,14 +77,15 @@ def _changed_recipes(recipe: Recipe) -> tuple[tuple[str, str, Recipe], ...]:
     """Recipes with one other choice, and the recipes of libraries for the same layout."""
     found: dict[Any, tuple[str, str, Recipe]] = {_key(recipe): ("", "", recipe)}
     for name, sentence, other in (*_other_fields(recipe), *_other_names(recipe)):
-        if problem(other) is None:
+        if problem(other) is None and (other.rounding == "stochastic") <= (recipe.rounding == "stochastic"):
             found.setdefault(_key(other), (name, sentence, other))
     return tuple(found.values())[1:]
 
 
 def _key(recipe: Recipe) -> tuple[Any, ...]:
-    """The choices that decide codes and scales."""
-    return tuple(getattr(recipe, field.name) for field in fields(recipe) if field.name not in _UNSEEN)
+    """The choices that decide codes and scales; a rotation is a step of its own."""
+    rule = recipe.rowwise
+    return tuple(getattr(rule, field.name) for field in fields(rule) if field.name not in _UNSEEN)
 
 
 def _other_fields(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
@@ -102,8 +109,9 @@ def _other_fields(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
             yield f"scale-max:{number:g}", f"the largest scale is {number:g}", replace(recipe, scale_max=number)
     for number in _LARGEST:
         if (code := _code(recipe.element, number)) is not None:
-            changed = replace(recipe, element=replace(recipe.element, max_code=code))
-            yield f"max:{number:g}", f"the largest element is {number:g} in place of {recipe.element.max:g}", changed
+            sentence = f"the largest element is {number:g} in place of {recipe.element.max:g}"
+            with suppress(ValueError):
+                yield f"max:{number:g}", sentence, replace(recipe, element=replace(recipe.element, max_code=code))
 
 
 def _code(fmt: Format, number: float) -> int | None:
@@ -114,6 +122,7 @@ def _other_names(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
     layout = ("element", "block", "scale", "granularity")
     for other in recipes():
         same = all(getattr(other, field) == getattr(recipe, field) for field in layout)
+        same &= recipe.rounding != "stochastic" or other.rounding == recipe.rounding
         if same and (other.tensor_scale == "given") == (recipe.tensor_scale == "given"):
             yield f"recipe:{other}", f"the recipe is {other}", other
 
@@ -171,6 +180,12 @@ def _rolled(columns: int, site: Site, x: Value) -> Value:
 
 def _kept(columns: tuple[float, float | None, int], period: int | None, site: Site, x: Value) -> Value:
     return site.made("kept", x, columns=columns, period=period)
+
+
+def _bits_of_row(row: int | str, site: Site) -> Value:
+    *operands, bits = site.operands
+    other = Site(site.editor, bits.number).in_row(row)
+    return site.editor.add(site.step.function, (*operands, other), site.step.axes, site.dtype, **site.step.options)
 
 
 def _amax_of_row(row: int | str, site: Site) -> Value:

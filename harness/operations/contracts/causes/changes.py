@@ -21,7 +21,22 @@ from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.spec.program import CODES, COLUMNS, DECODE, DIVISIONS, FACTOR, GEMM, INDEX, QUANTIZE, Program, Tensor
+from narrowgauge.spec.program import (
+    CODES,
+    COLUMNS,
+    DECODE,
+    DIVISIONS,
+    FACTOR,
+    GEMM,
+    INDEX,
+    INTEGERS,
+    JOINED,
+    QUANTIZE,
+    ROTATED,
+    Program,
+    Tensor,
+)
+from narrowgauge.spec.recipe import RHT_GROUPS
 from narrowgauge.spec.recipes import find_recipe
 
 
@@ -280,17 +295,19 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
 
 def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the same axes."""
-    kind = site.dtype == INDEX
+    kind = site.dtype if site.dtype in INTEGERS else ""
     others = [
         other
         for other in site.editor.program.arguments
-        if other.axes == site.step.axes and other.name != site.option("name") and (other.dtype == INDEX) == kind
+        if other.axes == site.step.axes
+        and other.name != site.option("name")
+        and (other.dtype if other.dtype in INTEGERS else "") == kind
     ]
     return [(other.name, other.name, other) for other in others]
 
 
 def _has_columns(site: Site) -> bool:
-    return site.dtype != INDEX and site.step.axes[-1:] not in ((), ("1",))
+    return site.dtype not in INTEGERS and site.step.axes[-1:] not in ((), ("1",))
 
 
 def _activations(site: Site) -> Iterable[tuple[str, str, Callable[[Value], Value]]]:
@@ -331,7 +348,7 @@ def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
     source = site.source(site.number)
-    if source.dtype == INDEX:
+    if source.dtype in INTEGERS:
         return None
     if source.function == "constant":
         value = torch.tensor(source.options["value"], dtype=torch.float64)
@@ -518,6 +535,13 @@ ROWS: tuple[Row, ...] = (
     Row((COLUMNS,), "order", "{v} in place of {self}", lambda s, v: s.changed(order=v[2]), _other_orders),
     Row((COLUMNS,), "sign", "{self} has the other sign",
         lambda s, _: -s.old if "rotated" in s.option("order") else None),
+    Row((JOINED,), "halves", "the halves of {self} are {v}", lambda s, v: s.made(COLUMNS, s.old, order=v),
+        lambda s: ("exchanged", "interleaved")),
+    Row((ROTATED,), "left-out", "{a} is not rotated", lambda s, _: c.float32(s.a)),
+    Row((ROTATED,), "signs", "the rotation of {a} has no signs",
+        lambda s, _: s.changed(signs=0) if s.option("signs") else None),
+    Row((ROTATED,), "group", "groups of {v} elements are rotated in {self}", lambda s, v: s.changed(group=v),
+        lambda s: [group for group in RHT_GROUPS if group != s.option("group")]),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
     # quantized arguments and products
     Row((CODES,), "as", "{v}", lambda s, v: s.changed(view=v[0]), _readings),

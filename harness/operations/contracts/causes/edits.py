@@ -10,10 +10,12 @@ from typing import Any
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
-from narrowgauge.spec.program import Axes, Program, Step
+from narrowgauge.spec.program import JOINED, QUANTIZE, TRANSPOSED, Axes, Program, Step
 
 OUTPUT = -1
 """The user of a result that a kernel shows."""
+KEEPING_DTYPE = (QUANTIZE, TRANSPOSED, JOINED)
+"""Steps whose dtype is that of their first operand."""
 OTHER_ROWS = ((1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0"))
 """Rows from which a number of each row may be taken: offset, name and phrase."""
 Use = tuple[int, int]
@@ -81,7 +83,7 @@ class Editor(Trace):
                 visit(operand)
             order[number] = len(steps)
             step, moved = self.steps[number], tuple(order[operand] for operand in operands[number])
-            dtype = steps[moved[0]].dtype if step.recipe is not None else step.dtype
+            dtype = steps[moved[0]].dtype if step.function in KEEPING_DTYPE else step.dtype
             same = moved == step.operands and dtype == step.dtype
             steps.append(step if same else replace(step, operands=moved, dtype=dtype))
 

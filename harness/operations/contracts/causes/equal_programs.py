@@ -8,10 +8,10 @@ import torch
 
 from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, of_rows
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.program import INDEX, Program
+from narrowgauge.spec.program import BITS, INDEX, Program
 
-_SIZES = ((64, 150), (96, 118))
-"""Rows and columns of the inputs: sums over other widths tell rules apart that agree on one width."""
+_SIZES = ((64, 144), (96, 112))
+"""Rows and columns of the inputs, whole groups of a rotation: other widths tell sums apart that agree on one."""
 
 
 def equal_programs(one: Program, other: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -37,14 +37,19 @@ def _inputs(
     draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
     found = {}
     for argument in program.arguments:
+        parts = [axis.partition("/") for axis in argument.axes]
         shape = [
-            sizes[axis] if axis in sizes else -(-width // int(axis.partition("/")[2] or 1)) for axis in argument.axes
+            sizes[axis] if axis in sizes else -(-sizes.get(name, width) // int(divisor or 1))
+            for axis, (name, _, divisor) in zip(argument.axes, parts, strict=True)
         ]
         if argument.dtype == "uint8":  # bytes of middling scales, and any codes
             found[argument.name] = torch.randint(48, 80, shape, generator=draw).byte()
             continue
         if argument.dtype == INDEX:
             found[argument.name] = torch.randint(width, shape, generator=draw)
+            continue
+        if argument.dtype == BITS:
+            found[argument.name] = torch.randint(-(2**31), 2**31, shape, generator=draw, dtype=torch.int32)
             continue
         numbers = torch.randn(shape, generator=draw)
         if seed == 0:

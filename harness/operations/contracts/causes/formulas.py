@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import CODES, COLUMNS, DECODE, ONCE, TAKE, Program, Step
+from narrowgauge.spec.program import CODES, COLUMNS, DECODE, JOINED, ONCE, TAKE, TRANSPOSED, Program, Step
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -65,7 +65,9 @@ def _applied(step: Step, operands: list[tuple[str, int]]) -> tuple[str, int]:
         return f"|{texts[0]}|", _ATOM
     if step.function == "compare":
         return f"{texts[0]} {step.options['relation']} {texts[1]}", 0
-    if step.function == "roundings":
+    if step.function in ("roundings", TRANSPOSED):
         return operands[0]
+    if step.function == JOINED:
+        return f"({texts[0]}, {texts[1]})", _ATOM
     name = "sum" if step.function == "sum_of" else step.function
     return f"{name}({', '.join(texts)})", _ATOM

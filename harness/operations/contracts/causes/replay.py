@@ -176,7 +176,7 @@ class Replay:
                 if name in shown:
                     numbers = judged_numbers(program, number)
                     ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
-                    yield from judge_output(program, number, ends, shown[name], self.tensors)
+                    yield from judge_output(program, number, ends, shown[name], self.inputs)
                     evaluation.values[number] = shown[name]
                 continue
             value = self.known.get(keys[number])
@@ -186,7 +186,7 @@ class Replay:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
                 ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
-                yield from judge_output(program, number, ends, result, self.tensors)
+                yield from judge_output(program, number, ends, result, self.inputs)
                 value = handed_on(program, step, value, result)
             elif keep:
                 self.known[keys[number]] = value

@@ -12,11 +12,11 @@ from narrowgauge.harness.operations.contracts.causes.changes import Change, chan
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.harness.operations.contracts.results import stored_results
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, of_rows
+from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, bits_of, of_rows
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.products import of_rotated
 from narrowgauge.reference.contracts.quantized import problem
-from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.program import ONCE, TAKE, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
@@ -57,8 +57,9 @@ class Kernel:
             if step.recipe is None:
                 values.append(self._value(step, values, given, draw))
                 continue
-            scale = self.program.scale_of(step, tensors)
-            values.append(quantize(_in(values[step.operands[0]], step.dtype), step.recipe, scale=scale))
+            scale, random = self.program.scale_of(step, tensors), bits_of(self.program, step, given)
+            y = _in(values[step.operands[0]], step.dtype)
+            values.append(of_rotated(y, find_recipe(step.recipe), scale, random))
         found: dict[str, torch.Tensor | Quantized] = {}
         for name, number in self.program.outputs.items():
             value = values[number]

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
+from narrowgauge.harness.operations.contracts.results import has_rows
 from narrowgauge.reference.contracts.accepted import Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, judged_numbers, of_rows
+from narrowgauge.reference.contracts.evaluate import Evaluation, bits_of, evaluated, judged_numbers, of_rows
+from narrowgauge.reference.contracts.products import of_rotated
 from narrowgauge.reference.contracts.quantized import judge_quantized
-from narrowgauge.reference.quantize.quantize import quantize
+from narrowgauge.reference.contracts.scopes import divisions_of
 from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import Format
@@ -114,7 +116,31 @@ class Sets:
     def example(self, name: str) -> torch.Tensor | Quantized:
         """A right result: that of the least numbers. Raises ValueError for numbers that the recipe does not take."""
         low, step = self.ends[name].low, self.program.steps[self.program.outputs[name]]
-        return low if step.recipe is None else quantize(low, step.recipe, scale=self._scale(name))
+        if step.recipe is None:
+            return low
+        return of_rotated(low, find_recipe(step.recipe), self._scale(name), self._random(name))
+
+    @cached_property
+    def stackable(self) -> bool:
+        """Whether calls can be judged below one another: a row depends on no other row, and on no form of the call."""
+        sources = [judged_numbers(self.program, number)[0] for number in self.program.outputs.values()]
+        return has_rows(self.program) and not any(any(divisions_of(self.program, number)) for number in sources)
+
+    @cached_property
+    def _stacks(self) -> dict[int, tuple[Mapping[str, torch.Tensor], Evaluation | None]]:
+        return {}
+
+    def stacked(self, calls: int) -> tuple[Mapping[str, torch.Tensor], Evaluation | None]:
+        """The tensors of so many equal calls below one another, and the evaluation for judgements of a contract with
+        one result; None of several results."""
+        if calls in self._stacks:
+            return self._stacks[calls]
+        axis = self.program.arguments[0].axes[:1]
+        tall = {argument.name for argument in self.program.arguments if argument.axes[:1] == axis}
+        tensors = {name: torch.cat([x] * calls) if name in tall else x for name, x in self.tensors.items()}
+        alone = len(self.program.outputs) == 1
+        known = Evaluation(self.program, of_rows(self.program, tensors, slice(None))) if alone else None
+        return self._stacks.setdefault(calls, (tensors, known))
 
     @cached_property
     def numbers(self) -> Mapping[str, ByteSet]:
@@ -133,7 +159,8 @@ class Sets:
         if isinstance(shown, Quantized):
             recipe, scale = recipe_of(self.program, name), self._scale(name)
             scales = shown.scales if scale is None else block_scales(scale.view(1, 1), scale, recipe, ends.low.dtype)
-            yield from judge_quantized(ends, replace(shown, recipe=recipe, scales=scales), scale)
+            random = self._random(name)
+            yield from judge_quantized(ends, replace(shown, recipe=recipe, scales=scales), scale, random=random)
         else:
             yield name, judge_range(shown, ends.low, ends.high, ends.nan)
 
@@ -151,6 +178,11 @@ class Sets:
     def _scale(self, name: str) -> torch.Tensor | None:
         """The given scale of a quantization."""
         return self.program.scale_of(self.program.steps[self.program.outputs[name]], self.tensors)
+
+    def _random(self, name: str) -> torch.Tensor | None:
+        """The random bits of a quantization."""
+        given = of_rows(self.program, self.tensors, slice(None))
+        return bits_of(self.program, self.program.steps[self.program.outputs[name]], given)
 
 
 def _free_blocks(ends: Ends, recipe: Recipe) -> torch.Tensor:

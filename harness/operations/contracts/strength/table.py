@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+import torch
+
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, contract_inputs
@@ -104,18 +106,20 @@ def outside(plain: Sets, change: Change) -> float:
 
 def sampled(plain: Sets, change: Change, samples: int = SAMPLES) -> Cell:
     """How many kernels with a change are refused."""
-    caught, scoped = 0, any(step.function == ONCE for step in plain.program.steps)
-    for seed in range(samples):
-        try:
-            results = Kernel(change.program, seed)(**plain.tensors)
-            shown = named_results(plain.program, plain.tensors, results)
-            if len(shown) > 1 or scoped:  # later results are judged given earlier ones
-                parts = [part for _, part in judged(plain.program, plain.tensors, shown)]
-            else:
-                parts = [part for name, result in shown.items() for _, part in plain.parts(name, result)]
-        except ValueError:
-            return Cell("none")
-        caught += any(bool(part.wrong.any()) for part in parts)
+    calls = samples if plain.stackable else 1  # one judgement of many rows takes the time of a few
+    tensors, evaluation = plain.stacked(calls)
+    caught = 0
+    try:
+        for first in range(0, samples, calls):
+            results = [Kernel(change.program, seed)(**plain.tensors) for seed in range(first, first + calls)]
+            stacked = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+            shown = named_results(plain.program, tensors, stacked)
+            wrong = torch.zeros(calls, dtype=torch.bool)
+            for _, part in judged(plain.program, tensors, shown, evaluation):
+                wrong |= part.wrong.reshape(calls, -1).any(1)
+            caught += int(wrong.count_nonzero())
+    except ValueError:
+        return Cell("none")
     return Cell("perhaps", caught)
 
 

@@ -25,6 +25,12 @@ struct DequantizeParameters {
     u32* refused;
 };
 
+struct PlainParameters {
+    const u8* matrix;  // (rows, K) bfloat16
+    i64 rows, k;
+    u8* tiles;
+};
+
 // Range of nonzero magnitudes that tiles may hold, as float32 bits: 2^-62 to below 2^48. A product of two numbers is at least
 // 2^-124, so that a term truncated 25 bits below it is a multiple of 2^-149; and the sum of 2^31 products is below 2^127.
 constexpr u32 SMALLEST_IN_TILE = (127u - 62u) << 23, LARGEST_IN_TILE_END = (127u + 48u) << 23;

@@ -1,4 +1,5 @@
 // pack: dequantizes an operand, its sections, or the matrices of sections to bfloat16 tiles (dequantize_tiles.cuh).
+// pack_plain: a bfloat16 matrix (rows, K), contiguous, aligned to 16 bytes, in such tiles. K is a multiple of 64.
 // gemm_tensor: out = alpha * (a @ b.T) (+ c) (+ bias) of tiles, on the tensor cores of a Hopper GPU.
 // gemm_tensor_grouped: the same for every section of a, with its own matrix b.
 // gemm_mx_refused, gemm_grouped_mx_refused: the GEMM of gemm_mx.cu, if packing has refused an operand.
@@ -9,7 +10,7 @@
 //   refused  one flag, 0 before the first launch; null if no operand can be refused. gemm_mx_refused takes several flags
 //   alpha    from tensor amaxes or tensor scales; its a is null if alpha is 1
 //   slices   of K of gemm_tensor, 1, 2, 4 or 8; on a GPU the macro SLICES. A slice has a multiple of 64 columns
-//   Launch: pack with 256 threads for every tile, grid ceil(K/64) * rows of tiles, grid.y the number of matrices. gemm_tensor
+//   Launch: pack and pack_plain with 256 threads for every tile, grid ceil(K/64) * rows of tiles, grid.y the number of matrices. gemm_tensor
 //   is a persistent kernel: 384 threads, any grid, best one block for each multiprocessor; with slices a block for each slice
 //   of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M, N and K.
 //   Numerics: a number in a tile is exact. Sums are those of Hopper's tensor cores (tensor_core_model.cuh): 16 columns at a
@@ -43,6 +44,19 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOC
     if (!find_rows(p, tile, from, first)) return;
     u8* target = p.tiles + ((number * tiles + tile) * steps + step) * TILE_BYTES;
     dequantize_tile(p.block_scales, from, first, static_cast<i64>(step) * TILE_COLUMNS, p.k, target, p.refused);
+}
+
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack_plain(PlainParameters p) {
+    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS), step = blockIdx.x % steps;
+    const i64 tile = blockIdx.x / steps;
+    u8* const target = p.tiles + i64{blockIdx.x} * TILE_BYTES;
+    for (int place = threadIdx.x; place < TILE_ROWS * ROW_BYTES / 16; place += DEQUANTIZE_THREADS) {
+        const int row = place / (ROW_BYTES / 16), chunk = place % (ROW_BYTES / 16);
+        const i64 y = tile * TILE_ROWS + row;
+        ptx::Vector4 numbers = {};
+        if (y < p.rows) numbers = ptx::ld_global_nc_v4_u32(p.matrix + (y * p.k + i64{step} * TILE_COLUMNS) * 2 + chunk * 16);
+        *reinterpret_cast<ptx::Vector4*>(target + swizzled_offset(row, chunk)) = numbers;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import narrowgauge
+from narrowgauge import contract as c
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.verdict import Verdict
 from tests.harness.operations.contracts.serving_kernels import Kernels, Tensor
@@ -40,19 +41,27 @@ class Fused:
         contract = CONTRACTS[self.operation]
         given = self._tensors(seed)
         kernel = getattr(type("Fused", (Kernels,), self.methods)(), self.operation.replace("-", "_"))
-        result = kernel(*given, self.recipe, **self.options)
-        known = {"recipe": self.recipe, **self.options}
+        recipe = {"recipe": self.recipe} if contract.recipes else {}
+        result = kernel(*given, *recipe.values(), **self.options)
+        known = {**recipe, **self.options}
         return narrowgauge.explain(narrowgauge.assert_result, contract, result, *given, diagnose=diagnose, **known)
 
     def _tensors(self, seed: int) -> list[Tensor]:
         draw = torch.Generator().manual_seed(seed)
-        rows, columns, found = 64, self.columns, []
-        for _, axes in CONTRACTS[self.operation].tensors.values():
-            width = columns // 2 if axes[-1] == "K/2" else columns
+        sizes, found = {"M": 64, "K": self.columns, "1": 1}, []
+        for kind, axes in CONTRACTS[self.operation].tensors.values():
+            parts = [axis.partition("/") for axis in axes]
+            shape = [sizes[name] // int(divisor or 1) for name, _, divisor in parts]
             if len(axes) == 1:
-                found.append((torch.randn(width, generator=draw) * 0.5 + 1.25).to(bf16))
+                found.append((torch.randn(shape, generator=draw) * 0.5 + 1.25).to(bf16))
                 continue
-            x = torch.randn(rows, width, generator=draw) * 2 ** torch.linspace(-2, 2, rows).view(-1, 1)
+            if kind is c.Bits:
+                found.append(torch.randint(-(2**31), 2**31, shape, generator=draw, dtype=torch.int32))
+                continue
+            x = torch.randn(shape, generator=draw) * 2 ** torch.linspace(-2, 2, shape[0]).view(-1, 1)
+            if kind is c.Column:
+                found.append(x.abs() + 0.25)
+                continue
             if self.inputs == "tiny":
                 x = x * 2.0**-10
             if self.inputs == "large":

@@ -163,3 +163,62 @@ class Kernels:
         left, right = (self.elements(x) * self.block_scales(x) for x in (a, b))
         scales = a.scales if a.recipe.spans_k else torch.ones(1)
         return (self.product(left, right) * scales * self.outer_scale(b)).to(getattr(torch, out_dtype))
+
+    # ---- training ----
+
+    def quantize_both(self, y: Tensor, recipe: Any, random: tuple[Tensor, Tensor] | None = None) -> dict[str, Any]:
+        """The results of a contract that ends in a quantization of both orientations."""
+        found = {}
+        for name, q in zip(("rowwise", "columnwise"), self.halves(y, recipe, random), strict=True):
+            codes, scales = (t.T if q.transposed else t for t in (q.codes, q.scales))
+            found |= {f"{name}.codes": codes, f"{name}.scales": scales, f"{name}.amax": q.amax}
+        return found
+
+    def halves(self, y: Tensor, recipe: Any, random: tuple[Tensor, Tensor] | None) -> Any:
+        return narrowgauge.quantize_both(y, recipe, random=random)
+
+    def rmsnorm_quantize_both(self, x, weight, recipe, *, eps=1e-6, zero_centered=False):
+        return self.quantize_both(self.norm(x, x.float(), weight, eps, zero_centered), recipe)
+
+    def drawn(self, y: Tensor, recipe: Any, random: Tensor) -> Any:
+        return narrowgauge.quantize(y, recipe, random=random)
+
+    def rmsnorm_quantize_stochastic(self, x, weight, random, recipe, *, eps=1e-6, zero_centered=False):
+        q = self.drawn(self.norm(x, x.float(), weight, eps, zero_centered), recipe, random)
+        return q.codes, q.scales, q.amax
+
+    def silu_mul_quantize_both(self, x, recipe):
+        return self.quantize_both(self.silu_mul(x), recipe)
+
+    def gradients(self, dy: Tensor, x: Tensor, rs: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """dx before its rounding, and the terms of dweight."""
+        n, g = x * rs, dy * w
+        return rs * (g - (g * n).mean(-1, keepdim=True) * n), dy * n
+
+    def over_rows(self, terms: Tensor) -> Tensor:
+        return terms.sum(0)
+
+    def rmsnorm_backward(self, dy, x, rs, weight, *, zero_centered=False):
+        dx, terms = self.gradients(dy.float(), x.float(), rs, self.factor(weight, zero_centered))
+        return self.rounded(dx, x), self.over_rows(terms).to(weight.dtype)
+
+    def rmsnorm_backward_quantize_both(self, dy, x, rs, weight, recipe, *, zero_centered=False):
+        dx, dweight = self.rmsnorm_backward(dy, x, rs, weight, zero_centered=zero_centered)
+        return {"dweight": dweight, **self.quantize_both(dx, recipe)}
+
+    def silu_gradients(self, dy: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        s = 1 / (1 + self.exp(-gate))
+        return torch.cat([dy * up * (s * (1 + gate * (1 - s))), dy * gate * s], -1)
+
+    def dbias(self, dx: Tensor, x: Tensor) -> Tensor:
+        return self.over_rows(dx).to(x.dtype)
+
+    def silu_mul_backward(self, dy, x):
+        return self.rounded(self.silu_gradients(dy.float(), *self.split(x)), x)
+
+    def silu_mul_backward_quantize_both(self, dy, x, recipe):
+        dx = self.silu_gradients(dy.float(), *self.split(x))
+        return {"dbias": self.dbias(dx, x), **self.quantize_both(self.rounded(dx, x), recipe)}
+
+    def silu_mul_backward_quantize_stochastic(self, dy, x, random, random_columnwise, recipe):
+        return self.quantize_both(self.silu_mul_backward(dy, x), recipe, (random, random_columnwise))

@@ -193,6 +193,34 @@ def test_a_kernel_declares_the_fields_that_it_follows() -> None:
     assert not report["wrong"]
 
 
+SEVERAL = """
+from narrowgauge import contract as c
+
+
+@c.contract
+def doubled(x: c.Matrix):
+    return {"y": c.cast(c.float32(x) * 2.0, x.dtype)}
+
+
+@c.contract
+def doubled_quantize(x: c.Matrix, recipe: c.Recipe):
+    return c.quantize(c.cast(c.float32(x) * 2.0, x.dtype), recipe)
+"""
+
+
+def test_a_recipe_goes_to_the_contracts_that_take_one(folder: Path) -> None:
+    (folder / "several.py").write_text(SEVERAL, encoding="utf-8")
+    shown = command("contract", "several.py", "--recipe", "mxfp4", status=1)
+    assert "mxfp4 does not apply to doubled: no recipe in the signature" in shown
+    assert "doubled-quantize mxfp4 bf16" in shown
+    listed = command("list", "--contract", "several.py", "--recipe", "mxfp4")
+    assert "doubled/64x256/bf16/normal" in listed
+    assert "doubled-quantize/mxfp4/64x256/bf16/normal" in listed
+    alone = SEVERAL.partition("\n\n\n@c.contract\ndef doubled_quantize")[0].replace("doubled", "tripled")
+    (folder / "one.py").write_text(alone, encoding="utf-8")
+    assert "the contract tripled has no recipe" in command("contract", "one.py", "--recipe", "mxfp4", status=2)
+
+
 FLUSHED = """
 import torch
 from typing import Literal

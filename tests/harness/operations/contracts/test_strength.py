@@ -130,6 +130,18 @@ def test_verdicts_of_sets_are_those_of_kernels(contract: Contract, recipe: str) 
     assert min(found["surely"], found["no"]) > 10, found
 
 
+@pytest.mark.parametrize("name", ["rmsnorm-quantize", "add-rmsnorm-quantize"])
+def test_kernels_that_are_judged_together_are_refused_alone(name: str) -> None:
+    program = traced(SHIPPED[name], "fp8-row-e4m3")
+    sets, alone = (plain(program, "ladder", SHAPE) for _ in range(2))
+    assert sets.stackable
+    alone.__dict__["stackable"] = False
+    unknown = [change for change in wrong_programs(program) if decided(sets, change) is None]
+    counts = [(sampled(sets, change, 4), sampled(alone, change, 4)) for change in unknown[::8]]
+    assert [one for one, _ in counts] == [other for _, other in counts]
+    assert len({one.caught for one, _ in counts}) > 1
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_kernels_are_right_and_those_of_changes_run(contract: Contract) -> None:

@@ -114,8 +114,12 @@ def test_shards_and_folder_with_an_index(tmp_path: Path) -> None:
     assert judge_checkpoint(tmp_path).passed()
     index["weight_map"]["lost"] = names[0]
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="lost is in model-00001"):
-        judge_checkpoint(tmp_path)
+    result = judge_checkpoint(tmp_path)
+    (finding,) = result.all_findings
+    assert (finding.kind, finding.tensor, finding.count) == ("lost", "lost", 1)
+    assert "is in model-00001" in finding.sentence
+    assert not result.passed()
+    assert all(layer.elements == 96 * 256 for layer in result.layers)
 
 
 # ---- defects, without weights ----------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ DEFECTS: list[tuple[Callable[[Tensors], None], str, str, str]] = [
     (no_codes, "fail", "codes", ""),
     (no_tensor_scale, "fail", "tensor-scale", ""),
     (zero_tensor_scale, "fail", "tensor-scale", "0x00000000"),
-    (inverted, "warning", "inverted", ""),
+    (inverted, "fail", "inverted", ""),
     (half_width, "fail", "packed", ""),
     (unsigned, "warning", "unused-codes", ""),
     (unpacked, "warning", "unused-codes", ""),
@@ -346,7 +350,7 @@ def test_a_defect_of_float32_scales_is_a_warning(
     tensors = samples.deepseek()
     defect(tensors)
     (finding,) = judge_checkpoint(save(tmp_path / "model.safetensors", tensors)).all_findings
-    assert (finding.severity, finding.kind) == ("warning", kind)
+    assert (finding.severity, finding.kind) == ("fail" if kind == "inverted" else "warning", kind)
     assert text in finding.sentence
 
 
@@ -366,10 +370,12 @@ def test_a_defect_of_exponents_is_a_warning(
     scales(stored[next(name for name in stored if name.endswith("scales"))])
     path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
     (finding,) = judge_checkpoint(path).all_findings
-    assert (finding.severity, finding.kind) == ("warning", kind)
+    assert (finding.severity, finding.kind) == ("fail" if kind == "inverted" else "warning", kind)
     assert text in finding.sentence
-    # Beside the wrong codes, the warning stays: it names the cause.
-    assert {"codes-given-scales", kind} <= kinds(judge_checkpoint(path, weights=weights))
+    # Beside the wrong codes, the finding stays: it names the cause.
+    result = judge_checkpoint(path, weights=weights)
+    assert kind in kinds(result)
+    assert any(kind == "inverted" or f.kind == "codes-given-scales" for f in result.all_findings)
 
 
 def test_a_tensor_scale_names_nvfp4_with_scales_of_a_wrong_dtype(tmp_path: Path) -> None:
@@ -597,6 +603,262 @@ def test_a_file_that_is_none_or_shrinks_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         tensor.read()
+
+
+# ---- names, experts, integers and plain tensors ----------------------------------------------------------------------
+
+
+def power_of_two_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes, and E8M0 scales of 128x128 elements: the least power of two that is at least amax/448."""
+    rows, columns = weight.shape
+    x = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = x.view(x.shape[0] // 128, 128, -1, 128)
+    exponents = torch.ceil(torch.log2(blocks.abs().amax((1, 3)) / 448)).clamp(-127, 127)
+    codes = encode((blocks / torch.exp2(exponents)[:, None, :, None]).view(x.shape)[:rows, :columns].contiguous(), E4M3)
+    return codes.view(torch.float8_e4m3fn), (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def block_exponents(suffix: str) -> Tensors:
+    found: Tensors = {}
+    for name, weight in samples.weights(200, 300).items():
+        found[name], found[name.removesuffix(".weight") + suffix] = power_of_two_blocks(weight)
+    return found
+
+
+def experts_as_nibbles() -> Tensors:
+    """DeepSeek-V4 experts: two E2M1 codes in an int8, E8M0 scales of 32 elements."""
+    found: Tensors = {}
+    for name, weight in samples.weights().items():
+        q = ops.quantize(weight, "mxfp4@ocp")
+        found[name] = q.codes.view(torch.int8)
+        found[f"{name.removesuffix('.weight')}.scale"] = q.scales.view(torch.float8_e8m0fnu)
+    return found
+
+
+def of_tensor(suffix: str) -> Tensors:
+    """FP8 with a scale for the tensor."""
+    found: Tensors = {}
+    for name, weight in samples.weights().items():
+        scale = weight.float().abs().amax() / torch.tensor(448.0)
+        found[name] = encode(weight.float() / scale, E4M3).view(torch.float8_e4m3fn)
+        found[name.removesuffix(".weight") + suffix] = scale
+    return found
+
+
+def fused_experts(kind: str) -> tuple[Tensors, Tensors]:
+    """Three experts (3, 200, 300) under one name, with scales of each expert."""
+    weights = [
+        weight * factor
+        for factor, weight in zip((1.0, 2.0, 0.5), [*samples.weights(200, 300).values()] * 2, strict=False)
+    ]
+    if kind == "blocks":
+        made = [power_of_two_blocks(weight) for weight in weights]
+    else:
+        scales = [weight.float().abs().amax() / torch.tensor(448.0) for weight in weights]
+        made = [
+            (encode(weight.float() / scale, E4M3).view(torch.float8_e4m3fn), scale)
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+    codes, numbers = (torch.stack([part.view(torch.uint8) if part.dim() == 2 else part for part in parts])
+                      for parts in zip(*made, strict=True))  # fmt: skip
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    numbers = numbers.view(torch.float8_e8m0fnu) if kind == "blocks" else numbers
+    stored = {name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": numbers}
+    return stored, {name: torch.stack(weights)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "size", "layout"),
+    [
+        (block_exponents(".weight_scale_inv"), (200, 300), "DeepSeek"),
+        (block_exponents(".scale"), (200, 300), "DeepSeek-V4"),
+        (experts_as_nibbles(), (96, 256), "DeepSeek-V4"),
+        (of_tensor(".scale_weight"), (96, 256), "ComfyUI"),
+    ],
+    ids=["exponents", "V4", "V4 experts", "ComfyUI"],
+)
+def test_right_checkpoints_of_other_names_pass(
+    tmp_path: Path, tensors: Tensors, size: tuple[int, int], layout: str
+) -> None:
+    path = save(tmp_path / "model.safetensors", tensors)
+    assert not kinds(judge_checkpoint(path))
+    result = judge_checkpoint(path, weights=save(tmp_path / "bf16.safetensors", samples.weights(*size)))
+    assert result.passed(strict=True), result.all_findings
+    assert {layer.layout for layer in result.layers} == {layout}
+    assert {layer.scales for layer in result.layers} == {"absmax"}
+    # The same file with one wrong code fails.
+    next(t for name, t in tensors.items() if name.endswith(".weight")).view(torch.uint8)[3, 5] ^= 0x21
+    changed = judge_checkpoint(save(path, tensors), weights=tmp_path / "bf16.safetensors")
+    assert worst(changed).kind == "codes-given-scales"
+
+
+@pytest.mark.parametrize("kind", ["blocks", "one scale"])
+def test_fused_experts_are_judged_one_by_one(tmp_path: Path, kind: str) -> None:
+    stored, originals = fused_experts(kind)
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", originals)
+    result = judge_checkpoint(path, weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert [layer.name[-3:] for layer in result.layers] == ["[0]", "[1]", "[2]"]
+    assert [layer.compared for layer in result.layers] == [60_000] * 3
+    name = next(iter(stored))
+    stored[name].view(torch.uint8)[1, 7, 9] ^= 0x21
+    finding = worst(judge_checkpoint(save(path, stored), weights=weights))
+    assert (finding.kind, finding.tensor[-3:]) == ("codes-given-scales", "[1]")
+    assert finding.first.startswith("row 7, column 9")
+
+
+def test_scales_of_own_names(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", of_tensor(".factor"))
+    assert kinds(judge_checkpoint(path)) == {"scales"}
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(path, weights=weights, scales="{weight}.factor")
+    assert result.passed(strict=True), result.all_findings
+    assert_checkpoint(path, weights=weights, scales="{weight}.factor")
+    with pytest.raises(CheckpointError, match=r"a pattern names the matrix as \{weight\}: \{weight\}\.scale"):
+        judge_checkpoint(path, scales="factor")
+
+
+def packed_words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Words of eight codes of a row, the code `order[i]` of eight in bits 4i to 4i + 3."""
+    groups = codes.view(len(codes), -1, 8).long()
+    words = sum(groups[:, :, place] << 4 * bit for bit, place in enumerate(order))
+    return words.to(torch.uint32).view(torch.int32)
+
+
+def integers(layout: str) -> Tensors:
+    """INT4 in groups of 32 with zero points."""
+    found: Tensors = {}
+    for name, weight in samples.weights().items():
+        base = name.removesuffix(".weight")
+        groups = weight.float().view(96, 8, 32)
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = ((high - low) / 15).half().float()
+        zeros = (-low / scales).round()
+        codes = (groups / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 15).view(96, 256)
+        if layout == "pack-quantized":
+            found |= {
+                f"{base}.weight_packed": packed_words(codes), f"{base}.weight_scale": scales.half(),
+                f"{base}.weight_shape": torch.tensor([96, 256]),
+                f"{base}.weight_zero_point": packed_words(zeros.T.contiguous()).T.contiguous(),
+            }  # fmt: skip
+            continue
+        order = (0, 2, 4, 6, 1, 3, 5, 7) if layout == "AWQ" else tuple(range(8))
+        stored = zeros.T - float(layout == "GPTQ")
+        found[f"{base}.qzeros"] = packed_words((stored % 16).contiguous(), order)
+        found[f"{base}.scales"] = scales.T.half().contiguous()
+        if layout == "AWQ":
+            found[f"{base}.qweight"] = packed_words(codes.T.contiguous(), order)
+        else:
+            found[f"{base}.qweight"] = packed_words(codes).T.contiguous()
+            found[f"{base}.g_idx"] = (torch.arange(256) // 32).int()
+    return found
+
+
+INTEGERS = ("GPTQ", "AWQ", "pack-quantized")
+
+
+@pytest.mark.parametrize("layout", INTEGERS)
+def test_integers_are_judged_by_the_weights(tmp_path: Path, layout: str) -> None:
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    path = tmp_path / "model.safetensors"
+    result = judge_checkpoint(save(path, integers(layout)), weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert [(layer.layout, layer.recipe, layer.shape) for layer in result.layers] == [
+        (layout, "int4, groups of 32", (96, 256))
+    ] * 2
+    assert all(layer.sqnr_db is not None and layer.sqnr_db > 15 for layer in result.layers)
+
+
+@pytest.mark.parametrize("layout", INTEGERS)
+def test_defects_of_integers(tmp_path: Path, layout: str) -> None:
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    path = tmp_path / "model.safetensors"
+
+    def found(change: Callable[[Tensors], object]) -> set[str]:
+        tensors = integers(layout)
+        change(tensors)
+        return kinds(judge_checkpoint(save(path, tensors), weights=weights))
+
+    scale = f"{FIRST}.{'weight_scale' if layout == 'pack-quantized' else 'scales'}"
+    zero = f"{FIRST}.{'weight_zero_point' if layout == 'pack-quantized' else 'qzeros'}"
+    assert found(lambda t: t[scale].view(-1)[3:4].fill_(torch.nan)) == {"nan-scale"}
+    assert found(lambda t: t[scale].view(-1)[3:4].mul_(-1)) == {"negative-scale"}
+    assert found(lambda t: t.update({scale: t[scale][:-1]})) == {"shape"}
+    assert found(lambda t: t.pop(scale)) == {"scales"}
+    assert found(lambda t: t.update({scale: t[scale] * 8})) == {"worse-than-zeros"}
+    if layout == "GPTQ":
+        assert found(lambda t: t[f"{FIRST}.g_idx"][7:8].fill_(8)) == {"group-index"}
+        assert found(lambda t: t.update({zero: t[zero] + 0x11111111})) == {"zero-point"}  # version 2, read as version 1
+
+
+def saved_as_bf16(tensors: Tensors) -> Tensors:
+    return {name: t.bfloat16() if t.dtype == torch.float8_e4m3fn else t for name, t in tensors.items()}
+
+
+def test_codes_saved_as_numbers_are_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", saved_as_bf16(samples.deepseek()))
+    weights = save(tmp_path / "bf16.safetensors", samples.weights(200, 300))
+    for given in (None, weights):
+        result = judge_checkpoint(path, weights=given)
+        assert kinds(result) == {"codes-as-numbers"}
+        assert "every number is a number of E4M3, up to 448" in worst(result).sentence
+        assert not result.passed()
+    tensors = samples.deepseek() | samples.weights(200, 300)  # the product, with the scale left behind
+    (group,) = {f.kind for f in judge_checkpoint(save(path, tensors), weights=weights).all_findings}
+    assert group == "unused-scale"
+
+
+def test_plain_tensors_are_compared_with_the_weights(tmp_path: Path) -> None:
+    stored, originals = samples.nvfp4("ModelOpt"), samples.weights()
+    extra = {"lm_head.weight": torch.randn(8, 16, generator=torch.Generator().manual_seed(1)),
+             "model.norm.weight": torch.ones(256)}  # fmt: skip
+    originals |= extra
+    stored["lm_head.weight"] = extra["lm_head.weight"].bfloat16()
+    path, weights = tmp_path / "model.safetensors", save(tmp_path / "bf16.safetensors", originals)
+    result = judge_checkpoint(save(path, stored), weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert result.plain == 8 * 16 + 256
+    stored["lm_head.weight"][5, 3] += 1
+    stored["model.norm.weight"] = stored["model.norm.weight"] * 2
+    result = judge_checkpoint(save(path, stored), weights=weights)
+    assert [(f.severity, f.tensor, f.count) for f in result.all_findings] == [
+        ("fail", "lm_head.weight", 1), ("warning", "model.norm.weight", 256)
+    ]  # fmt: skip
+    assert worst(result).first.startswith("row 5, column 3: ")
+
+
+def test_scales_of_inputs_and_caches_are_mentioned(tmp_path: Path) -> None:
+    tensors = samples.nvfp4("ModelOpt") | {
+        f"{FIRST}.input_scale": torch.tensor(0.5), f"{FIRST}.k_scale": torch.tensor([0.25]),
+    }  # fmt: skip
+    path = tmp_path / "model.safetensors"
+    result = judge_checkpoint(save(path, tensors))
+    assert result.passed(strict=True)
+    assert [(f.severity, f.kind) for f in result.all_findings] == [("note", "activation-scale")]
+    assert "and 1 more" in worst(result).tensor
+    for wrong in (torch.nan, 0.0, -1.0):
+        tensors[f"{FIRST}.k_scale"] = torch.tensor([wrong])
+        found = worst(judge_checkpoint(save(path, tensors)))
+        assert (found.severity, found.kind, found.tensor) == ("fail", "activation-scale", f"{FIRST}.k_scale")
+
+
+def test_one_cause_is_one_finding(tmp_path: Path) -> None:
+    tensors = samples.deepseek()
+    for name in list(tensors):
+        if name.endswith("scale_inv"):
+            tensors[name] = 1 / tensors[name]
+    path = save(tmp_path / "model.safetensors", tensors)
+    result = judge_checkpoint(path)
+    assert not result.passed()
+    assert result.sentence.startswith("2 quantized matrices: 1 failure; ")
+    weights = save(tmp_path / "bf16.safetensors", samples.weights(200, 300))
+    with pytest.raises(AssertionError) as raised:
+        assert_checkpoint(path, weights=weights)
+    message = str(raised.value)
+    assert message.count("the scales are inverted") == 1
+    assert "the same in 1 further tensors" in message
+    assert "consequence: " in message
+    assert "further from the weights than zeros" in message
 
 
 # ---- command, report, assertion, memory ------------------------------------------------------------------------------
