@@ -148,7 +148,8 @@ def check(
     Every case runs twice on guarded copies of its inputs: a write outside of a tensor, an element that is not written
     and a result that is not repeatable are failures too. NotImplementedError makes a case unsupported. So does any
     other exception in a default case that kernels may refuse: a last block that is not full, more than two sizes, no
-    element, a size of a gemm that is no multiple of 16, a view that is not contiguous. Other exceptions are failures.
+    element, a size of a gemm that is no multiple of 16, a view that is not contiguous, a call under `torch.no_grad()`,
+    under `torch.inference_mode()` or with tensors that require grad. Other exceptions are failures.
 
     Returns a summary. Raises AssertionError if a case fails, with a group for each cause and a line that reproduces it,
     and if no case passes; ValueError and TypeError for arguments that do not fit together. Settings and generators of
@@ -346,6 +347,7 @@ def _cases(
     for shape in (main, *(tails[1:2] if shapes is None else ())):  # options beside whole tiles and beside tails
         refuses = shape != main and cls.may_refuse(shape, chosen)
         wanted += [(shape, few[-1], more, optional or refuses) for more, optional in cls.usual_options(known)]
+    wanted += [(main, few[-1], {"autograd": mode}, True) for mode in cls.autograd_modes[1:]]
     cases: dict[Case, bool] = {}
     for shape, family, more, optional in wanted:
         for dtype in dtypes:

@@ -30,12 +30,12 @@ def size_of(axis: str, extents: Mapping[str, int]) -> int:
     """Elements along an axis of a tensor, for the sizes of a case by name. Raises ValueError for an unknown size."""
     if "*" in axis:
         return math.prod(size_of(part, extents) for part in axis.split("*"))
-    name, _, divisor = axis.partition("/")
+    name, *divisors = axis.split("/")
     if name.isdecimal():
         return int(name)
     if name not in extents:
         raise ValueError(f"axis {axis!r} names no size; the sizes of the case are {', '.join(extents)}")
-    return -(-extents[name] // int(divisor)) if divisor else extents[name]
+    return -(-extents[name] // math.prod(map(int, divisors)))
 
 
 def block_columns(recipe: Recipe) -> int:

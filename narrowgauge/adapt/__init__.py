@@ -9,9 +9,11 @@ from __future__ import annotations
 from narrowgauge.adapt.conventions import CONVENTIONS, AnyLayout, Convention, Layout, Nibbles, TensorScaleIs
 from narrowgauge.adapt.convert import padding, quantized, stored_as
 from narrowgauge.adapt.entries import ENTRIES, Entry, Part, entries_of, entry_parts
+from narrowgauge.adapt.marlin import MarlinScales, from_marlin_scales, marlin_scales
 from narrowgauge.adapt.tensors import tensor
 
 __all__ = [
-    "CONVENTIONS", "ENTRIES", "AnyLayout", "Convention", "Entry", "Layout", "Nibbles", "Part", "TensorScaleIs",
-    "entries_of", "entry_parts", "padding", "quantized", "stored_as", "tensor",
+    "CONVENTIONS", "ENTRIES", "AnyLayout", "Convention", "Entry", "Layout", "MarlinScales", "Nibbles", "Part",
+    "TensorScaleIs", "entries_of", "entry_parts", "from_marlin_scales", "marlin_scales", "padding", "quantized",
+    "stored_as", "tensor",
 ]  # fmt: skip

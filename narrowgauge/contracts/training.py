@@ -25,8 +25,8 @@ def rmsnorm_quantize_both(
 ):
     """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized in both orientations.
 
-    Transformer Engine 2.14: transformer_engine/common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh, then the
-    quantization of the tensor of the dtype of x, by a recipe with `-rht` with the rotated transpose.
+    The norm of `rmsnorm`, then both halves of `quantize_both`: the transpose alone is rotated by a recipe with `-rht`
+    (docs/numerics.md#hadamard-transform).
     """
     z = c.float32(x)
     return c.quantize_both(_rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first"), recipe)
@@ -48,7 +48,7 @@ def silu_mul_quantize_both(x: c.Matrix, recipe: c.Recipe):
     """SiLU of the first half of the columns of x (M, 2K) times the second half, rounded once to the dtype of x,
     quantized in both orientations.
 
-    Transformer Engine 2.14: transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh.
+    NVIDIA/TransformerEngine at 0358355, transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh.
     """
     return c.quantize_both(_gated(x, _silu(fast_math=False), "result"), recipe)
 
@@ -60,7 +60,7 @@ def rmsnorm_backward(
     """Gradients of RMSNorm: dx (M, K) = rs·(g − mean(g·n)·n), g = dy·weight, n = x·rs, and dweight (K) = Σ dy·n over
     the rows. rs (M, 1): 1/√(mean x² + eps) of the forward pass.
 
-    Transformer Engine 2.14: transformer_engine/common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh.
+    NVIDIA/TransformerEngine at 165f3fb, transformer_engine/common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh.
     """
     dx, dweight = _rmsnorm_backward(dy, x, rs, weight, zero_centered)
     return {"dx": dx, "dweight": dweight}
@@ -80,7 +80,7 @@ def silu_mul_backward(dy: HalfMatrix, x: c.Matrix, *, division: Division = "quot
     """Gradient (M, 2K) of `silu_mul`: for the halves (gate, up) of x (M, 2K), and s = sigmoid(gate),
     (dy·up·(s + gate·s·(1 − s)), dy·gate·s).
 
-    Transformer Engine 2.14: transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh.
+    NVIDIA/TransformerEngine at 0358355, transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh.
     """
     return {"dx": c.joined(*(c.cast(half, x.dtype) for half in _silu_mul_backward(dy, x, division)))}
 
@@ -91,8 +91,8 @@ def silu_mul_backward_quantize_both(
 ):
     """Gradient (M, 2K) of `silu_mul`, quantized in both orientations, and its sum over the rows, dbias (2K).
 
-    Transformer Engine 2.14: transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh, and quantize_mxfp8.cuh for dbias, the
-    sum of the numbers before they are rounded to the dtype of x.
+    NVIDIA/TransformerEngine at 0358355, transformer_engine/common/cast/mxfp8/gated_mxfp8.cuh; for dbias, the sum of the
+    numbers before they are rounded to the dtype of x, quantize_mxfp8.cuh beside it at 4a05df0.
     """
     halves = _silu_mul_backward(dy, x, division)
     stored = [c.cast(half, x.dtype) for half in halves]
@@ -108,7 +108,7 @@ def silu_mul_backward_quantize_stochastic(
 ):  # fmt: skip
     """Gradient (M, 2K) of `silu_mul`, quantized in both orientations with stochastic rounding by given bits.
 
-    The gradients of the NVFP4 recipe of Transformer Engine 2.14 (transformer_engine/common/recipe/__init__.py).
+    The gradient of `silu_mul_backward`, by docs/numerics.md#stochastic-rounding and, of the transpose, its rotation.
     """
     dx = c.joined(*(c.cast(half, x.dtype) for half in _silu_mul_backward(dy, x, division)))
     return c.quantize_both(dx, recipe, random=(random, random_columnwise))

@@ -6,6 +6,7 @@ output is judged given the outputs before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -533,10 +534,11 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
                 raise ValueError(f"the axis {axis} has {known} elements in {owner} and {size} in {argument.name}")
     rounded_up = {axis for argument in program.arguments if argument.of_codes for axis in argument.axes}
     for axis, (size, owner) in sizes.items():
-        name, _, divisor = axis.rpartition("/")
-        fits = not divisor or name not in sizes or size * int(divisor) == sizes[name][0]
+        name, *divisors = axis.split("/")
+        divisor = math.prod(map(int, divisors))
+        fits = not divisors or name not in sizes or size * divisor == sizes[name][0]
         if not fits and axis in rounded_up:
-            fits = size == -(-sizes[name][0] // int(divisor))
+            fits = size == -(-sizes[name][0] // divisor)
         if not fits:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
     for name, axis in program.tables.items():

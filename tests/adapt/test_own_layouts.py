@@ -11,7 +11,7 @@ import torch
 
 import narrowgauge
 from narrowgauge import adapt
-from narrowgauge.spec.scale_layouts import Layout
+from narrowgauge.spec.scale_layouts import TILED, Layout
 from tests.paths import ROOT
 
 
@@ -60,6 +60,25 @@ def test_pack_scales_takes_digits() -> None:
     packed = narrowgauge.pack_scales(q.scales, DIGITS)
     assert torch.equal(packed.view(6, 80), columns_first(q.scales))
     assert torch.equal(narrowgauge.unpack_scales(packed, (70, 6), DIGITS), q.scales)
+
+
+@pytest.mark.parametrize("layout", TILED.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3"])
+def test_every_named_layout_is_written_read_and_judged(recipe: str, layout: Layout) -> None:
+    x = torch.randn(96, 1024, generator=torch.Generator().manual_seed(2)).bfloat16()
+    q = narrowgauge.quantize(x, recipe)
+    name: Any = layout.name
+    if layout.by_group or layout.scale not in ("", q.recipe.scale.name):
+        with pytest.raises(ValueError, match=f"layout {name} holds .*; recipe {recipe} has rows of"):
+            adapt.stored_as(q, layout=name)
+        return
+    codes, scales = adapt.stored_as(q, layout=name)
+    assert torch.equal(scales, layout.pack(q.scales))
+    stored = scales.view(torch.int32) if layout.word == "int32" else scales
+    narrowgauge.assert_quantized(x, codes, stored, recipe, layout=name, amax=q.amax)
+    scales.view(-1)[5] ^= 1
+    with pytest.raises(narrowgauge.WrongResult):
+        narrowgauge.assert_quantized(x, codes, stored, recipe, layout=name, amax=q.amax)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 
 from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cases.operations import OperationError, parts_of_operations
-from narrowgauge.harness.operations.contracts.bench import BENCH
-from narrowgauge.harness.operations.contracts.product_bench import PRODUCT_BENCH
+from narrowgauge.harness.operations.contracts.bench import BENCH, PRODUCT_BENCH
 from narrowgauge.harness.operations.timing.operation_bench import BenchTask, OperationBench
 
 LAUNCH = "launch"

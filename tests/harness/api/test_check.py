@@ -59,6 +59,17 @@ def test_the_reference_passes_the_other_operations(operation: Any, recipe: str) 
         assert alone.cases == done.cases - 8
 
 
+def test_a_mode_of_autograd_is_called_by_default() -> None:
+    def halved(x: torch.Tensor, recipe: Any) -> Any:
+        return ops.quantize(x * 0.5 if torch.is_inference_mode_enabled() else x, recipe)
+
+    with pytest.raises(AssertionError, match=r"1 of \d+ cases did not pass") as caught:
+        check(halved, "mxfp8-e4m3", families=["normal"])
+    assert "explained exactly by it is right in a plain call, and wrong under torch.inference_mode()" in str(
+        caught.value
+    )
+
+
 def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     q = ops.quantize(x, "nvfp4", swizzled=True)
     assert q.amax is not None

@@ -1,4 +1,4 @@
-"""Norms and softmax as composed steps, and reductions of the first axis."""
+"""Norms and softmax as composed steps, reductions of the first axis, and rotations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from narrowgauge import contract as c
 from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.accepted import Part
+from narrowgauge.reference.contracts.casts import cast
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.contracts.interval import Interval, divide, exactly, multiply, square
+from narrowgauge.reference.contracts.sums import rotated
 from narrowgauge.reference.high_precision.norm import norm_forward
+from narrowgauge.reference.quantize.hadamard import transform
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference.bounds.test_bounds import ordinal
 from tests.reference.contracts.contracts import columns, layer_norm
 from tests.reference.inside import width
@@ -143,3 +147,21 @@ def test_reductions_of_rows_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = dict(judged(program, {"x": x}, {name: value.bfloat16() for name, value in shown.items()}))
     assert list(parts) == list(shown)
     assert not any(bool(part.wrong.any()) for part in parts.values())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-rht-nosign", "nvfp4-rht32"])
+def test_a_rotation_of_intervals_holds_every_rotated_number(recipe: str) -> None:
+    rotation = find_recipe(recipe).transform
+    assert rotation is not None
+    low = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    high = low + low.abs() / 8
+    found = rotated(Interval(low.double(), high.double()), rotation.group, rotation.signs)
+    for seed in range(8):
+        some = torch.rand(8, 64, generator=torch.Generator().manual_seed(seed)) < 0.5
+        inside = transform(torch.where(some, low, high), recipe).double()
+        near = inside.abs() * 2.0**-8  # transform rounds to bfloat16
+        assert bool(((found.low - near <= inside) & (inside <= found.high + near)).all())
+    ends = cast(rotated(exactly(low), rotation.group, rotation.signs), "bfloat16")
+    turned = transform(low, recipe).double()
+    assert bool(((ends.low <= turned) & (turned <= ends.high)).all())
+    assert float((ends.low == ends.high).double().mean()) > 0.95

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -37,10 +38,10 @@ def _inputs(
     draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
     found = {}
     for argument in program.arguments:
-        parts = [axis.partition("/") for axis in argument.axes]
+        parts = [axis.split("/") for axis in argument.axes]
         shape = [
-            sizes[axis] if axis in sizes else -(-sizes.get(name, width) // int(divisor or 1))
-            for axis, (name, _, divisor) in zip(argument.axes, parts, strict=True)
+            sizes[axis] if axis in sizes else -(-sizes.get(name, width) // math.prod(map(int, divisors)))
+            for axis, (name, *divisors) in zip(argument.axes, parts, strict=True)
         ]
         if argument.dtype == "uint8":  # bytes of middling scales, and any codes
             found[argument.name] = torch.randint(48, 80, shape, generator=draw).byte()

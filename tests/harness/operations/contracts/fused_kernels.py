@@ -3,6 +3,7 @@ mistake; and right kernels that are unlike the formulas of `Kernels`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,8 +51,8 @@ class Fused:
         draw = torch.Generator().manual_seed(seed)
         sizes, found = {"M": 64, "K": self.columns, "1": 1}, []
         for kind, axes in CONTRACTS[self.operation].tensors.values():
-            parts = [axis.partition("/") for axis in axes]
-            shape = [sizes[name] // int(divisor or 1) for name, _, divisor in parts]
+            parts = [axis.split("/") for axis in axes]
+            shape = [sizes[name] // math.prod(map(int, divisors)) for name, *divisors in parts]
             if len(axes) == 1:
                 found.append((torch.randn(shape, generator=draw) * 0.5 + 1.25).to(bf16))
                 continue
@@ -177,6 +178,7 @@ def _silu(g: Tensor) -> Tensor:
 
 _R, _A, _L = "rmsnorm-quantize", "add-rmsnorm-quantize", "layernorm-quantize"
 _S, _G, _O = "silu-mul-quantize", "gelu-mul-quantize", "rope-quantize"
+_P = "rope-partial-quantize"
 _C, _Q = "swiglu-clamped-quantize", "relu-squared-quantize"
 
 WRONG = (
@@ -267,6 +269,9 @@ WRONG = (
     Fused(_O, "cos and sin exchanged", "cos", _pairs(lambda x, c, s: _halved(x, s, c))),
     Fused(_O, "no sign", "exchanged", _pairs(_without_sign)),
     Fused(_O, "products in bfloat16", "bfloat16", _pairs(_in_bfloat16)),
+    Fused(_P, "the last half is rotated", "halves",
+          {"partly": lambda s, x, c, r: torch.cat([x[:, :128], s.rotated(x[:, 128:], c, r).to(bf16)], -1)}),
+    Fused(_P, "pairs of neighbours", "pairs", _pairs(_neighbours)),
     Fused(_O, "angles of the next row", "next row", _pairs(lambda x, c, s: _halved(x, c.roll(-1, 0), s.roll(-1, 0)))),
     # the quantization
     Fused(_R, "powers of two", "scales are rounded", _quantized(lambda y, r: (
@@ -339,6 +344,7 @@ RIGHT = (
     Fused(_C, "a product", methods={"swiglu": lambda s, g, u, m, a: _clamped(g.clamp(max=m), u.clamp(-m, m), a)}),
     Fused(_Q, "the square of a maximum",
           methods={"relu_squared_quantize": lambda s, x, r: s.quantize((x.float().clamp(min=0) ** 2).to(bf16), r)}),
+    Fused(_P, "float64", methods=_pairs(lambda x, c, s: _halved(x.double(), c.double(), s.double()).float())),
     Fused(_O, "float64", methods=_pairs(lambda x, c, s: _halved(x.double(), c.double(), s.double()).float())),
     Fused(_O, "fused products", methods=_pairs(_fused_products)),
 )  # fmt: skip

@@ -123,6 +123,13 @@ class Kernels:
     def rope_quantize(self, x, cos, sin, recipe):
         return self.quantize(self.rounded(self.rotated(x, cos, sin), x), recipe)
 
+    def partly(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, rest = x.chunk(2, -1)
+        return torch.cat([self.rounded(self.rotated(first, cos, sin), x), rest], -1)
+
+    def rope_partial_quantize(self, x, cos, sin, recipe):
+        return self.quantize(self.partly(x, cos, sin), recipe)
+
     # ---- products ----------------------------------------------------------------------------------------------------
 
     def elements(self, b: Any) -> Tensor:
