@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.families import Family, Kind, families_for
+from narrowgauge.harness.cases.families import EXACT_SUMS, Family, Kind, families_for
 from narrowgauge.harness.cases.keys import (
     Autograd,
     Concurrency,
@@ -147,6 +147,17 @@ class Case:
     def families(cls) -> Mapping[str, Family]:
         """Input families of the operation by name."""
         return families_for(cls.kinds, cls.own_families)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the operation is a product of matrices."""
+        return Kind.MULTIPLIED in self.kinds
+
+    @property
+    def has_exact_sums(self) -> bool:
+        """Whether a product's sums are exact in any order: docs/tolerance.md#exact-sums."""
+        short = self.recipe_label.startswith("nvfp4") and self.extents.get("K", 0) <= 2048
+        return self.inputs in EXACT_SUMS or short
 
     @classmethod
     def family_problem(cls, name: Any) -> str | None:

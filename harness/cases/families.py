@@ -159,6 +159,10 @@ PRODUCTS = (
 """Families of contracts that take quantized matrices, beside the shared ones."""
 
 
+EXACT_SUMS = ("lattice", "one-hot-k")
+"""Families of products whose sums are exact in any order at any K."""
+
+
 @cache
 def families_for(kinds: tuple[Kind, ...], own: tuple[Family, ...]) -> Mapping[str, Family]:
     """The shared families of an operation of these kinds, and then its own, by name."""

@@ -57,6 +57,10 @@ def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]
     for name, size, words in [("options", 2, "pairs of values of two keys")] + [("", 3, "triples of values")] * full:
         counts = [len(sets_of_all(some, size)) for some in (ran, of_kinds)]
         written.append(f"{name:<{_NAME}}{counts[0]} of {counts[1]} {words}")
+    products = [case for case in ran if case.is_product]
+    if products and not any(case.has_exact_sums for case in products):
+        sentence = f"{'sums':<{_NAME}}none of {len(products)} products is exact in any order: add the family lattice"
+        written += textwrap.wrap(sentence, _WIDTH, subsequent_indent=" " * _NAME)
     if low:
         written += textwrap.wrap(f"warning: less than half of the {' and of the '.join(low)} ran", _WIDTH)
     return written

@@ -86,6 +86,11 @@ class ContractCase(Case):
         return replace(program, hidden=fields.get(HIDDEN, ""))
 
     @property
+    def is_product(self) -> bool:
+        """Whether the contract takes quantized matrices."""
+        return bool(self.declared.quantized)
+
+    @property
     def request(self) -> Request:
         """The arguments that decide the steps."""
         chosen, free = getattr(self, "dtype", ""), _free(self.declared)

@@ -64,3 +64,12 @@ def test_lines_name_what_ran_and_what_did_not():
     assert re.search(r"options (\d+) of (\d+) pairs of values of two keys", text)
     assert "warning: less than half of the cases and of the shapes ran" in text
     assert all(len(line) <= 80 for line in written)
+
+
+@pytest.mark.parametrize(("recipe", "inputs", "said"), [
+    ("mxfp8-e4m3", "normal", True), ("mxfp8-e4m3", "lattice", False), ("nvfp4", "normal", False),
+])  # fmt: skip
+def test_products_without_exact_sums_are_named(recipe: str, inputs: str, said: bool) -> None:
+    case = case_from_labels("gemm", recipe, (128, 256, 128), "bf16xbf16-fp16", inputs, ("tn",))
+    text = " ".join(" ".join(coverage.lines([case], [recorded(case)])).split())
+    assert ("none of 1 products is exact in any order: add the family lattice" in text) == said

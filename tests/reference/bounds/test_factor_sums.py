@@ -121,3 +121,29 @@ def test_a_simulated_order_lies_inside_its_fraction(recipe: str) -> None:
         rounded += int((found != limits.expected).sum())
     assert rounded > 500
     assert not bool(limits.undetermined.any())
+
+
+def lost(x: torch.Tensor, w: torch.Tensor, least: float, model: tuple[int, int]) -> tuple[float, float]:
+    """What a tensor core loses of one sum, and the bound."""
+    left, right = factors(x.view(1, -1), least), factors(w.view(1, -1), least)
+    total = left.values @ right.values.T
+    powers = [Fraction(float(p)) for p in (left.powers * right.powers)[0]]
+    found = in_steps([Fraction(float(p)) for p in x * w], powers, *model)
+    return abs(float(found) - float(total)), float(factor_bounds(left, right, total, *model)[0])
+
+
+def test_every_step_may_lose_bits() -> None:
+    """One small product in each step: the accumulator loses all of them."""
+    x = torch.zeros(256, dtype=torch.float64)
+    x[::8] = 1.875 * 2.0**-24
+    x[0] = 1
+    distance, bound = lost(x, torch.ones_like(x), 2.0**-126, WIDE)
+    assert 31 * 2.0**-24 < distance <= bound
+
+
+def test_a_subnormal_element_shifts_the_others_out() -> None:
+    """2^-9·448 is aligned as 2^-6·2^8, and the other products of the step lie below the last bit."""
+    x, w = torch.full((32,), 1.75 * 2.0**-6, dtype=torch.float64), torch.full((32,), 2.0**-6, dtype=torch.float64)
+    x[0], w[0] = 2.0**-9, 448
+    distance, bound = lost(x, w, 2.0**-6, NARROW)
+    assert 33 * 2.0**-13 < distance <= bound
