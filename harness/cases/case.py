@@ -61,7 +61,7 @@ class Case:
     small: ClassVar[int] = 1 << 24
     """Work, in elements, below which a case for a GPU is judged on the CPU (`harness.cases.cost.home_of`)."""
     autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode", "requires-grad")
-    """Values of the key `autograd`. If there is one alone, the operation has no such key."""
+    """Values of the key `autograd`. An operation with one value does not have the key."""
     composed: ClassVar[bool] = False
     """Whether the operation is composed of others: it launches their kernels and measures some of their figures."""
 

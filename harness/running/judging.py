@@ -113,7 +113,10 @@ class FurtherCases:
         return plain is not None and all(stage.passed for stage in plain.stages)
 
     def _outcome(self, case: Case, inputs: Inputs | None = None) -> Outcome | None:
-        """The outcome of a case, on its own inputs or on these. None without such inputs, and without a result."""
+        """The outcome of a case, on its own inputs or on these.
+
+        None if the inputs cannot be made, or the kernel gives no result.
+        """
         from narrowgauge.harness.operations.registry import make_inputs
 
         if self._lost or case.inputs not in (*case.families(), self._case.inputs) or case.problem() is not None:

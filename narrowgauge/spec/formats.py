@@ -31,7 +31,7 @@ class Format:
     """Code of the canonical NaN; None in a format without NaN."""
     signed: bool = True
     complement: bool = False
-    """Whether negative numbers are the two's complement of their magnitude: one more of them than of positive ones."""
+    """Whether negative numbers are the two's complement of their magnitude. There is one negative number more."""
 
     @property
     def codes(self) -> int:

@@ -39,7 +39,7 @@ COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pai
 TRANSPOSED = "transposed"
 """The step that gives a matrix with rows and columns exchanged."""
 JOINED = "joined"
-"""The step that gives two matrices beside each other: the halves of the last axis."""
+"""The step that joins two matrices along the last axis: they are its halves."""
 ROTATED = "rotated"
 """The step that rotates groups of the last axis, with the options `group` and `signs` of a Hadamard transform."""
 INDEX = "int64"

@@ -25,7 +25,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 _MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away", "stochastic")
-"""Roundings that increase; the stochastic one does for each random byte."""
+"""Roundings that increase with their argument. Stochastic rounding does for one random byte."""
 _FEW = 64
 """Amaxes between two ends that are tried one by one."""
 _TINY = 2.0**-96

@@ -312,7 +312,7 @@ class ContractCase(Case):
 def recipes_of(
     contracts: Sequence[type[ContractCase]], recipes: Sequence[str]
 ) -> dict[type[ContractCase], Sequence[str]]:
-    """The recipes of each contract of a file: none of a contract that takes none, if another one takes a recipe."""
+    """The recipes of each contract of a file. A contract without a parameter `Recipe` has none, if another has one."""
     takes = any(cls.declared.recipes for cls in contracts)
     return {cls: recipes if cls.declared.recipes or not takes else () for cls in contracts}
 

@@ -67,7 +67,7 @@ def product_inputs(make: Maker[ProductCase], *, same: bool = False, out_recipe: 
 
 
 def _special(case: ProductCase) -> tuple[float, ...]:
-    """Values that c and bias hold at one place each."""
+    """Special values. c and bias hold each of them at one place."""
     if case.inputs != "special-addends":
         return ()
     return math.nan, math.inf, -math.inf, torch.finfo(TORCH_DTYPES[case.out]).max

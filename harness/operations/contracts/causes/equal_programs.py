@@ -12,7 +12,7 @@ from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.spec.program import BITS, INDEX, Program
 
 _SIZES = ((64, 144), (96, 112))
-"""Rows and columns of the inputs, whole groups of a rotation: other widths tell sums apart that agree on one."""
+"""Rows and columns of the inputs: whole groups of a rotation. Two different sums may agree on one width."""
 
 
 def equal_programs(one: Program, other: Program, tensors: Mapping[str, torch.Tensor]) -> bool:

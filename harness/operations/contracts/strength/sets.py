@@ -122,7 +122,7 @@ class Sets:
 
     @cached_property
     def stackable(self) -> bool:
-        """Whether calls can be judged below one another: a row depends on no other row, and on no form of the call."""
+        """Whether calls can be judged as one matrix: a row depends on no other row, and on no form of the call."""
         sources = [judged_numbers(self.program, number)[0] for number in self.program.outputs.values()]
         return has_rows(self.program) and not any(any(divisions_of(self.program, number)) for number in sources)
 
