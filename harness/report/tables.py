@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from narrowgauge.harness.records.json_line import findings_json, stages_json
 from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, elements_compared, outcome
 
 _FORMULA = frozenset("=+-@\t\r\n＝＋－＠")
@@ -22,7 +21,6 @@ _FORMULA = frozenset("=+-@\t\r\n＝＋－＠")
 
 _KINDS = {column.name: str(column.type).removesuffix(" | None") for column in fields(Record)}
 """Type of each column of a record."""
-_JSON: dict[str, Callable[[Any], str]] = {"stages": stages_json, "findings": findings_json}
 _ROWS = 4096
 """Rows that are converted at once: the texts of a part have less than 2 GiB."""
 
@@ -76,9 +74,16 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[Mapping[str, Sequence[Any]
     kinds = {"schema": pa.int64()} | {name: types.get(kind, pa.string()) for name, kind in _KINDS.items()}
     schema = pa.schema(kinds, {"narrowgauge_schema": str(SCHEMA)})
 
+    from narrowgauge.harness.records.json_line import (
+        findings_json,
+        stages_json,
+    )  # needs msgspec, which `check` does not
+
+    to_json: dict[str, Callable[[Any], str]] = {"stages": stages_json, "findings": findings_json}
+
     def add(columns: Mapping[str, Sequence[Any]]) -> None:
         count = len(columns["case"])
-        texts = {name: _json(columns[name], _JSON.get(name, json.dumps)) for name in NESTED}
+        texts = {name: _json(columns[name], to_json.get(name, json.dumps)) for name in NESTED}
         values: dict[str, Sequence[Any]] = {"schema": [SCHEMA] * count, **columns, **texts}
         arrays = [_array(values[name], kind) for name, kind in kinds.items()]
         writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

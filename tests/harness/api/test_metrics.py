@@ -14,10 +14,11 @@ import torch
 
 from narrowgauge.harness.api.error_figures import metrics as module
 from narrowgauge.harness.api.error_figures.metrics import DTYPES, Metrics, metrics
-from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 
 FORMATS = {
     torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float8_e8m0fnu: E8M0, torch.float4_e2m1fn_x2: E2M1,
+    torch.float8_e4m3fnuz: E4M3FNUZ, torch.float8_e5m2fnuz: E5M2FNUZ,
 }  # fmt: skip
 SPECIAL = {
     torch.float32: [0x0000_0001, 0x8000_0001, 0x7F7F_FFFF, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0xFFC0_0001],

@@ -44,6 +44,8 @@ def meaning(code, fmt):
     """(sign, magnitude): a Fraction, "inf" or "nan"."""
     if not fmt.signed:
         return 0, "nan" if code == 255 else Fraction(2) ** (code - 127)
+    if fmt.complement:
+        return (1, Fraction(fmt.codes - code)) if code >= fmt.sign_code else (0, Fraction(code))
     if not fmt.negative_zero and code == fmt.sign_code:
         return 0, "nan"
     sign, magnitude = divmod(code, 1 << (fmt.bits - 1))

@@ -308,6 +308,9 @@ RULES = (
 WITH_A_TEST = {
     "padding-not-zeroed",
     "scales-in-layout:128x4",
+    "scales-in-layout:blackwell-ragged",
+    "scales-in-layout:hopper-mxfp4",
+    "scales-in-layout:hopper-mxfp4-4",
     "tail-dropped",
     "stochastic-sections-restart",
     *(f"stochastic-other-block:{bits}-bits" for bits in range(9, 19)),

@@ -5,12 +5,13 @@ import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.case_file import CaseFileError, load_all
+from narrowgauge.harness.cases.keys import Autograd
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.diagnosis import cause_names
 from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES
@@ -129,6 +130,7 @@ def test_every_cause_has_a_mutant_or_a_test():
     produced = {
         *re.findall(r'"([^"\n]+)"', tests), *(cause for mutant in load_mutants() for cause in mutant.causes),
         *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(), *(f"use:{use}" for use in USES),
+        *(f"autograd:{mode}" for mode in get_args(get_args(Autograd)[0])),
     }  # fmt: skip
     assert set(CAUSES) <= produced
     assert [name for name in FAMILIES if not any(cause.startswith(name) for cause in produced)] == []
