@@ -55,11 +55,12 @@ def fields(case: Case) -> set[str]:
 
 
 def test_drawn_cases_are_new() -> None:
-    """Only the case of a single byte has neither a further size of about the same work nor a further family."""
+    """Only a single byte, and layouts that shapes must divide, have neither a size of about the same work nor a family
+    more."""
     known = {case.id for case in quick()}
     assert len({case.id for case in drawn()}) == len(drawn())
-    assert {case.shape_label for case in drawn() if case.id in known} <= {"1x1"}
-    assert sum(case.shape == before.shape for case, before in zip(drawn(), quick(), strict=True)) < len(drawn()) / 40
+    assert {case.shape_label for case in drawn() if case.id in known and case.operation != "pack-scales"} <= {"1x1"}
+    assert sum(case.shape == before.shape for case, before in zip(drawn(), quick(), strict=True)) < len(drawn()) / 25
 
 
 def test_families_and_alignments_vary() -> None:

@@ -13,6 +13,7 @@ from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, generate
 from narrowgauge.harness.inputs.inputs import laid_out
+from narrowgauge.harness.operations.contracts.inputs import OWN as CODES_AND_SCALES
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
 from narrowgauge.harness.operations.transformer_layer.case import PEAKS
@@ -78,7 +79,8 @@ ATTENTION = {family.name for family in PEAKS}
 def test_every_family_has_a_generator():
     assert set(GENERATORS) == {*FAMILIES, *ATTENTION, "codes"}
     own = {family for cls in OPERATIONS.values() for family in cls.families()} - FAMILIES.keys()
-    assert own == {*ATTENTION, "codes", "bytes", *HISTORIES}
+    layouts = {"bytes", "position-high", "powers", "mantissas"}
+    assert own == {*ATTENTION, "codes", *layouts, *HISTORIES, *CODES_AND_SCALES}
     assert set(SCALE_BYTES) == set(OPERATIONS["swizzle"].families())
 
 

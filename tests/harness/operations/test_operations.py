@@ -135,7 +135,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         "grouped-linear": case_from_labels(
             "grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)
         ),
-        **{name: OPERATIONS[name].usual(["nvfp4"] if "" in contract.recipes.values() else [])[0][0]
+        **{name: OPERATIONS[name].usual(["fp8-row-e4m3"] if "" in contract.recipes.values() else [])[0][0]
            for name, contract in CONTRACTS.items()},
         **{name: case_from_labels(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", flags)
            for name, flags in (("linear", ()), ("layernorm-linear", ()), ("transformer-layer", ("heads:2",)))},
