@@ -44,6 +44,11 @@ class Format:
         return self.value(self.max_code)
 
     @property
+    def largest_magnitude(self) -> float:
+        """The largest magnitude: `max`, or that of the negative number without a positive one."""
+        return self.max + self.value(1) if self.complement else self.max
+
+    @property
     def sign_code(self) -> int:
         """The sign bit as a code (8 for E2M1); 0 for an unsigned format."""
         return 1 << (self.bits - 1) if self.signed else 0

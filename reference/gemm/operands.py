@@ -49,4 +49,4 @@ def multiply_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> t
 
 def format_span(fmt: Format) -> float:
     """The largest number of a format divided by the smallest, a divisor of all numbers of the format."""
-    return fmt.max / fmt.value(1)
+    return fmt.largest_magnitude / fmt.value(1)

@@ -116,7 +116,7 @@ def test_ue5m3_and_e0m3_are_exact_fractions() -> None:
     assert math.copysign(1.0, E0M3.value(8)) == -1.0
 
 
-def test_e5m2_of_positive_codes_is_the_grid_of_ue5m3_with_fewer_bits() -> None:
+def test_e5m2_of_positive_codes_is_a_coarser_ue5m3() -> None:
     """ml_dtypes: both have a bias of 15, so every finite positive E5M2 number is a number of UE5M3."""
     fewer = np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
     assert set(fewer) <= set(UE5M3.values)

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.reference.gemm.operands import format_span
 from narrowgauge.reference.numbers.exact import FLOAT64_EXACT
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
-from narrowgauge.spec.formats import FP32, Format
+from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
@@ -31,7 +31,7 @@ def row_ranges(q: Quantized, *, read_elements: bool) -> tuple[torch.Tensor, torc
         return code_ranges(rowwise_codes(q), element)
     scale_most, scale_quantum = code_ranges(linear_scales(q), scale)
     if not read_elements or element.bits == 4:
-        return scale_most * element.max, scale_quantum * element.value(1)
+        return scale_most * element.largest_magnitude, scale_quantum * element.value(1)
     most, quantum = code_ranges(rowwise_codes(q), element)
     return scale_most * most, scale_quantum * quantum
 
@@ -42,12 +42,21 @@ def code_ranges(codes: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
     Found from the largest and the smallest nonzero code of a row: codes without sign are ordered by magnitude.
     Infinity and NaN count as the largest number of the format, the NaN of fnuz formats as 0: its sums are NaN anyway.
     """
-    magnitudes = codes & (fmt.sign_code - 1) if fmt.signed else codes
-    nonzero = magnitudes - 1 if fmt.signed else magnitudes  # code 0 wraps around to 255: every quantum divides 0
+    magnitudes = _magnitudes(codes, fmt)
+    nonzero = magnitudes if fmt is E8M0 else magnitudes - 1  # code 0 wraps around to 255: every quantum divides 0
     # Integers are compared faster than bytes.
     ends = torch.cat([magnitudes.int().amax(1), nonzero.int().amin(1)])
     values = _code_table(fmt, str(codes.device)).index_select(1, ends).view(2, 2, -1)
     return values[0, 0], values[1, 1]
+
+
+def _magnitudes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes without sign, in order of the magnitude."""
+    if not fmt.signed:
+        return codes
+    if fmt.complement:
+        return torch.where(codes < fmt.sign_code, codes, -codes & (fmt.codes - 1))
+    return codes & (fmt.sign_code - 1)
 
 
 @lru_cache(maxsize=16)
@@ -55,13 +64,16 @@ def _code_table(fmt: Format, device: str) -> torch.Tensor:
     """float64 (2, 256): magnitudes of codes without sign, and a power of two that divides all larger codes.
 
     Row 0: magnitude of code b; the largest number for NaN. Row 1: a power of two that divides the numbers of all codes
-    from b on; of a signed format, whose code 0 is the number 0, from b + 1 on.
+    from b + 1 on, since code 0 is the number 0; of E8M0, which has no 0, from b on.
     """
-    sizes = [fmt.value(min(code, fmt.max_code)) for code in range(256)]
+    if fmt.complement:
+        sizes = [fmt.value(1) * code for code in range(256)]
+    else:
+        sizes = [fmt.value(min(code, fmt.max_code)) for code in range(256)]
     quanta = [
         fmt.value(1) * 2.0 ** (max(1, min(code + 1, fmt.max_code) >> fmt.mantissa_bits) - 1) for code in range(256)
     ]
-    return torch.tensor([sizes, quanta if fmt.signed else sizes], dtype=torch.float64, device=device)
+    return torch.tensor([sizes, sizes if fmt is E8M0 else quanta], dtype=torch.float64, device=device)
 
 
 def float64_exact_blocks(
@@ -78,7 +90,7 @@ def float64_exact_blocks(
         return [True] * blocks
     spans = torch.ones(blocks, dtype=torch.float64, device=codes[0].device)
     for side, fmt in zip(codes, formats, strict=True):
-        magnitudes = side & (fmt.sign_code - 1)
+        magnitudes = _magnitudes(side, fmt)
         # The largest and the smallest nonzero code of each column; 0 − 1 wraps around to 255. Bytes are reduced fast
         # down the columns, not along rows.
         ends = torch.stack([magnitudes.amax(0), (magnitudes - 1).amin(0) + 1])
