@@ -119,9 +119,14 @@ def _weight(b: Quantized, dtype: torch.dtype) -> str:
     """The enumerator of Weight. Raises NotImplementedError for an operand that the kernels do not have."""
     recipe = supported(b.recipe, block=(b.recipe.block,))
     if not b.transposed:
-        if recipe.scale is E4M3:
+        if recipe.scale is E4M3 and recipe.block[1] == 16:
             return "NVFP4"
-        if recipe.scale is E8M0 and dtype == torch.bfloat16 and recipe.element in (E2M1, E4M3):
+        if (
+            recipe.scale is E8M0
+            and recipe.block[1] == 32
+            and dtype == torch.bfloat16
+            and recipe.element in (E2M1, E4M3)
+        ):
             return "MXFP4" if recipe.element is E2M1 else "MXFP8"
         if recipe.scale is FP32 and recipe.element is E4M3 and recipe.spans_k:
             return "FP8"

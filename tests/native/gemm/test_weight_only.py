@@ -116,9 +116,11 @@ def test_special_numbers_of_a_reach_every_output_of_their_row() -> None:
 
 def test_operands_that_the_kernels_do_not_have() -> None:
     a = torch.zeros(2, 64, dtype=torch.float16)
-    for recipe in ("mxfp4", "mxfp8-e5m2", "fp8-block-1x128"):
+    for recipe in ("mxfp4", "mxfp8-e5m2", "fp8-block-1x128", "mxfp4-1x16"):
         with pytest.raises(NotImplementedError, match=f"b is Quantized.*{recipe}"):
-            weight_only.weight_only_gemm(a, reference.quantize(torch.ones(4, 64), recipe))
+            weight_only.weight_only_gemm(
+                a.bfloat16() if "1x16" in recipe else a, reference.quantize(torch.ones(4, 64), recipe)
+            )
     with pytest.raises(ValueError, match=r"a has shape \(2, 32\), not \(2, 64\)"):
         weight_only.weight_only_gemm(a, reference.quantize(torch.ones(4, 32), "nvfp4"))
     with pytest.raises(TypeError, match="a is bfloat16, float16, not float32"):
