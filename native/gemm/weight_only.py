@@ -62,14 +62,14 @@ def weight_only_gemm(a: torch.Tensor, b: Quantized) -> torch.Tensor:
 
 
 def _portable(
-    parameters: StructValue, m: int, n: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...] = ()
+    parameters: StructValue, m: int, n: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
 ) -> None:
     kernel, grid = f"gemm_weight_only_{suffix(dtype)}", (blocks_for(m * n, 256),)
     launch("gemm_weight_only", kernel, grid, (256,), [parameters], device=device, extra_flags=flags)
 
 
 def _skinny(
-    parameters: StructValue, m: int, n: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...] = ()
+    parameters: StructValue, m: int, n: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
 ) -> None:
     source = "gemm_skinny_weight_only"
     grid, shared = (blocks_for(m, _TOKENS), blocks_for(n, _ROWS)), _SHARED_BYTES if device.type == "cuda" else 0

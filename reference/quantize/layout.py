@@ -81,7 +81,7 @@ def pack_scales(
 ) -> torch.Tensor:
     """Linear scales in a layout: uint8 of `Packing.packed_shape`, all padding 0.
 
-    scales: uint8 (R, C), or (B, R, C), whose batches are padded one by one; for a layout of E8M0 scales also float32
+    scales: uint8 (R, C), or (B, R, C), whose batches are each padded alone; for a layout of E8M0 scales also float32
     powers of two, and 0, of which the exponent is stored. sections: int64 (G,), rows of each section, padded one by
     one. Words of 32 bits are given as four bytes each, the lowest first. Source: docs/numerics.md#scale-layout. Raises
     TypeError or ValueError for a wrong dtype, shape or layout, and for a float32 scale that is no power of two.
