@@ -9,12 +9,16 @@ from typing import NoReturn
 
 from narrowgauge.contract.declaration import (
     Bits,
+    Cache,
     Codes,
     Column,
     Contract,
     Flag,
+    Heads,
     Index,
+    Lengths,
     Matrix,
+    Pages,
     Passed,
     Recipe,
     Row,
@@ -40,6 +44,7 @@ from narrowgauge.contract.steps import (
     joined,
     largest,
     layer_norm,
+    log,
     maximum,
     mean,
     minimum,
@@ -61,15 +66,17 @@ from narrowgauge.contract.steps import (
     transposed,
     where,
 )
+from narrowgauge.contract.sequences import paged, places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Bits", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe",
-    "Row", "Scalar", "Scale",
+    "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
+    "Pages", "Passed", "Program", "Recipe", "Row", "Scalar", "Scale",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
-    "quantize_both", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax",
-    "sqrt", "square", "sum", "tanh", "transposed", "where",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "paged",
+    "places", "quantize", "quantize_both", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
+    "scores", "segments", "sigmoid", "silu", "softmax", "sqrt", "square", "squeezed", "sum", "tanh", "transposed",
+    "weighted_sum", "weights", "where",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from narrowgauge.spec.program import (
     GEMM,
     INDEX,
     KEPT,
+    STORED,
     SUBNORMALS,
     SUBNORMALS_CHOICES,
     Axes,
@@ -93,7 +94,35 @@ class Bits(Argument):
     dtypes = (BITS,)
 
 
-TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes)
+class Heads(Argument):
+    """A row of numbers for each token and head, such as queries: (M, H, D)."""
+
+    own_axes = ("M", "H", "D")
+
+
+class Cache(Argument):
+    """Codes in pages of P tokens, uint8 (N, P, G, D), with G heads."""
+
+    own_axes = ("N", "P", "G", "D")
+    dtypes = (STORED,)
+
+
+class Pages(Argument):
+    """A page table: numbers of the pages of each request in their order, int64 (B, W). Entries behind the last token of
+    a request name any pages."""
+
+    own_axes = ("B", "W")
+    dtypes = (INDEX,)
+
+
+class Lengths(Argument):
+    """A number of tokens for each request, int64 (B,), at least 1."""
+
+    own_axes = ("B",)
+    dtypes = (INDEX,)
+
+
+TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Heads, Cache, Pages, Lengths)
 """Types of tensors."""
 
 

@@ -6,7 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.spec.program import BEHIND, BITS, CODES, INDEX, QUANTIZE, TAKE, Axes, ContractError, Step
+from narrowgauge.spec.program import (
+    BEHIND,
+    BITS,
+    CODES,
+    INDEX,
+    PAGED,
+    QUANTIZE,
+    SEQUENCES,
+    STORED,
+    TAKE,
+    Axes,
+    ContractError,
+    Step,
+)
 
 _FOLDER = str(Path(__file__).parent / "_")[:-1]
 """Beginning of the paths of this package, with the separator: a folder beside it may begin with its name."""
@@ -26,10 +39,12 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-            if operand.dtype == INDEX and function != TAKE:
+            if operand.dtype == INDEX and function not in (TAKE, *SEQUENCES):
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
             if operand.dtype == CODES and function not in BEHIND:
                 self.fail("codes have no arithmetic; c.decode and c.dequantize give the numbers that they stand for")
+            if operand.dtype == STORED and function != PAGED:
+                self.fail("codes of a cache have no arithmetic; c.paged(cache, pages, lengths) gives their numbers")
             if operand.dtype == BITS and function != QUANTIZE:
                 self.fail("random bits have no arithmetic; they round: c.quantize(y, recipe, random=bits)")
         numbers = tuple(operand.number for operand in operands)
@@ -119,6 +134,8 @@ class Value:
     def __getitem__(self, index: Value) -> Value:
         if not isinstance(index, Value) or index.dtype != INDEX:
             self.trace.fail("a tensor is indexed by an argument of the type Index, which takes its rows: table[index]")
+        if self.step.function == "argument" and self.dtype == INDEX and len(self.axes) == 1:
+            return self.trace.add(TAKE, (self, index), index.axes, "float32")
         rows, first = self.axes[:1], self.trace.steps[0].axes[:1]
         if self.step.function != "argument" or len(self.axes) != 2 or rows in (index.axes, first):
             self.trace.fail(

@@ -31,6 +31,19 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
+PAGED, PLACES, SEGMENTS, SCORES, WEIGHTED = SEQUENCES = ("paged", "places", "segments", "scores", "weighted")
+"""The steps of sequences in pages: the numbers of a cache that a page table names, for each request; 0, 1, … along the
+tokens of a request; the request of each row of a batch, or the place of the row in its request (option `part`); the
+products of each row with the keys of its request; and the sums of the values of its request with weights."""
+WEIGHTS, RESCALED = "weights", "rescaled"
+"""The steps that round the weights of a softmax to the dtype of the second product, under any maximum that a kernel may
+have seen, and that rescale them when the maximum grows or splits are merged."""
+WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
+"""Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
+TILE = 16
+"""Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
+SQUEEZED = "squeezed"
+"""The step that leaves out a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
@@ -46,7 +59,9 @@ INDEX = "int64"
 """Dtype of an index."""
 BITS = "int32"
 """Dtype of random bits."""
-INTEGERS = (INDEX, BITS)
+STORED = "uint8"
+"""Dtype of the codes of a cache."""
+INTEGERS = (INDEX, BITS, STORED)
 DIVISIONS = ("quotient", "reciprocal", "approximate")
 """The forms of a division."""
 ONCE = "once"
@@ -172,8 +187,12 @@ class Program:
     @property
     def tables(self) -> dict[str, str]:
         """The axis whose elements each index names, by the name of the index."""
-        taken = (step.operands for step in self.steps if step.function == TAKE)
-        return {self.steps[index].options["name"]: self.steps[table].axes[0] for table, index in taken}
+        taken = (step.operands[:2] for step in self.steps if step.function in (TAKE, PAGED))
+        return {
+            self.steps[index].options["name"]: self.steps[table].axes[0]
+            for table, index in taken
+            if self.steps[index].function == "argument"
+        }
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""

@@ -27,7 +27,6 @@ from narrowgauge.reference.contracts.changed_steps import (
     other_row,
     some_columns,
 )
-from narrowgauge.reference.contracts.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
@@ -40,6 +39,8 @@ from narrowgauge.reference.contracts.scopes import (
     scopes_of,
     with_form,
 )
+from narrowgauge.reference.contracts.layout import attention, pages
+from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
@@ -54,9 +55,17 @@ from narrowgauge.spec.program import (
     GEMM,
     JOINED,
     ONCE,
+    PAGED,
+    PLACES,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
+    SQUEEZED,
     TAKE,
     TRANSPOSED,
+    WEIGHTED,
+    WEIGHTS,
     Program,
     Step,
 )
@@ -486,7 +495,7 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    together = any(axis in step.axes[1:] or step.function in BEHIND for step in program.steps)
+    together = any(axis in step.axes[1:] or step.function in (*BEHIND, SEGMENTS) for step in program.steps)
     if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
@@ -641,7 +650,33 @@ def _argument(evaluation: Evaluation, step: Step) -> Interval:
 
 def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
     """The rows of a table that an index names."""
-    return table[evaluation.tensors[_key(evaluation.program.steps[step.operands[1]])]]
+    return table[_index(evaluation, step.operands[1])]
+
+
+def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
+    """The numbers of an index, int64."""
+    step = evaluation.program.steps[number]
+    index: torch.Tensor = evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    return index.long()
+
+
+def _paged(evaluation: Evaluation, step: Step) -> Interval:
+    cache, table, lengths = (evaluation.tensors[_key(evaluation.program.steps[n])] for n in step.operands)
+    return pages.paged(cache, table, lengths, **step.options)
+
+
+def _segments(evaluation: Evaluation, step: Step) -> Interval:
+    return pages.segments(_index(evaluation, step.operands[0]), **step.options)
+
+
+def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
+    """A step of the numbers of each row and the tokens of its request."""
+
+    def found(evaluation: Evaluation, step: Step) -> Interval:
+        rows, tokens = (evaluation.values[number] for number in step.operands[:2])
+        return function(rows, tokens, _index(evaluation, step.operands[2]).flatten(), **step.options)
+
+    return found
 
 
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
@@ -698,13 +733,16 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     if len(step.operands) > 1:  # of numbers of another size
         of = i.absolute(evaluation.values[step.operands[1]])
         error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
+        error = torch.where(of.high == 0, 0.0, error)
         nan = value.may_be_nan | of.may_be_nan
         low, high = (
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
         return Interval(low, high, nan)
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    zero = (value.low == 0) & (value.high == 0)
+    ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -762,6 +800,10 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    PAGED: _paged, SEGMENTS: _segments, PLACES: _plain(pages.places),
+    SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
+    RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
+    SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, Kind
+from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -158,9 +158,10 @@ class ContractCase(Case):
     def axes(self) -> Mapping[str, Axis]:
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
-        named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
+        # An index names their elements, so that none can be left out; and sequences fit together.
+        whole = set(self.extents) if self.declared.sequences else set(self.program.tables.values())
         return {
-            name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
+            name: Axis(extent, extent if name in whole else units.get(name, 1)) for name, extent in self.extents.items()
         }
 
     @property
@@ -350,6 +351,13 @@ def _among(values: tuple[Any, ...]) -> Check:
     return check
 
 
+def _families(declared: Declared) -> dict[str, tuple[Kind, ...] | tuple[Family, ...]]:
+    """The kinds of inputs of a contract, and its own families."""
+    if declared.sequences:
+        return {"kinds": (), "own_families": SEQUENCES}
+    return {"own_families": PRODUCTS if declared.quantized else ()}
+
+
 def case_class(declared: Declared) -> type[ContractCase]:
     """The case class of a contract. Raises ContractError for a parameter that has the name of another key."""
     at = f"{declared.file}:{declared.line}: {declared.name}"
@@ -378,7 +386,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
     texts += tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
-        "own_families": PRODUCTS if declared.quantized else (),
+        **_families(declared),
         "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"

@@ -104,6 +104,11 @@ class Declared:
         return tuple(name for name in self.choices if name not in self.flags)
 
     @property
+    def sequences(self) -> bool:
+        """Whether an argument is a page table, so that all inputs fit together."""
+        return any(kind == "Pages" for kind, _, _ in self.tensors.values())
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")
