@@ -9,17 +9,21 @@ from typing import NoReturn
 
 from narrowgauge.contract.declaration import (
     Bits,
+    Cache,
     Codes,
     Column,
     Contract,
     Flag,
     Index,
+    Lengths,
     Matrix,
+    Pages,
     Passed,
     Recipe,
     Row,
     Scalar,
     Scale,
+    Slots,
     contract,
 )
 from narrowgauge.contract.steps import (
@@ -46,6 +50,7 @@ from narrowgauge.contract.steps import (
     once,
     quantize,
     quantize_both,
+    read,
     repeat_half,
     rms_norm,
     rotate_half,
@@ -53,23 +58,26 @@ from narrowgauge.contract.steps import (
     rsqrt,
     sigmoid,
     silu,
+    slots_of,
     softmax,
     sqrt,
     square,
     sum,
+    takes_scale,
     tanh,
     transposed,
     where,
+    write,
 )
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Bits", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe",
-    "Row", "Scalar", "Scale",
+    "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Lengths", "Matrix", "Pages",
+    "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
-    "quantize_both", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax",
-    "sqrt", "square", "sum", "tanh", "transposed", "where",
+    "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "slots_of",
+    "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
 ]  # fmt: skip
 
 

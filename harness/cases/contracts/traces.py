@@ -76,6 +76,8 @@ class Declared:
     tracer: Tracer
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the options by the names of dialects."""
+    by_name: tuple[str, ...] = ()
+    """Tensors that are passed by name, if the steps use them."""
 
     @cached_property
     def _answers(self) -> dict[str, Answer]:
@@ -108,6 +110,11 @@ class Declared:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")
 
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The arguments that are caches."""
+        return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Cache")
+
     @cached_property
     def digest(self) -> str:
         """Eight hexadecimal digits that change with the steps for any dtype and recipe, and for any of the choices."""
@@ -137,7 +144,7 @@ def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
     """The contract of a description. `tracer`: gives its steps."""
     tensors = {name: (kind, tuple(axes), tuple(dtypes)) for name, (kind, axes, dtypes) in entry["tensors"].items()}
     choices = {name: tuple(values) for name, values in entry["choices"].items()}
-    names = {key: tuple(entry[key]) for key in ("parameters", "flags")}
+    names = {key: tuple(entry.get(key, ())) for key in ("parameters", "flags", "by_name")}
     values = {**entry, **names, "tensors": tensors, "choices": choices}
     return Declared(**values, tracer=tracer)
 

@@ -1,0 +1,1 @@
+"""Numbers in another arrangement: columns of a matrix, and the places of rows in a cache."""
