@@ -20,10 +20,12 @@ from narrowgauge.contract.declaration import (
     Matrix,
     Pages,
     Passed,
+    QueryLengths,
     Recipe,
     Row,
     Scalar,
     Scale,
+    Slots,
     contract,
 )
 from narrowgauge.contract.steps import (
@@ -51,6 +53,7 @@ from narrowgauge.contract.steps import (
     once,
     quantize,
     quantize_both,
+    read,
     repeat_half,
     rms_norm,
     rotate_half,
@@ -58,25 +61,28 @@ from narrowgauge.contract.steps import (
     rsqrt,
     sigmoid,
     silu,
+    slots_of,
     softmax,
     sqrt,
     square,
     sum,
+    takes_scale,
     tanh,
     transposed,
     where,
+    write,
 )
-from narrowgauge.contract.sequences import paged, places, rescaled, scores, segments, squeezed, weighted_sum, weights
+from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
-    "Pages", "Passed", "Program", "Recipe", "Row", "Scalar", "Scale",
+    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "paged",
-    "places", "quantize", "quantize_both", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
-    "scores", "segments", "sigmoid", "silu", "softmax", "sqrt", "square", "squeezed", "sum", "tanh", "transposed",
-    "weighted_sum", "weights", "where",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
+    "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
+    "scores", "segments", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum", "takes_scale",
+    "tanh", "transposed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,12 +11,14 @@ from narrowgauge.spec.program import (
     BEHIND,
     BITS,
     CODES,
+    HALF,
     INDEX,
-    PAGED,
     QUANTIZE,
+    READ,
     SEQUENCES,
-    STORED,
+    SLOTS,
     TAKE,
+    WRITTEN,
     Axes,
     ContractError,
     Step,
@@ -39,12 +42,12 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-            if operand.dtype == INDEX and function not in (TAKE, *SEQUENCES):
+            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS, *SEQUENCES):
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
+            if operand.dtype == HALF and function not in (WRITTEN, READ):
+                self.fail("a cache has no arithmetic; c.write stores a quantization in it, and c.read reads rows")
             if operand.dtype == CODES and function not in BEHIND:
                 self.fail("codes have no arithmetic; c.decode and c.dequantize give the numbers that they stand for")
-            if operand.dtype == STORED and function != PAGED:
-                self.fail("codes of a cache have no arithmetic; c.paged(cache, pages, lengths) gives their numbers")
             if operand.dtype == BITS and function != QUANTIZE:
                 self.fail("random bits have no arithmetic; they round: c.quantize(y, recipe, random=bits)")
         numbers = tuple(operand.number for operand in operands)
@@ -159,6 +162,14 @@ class Value:
         value = next(value for value in args if isinstance(value, Value))
         name = getattr(function, "__name__", str(function))
         value.trace.fail(f"torch.{name} is no step of a contract; use a function of narrowgauge.contract")
+
+
+@dataclass(frozen=True)
+class CachedHalves:
+    """A cache of a contract."""
+
+    keys: Value
+    values: Value
 
 
 def in_float32(value: Value) -> Value:

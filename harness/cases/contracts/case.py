@@ -27,7 +27,18 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.program import CODES, GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
+from narrowgauge.spec.program import (
+    CODES,
+    GEMM,
+    HALF,
+    HIDDEN,
+    PAGE_LAYOUT,
+    PER_ELEMENT,
+    QUANTIZE,
+    ContractError,
+    Program,
+)
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -120,7 +131,13 @@ class ContractCase(Case):
         """Options that a kernel is given: those that differ from their defaults."""
         given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
         fields = self.declared.fields
-        return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in fields}
+        own = (*fields, PAGE_LAYOUT) if self.declared.caches else fields
+        return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in own}
+
+    @property
+    def page_layout(self) -> str:
+        """Name of the order in memory of a cache; "nhd" without one."""
+        return str(getattr(self, f"{_OPTION}{PAGE_LAYOUT}", "nhd"))
 
     @property
     def recipe_label(self) -> str:
@@ -150,7 +167,7 @@ class ContractCase(Case):
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
-        if not self.declared.quantized:
+        if not self.declared.quantized and not self.declared.caches:
             return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
         return {argument.name: argument.axes for argument in self.program.arguments}
 
@@ -158,8 +175,9 @@ class ContractCase(Case):
     def axes(self) -> Mapping[str, Axis]:
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
-        # An index names their elements, so that none can be left out; and sequences fit together.
-        whole = set(self.extents) if self.declared.sequences else set(self.program.tables.values())
+        named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
+        if self.declared.caches:
+            named = set(self.extents)
         return {
             name: Axis(extent, extent if name in whole else units.get(name, 1)) for name, extent in self.extents.items()
         }
@@ -170,10 +188,12 @@ class ContractCase(Case):
         units: dict[str, int] = {}
         for step in self.program.steps:
             blocks = (1,) * len(step.axes)
-            if step.function in (QUANTIZE, CODES):
+            if step.function in (QUANTIZE, CODES, HALF):
                 recipe = find_recipe(step.options["recipe"])
                 blocks = (block_rows(recipe), block_columns(recipe))
             for axis, block in zip(step.axes, blocks, strict=True):
+                if "*" in axis:
+                    continue
                 name, _, divisor = axis.partition("/")
                 units[name] = math.lcm(
                     units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else []))
@@ -186,12 +206,26 @@ class ContractCase(Case):
             axes = {axis for step in self.program.steps for axis in step.axes}
         except ContractError as error:
             return str(error)
-        for axis in sorted(axes):
+        for axis in sorted(axis for axis in axes if "*" not in axis):
             name, *divisors = axis.split("/")
             parts = math.prod(map(int, divisors))
             if parts > 1 and self.extents[name] % parts:
                 return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        if self.declared.caches and (wrong := self._cache_problem()):
+            return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
+
+    def _cache_problem(self) -> str | None:
+        """Why a cache of these sizes does not hold the tokens, or has no rows of its recipe or page layout."""
+        sizes, units, held = self.sizes, self._units, self.sizes["pages"] * self.sizes["page"]
+        for half in (step for step in self.program.steps if step.function == HALF):
+            columns = half.axes[1]
+            if sizes[columns] % units.get(columns, 1):
+                return f"{columns} is {sizes[columns]}; a row of {half.options['recipe']} has whole blocks of {units[columns]}"
+        if sizes.get("tokens", 0) > held:
+            return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
+        parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
+        return PAGE_LAYOUTS[self.page_layout].problem(parts)
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
@@ -331,7 +365,8 @@ def _free(declared: Declared) -> tuple[str, ...]:
 
 def _sizes(declared: Declared) -> list[str]:
     """Names of the sizes of a case, in the order of the tensors."""
-    axes = [axis.partition("/")[0] for _, axes, _ in declared.tensors.values() for axis in axes if not axis.isdecimal()]
+    axes = [part.partition("/")[0] for _, axes, _ in declared.tensors.values() for axis in axes
+            for part in axis.split("*") if not part.isdecimal()]  # fmt: skip
     return list(dict.fromkeys(axes)) or ["K"]
 
 
@@ -378,7 +413,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
         checks = () if isinstance(default, bool) or not values else (_among(values),)
         flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
-    taken = {*_RESERVED, HIDDEN, *(f"{name}_dtype" for name in free[1:])}
+    taken = {*(_RESERVED if free else set(_RESERVED) - {"dtype"}), HIDDEN, *(f"{name}_dtype" for name in free[1:])}
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")

@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guarded_memory import dense
+from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
@@ -26,6 +27,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.stages.rows import rows_stage
 from narrowgauge.reference.contracts.evaluate import quantized_argument
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, Cache
 from narrowgauge.spec.program import ContractError
 from narrowgauge.spec.recipes import find_recipe
 
@@ -89,8 +91,8 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown,
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
-    codes = {argument.name for argument in case.program.arguments if argument.of_codes}
-    given = {n: tensor if n in codes else laid_out(tensor, case.view) for n, tensor in inputs.tensors.items()}
+    bytes_ = {argument.name for argument in case.program.arguments if argument.of_codes or argument.of_cache}
+    given = {n: tensor if n in bytes_ else laid_out(tensor, case.view) for n, tensor in inputs.tensors.items()}
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
     dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
     with _form_of(case):
@@ -102,12 +104,34 @@ def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     """The tensors that the method gives for these tensors."""
     recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
     known = {**given, **{name: find_recipe(recipe) for name, recipe in recipes.items()}}
+    for argument in case.program.arguments:
+        product = {place: axis for place, axis in enumerate(argument.axes) if "*" in axis}
+        for place, axis in product.items():
+            shape = [size_of(part, case.sizes) for part in axis.split("*")]
+            known[argument.name] = given[argument.name].unflatten(place, shape)
     for name in case.declared.quantized:
         known[name] = quantized_argument(case.program, given, name, recipes[f"{name}_recipe"])
-    arguments = [known[name] for name in case.declared.parameters if name in known]
-    result = backend.call(next(iter(case.all_methods())), *arguments, **case.passed)
+    for name in case.declared.caches:
+        known[name] = _cache(case, name, given)
+    arguments = [known[name] for name in case.declared.parameters if name in known and name not in case.declared.by_name]
+    named = {name: known[name] for name in case.declared.by_name if name in known}
+    result = backend.call(next(iter(case.all_methods())), *arguments, **named, **case.passed)
     with _form_of(case):
-        return result_tensors(case.program, result)
+        found = result_tensors(case.program, result)
+        layout = PAGE_LAYOUTS[case.page_layout]
+        return {n: layout.logical(t, n) if n in _STORED and case.declared.caches else t for n, t in found.items()}
+
+
+_STORED = ("keys", "values", "key_scales", "value_scales")
+
+
+def _cache(case: ContractCase, name: str, given: Tensors) -> Cache:
+    """The cache that a kernel gets, in the page layout of the case."""
+    layout = PAGE_LAYOUTS[case.page_layout]
+    parts = {part: layout.stored(given[f"{name}.{part}"], part) for part in _STORED if f"{name}.{part}" in given}
+    page = given[f"{name}.keys"].shape[1]
+    rest = {"recipe": find_recipe(case.recipe_names[0]), "layout": layout.name, "page": page}
+    return Cache(**{**dict.fromkeys(_STORED), **parts, **rest})
 
 
 @contextmanager

@@ -188,6 +188,7 @@ class _Wanted:
     """The matrices before it, float32."""
     rows: int
     """Rows that an index can name."""
+    sizes: Mapping[str, int]
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
@@ -230,9 +231,42 @@ def _bits(want: _Wanted) -> torch.Tensor:
     return want.draw.words(*want.shape)
 
 
+def _slots(want: _Wanted) -> torch.Tensor:
+    """Slots in any order, each once. The first token lies in the last slot, the second in the first slot of a page; one
+    token in 8 has no place."""
+    count, page = want.sizes["pages"] * want.sizes["page"], want.sizes["page"]
+    order = want.draw.words(count).argsort(stable=True)
+    first = torch.tensor([count - 1, page * want.draw.index(want.sizes["pages"])])
+    order = torch.cat([first, order[~torch.isin(order, first)]])[: want.shape[0]]
+    return torch.where(torch.arange(len(order)) % 8 == 5, -1 - want.draw.index(3), order)
+
+
+def _lengths(want: _Wanted) -> torch.Tensor:
+    """Tokens of requests: full, none, and one less, as many and one more than a page has, then any number."""
+    page, most = want.sizes["page"], want.sizes["page"] * want.sizes["most"]
+    some = torch.tensor([most, 0, page - 1, page, page + 1]).clamp(0, most)
+    return torch.cat([some, want.draw.below(most + 1, *want.shape).long()])[: want.shape[0]]
+
+
+def _pages(want: _Wanted) -> torch.Tensor:
+    """Page numbers in any order, each once as far as there are pages."""
+    count = want.shape[0] * want.shape[1]
+    orders = [want.draw.words(want.sizes["pages"]).argsort(stable=True) for _ in range(-(-count // want.sizes["pages"]))]
+    return torch.cat(orders)[:count].view(want.shape)
+
+
+def _cached(want: _Wanted) -> torch.Tensor:
+    """Bytes of a cache: any codes, and scales of middling numbers."""
+    if want.argument.dtype == "float32":
+        return power_of_two(want.draw.below(9, *want.shape) - 4) * (1 + want.draw.below(128, *want.shape) / 128)
+    scales = want.argument.name.endswith("scales")
+    found = want.draw.below(32, *want.shape) + 48 if scales else want.draw.below(256, *want.shape)
+    return found.to(torch.uint8)
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
     "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number,
-    "Index": _index, "Bits": _bits,
+    "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Pages": _pages, "Cache": _cached,
 }  # fmt: skip
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
@@ -268,7 +302,7 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
                 continue
             argument = Tensor(name, "Matrix", step.axes, "bfloat16")
             before = matrices or {"": torch.zeros(0, 0)}
-            x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1)).bfloat16()
+            x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1, sizes)).bfloat16()
             scale = earlier_scale(draw, x, recipe).view(1) if recipe.tensor_scale == "given" else None
             found |= parts_of(program, {argument.name: quantize(x, recipe, scale=scale)})
     for argument in program.arguments:
@@ -279,7 +313,7 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
         if direct and argument.kind == "Matrix":
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
-        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))
+        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes))
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind == "Matrix":
             matrices[argument.name] = made

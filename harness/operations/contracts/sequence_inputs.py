@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.families import SEQUENCES
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
@@ -23,7 +22,8 @@ from narrowgauge.reference.contracts.evaluate import Evaluation
 from narrowgauge.reference.contracts.interval import Interval, exactly
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.spec.formats import E4M3
-from narrowgauge.spec.program import PAGED, SCORES, Program
+from narrowgauge.spec.kv_cache import DATA, part_name
+from narrowgauge.spec.program import SCORES, Program
 
 _NAN, _LOWEST = 0x7F, 0xFE
 """E4M3 codes of NaN and of −448, which cells without a token hold."""
@@ -138,41 +138,39 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     """
     if family not in RULES:
         raise ValueError(f"{family!r} is no input family of {program.name}{nearest(family, RULES)}: {', '.join(RULES)}")
-    rule, by_kind = RULES[family], {kind: [a for a in program.arguments if a.kind == kind] for kind in _KINDS}
-    (q,), (k, v), (table,), (lengths, q_lengths) = by_kind.values()
-    requests, count = (size_of(axis, sizes) for axis in table.axes)
-    pages, page, heads, width = (size_of(axis, sizes) for axis in k.axes)
-    rows, q_heads, _ = (size_of(axis, sizes) for axis in q.axes)
-    _check(rows, q_heads, heads, requests, pages, count)
+    rule, kinds = RULES[family], {argument.kind: argument for argument in program.arguments}
+    q, table, lengths, q_lengths = (kinds[kind] for kind in ("Heads", "Pages", "Lengths", "QueryLengths"))
+    rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
+    _check(rows, q_heads, heads, requests, pages, most)
     found = {a.name: torch.full((1,), 2.0 ** (draw.index(4) - 1)) for a in program.arguments if a.kind == "Scale"}
-    if len(found) > 1:  # neighbours differ
-        for number, scale in enumerate(found.values()):
-            scale.mul_(4.0**number)
-    own = _split(draw, rows, requests, count * page)
-    of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, count * page), own, strict=True)]
+    for number, scale in enumerate(found.values()):  # neighbours differ
+        scale.mul_(4.0**number)
+    own = _split(draw, rows, requests, most * page)
+    of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
     found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}
-    found[table.name] = draw.words(pages).argsort()[: requests * count].view(requests, count)
-    unit, seen = _unit(program, found, q.dtype), _seen(program, found, sizes)
+    found[table.name] = draw.words(pages).argsort()[: requests * most].view(requests, most)
+    unit, seen = _unit(program, found, q.dtype), _seen(program, found, rows, (pages, page, heads))
     if rule.logits is None:
-        queries, keys = draw.normal(rows, q_heads, width), draw.normal(requests, count * page, heads, width)
+        queries, keys = draw.normal(rows, q_heads, width), draw.normal(requests, most * page, heads, width)
         if rule.pinned:
             _pin(queries, keys)
     else:
         queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page))
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, most * page - keys.shape[1]))
     found[q.name] = queries.to(DTYPES[q.dtype])
-    last = size_of(v.axes[3], sizes)
-    cells = [_in_pages(encode(keys.float(), E4M3), found[table.name], (pages, page, heads, width))]
-    cells.append(_values(rule, draw, (pages, page, heads, last)))
-    used = _in_pages(
-        (torch.arange(count * page) < found[lengths.name].unsqueeze(1)).view(requests, -1, 1, 1).to(torch.uint8),
-        found[table.name], (pages, page, 1, 1),
-    )  # fmt: skip
-    for argument, codes in zip((k, v), cells, strict=True):
-        found[argument.name] = torch.where(used == 1, codes, rule.unused).to(torch.uint8)
+    name = kinds["Cache"].of_cache
+    parts = {
+        part_name("keys", DATA): _in_pages(encode(keys.float(), E4M3), found[table.name], (pages, page, heads, width)),
+        part_name("values", DATA): _values(rule, draw, (pages, page, heads, last)),
+    }
+    held = (torch.arange(most * page) < found[lengths.name].unsqueeze(1)).view(requests, -1, 1, 1)
+    used = _in_pages(held, found[table.name], (pages, page, 1, 1))
+    for part, codes in parts.items():
+        found[f"{name}.{part}"] = torch.where(used, codes, rule.unused).to(torch.uint8)
     return {a.name: found[a.name].contiguous() for a in program.arguments}
 
 
-_KINDS = ("Heads", "Cache", "Pages", "Lengths")
+_SIZES = ("queries", "q_heads", "dim", "requests", "most", "pages", "page", "heads", "v_dim")
 
 
 def _check(rows: int, q_heads: int, heads: int, requests: int, pages: int, count: int) -> None:
@@ -204,21 +202,21 @@ def _logits(program: Program) -> tuple[int, int]:
 def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> float:
     """The logit in base 2 of q = k = 1, of one dimension."""
     one, code = torch.ones(1, 1, 1, dtype=DTYPES[dtype]), torch.full((1, 1, 1, 1), 0x38, dtype=torch.uint8)
-    of_kind = {"Heads": one, "Cache": code, "Pages": torch.zeros(1, 1, dtype=torch.int64), "Lengths": torch.ones(1).long()}
+    single = torch.ones(1, dtype=torch.int64)
+    of_kind = {"Heads": one, "Cache": code, "Pages": single.view(1, 1) - 1, "Lengths": single, "QueryLengths": single}
     small = {a.name: of_kind[a.kind] if a.kind in of_kind else found[a.name] for a in program.arguments}
     return float(Evaluation(program, small).values[_logits(program)[1]].low) / math.log(2)
 
 
-def _seen(program: Program, found: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
-    """Which tokens of its request each row sees: bool (M, S)."""
+def _seen(
+    program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]
+) -> torch.Tensor:
+    """Which tokens of its request each row sees: bool (queries, keys)."""
     products, logits = _logits(program)
-    step = program.steps[products]
-    evaluation = Evaluation(program, found, rows=slice(0, 0))
-    shape = size_of(step.axes[0], sizes), 1, size_of(step.axes[2], sizes)
-    evaluation.values[products] = exactly(torch.zeros(shape))
-    for number, other in enumerate(program.steps):
-        if other.function == PAGED:
-            evaluation.values[number] = exactly(torch.zeros(1, shape[2], 1, 1))
+    lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
+    zeros = {a.name: torch.zeros(*sizes, 1, dtype=torch.uint8) for a in program.arguments if a.kind == "Cache"}
+    evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
+    evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
     values: Interval = evaluation.values[logits]
     return values.low[:, 0] > -torch.inf
 

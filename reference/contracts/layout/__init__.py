@@ -1,1 +1,1 @@
-"""Tensors in another arrangement: columns in another order, sequences in pages, and the attention to their tokens."""
+"""Numbers in another arrangement: columns of a matrix, the places of rows in a cache, and the attention to them."""

@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge.reference.contracts import products
 from narrowgauge.reference.contracts.casts import nearest
-from narrowgauge.reference.contracts.interval import Interval, exactly
+from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import lowest_bit
@@ -56,41 +56,81 @@ WEIGHTS = {
 """Dtypes of weights by the names of `narrowgauge.spec.program.WEIGHT_DTYPES`."""
 
 
-def of_requests(
-    x: Interval, tokens: Interval, request: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, slice, Interval, Interval]]:
-    """For each request and head of its tokens (B, S, G, D): the rows, the heads of x (M, H, …) that share this head,
-    these numbers (rows·heads, …), and the tokens (S, D). Raises ValueError if heads do not share equally."""
-    count, heads = x.shape[1], tokens.shape[2]
-    if not heads or count % heads:
-        raise ValueError(f"{count} heads of rows do not share {heads} heads of a cache equally")
-    group = count // heads
+def segments(lengths: torch.Tensor, part: str) -> Interval:
+    """The number of the request of each row, or the place of the row in its request: (queries, 1, 1)."""
+    request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    if part == "place":
+        first = lengths.cumsum(0) - lengths
+        request = torch.arange(len(request), device=lengths.device) - first[request]
+    number = request.double().view(-1, 1, 1)
+    return Interval(number, number, bits=24)
+
+
+def places(x: Interval) -> Interval:
+    """0, 1, … along the last axis."""
+    number = torch.arange(x.shape[-1], dtype=torch.float64, device=x.low.device)
+    return Interval(number, number, bits=24)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The heads of one request that share a head of its tokens."""
+
+    rows: torch.Tensor
+    """Places of the rows of the request: (R, 1)."""
+    heads: torch.Tensor
+    """These heads: (H,)."""
+    tokens: slice
+    """Tokens of the request."""
+    head: int
+
+    def of_rows(self, x: Interval) -> Interval:
+        """Numbers of the rows and heads: (R·H, …)."""
+        return x.arranged(lambda t: t[self.rows, self.heads].flatten(0, 1))
+
+    def of_tokens(self, x: Interval, heads: int) -> Interval:
+        """Numbers of the tokens (tokens·heads, dim) for the head: (S, dim)."""
+        return x.arranged(lambda t: t.unflatten(0, (-1, heads))[self.tokens, self.head])
+
+
+def _groups(
+    x: Interval, tokens: Interval, request: torch.Tensor, lengths: torch.Tensor
+) -> tuple[int, Iterator[_Group]]:
+    """Heads of the tokens, and the groups of all requests. Raises ValueError if heads do not share equally."""
+    count, total = x.shape[1], int(lengths.sum())
+    heads = tokens.shape[0] // max(1, total)
+    if heads * total != tokens.shape[0] or not heads or count % heads:
+        raise ValueError(f"{count} heads of rows do not share {heads} heads of {total} tokens equally")
+    return heads, _each(request, lengths, heads, count // heads)
+
+
+def _each(request: torch.Tensor, lengths: torch.Tensor, heads: int, size: int) -> Iterator[_Group]:
+    ends = lengths.cumsum(0).tolist()
     for number in request.unique().tolist():
-        rows = (request == number).nonzero()[:, 0]
+        rows = (request == number).nonzero()
+        tokens = slice(ends[number] - int(lengths[number]), ends[number])
         for head in range(heads):
-            some = slice(head * group, (head + 1) * group)
-            own = x.arranged(lambda t, rows=rows, some=some: t[rows][:, some].flatten(0, 1))
-            yield rows, some, own, tokens.arranged(lambda t, number=number, head=head: t[number, :, head])
+            yield _Group(rows, torch.arange(head * size, (head + 1) * size, device=rows.device), tokens, head)
 
 
-def scores(q: Interval, k: Interval, request: torch.Tensor, order: str | None = None) -> Interval:
-    """Σ q·k of known numbers q (M, H, D) and k (B, S, G, D): (M, H, S). Bound: `products.product_of_numbers`.
+def scores(
+    q: Interval, k: Interval, request: torch.Tensor, lengths: torch.Tensor, order: str | None = None
+) -> Interval:
+    """Σ q·k of known numbers q (queries, q_heads, dim) and k (tokens·heads, dim): (queries, q_heads, keys).
 
-    k may have two ends, if kernels round it from numbers that they round or not.
+    Bound: `products.product_of_numbers`.
     """
-    shape = (*q.shape[:2], k.shape[1])
+    shape = (*q.shape[:2], int(lengths.max()))
     low, high = (q.low.new_zeros(shape) for _ in range(2))
     nan = torch.zeros(shape, dtype=torch.bool, device=q.low.device)
-    for rows, some, own, tokens in of_requests(q, k, request):
-        middle = tokens.low if tokens.point else (tokens.low + tokens.high) / 2
-        pair = own, exactly(middle)
-        factors = products.factors(own, "float32", None), products.factors(pair[1], "float32", None)
+    heads, groups = _groups(q, k, request, lengths)
+    for group in groups:
+        pair = group.of_rows(q), group.of_tokens(k, heads)
+        factors = products.factors(pair[0], "float32", None), products.factors(pair[1], "float32", None)
         found = products.product_of_numbers(pair, factors, order, narrow=False)
-        moved = 0.0 if tokens.point else own.low.abs() @ (tokens.high - middle).abs().T * (1 + 2.0**-20)
-        place = rows.view(-1, 1), torch.arange(some.start, some.stop, device=rows.device)
-        part = (len(rows), some.stop - some.start, -1)
-        low[place], high[place] = ((found.low - moved).view(part), (found.high + moved).view(part))
-        nan[place] = found.may_be_nan.view(part)
+        keys = pair[1].shape[0]
+        for whole, part in ((low, found.low), (high, found.high), (nan, found.may_be_nan)):
+            whole[group.rows, group.heads, :keys] = part.view(len(group.rows), -1, keys)
     if torch.equal(low, high):
         high = low
     return Interval(low, high, nan if bool(nan.any()) else None)
@@ -168,19 +208,24 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
     return torch.where((number.double() == x) | odd, number, torch.nextafter(number, toward))
 
 
-def weighted_sum(p: Interval, v: Interval, request: torch.Tensor, *, narrow: bool) -> Interval:
-    """Σ p·v of weights (M, H, S) and known numbers v (B, S, G, E): (M, H, E).
+def weighted_sum(
+    p: Interval, v: Interval, request: torch.Tensor, lengths: torch.Tensor, *, narrow: bool
+) -> Interval:
+    """Σ p·v of weights (queries, q_heads, keys) and known numbers v (tokens·heads, v_dim): (queries, q_heads, v_dim).
 
     Error of the sums: that of `reference.bounds.factor_sums.factor_bounds`, with the largest weights. `narrow`: kernels
     with 8-bit weights add products by 13 fraction bits. Such sums are exact if the rounded weights are known, and if no
     product of a row needs more bits.
     """
-    shape = (*p.shape[:2], v.shape[3])
+    shape = (*p.shape[:2], v.shape[1])
     low, high = (p.low.new_zeros(shape) for _ in range(2))
-    for rows, some, own, tokens in of_requests(p, v, request):
-        ends = _sums(own, tokens.low, narrow=narrow)
-        place = rows.view(-1, 1), torch.arange(some.start, some.stop, device=rows.device)
-        low[place], high[place] = (end.view(len(rows), -1, shape[2]) for end in ends)
+    heads, groups = _groups(p, v, request, lengths)
+    for group in groups:
+        tokens = group.of_tokens(v, heads).low
+        keys = len(tokens)
+        own = group.of_rows(p).arranged(lambda t, keys=keys: t[:, :keys])
+        for whole, part in zip((low, high), _sums(own, tokens, narrow=narrow), strict=True):
+            whole[group.rows, group.heads] = part.view(len(group.rows), -1, shape[2])
     nan = p.may_be_nan.any(-1, keepdim=True).expand(shape)
     if bool(((low == 0) | (high == 0)).any()):  # a sum of 0 has either sign
         low, high = torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high)
