@@ -76,8 +76,8 @@ __all__ = [
     "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
-    "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "slots_of",
-    "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
+    "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu",
+    "slots_of", "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
 ]  # fmt: skip
 
 

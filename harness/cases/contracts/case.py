@@ -48,6 +48,11 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
+_CACHES = tuple(
+    dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "requests", "most"), sizes, strict=True))
+    for sizes in ((40, 4, 64, 64, 5, 16, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 4))
+)
+"""Shapes of the usual cases of a cache: whole pages and a part of one, a single row, and keys wider than values."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -221,7 +226,8 @@ class ContractCase(Case):
         for half in (step for step in self.program.steps if step.function == HALF):
             columns = half.axes[1]
             if sizes[columns] % units.get(columns, 1):
-                return f"{columns} is {sizes[columns]}; a row of {half.options['recipe']} has whole blocks of {units[columns]}"
+                recipe = half.options["recipe"]
+                return f"{columns} is {sizes[columns]}; a row of {recipe} has whole blocks of {units[columns]}"
         if sizes.get("tokens", 0) > held:
             return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
         parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
@@ -245,6 +251,11 @@ class ContractCase(Case):
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
+        if cls.declared.caches:
+            rounded = [
+                {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()} for sizes in _CACHES
+            ]
+            return [tuple(sizes[name] for name in names) for sizes in rounded]
 
         def shape(rows: int, columns: int, other: int) -> tuple[int, ...]:
             wanted = {names[0]: rows, names[-1]: columns} if len(names) > 1 else {names[0]: columns}
