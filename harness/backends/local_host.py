@@ -116,8 +116,6 @@ class LocalHost:
 
     def _kept_result(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method; the first of a case is kept."""
-        # A kernel changes a cache in place: each call has a copy.
-        arguments = tuple(one.copy() if isinstance(one, Cache) else one for one in arguments)
         result = self.run(method, getattr(self.implementation, method), *arguments, **options)
         results = list(tensors_in(result))
         if self._kept.see(method, results, tensors_in((arguments, options))):
@@ -173,6 +171,8 @@ class LocalHost:
         try:
             with _autograd_mode(self.autograd):
                 arguments, options = _with_autograd(self.autograd, (arguments, options))
+                # A kernel changes a cache in place: each call has a copy.
+                arguments = tuple(one.copy() if isinstance(one, Cache) else one for one in arguments)
                 return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error

@@ -28,6 +28,7 @@ from narrowgauge.contract.declaration import (
     Slots,
     contract,
 )
+from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -72,7 +73,6 @@ from narrowgauge.contract.steps import (
     where,
     write,
 )
-from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [

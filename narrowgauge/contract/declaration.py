@@ -340,9 +340,10 @@ def contract(
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`,
     `Slots`, `Pages`, `Lengths`, `Cache`) or `Recipe`, which may have a default. A keyword parameter `Scale | None` is a
-    tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A number, a `Flag` and a `Passed`
-    are arguments of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
-    `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers.
+    tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
+    number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels differ, and
+    are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may
+    flush subnormal numbers. The option `page_layout` is told to a kernel by its cache.
     The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
     order. Raises ContractError for another signature.
     """

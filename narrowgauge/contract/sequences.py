@@ -36,9 +36,9 @@ def scores(q: Value, k: Value, request: Value, lengths: Value, order: str | None
     """Σ q·k of each row and head of q (queries, q_heads, dim) and the tokens of its request, k (tokens·heads, dim):
     (queries, q_heads, keys).
 
-    q_heads/heads of the first share a head of k. `lengths` (requests,) has the tokens of each request, and "keys" is the
-    largest of them; the products behind the last token of a request are 0. The sum has any order, or a declared one
-    (`narrowgauge.contract.gemm`).
+    q_heads/heads of the first share a head of k. `lengths` (requests,) has the tokens of each request, and "keys" is
+    the largest of them; the products behind the last token of a request are 0. The sum has any order, or a declared
+    one (`narrowgauge.contract.gemm`).
     """
     options = {} if order is None else {"order": order}
     return q.trace.add(SCORES, (q, k, request, lengths), (*q.axes[:2], "keys"), "float32", **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from narrowgauge.spec.recipes import Recipe
 
@@ -28,7 +28,7 @@ class PageLayout:
     n: page, t: offset in the page, h: head, d: byte of the row, or column of its scales. `d x:16` are two digits of it.
     """
 
-    name: str
+    name: PageLayoutName
     keys: str
     values: str
     users: str
@@ -39,10 +39,10 @@ class PageLayout:
         return [name for name, _, _ in digits], next((int(size) for name, _, size in digits if name == "x"), 1)
 
     def stored(self, logical: torch.Tensor, part: str) -> torch.Tensor:
-        """A tensor of a cache as it lies in memory, contiguous. `logical`: (pages, tokens of a page, heads, columns)."""
+        """A tensor of a cache as it lies in memory, contiguous. `logical`: (pages, tokens of a page, heads, …)."""
         digits, x = self._digits(part)
         names = [digit for digit in _LOGICAL if digit in digits]
-        apart = logical.unflatten(3, (-1, x)) if x > 1 else logical
+        apart = logical.reshape(*logical.shape[:3], -1, x) if x > 1 else logical
         return apart.permute([names.index(digit) for digit in digits]).contiguous()
 
     def logical(self, stored: torch.Tensor, part: str) -> torch.Tensor:
@@ -102,8 +102,8 @@ class Cache:
         """The same cache in other memory."""
         import torch
 
-        copies = {name: torch.empty_like(part).copy_(part) for name, part in self.parts().items()}
-        return replace(self, **copies)  # type: ignore[type-var]
+        copies: dict[str, Any] = {name: torch.empty_like(part).copy_(part) for name, part in self.parts().items()}
+        return replace(self, **copies)
 
 
 def part_name(half: str, part: str) -> str:
@@ -125,7 +125,9 @@ def slots_of(pages: torch.Tensor, lengths: torch.Tensor, page: int) -> torch.Ten
 
 
 def single_slots(slots: torch.Tensor) -> torch.Tensor:
-    """Tokens whose slot is theirs alone: places in `slots`, int64. Tokens with one slot race, so none of them counts."""
-    found, place, count = slots.unique(return_inverse=True, return_counts=True)
-    return ((slots >= 0) & (count[place] == 1)).nonzero()[:, 0]
-
+    """Tokens whose slot is theirs alone: places in `slots`, int64. Tokens of one slot race, so none of them counts."""
+    order = slots.argsort(stable=True)
+    alike = (slots[order][1:] == slots[order][:-1]).nonzero()[:, 0]
+    single = slots >= 0
+    single[order[alike]] = single[order[alike + 1]] = False
+    return single.nonzero()[:, 0]

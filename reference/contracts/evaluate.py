@@ -30,6 +30,8 @@ from narrowgauge.reference.contracts.changed_steps import (
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
@@ -40,8 +42,6 @@ from narrowgauge.reference.contracts.scopes import (
     scopes_of,
     with_form,
 )
-from narrowgauge.reference.contracts.layout import attention
-from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
@@ -685,7 +685,9 @@ def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Ten
 def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
     """The numbers of an index, int64."""
     step = evaluation.program.steps[number]
-    index: torch.Tensor = evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    index: torch.Tensor = (
+        evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    )
     return index.long()
 
 

@@ -48,6 +48,18 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
+_FEW = ("ladder", "position", "one-hot", "geometric")
+"""Families of the usual cases of further shapes, beside `normal`."""
+_CACHES = tuple(
+    dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "requests", "most"), sizes, strict=True))
+    for sizes in ((40, 4, 64, 64, 5, 16, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 4))
+)
+"""Shapes of the usual cases of a cache: whole pages and a part of one, a single row, and keys wider than values."""
+_SEQUENCES = tuple(
+    dict(zip(("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most"), sizes, strict=True))
+    for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
+)
+"""Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -179,7 +191,7 @@ class ContractCase(Case):
         if self.declared.caches:
             named = set(self.extents)
         return {
-            name: Axis(extent, extent if name in whole else units.get(name, 1)) for name, extent in self.extents.items()
+            name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
         }
 
     @property
@@ -221,11 +233,24 @@ class ContractCase(Case):
         for half in (step for step in self.program.steps if step.function == HALF):
             columns = half.axes[1]
             if sizes[columns] % units.get(columns, 1):
-                return f"{columns} is {sizes[columns]}; a row of {half.options['recipe']} has whole blocks of {units[columns]}"
+                recipe = half.options["recipe"]
+                return f"{columns} is {sizes[columns]}; a row of {recipe} has whole blocks of {units[columns]}"
         if sizes.get("tokens", 0) > held:
             return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
         parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
-        return PAGE_LAYOUTS[self.page_layout].problem(parts)
+        return PAGE_LAYOUTS[self.page_layout].problem(parts) or (
+            self._batch_problem() if self.declared.sequences else None
+        )
+
+    def _batch_problem(self) -> str | None:
+        """Why rows and tokens of these sizes do not fit together."""
+        sizes = self.sizes
+        rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
+        if not requests <= rows <= requests * most * sizes["page"]:
+            return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"
+        if sizes["pages"] < requests * most:
+            return f"{requests} requests of {most} pages need {requests * most} pages, not {sizes['pages']}"
+        return f"{sizes['q_heads']} heads of q do not share {heads} heads equally" if sizes["q_heads"] % heads else None
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
@@ -245,6 +270,12 @@ class ContractCase(Case):
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
+        if cls.declared.caches:
+            rounded = [
+                {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
+                for sizes in (_SEQUENCES if cls.declared.sequences else _CACHES)
+            ]
+            return [tuple(sizes[name] for name in names) for sizes in rounded]
 
         def shape(rows: int, columns: int, other: int) -> tuple[int, ...]:
             wanted = {names[0]: rows, names[-1]: columns} if len(names) > 1 else {names[0]: columns}
@@ -284,7 +315,7 @@ class ContractCase(Case):
         for recipe in names:
             for dtype in dtypes:
                 main, *others = shapes or cls.shapes_of(recipe, dtype)
-                few = [name for name in ("normal", "ladder", "position") if name in every] or every[:1]
+                few = [name for name in ("normal", *_FEW) if name in every] or every[:1]
                 wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]

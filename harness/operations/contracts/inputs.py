@@ -250,9 +250,9 @@ def _lengths(want: _Wanted) -> torch.Tensor:
 
 def _pages(want: _Wanted) -> torch.Tensor:
     """Page numbers in any order, each once as far as there are pages."""
-    count = want.shape[0] * want.shape[1]
-    orders = [want.draw.words(want.sizes["pages"]).argsort(stable=True) for _ in range(-(-count // want.sizes["pages"]))]
-    return torch.cat(orders)[:count].view(want.shape)
+    count, pages = want.shape[0] * want.shape[1], want.sizes["pages"]
+    orders = [want.draw.words(pages).argsort(stable=True) for _ in range(-(-count // max(1, pages)))]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *orders])[:count].view(want.shape)
 
 
 def _cached(want: _Wanted) -> torch.Tensor:

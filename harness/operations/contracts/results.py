@@ -37,10 +37,10 @@ def named_results(
         step = program.steps[number]
         if step.function == WRITTEN:
             before = parts_before(program, tensors, program.steps[step.operands[1]])
-            names = _parts(program, output)
+            stored = _parts(program, output)
             found[output] = Stored({
                 part: _tensor(name, given.pop(name), of.dtype, tuple(of.shape), device)
-                for name, (part, of) in zip(names, before.items(), strict=True)
+                for name, (part, of) in zip(stored, before.items(), strict=True)
             })  # fmt: skip
             continue
         shape = _shape(program, tensors, step)

@@ -1,8 +1,8 @@
 """Inputs of attention over sequences in pages.
 
-The families but `normal` and `pinned` have one right result for every order of sums, every running maximum, every dtype
-of the weights and every form of the exponential: the logits of a row are the largest one, less 1, 2 or 3 in base 2, or so
-low that their weights vanish, and the values are small integers.
+The families but `normal` and `pinned` have one right result for every order of sums, every running maximum, every
+dtype of the weights and every form of the exponential: the logits of a row are the largest one, less 1, 2 or 3 in base
+2, or so low that their weights vanish, and the values are small integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.cases.families import SEQUENCES
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
@@ -124,7 +123,7 @@ RULES: Mapping[str, _Rule] = {
     "pinned": _Rule(pinned=True),
     "nan-pages": _Rule(_equal, lengths=_page_lengths),
 }
-"""Rules by the names of `SEQUENCES`."""
+"""Rules by the names of `narrowgauge.harness.cases.families.SEQUENCES`."""
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -133,15 +132,13 @@ RULES: Mapping[str, _Rule] = {
 def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor]:
     """The arguments of a contract with sequences in pages by name, contiguous on the CPU.
 
-    Raises ValueError for an unknown family, for sizes that do not fit together, and for a scale that gives no integers
-    in base 2, which `geometric` needs.
+    Raises ValueError for an unknown family, and for a scale that gives no integers in base 2, which `geometric` needs.
     """
     if family not in RULES:
         raise ValueError(f"{family!r} is no input family of {program.name}{nearest(family, RULES)}: {', '.join(RULES)}")
     rule, kinds = RULES[family], {argument.kind: argument for argument in program.arguments}
     q, table, lengths, q_lengths = (kinds[kind] for kind in ("Heads", "Pages", "Lengths", "QueryLengths"))
     rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
-    _check(rows, q_heads, heads, requests, pages, most)
     found = {a.name: torch.full((1,), 2.0 ** (draw.index(4) - 1)) for a in program.arguments if a.kind == "Scale"}
     for number, scale in enumerate(found.values()):  # neighbours differ
         scale.mul_(4.0**number)
@@ -173,23 +170,12 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
 _SIZES = ("queries", "q_heads", "dim", "requests", "most", "pages", "page", "heads", "v_dim")
 
 
-def _check(rows: int, q_heads: int, heads: int, requests: int, pages: int, count: int) -> None:
-    if rows < requests:
-        raise ValueError(f"{rows} rows are too few for {requests} requests; each has at least one row")
-    if pages < requests * count:
-        raise ValueError(f"{pages} pages are too few for {requests} requests of {count} pages: {requests * count}")
-    if q_heads % heads:
-        raise ValueError(f"{q_heads} heads of q do not share {heads} heads of the caches equally")
-
-
 def _split(draw: Draw, rows: int, requests: int, most: int) -> list[int]:
-    """Rows of each request: at least 1 and at most `most`, together `rows`."""
+    """Rows of each request: at least 1 and at most `most`, together `rows`, which fit."""
     cuts = sorted((draw.words(rows - 1).argsort()[: requests - 1] + 1).tolist()) if rows > requests else range(1, rows)
     found = [last - first for first, last in zip([0, *cuts], [*cuts, rows], strict=True)]
     if max(found) > most:
         found = [rows // requests + (request < rows % requests) for request in range(requests)]
-    if max(found) > most:
-        raise ValueError(f"{rows} rows of {requests} requests do not fit; a request has at most {most} tokens")
     return found
 
 
@@ -208,9 +194,7 @@ def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> fl
     return float(Evaluation(program, small).values[_logits(program)[1]].low) / math.log(2)
 
 
-def _seen(
-    program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]
-) -> torch.Tensor:
+def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]) -> torch.Tensor:
     """Which tokens of its request each row sees: bool (queries, keys)."""
     products, logits = _logits(program)
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
@@ -287,16 +271,8 @@ def _values(rule: _Rule, draw: Draw, sizes: tuple[int, int, int, int]) -> torch.
     return 1 + digits.gather(0, (column % 5).unsqueeze(0))[0] % _DIGITS
 
 
-def cell_of(values: torch.Tensor, sizes: tuple[int, int, int, int]) -> tuple[int, int, int] | None:
-    """The page, offset and head of a cache (N, P, G, E) of `_values` whose row (E,) holds these codes; None: no row."""
-    if len(values) < 4:
-        return None
-    page, more, place, head = (int(code) - 1 for code in values[:4])
-    return page + _DIGITS * more, place, head
-
-
 def _in_pages(x: torch.Tensor, table: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
     """Tokens of requests (B, S, G, D) in the pages of a table (B, W); 0 elsewhere."""
     cells = torch.zeros(sizes, dtype=x.dtype)
-    cells[table] = x.unflatten(1, (table.shape[1], sizes[1]))
+    cells[table] = x.reshape(*table.shape, *sizes[1:3], x.shape[3])
     return cells

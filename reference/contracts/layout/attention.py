@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from narrowgauge.reference.contracts import products
 from narrowgauge.reference.contracts.casts import nearest
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.exact import lowest_bit
 from narrowgauge.spec.formats import E4M3, E5M2, Format
 from narrowgauge.spec.program import TILE
@@ -90,7 +91,7 @@ class _Group:
 
     def of_tokens(self, x: Interval, heads: int) -> Interval:
         """Numbers of the tokens (tokens·heads, dim) for the head: (S, dim)."""
-        return x.arranged(lambda t: t.unflatten(0, (-1, heads))[self.tokens, self.head])
+        return x.arranged(lambda t: t.view(-1, heads, t.shape[1])[self.tokens, self.head])
 
 
 def _groups(
@@ -106,7 +107,7 @@ def _groups(
 
 def _each(request: torch.Tensor, lengths: torch.Tensor, heads: int, size: int) -> Iterator[_Group]:
     ends = lengths.cumsum(0).tolist()
-    for number in request.unique().tolist():
+    for number in sorted(set(request.tolist())):
         rows = (request == number).nonzero()
         tokens = slice(ends[number] - int(lengths[number]), ends[number])
         for head in range(heads):
@@ -140,7 +141,7 @@ def _tiles(d: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """Ends of the maximum of each tile of d (…, S)."""
     short = -d.shape[-1] % TILE
     low, high = (torch.nn.functional.pad(end, (0, short), value=-math.inf) for end in (d.low, d.high))
-    found = [end.unflatten(-1, (-1, TILE)).amax(-1) for end in (low, high)]
+    found = [end.view(*end.shape[:-1], -1, TILE).amax(-1) for end in (low, high)]
     return found[0], found[1]
 
 
@@ -208,9 +209,7 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
     return torch.where((number.double() == x) | odd, number, torch.nextafter(number, toward))
 
 
-def weighted_sum(
-    p: Interval, v: Interval, request: torch.Tensor, lengths: torch.Tensor, *, narrow: bool
-) -> Interval:
+def weighted_sum(p: Interval, v: Interval, request: torch.Tensor, lengths: torch.Tensor, *, narrow: bool) -> Interval:
     """Σ p·v of weights (queries, q_heads, keys) and known numbers v (tokens·heads, v_dim): (queries, q_heads, v_dim).
 
     Error of the sums: that of `reference.bounds.factor_sums.factor_bounds`, with the largest weights. `narrow`: kernels
@@ -222,8 +221,8 @@ def weighted_sum(
     heads, groups = _groups(p, v, request, lengths)
     for group in groups:
         tokens = group.of_tokens(v, heads).low
-        keys = len(tokens)
-        own = group.of_rows(p).arranged(lambda t, keys=keys: t[:, :keys])
+        keys = slice(0, len(tokens))
+        own = group.of_rows(p).arranged(partial(_first, keys))
         for whole, part in zip((low, high), _sums(own, tokens, narrow=narrow), strict=True):
             whole[group.rows, group.heads] = part.view(len(group.rows), -1, shape[2])
     nan = p.may_be_nan.any(-1, keepdim=True).expand(shape)
@@ -232,6 +231,10 @@ def weighted_sum(
     elif torch.equal(low, high):
         high = low
     return Interval(low, high, nan if bool(nan.any()) else None)
+
+
+def _first(columns: slice, x: torch.Tensor) -> torch.Tensor:
+    return x[:, columns]
 
 
 def _sums(p: Interval, v: torch.Tensor, *, narrow: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.reference.contracts.accepted import Ends, Part
-from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.spec.formats import BYTE
 from narrowgauge.spec.kv_cache import DATA, SCALES, part_name, single_slots, slots_of
-from narrowgauge.spec.program import READ, RENUMBERED, SLOTS, Program, Step
+from narrowgauge.spec.program import READ, RENUMBERED, SLOTS, WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
@@ -71,7 +70,21 @@ def check_slots(program: Program, tensors: Tensors) -> None:
     if "Lengths" in kinds:
         lengths, most = tensors[kinds["Lengths"]], tensors[kinds["Pages"]].shape[1] * sizes.page
         if bool(((lengths < 0) | (lengths > most)).any()):
-            raise ValueError(f"{kinds['Lengths']} holds {int(lengths.max())}; the pages of a request hold {most} tokens")
+            raise ValueError(
+                f"{kinds['Lengths']} holds {int(lengths.max())}; the pages of a request hold {most} tokens"
+            )
+
+
+def written_slots(program: Program, tensors: Tensors) -> torch.Tensor:
+    """1 for the slots that a kernel writes, 0 for those that it keeps, −1 for those of several tokens: int8 (pages,
+    page)."""
+    sizes = _sizes(program, tensors)
+    step = next(program.steps[n] for n in program.outputs.values() if program.steps[n].function == WRITTEN)
+    index = slots(program, tensors, step.operands[2])
+    found = torch.zeros(sizes.slots, dtype=torch.int8, device=index.device)
+    found[index[index >= 0]] = -1
+    found[index[single_slots(index)]] = 1
+    return found.view(sizes.pages, sizes.page)
 
 
 def parts_before(program: Program, tensors: Tensors, half: Step) -> dict[str, torch.Tensor]:
@@ -131,9 +144,9 @@ def judge_stored(
     if len(tokens):
         for name, part in judge([end.rows(rows) for end in ends], matrix):
             yield name, replace(part, place=place)
-    free = torch.zeros(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], True)
-    for name, part in kernel.parts.items():
-        yield "other" if name == DATA else f"other_{name}", _kept(before[name], part, ~free, sizes)
+    kept = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
+    for name, after in kernel.parts.items():
+        yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, kept, sizes)
 
 
 def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: _Sizes) -> Part:
@@ -166,6 +179,11 @@ def _paged(function: Callable[[torch.Tensor, torch.Tensor, _Sizes], torch.Tensor
     return renumber
 
 
+def _behind(index: torch.Tensor, sizes: _Sizes, first: int | torch.Tensor) -> torch.Tensor:
+    """Slots one behind another."""
+    return (torch.arange(len(index), device=index.device) + first) % max(1, sizes.slots)
+
+
 OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
     "next": ("{} is the next slot", _moved(1)),
     "previous": ("{} is the slot before", _moved(-1)),
@@ -175,13 +193,12 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
     "first-offset": ("{} is the first slot of its page", _paged(lambda n, t, s: n * s.page)),
     "exchanged": ("page and offset are exchanged in {}", _paged(lambda n, t, s: t * s.pages + n)),
     "reversed": ("the offsets of a page run backwards in {}", _paged(lambda n, t, s: (n + 1) * s.page - 1 - t)),
-    "transposed-page": ("the page is multiplied by the number of pages in {}", _paged(lambda n, t, s: n * s.pages + t)),
+    "wrong-stride": ("the page is multiplied by the number of pages in {}", _paged(lambda n, t, s: n * s.pages + t)),
     "pages-reversed": ("the pages run backwards in {}", _paged(lambda n, t, s: (s.pages - 1 - n) * s.page + t)),
     "negative-first": ("a negative slot is slot 0 in {}", lambda index, sizes: index.clamp(min=0)),
     "negative-last": ("a negative slot counts from the end in {}", lambda index, sizes: index % max(1, sizes.slots)),
-    "in-order": ("tokens lie in their own order, whatever {} says",
-                 lambda index, sizes: torch.arange(len(index), device=index.device) % max(1, sizes.slots)),
+    "in-order": ("tokens lie in their own order, whatever {} says", lambda index, sizes: _behind(index, sizes, 0)),
     "from-first": ("tokens lie one behind another from the first slot of {} on",
-                   lambda index, sizes: (torch.arange(len(index), device=index.device) + index[:1]) % max(1, sizes.slots)),
+                   lambda index, sizes: _behind(index, sizes, index[:1])),
 }  # fmt: skip
 """Wrong slots, with a sentence."""
