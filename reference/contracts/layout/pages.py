@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.reference.contracts.accepted import Ends, Part
-from narrowgauge.reference.contracts.changed_steps import OTHER_SCALES, other_row
+from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
+from narrowgauge.reference.contracts.changed_steps import OTHER_SCALES, OtherRow, other_row
 from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.spec.formats import BYTE
 from narrowgauge.spec.kv_cache import DATA, SCALES, part_name, single_slots, slots_of
@@ -17,6 +17,8 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 Tensors = Mapping[str, torch.Tensor]
+Judge = Callable[[Sequence[Ends], Quantized], Iterator[tuple[str, Part]]]
+"""Judges a quantization, given the ends of what is quantized."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ REST = {"cache": "every byte of the cache that is not stored becomes 0",
 
 def judge_stored(
     program: Program, step: Step, ends: Sequence[Ends], kernel: Stored, tensors: Tensors,
-    judge: Callable[[Sequence[Ends], Quantized], Iterator[tuple[str, Part]]],
+    judge: Judge,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """What is accepted of a half of a cache behind a kernel: the rows in the slots of the tokens, by the `judge` of
     their quantization, and the bytes of all other rows, which stay.
@@ -203,11 +205,35 @@ def judge_stored(
     if ends[0].low.shape[1] != matrix.shape[1]:
         raise ValueError(f"rows of {ends[0].low.shape[1]} columns do not fit a cache with rows of {matrix.shape[1]}")
     if len(tokens):
-        for name, part in judge([end.rows(rows) for end in ends], matrix):
+        kept = [end.rows(rows) for end in ends]
+        other = step.options.get("scales")
+        found = judge(kept, matrix) if other is None else _with_scales(judge, ends, kept, matrix, rows, other, sizes)
+        for name, part in found:
             yield name, replace(part, place=place)
-    kept = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
+    stays = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
     for name, after in kernel.parts.items():
-        yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, kept, sizes)
+        yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, stays, sizes)
+
+
+def _with_scales(
+    judge: Judge, ends: Sequence[Ends], kept: Sequence[Ends], matrix: Quantized, rows: torch.Tensor, other: OtherRow,
+    sizes: PageSizes,
+) -> Iterator[tuple[str, Part]]:  # fmt: skip
+    """The parts of a kernel that makes its codes with the right scales, and stores those of `other` rows.
+
+    Raises ValueError if the right scales are not determined.
+    """
+    count = len(ends[0].low)
+    scales = matrix.scales.new_zeros((count, matrix.scales.shape[1]))
+    blank = replace(matrix, codes=matrix.codes.new_zeros((count, matrix.codes.shape[1])), scales=scales,
+                    shape=(count, matrix.shape[1]))  # fmt: skip
+    right = next(part for name, part in judge(ends, blank) if name == "scales")
+    if right.lower is not right.upper:
+        raise ValueError("the right scales are not determined")
+    shape = {"tokens": count // max(1, sizes.heads), "heads": sizes.heads}
+    stored = other_row(right.lower, other, shape)[rows]
+    yield "scales", judge_range(matrix.scales, stored, stored, fmt=matrix.recipe.scale)
+    yield from (part for part in judge(kept, replace(matrix, scales=right.lower[rows])) if part[0] == "codes")
 
 
 def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: PageSizes) -> Part:
