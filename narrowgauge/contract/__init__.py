@@ -23,6 +23,7 @@ from narrowgauge.contract.declaration import (
     Row,
     Scalar,
     Scale,
+    Scales,
     Slots,
     contract,
 )
@@ -73,7 +74,7 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Lengths", "Matrix", "Pages",
-    "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Slots",
+    "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Scales", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
     "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu",

@@ -17,7 +17,7 @@ PageLayout = c.Passed[Literal["nhd", "hnd", "x-packed"]]
 @c.contract
 def kv_write(
     k: Keys, v: Values, cache: c.Cache, slots: c.Slots, recipe: c.Recipe, *,
-    k_scale: c.Scale | None = None, v_scale: c.Scale | None = None, page_layout: PageLayout = "nhd",
+    k_scale: c.Scales | None = None, v_scale: c.Scales | None = None, page_layout: PageLayout = "nhd",
 ):  # fmt: skip
     """Keys and values of tokens, quantized, in the slots of a cache.
 
@@ -32,7 +32,7 @@ def kv_write(
 def kv_read(
     cache: c.Cache, pages: c.Pages, lengths: c.Lengths, recipe: c.Recipe, *,
     dtype: c.Passed[Literal["bfloat16", "float16"]] = "bfloat16",
-    k_scale: c.Scale | None = None, v_scale: c.Scale | None = None, page_layout: PageLayout = "nhd",
+    k_scale: c.Scales | None = None, v_scale: c.Scales | None = None, page_layout: PageLayout = "nhd",
 ):  # fmt: skip
     """Keys and values of the tokens of all requests, one request behind another: (tokens, heads, columns).
 

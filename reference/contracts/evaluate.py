@@ -450,7 +450,7 @@ def judge_output(
     rounding, view = changed_quantize(quantization.options)
     random = bits_of(program, quantization, tensors)
 
-    def judge(ends: Sequence[Ends], q: Quantized) -> Iterator[tuple[str, Part]]:
+    def judge(ends: Sequence[Ends], q: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
         if scale is not None and "given" in quantization.options and q.recipe.scale is FP32:
             q = replace(q, scales=block_scales(scale.view(1, 1), scale, q.recipe, ends[0].low.dtype))
         return judge_quantized(
@@ -458,7 +458,7 @@ def judge_output(
             flushes=program.flushes, random=random,
         )  # fmt: skip
 
-    parts = judge(ends, result) if isinstance(result, Quantized) else judge_stored(
+    parts = judge(ends, result, scale) if isinstance(result, Quantized) else judge_stored(
         program, step, ends, result, tensors, judge
     )  # fmt: skip
     for part, judgement in parts:

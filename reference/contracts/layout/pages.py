@@ -17,8 +17,8 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 Tensors = Mapping[str, torch.Tensor]
-Judge = Callable[[Sequence[Ends], Quantized], Iterator[tuple[str, Part]]]
-"""Judges a quantization, given the ends of what is quantized."""
+Judge = Callable[[Sequence[Ends], Quantized, torch.Tensor | None], Iterator[tuple[str, Part]]]
+"""Judges a quantization, given the ends of what is quantized, and a scale that is given."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,12 @@ def _matrix(rows: Tensors, name: str, scale: torch.Tensor | None, dtype: torch.d
     scales = rows.get(SCALES)
     if scales is None:
         assert scale is not None
-        scales = block_scales(scale.view(1, 1), scale, recipe, dtype)
+        scales = torch.cat([block_scales(one.view(1, 1), one.view(1), recipe, dtype) for one in scale])
+        if len(scale) > 1:  # a scale for each head is a scale for each row
+            recipe, scales = (
+                find_recipe(f"fp8-row-{recipe.element.name.lower()}"),
+                scales.repeat(len(codes) // len(scale), 1),
+            )
     return Quantized(codes, scales, None, recipe, (len(codes), columns))
 
 
@@ -195,7 +200,8 @@ def judge_stored(
     heads = torch.arange(sizes.heads, device=index.device)
     rows = (tokens.unsqueeze(1) * sizes.heads + heads).flatten()
     scale = given_scale(program, quantize, tensors)
-    matrix = _matrix(rows_in(kernel.parts, index[tokens]), quantize.options["recipe"], scale, ends[0].low.dtype)
+    first = None if scale is None else scale[:1]
+    matrix = _matrix(rows_in(kernel.parts, index[tokens]), quantize.options["recipe"], first, ends[0].low.dtype)
 
     def place(row: int, column: int) -> dict[str, int]:
         token, head = divmod(int(rows[row]), sizes.heads)
@@ -207,7 +213,12 @@ def judge_stored(
     if len(tokens):
         kept = [end.rows(rows) for end in ends]
         other = step.options.get("scales")
-        found = judge(kept, matrix) if other is None else _with_scales(judge, ends, kept, matrix, rows, other, sizes)
+        if other is not None:
+            found = _with_scales(judge, ends, kept, matrix, rows, other, sizes)
+        elif scale is not None and len(scale) > 1:
+            found = _by_head(judge, kept, matrix, scale)
+        else:
+            found = judge(kept, matrix, scale)
         for name, part in found:
             yield name, replace(part, place=place)
     stays = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
@@ -227,13 +238,33 @@ def _with_scales(
     scales = matrix.scales.new_zeros((count, matrix.scales.shape[1]))
     blank = replace(matrix, codes=matrix.codes.new_zeros((count, matrix.codes.shape[1])), scales=scales,
                     shape=(count, matrix.shape[1]))  # fmt: skip
-    right = next(part for name, part in judge(ends, blank) if name == "scales")
+    right = next(part for name, part in judge(ends, blank, None) if name == "scales")
     if right.lower is not right.upper:
         raise ValueError("the right scales are not determined")
     shape = {"tokens": count // max(1, sizes.heads), "heads": sizes.heads}
     stored = other_row(right.lower, other, shape)[rows]
     yield "scales", judge_range(matrix.scales, stored, stored, fmt=matrix.recipe.scale)
-    yield from (part for part in judge(kept, replace(matrix, scales=right.lower[rows])) if part[0] == "codes")
+    yield from (part for part in judge(kept, replace(matrix, scales=right.lower[rows]), None) if part[0] == "codes")
+
+
+def _by_head(judge: Judge, ends: Sequence[Ends], matrix: Quantized, scale: torch.Tensor) -> Iterator[tuple[str, Part]]:
+    """The parts of rows (tokens·heads) of which each head has a scale of its own."""
+    heads, found = len(scale), dict[str, list[Part]]()
+    for head in range(heads):
+        rows = torch.arange(head, len(matrix.codes), heads, device=scale.device)
+        own = scale[head : head + 1]
+        scales = block_scales(own.view(1, 1), own, matrix.recipe, ends[0].low.dtype)
+        some = replace(matrix, codes=matrix.codes[rows], scales=scales, shape=(len(rows), matrix.shape[1]))
+        for name, part in judge([end.rows(rows) for end in ends], some, own):
+            found.setdefault(name, []).append(part)
+    for name, parts in found.items():
+        actual, lower, upper, wrong = (
+            torch.stack([getattr(part, field) for part in parts], 1).flatten(0, 1)
+            for field in ("actual", "lower", "upper", "wrong")
+        )
+        exact = all(part.lower is part.upper for part in parts)
+        determined, free = (sum(getattr(p, field) for p in parts) for field in ("determined", "undetermined"))
+        yield name, Part(actual, lower, lower if exact else upper, wrong, determined, free, parts[0].fmt)
 
 
 def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: PageSizes) -> Part:

@@ -371,14 +371,16 @@ def _other_slots(site: Site) -> list[tuple[str, str]]:
 def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the type Scale than the given scale."""
     place = 1 if site.step.function == QUANTIZE else 2
-    if len(site.operands) <= place or site.operands[place].axes != ("1",):
+    if len(site.operands) <= place or site.operands[place].step.function != "argument":
         return []
     own = site.operands[place].step.options.get("name")
-    return [(a.name, a.name, a) for a in site.editor.program.arguments if a.kind == "Scale" and a.name != own]
+    return [
+        (a.name, a.name, a) for a in site.editor.program.arguments if a.kind in ("Scale", "Scales") and a.name != own
+    ]
 
 
 def _with_scale(site: Site, other: tuple[str, str, Tensor]) -> Value:
-    scale = site.editor.add("argument", (), ("1",), "float32", name=other[0])
+    scale = site.editor.add("argument", (), other[2].axes, "float32", name=other[0])
     place = 1 if site.step.function == QUANTIZE else 2
     operands = (*site.operands[:place], scale)
     return site.editor.add(site.step.function, operands, site.step.axes, site.dtype, **site.step.options)
