@@ -48,6 +48,7 @@ from narrowgauge.contract.steps import (
     maximum,
     mean,
     minimum,
+    of_heads,
     once,
     quantize,
     quantize_both,
@@ -76,9 +77,9 @@ __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Lengths", "Matrix", "Pages",
     "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Scales", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
-    "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu",
-    "slots_of", "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "of_heads", "once",
+    "quantize", "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid",
+    "silu", "slots_of", "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
 ]  # fmt: skip
 
 

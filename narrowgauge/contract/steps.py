@@ -18,6 +18,7 @@ from narrowgauge.spec.program import (
     HALF,
     INDEX,
     JOINED,
+    OF_HEADS,
     ONCE,
     PROMOTIONS,
     QUANTIZE,
@@ -449,6 +450,11 @@ def slots_of(pages: Value, lengths: Value, tokens: str = "tokens") -> Value:
     """Slots of the tokens of all requests, one request behind another, by the page numbers of each request and its
     length: (tokens,)."""
     return pages.trace.add(SLOTS, (pages, lengths), (tokens,), INDEX)
+
+
+def of_heads(scale: Value, rows: str = "tokens*heads") -> Value:
+    """The scale of each row of (tokens·heads, columns), of an argument of the type Scales: (tokens·heads, 1)."""
+    return scale.trace.add(OF_HEADS, (scale,), (rows, "1"), "float32")
 
 
 def takes_scale(recipe: str) -> bool:

@@ -55,6 +55,7 @@ from narrowgauge.spec.program import (
     FACTOR,
     GEMM,
     JOINED,
+    OF_HEADS,
     ONCE,
     READ,
     ROTATED,
@@ -678,6 +679,14 @@ def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     return value.arranged(lambda t: _taken(evaluation, step, t))
 
 
+def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
+    """A number for each row, of one number for each head, or of one number."""
+    value: Interval = evaluation.values[step.operands[0]]
+    sizes = evaluation.program.sizes(evaluation.tensors)
+    tokens, heads = (sizes[part] for part in step.axes[0].split("*"))
+    return value.arranged(lambda t: t.expand(heads).repeat(tokens).unsqueeze(1))
+
+
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
     return i.constant(step.options["value"], evaluation.device)
 
@@ -794,7 +803,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    CODES: _codes, READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
+    OF_HEADS: _of_heads, CODES: _codes,
+    READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),

@@ -233,7 +233,7 @@ class ContractCase(Case):
         if sizes.get("tokens", 0) > held:
             return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
         parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
-        return PAGE_LAYOUTS[self.page_layout].problem(parts)
+        return PAGE_LAYOUTS[self.page_layout].problem(parts, sizes["page"])
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 

@@ -72,17 +72,21 @@ def check_slots(program: Program, tensors: Tensors) -> None:
     if "Cache" not in kinds:
         return
     sizes = page_sizes(program, tensors)
-    for kind, count, what in (("Slots", sizes.slots, "slots"), ("Pages", sizes.pages, "pages")):
-        numbers = tensors[kinds[kind]] if kind in kinds else torch.zeros(0, dtype=torch.int64)
-        beyond = numbers[(numbers >= count) | ((numbers < 0) & (kind == "Pages"))]
-        if beyond.numel():
-            raise ValueError(f"{kinds[kind]} holds {int(beyond[0])}; the cache has the {what} 0 to {count - 1}")
+    checked = [("Slots", tensors[kinds["Slots"]], sizes.slots)] if "Slots" in kinds else []
     if "Lengths" in kinds:
-        lengths, most = tensors[kinds["Lengths"]], tensors[kinds["Pages"]].shape[1] * sizes.page
+        lengths, pages = tensors[kinds["Lengths"]], tensors[kinds["Pages"]]
+        most = pages.shape[1] * sizes.page
         if bool(((lengths < 0) | (lengths > most)).any()):
             raise ValueError(
                 f"{kinds['Lengths']} holds {int(lengths.max())}; the pages of a request hold {most} tokens"
             )
+        used = torch.arange(pages.shape[1], device=pages.device) * sizes.page < lengths.unsqueeze(1)
+        checked.append(("Pages", pages[used], sizes.pages))
+    for kind, numbers, count in checked:
+        beyond = numbers[(numbers >= count) | ((numbers < 0) & (kind == "Pages"))]
+        if beyond.numel():
+            what = kind.lower()
+            raise ValueError(f"{kinds[kind]} holds {int(beyond[0])}; the cache has the {what} 0 to {count - 1}")
 
 
 def written_slots(program: Program, tensors: Tensors) -> torch.Tensor:

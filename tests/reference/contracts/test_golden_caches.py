@@ -98,3 +98,30 @@ def test_a_recorded_append_is_a_copy_to_the_slots_of_its_pages() -> None:
         expected = torch.full_like(t[half], POISON)
         expected.flatten(0, 1)[slots] = rows
         assert torch.equal(t[half], expected)
+
+
+def test_a_recorded_nvfp4_cache_is_read_by_its_two_scales() -> None:
+    """R((e2m1·sf)·s), exactly; without the rounding of the scales in another order there is one result."""
+    contract = CONTRACTS["kv-read"]
+    seen = [vector for vector in vectors("flashinfer_nvfp4_kv_dequantize") if "lens" in vector]
+    for vector in seen:
+        t, layout = vector["tensors"], PAGE_LAYOUTS[vector["layout"].lower()]
+        dtype, lengths = vector["dtype"].removeprefix("torch."), torch.tensor(vector["lens"])
+        options = {"dtype": dtype}
+        program = contract.trace(
+            {name: TYPES.get(name, dtype) for name in contract.tensors}, {"recipe": "nvfp4@torchao-one-level"}, options
+        )
+        given = {"pages": t["block_table"].long(), "lengths": lengths, "k_scale": t["k_scale"], "v_scale": t["v_scale"]}
+        for half, name in (("k", "key"), ("v", "value")):
+            given[f"cache.{name}s"] = layout.logical(t[f"{half}_codes"], f"{name}s")
+            given[f"cache.{name}_scales"] = layout.logical(t[f"{half}_block_scales"], f"{name}_scales")
+        shown = {}
+        for half in ("k", "v"):
+            rows = [t[f"out_{half}"][request, :length] for request, length in enumerate(lengths.tolist())]
+            shown[half] = torch.cat(rows).flatten(0, 1)
+        parts = dict(judged(program, given, shown))
+        assert not any(bool(part.wrong.any()) for part in parts.values())
+        assert all(part.determined == part.actual.numel() for part in parts.values())
+        wrong = shown | {"k": shown["k"].roll(1, 0)}
+        assert bool(dict(judged(program, given, wrong))["k"].wrong.any())
+    assert len(seen) == 2
