@@ -14,11 +14,13 @@ from narrowgauge.contract.declaration import (
     Column,
     Contract,
     Flag,
+    Heads,
     Index,
     Lengths,
     Matrix,
     Pages,
     Passed,
+    QueryLengths,
     Recipe,
     Row,
     Scalar,
@@ -27,6 +29,7 @@ from narrowgauge.contract.declaration import (
     Slots,
     contract,
 )
+from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -45,6 +48,7 @@ from narrowgauge.contract.steps import (
     joined,
     largest,
     layer_norm,
+    log,
     maximum,
     mean,
     minimum,
@@ -74,12 +78,13 @@ from narrowgauge.contract.steps import (
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Lengths", "Matrix", "Pages",
-    "Passed", "Program", "Recipe", "Row", "Scalar", "Scale", "Scales", "Slots",
+    "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
+    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Scales", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "of_heads", "once",
-    "quantize", "quantize_both", "read", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid",
-    "silu", "slots_of", "softmax", "sqrt", "square", "sum", "takes_scale", "tanh", "transposed", "where", "write",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads",
+    "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
+    "roundings", "rsqrt", "scores", "segments", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed",
+    "sum", "takes_scale", "tanh", "transposed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -116,6 +116,19 @@ class Lengths(Argument):
     dtypes = (INDEX,)
 
 
+class QueryLengths(Argument):
+    """Rows of each request in a batch, at least 1: int64 (requests,). Their sum is the number of rows."""
+
+    own_axes = ("requests",)
+    dtypes = (INDEX,)
+
+
+class Heads(Argument):
+    """Rows of numbers for the heads of each token of a batch, such as queries: (queries, q_heads, dim)."""
+
+    own_axes = ("queries", "q_heads", "dim")
+
+
 class Cache(Argument):
     """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
     page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
@@ -133,7 +146,9 @@ class Bits(Argument):
     dtypes = (BITS,)
 
 
-TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, Cache)
+TYPES = (
+    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Cache,
+)  # fmt: skip
 """Types of tensors."""
 
 

@@ -121,6 +121,11 @@ def exp2(x: Value, *forms: str) -> Value:
     return _function("exp2", x, forms)
 
 
+def log(x: Value, *forms: str) -> Value:
+    """Natural logarithm of x."""
+    return _function("log", x, forms)
+
+
 def rsqrt(x: Value, *forms: str) -> Value:
     """1/√x."""
     return _function("rsqrt", x, forms)
@@ -150,9 +155,11 @@ def any_of(*values: Value) -> Value:
     return first.trace.add("any_of", (first, *others), axes, "float32")
 
 
-def roundings(x: Value, count: int) -> Value:
-    """`x` with up to `count` further roundings, such as those of another order of products."""
-    return x.trace.add("roundings", (in_float32(x),), x.axes, "float32", count=count)
+def roundings(x: Value, count: int, of: Value | None = None) -> Value:
+    """`x` with up to `count` further roundings, such as those of another order of products. `of`: larger numbers that
+    round, such as those whose difference x is."""
+    operands = (in_float32(x),) if of is None else (in_float32(x), in_float32(of))
+    return x.trace.add("roundings", operands, x.axes, "float32", count=count)
 
 
 def once(x: Value) -> Value:
@@ -218,7 +225,7 @@ def layer_norm(x: Value, weight: Value | None = None, bias: Value | None = None,
     d = x - m
     r = rsqrt(_merged(mean(square(d)), x, squares=True) + eps)
     of_parts = (abs(x) + abs(m)) * r
-    y = _weighted(x.trace.add("roundings", (d * r, of_parts), x.axes, "float32", count=3), weight)
+    y = _weighted(roundings(d * r, 3, of_parts), weight)
     return y if bias is None else y + float32(bias)
 
 

@@ -15,6 +15,7 @@ from narrowgauge.spec.program import (
     INDEX,
     QUANTIZE,
     READ,
+    SEQUENCES,
     SLOTS,
     TAKE,
     WRITTEN,
@@ -41,7 +42,7 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS):
+            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS, *SEQUENCES):
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
             if operand.dtype == HALF and function not in (WRITTEN, READ):
                 self.fail("a cache has no arithmetic; c.write stores a quantization in it, and c.read reads rows")
@@ -136,6 +137,8 @@ class Value:
     def __getitem__(self, index: Value) -> Value:
         if not isinstance(index, Value) or index.dtype != INDEX:
             self.trace.fail("a tensor is indexed by an argument of the type Index, which takes its rows: table[index]")
+        if self.step.function == "argument" and self.dtype == INDEX and len(self.axes) == 1:
+            return self.trace.add(TAKE, (self, index), index.axes, "float32")
         rows, first = self.axes[:1], self.trace.steps[0].axes[:1]
         if self.step.function != "argument" or len(self.axes) != 2 or rows in (index.axes, first):
             self.trace.fail(

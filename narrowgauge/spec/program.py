@@ -32,6 +32,20 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
+SEGMENTS, SCORES, WEIGHTED = SEQUENCES = ("segments", "scores", "weighted")
+"""The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
+the products of each row with the tokens of its request; and the sums of the tokens of its request with weights."""
+PLACES = "places"
+"""The step that gives 0, 1, … along the last axis of a tensor."""
+WEIGHTS, RESCALED = "weights", "rescaled"
+"""The steps that round the weights of a softmax to the dtype of the second product, under any maximum that a kernel may
+have seen, and that rescale them when the maximum grows or splits are merged."""
+WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
+"""Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
+TILE = 16
+"""Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
+SQUEEZED = "squeezed"
+"""The step that leaves out a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
@@ -245,7 +259,11 @@ class Program:
     def tables(self) -> dict[str, str]:
         """The axis whose elements each index names, by the name of the index."""
         taken = (step.operands for step in self.steps if step.function == TAKE)
-        return {self.steps[index].options["name"]: self.steps[table].axes[0] for table, index in taken}
+        return {
+            self.steps[index].options["name"]: self.steps[table].axes[0]
+            for table, index in taken
+            if self.steps[index].function == "argument"
+        }
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from narrowgauge.reference.contracts.changed_steps import (
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.layout import attention
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, given_scale, judge_stored, read_rows
 from narrowgauge.reference.contracts.quantized import judge_quantized
@@ -57,10 +58,17 @@ from narrowgauge.spec.program import (
     JOINED,
     OF_HEADS,
     ONCE,
+    PLACES,
     READ,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
+    SQUEEZED,
     TAKE,
     TRANSPOSED,
+    WEIGHTED,
+    WEIGHTS,
     WRITTEN,
     Program,
     Step,
@@ -103,11 +111,19 @@ class Evaluation:
 
     def slabs(self) -> Iterator[Evaluation]:
         """Evaluations of some rows each."""
+        if self.single:
+            yield self
+            return
         for rows in slabs_of_rows(self.program, self.tensors):
             known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
             slab = Evaluation(self.program, of_rows(self.program, self.tensors, rows), known, self, rows)
             slab.replaced = self.replaced
             yield slab
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether all rows are one slab."""
+        return self.rows is not None or len(slabs_of_rows(self.program, self.tensors)) == 1
 
     def has_rows(self, number: int) -> bool:
         """Whether a step has numbers for each row of the first argument."""
@@ -186,7 +202,7 @@ class _Values(dict[int, Any]):
         if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
-        if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
+        if not here.single and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
             return Interval.joined([evaluated(slab, step) for slab in here.slabs()])
         return evaluated(here, step)
 
@@ -671,7 +687,31 @@ def _argument(evaluation: Evaluation, step: Step) -> Interval:
 
 def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
     """The rows of a table that an index names."""
-    return table[evaluation.tensors[_key(evaluation.program.steps[step.operands[1]])]]
+    return table[_index(evaluation, step.operands[1])]
+
+
+def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
+    """The numbers of an index, int64."""
+    step = evaluation.program.steps[number]
+    index: torch.Tensor = (
+        evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    )
+    return index.long()
+
+
+def _segments(evaluation: Evaluation, step: Step) -> Interval:
+    return attention.segments(_index(evaluation, step.operands[0]), **step.options)
+
+
+def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
+    """A step of the numbers of each row and the tokens of its request."""
+
+    def found(evaluation: Evaluation, step: Step) -> Interval:
+        rows, tokens = (evaluation.values[number] for number in step.operands[:2])
+        request, lengths = (_index(evaluation, number).flatten() for number in step.operands[2:])
+        return function(rows, tokens, request, lengths, **step.options)
+
+    return found
 
 
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
@@ -736,13 +776,16 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     if len(step.operands) > 1:  # of numbers of another size
         of = i.absolute(evaluation.values[step.operands[1]])
         error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
+        error = torch.where(of.high == 0, 0.0, error)
         nan = value.may_be_nan | of.may_be_nan
         low, high = (
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
         return Interval(low, high, nan)
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    zero = (value.low == 0) & (value.high == 0)
+    ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -800,6 +843,10 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    SEGMENTS: _segments, PLACES: _plain(attention.places),
+    SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
+    RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
+    SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, Kind
+from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -48,11 +48,18 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
+_FEW = ("ladder", "position", "one-hot", "geometric")
+"""Families of the usual cases of further shapes, beside `normal`."""
 _CACHES = tuple(
     dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "scales", "requests", "most"), sizes, strict=True))
     for sizes in ((40, 4, 64, 64, 5, 16, 1, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 3, 4))
 )
 """Shapes of the usual cases of a cache: whole pages and a part of one, a single row, and keys wider than values."""
+_SEQUENCES = tuple(
+    dict(zip(("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most"), sizes, strict=True))
+    for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
+)
+"""Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -233,7 +240,19 @@ class ContractCase(Case):
         if sizes.get("tokens", 0) > held:
             return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
         parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
-        return PAGE_LAYOUTS[self.page_layout].problem(parts, sizes["page"])
+        return PAGE_LAYOUTS[self.page_layout].problem(parts, sizes["page"]) or (
+            self._batch_problem() if self.declared.sequences else None
+        )
+
+    def _batch_problem(self) -> str | None:
+        """Why rows and tokens of these sizes do not fit together."""
+        sizes = self.sizes
+        rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
+        if not requests <= rows <= requests * most * sizes["page"]:
+            return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"
+        if sizes["pages"] < requests * most:
+            return f"{requests} requests of {most} pages need {requests * most} pages, not {sizes['pages']}"
+        return f"{sizes['q_heads']} heads of q do not share {heads} heads equally" if sizes["q_heads"] % heads else None
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
@@ -255,7 +274,8 @@ class ContractCase(Case):
         names = _sizes(cls.declared)
         if cls.declared.caches:
             rounded = [
-                {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()} for sizes in _CACHES
+                {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
+                for sizes in (_SEQUENCES if cls.declared.sequences else _CACHES)
             ]
             return [tuple(sizes[name] for name in names) for sizes in rounded]
 
@@ -297,7 +317,7 @@ class ContractCase(Case):
         for recipe in names:
             for dtype in dtypes:
                 main, *others = shapes or cls.shapes_of(recipe, dtype)
-                few = [name for name in ("normal", "ladder", "position") if name in every] or every[:1]
+                few = [name for name in ("normal", *_FEW) if name in every] or every[:1]
                 wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
@@ -399,6 +419,13 @@ def _among(values: tuple[Any, ...]) -> Check:
     return check
 
 
+def _families(declared: Declared) -> dict[str, tuple[Kind, ...] | tuple[Family, ...]]:
+    """The kinds of inputs of a contract, and its own families."""
+    if declared.sequences:
+        return {"kinds": (), "own_families": SEQUENCES}
+    return {"own_families": PRODUCTS if declared.quantized else ()}
+
+
 def case_class(declared: Declared) -> type[ContractCase]:
     """The case class of a contract. Raises ContractError for a parameter that has the name of another key."""
     at = f"{declared.file}:{declared.line}: {declared.name}"
@@ -427,7 +454,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
     texts += tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
-        "own_families": PRODUCTS if declared.quantized else (),
+        **_families(declared),
         "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"

@@ -106,6 +106,11 @@ class Declared:
         return tuple(name for name in self.choices if name not in self.flags)
 
     @property
+    def sequences(self) -> bool:
+        """Whether rows attend to the tokens of their requests, so that all inputs fit together."""
+        return any(kind == "Heads" for kind, _, _ in self.tensors.values())
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")

@@ -20,10 +20,11 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
 from narrowgauge.harness.inputs.inputs import earlier_scale
 from narrowgauge.harness.operations.contracts.operand_inputs import plain_operand, quantized_operand
+from narrowgauge.harness.operations.contracts.sequence_inputs import sequences
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import CODES, Program, Tensor
+from narrowgauge.spec.program import CODES, SCORES, Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -282,6 +283,8 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
     some families have others (`RULES`). An aimed family has the same bytes for every draw. Raises ValueError for an
     unknown family and an axis without a size.
     """
+    if any(step.function == SCORES for step in program.steps):
+        return sequences(program, sizes, family, draw)
     aimed = _aimed(family)
     product = any(step.function == CODES for step in program.steps)
     direct = product and family in (*OWN, "lattice")
