@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import CODES, COLUMNS, DECODE, JOINED, ONCE, TAKE, TRANSPOSED, Program, Step
+from narrowgauge.spec.program import CODES, COLUMNS, DECODE, HALF, JOINED, ONCE, TAKE, TRANSPOSED, Program, Step
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -28,6 +28,8 @@ def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     step = program.steps[number]
     if step.function in ("float32", "cast", "merged", ONCE, DECODE):
         return _text(program, step.operands[0], depth)
+    if step.function == HALF:
+        return str(step.options["half"]), _ATOM
     if step.function in ("argument", CODES):
         return str(step.options["name"]), _ATOM
     if step.function == "constant":
