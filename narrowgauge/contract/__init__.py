@@ -28,7 +28,16 @@ from narrowgauge.contract.declaration import (
     Slots,
     contract,
 )
-from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
+from narrowgauge.contract.sequences import (
+    places,
+    rescaled,
+    scores,
+    segments,
+    shared_heads,
+    squeezed,
+    weighted_sum,
+    weights,
+)
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -81,8 +90,8 @@ __all__ = [
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
     "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
-    "scores", "segments", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum", "takes_scale",
-    "tanh", "transposed", "weighted_sum", "weights", "where", "write",
+    "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum",
+    "takes_scale", "tanh", "transposed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def attention(
     )
     request, place = c.segments(q_lengths, q)
     keys, factor = (c.decode(k), c.factor(k) * scale) if decode == "folded" else (c.dequantize(k, q.dtype), scale)
-    s = c.roundings(c.scores(q, keys, request, lengths) * factor, 2)
+    head = c.shared_heads(q, lengths, keys)
+    s = c.roundings(c.scores(q, keys, request, head, lengths) * factor, 2)
     seen = lengths[request] - q_lengths[request] + place + 1.0 if causal else lengths[request]
     s = c.where(c.places(s) < seen, s, -math.inf)
     m = c.largest(s)
@@ -57,7 +58,7 @@ def attention(
     sums = {"exact": c.sum(exact), "rounded": c.sum(rounded)}
     total = c.any_of(*sums.values()) if l == "any" else sums[l]
     narrow = p in ("any", "e4m3", "e5m2")
-    y = c.weighted_sum(rounded, c.decode(v), request, lengths, narrow=narrow) / total
+    y = c.weighted_sum(rounded, c.decode(v), request, head, lengths, narrow=narrow) / total
     y = c.float32(c.cast(y, q.dtype)) if output == "two" else y
     log = c.log(total)
     lse = c.roundings(m + log, 4, abs(m) + abs(log))

@@ -32,9 +32,10 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
-SEGMENTS, SCORES, WEIGHTED = SEQUENCES = ("segments", "scores", "weighted")
+SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
-the products of each row with the tokens of its request; and the sums of the tokens of its request with weights."""
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
+sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
 PLACES = "places"
 """The step that gives 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"

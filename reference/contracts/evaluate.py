@@ -54,6 +54,7 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HEADS,
     JOINED,
     ONCE,
     PLACES,
@@ -695,13 +696,18 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
     return attention.segments(_index(evaluation, step.operands[0]), **step.options)
 
 
+def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
+    q, lengths, k = step.operands
+    rows = evaluation.values[k].shape[0]
+    return attention.shared_heads(evaluation.values[q], _index(evaluation, lengths), rows, **step.options)
+
+
 def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
     """A step of the numbers of each row and the tokens of its request."""
 
     def found(evaluation: Evaluation, step: Step) -> Interval:
         rows, tokens = (evaluation.values[number] for number in step.operands[:2])
-        request, lengths = (_index(evaluation, number).flatten() for number in step.operands[2:])
-        return function(rows, tokens, request, lengths, **step.options)
+        return function(rows, tokens, *(_index(evaluation, n).flatten() for n in step.operands[2:]), **step.options)
 
     return found
 
@@ -827,7 +833,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
-    SEGMENTS: _segments, PLACES: _plain(attention.places),
+    SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
