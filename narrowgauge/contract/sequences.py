@@ -29,7 +29,7 @@ def segments(lengths: Value, rows: Value) -> tuple[Value, Value]:
     """
     axes, found = (rows.axes[0], "1", "1"), []
     for part, dtype in (("request", INDEX), ("place", "float32")):
-        found.append(rows.trace.add(SEGMENTS, (lengths,), axes, dtype, part=part))
+        found.append(rows.trace.add(SEGMENTS, (lengths, rows), axes, dtype, part=part))
     return found[0], found[1]
 
 

@@ -31,8 +31,9 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
-from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows
+from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows, renumbered
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -59,6 +60,7 @@ from narrowgauge.spec.program import (
     ONCE,
     PLACES,
     READ,
+    RENUMBERED,
     RESCALED,
     ROTATED,
     SCORES,
@@ -693,7 +695,12 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 
 
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
-    return attention.segments(_index(evaluation, step.operands[0]), **step.options)
+    lengths, rows = step.operands
+    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+
+
+def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    return i.exactly(renumbered(evaluation.program, evaluation.tensors, step))
 
 
 def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
@@ -849,7 +856,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
     "largest": _reduced(sums.largest), "merged": _plain(sums.merged),
-    **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
+    **{name: _plain(function) for name, function in {**CHANGED_STEPS, **CHANGED_ATTENTION}.items()},
+    RENUMBERED: _renumbered,
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

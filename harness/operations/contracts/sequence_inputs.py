@@ -45,7 +45,7 @@ Keys = list[int]
 
 def _top(draw: Draw) -> float:
     """The logit of a single key, which is the log-sum-exp in base 2."""
-    return (0.0, 4.0, -8.0)[draw.index(3)]
+    return (1.0, 4.0, -8.0)[draw.index(3)]
 
 
 def _one_hot(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
@@ -199,6 +199,7 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
     products, logits = _logits(program)
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
     zeros = {a.name: torch.zeros(*sizes, 1, dtype=torch.uint8) for a in program.arguments if a.kind == "Cache"}
+    zeros |= {a.name: torch.zeros(rows, 1, 1) for a in program.arguments if a.kind == "Heads"}
     evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
     evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
     values: Interval = evaluation.values[logits]
@@ -245,8 +246,9 @@ def _of_logits(
                 own_keys[:, 0] = torch.where(seen[some].any(0), _FAR, 0.0)
                 visible = sees.nonzero()[:, 0].tolist()
                 assert rule.logits is not None
-                for key, logit in rule.logits(draw, visible, page).items():
-                    own_keys[key, 0] = logit
+                logits = rule.logits(draw, visible, page)
+                for key, logit in logits.items():
+                    own_keys[key, 0] = logit or float(len(logits) == 1)  # a log-sum-exp of 0 has no relative error
         first += rows
     return queries, keys
 

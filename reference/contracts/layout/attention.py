@@ -78,8 +78,13 @@ def other_index(index: torch.Tensor, count: int, to: str | Sequence[int] | None)
     return torch.where(index == to[0], min(to[1], count - 1), index)
 
 
-def segments(lengths: torch.Tensor, part: str, to: str | Sequence[int] | None = None) -> Interval:
-    """The number of the request of each row, or the place of the row in its request: (queries, 1, 1)."""
+def segments(lengths: torch.Tensor, rows: int, part: str, to: str | Sequence[int] | None = None) -> Interval:
+    """The number of the request of each row, or the place of the row in its request: (queries, 1, 1).
+
+    Raises ValueError for lengths that are less than 1 or whose sum is not the number of rows.
+    """
+    if int(lengths.sum()) != rows or bool((lengths < 1).any()):
+        raise ValueError(f"the requests have {lengths.tolist()} rows, and the batch has {rows}")
     request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     if part == "place":
         first = lengths.cumsum(0) - lengths
@@ -132,7 +137,9 @@ class _Group:
 def _groups(
     tokens: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[int, Iterator[_Group]]:
-    """Heads of the tokens, and the groups of all requests."""
+    """Heads of the tokens, and the groups of all requests. Raises ValueError for other tokens than the lengths say."""
+    if not int(lengths.sum()) or tokens.shape[0] % int(lengths.sum()):
+        raise ValueError(f"{tokens.shape[0]} rows of tokens and heads are no heads of {int(lengths.sum())} tokens")
     return tokens.shape[0] // int(lengths.sum()), _each(request, head, lengths)
 
 
@@ -260,6 +267,8 @@ def weighted_sum(
     for group in groups:
         tokens = group.of_tokens(v, heads).low
         keys = slice(0, len(tokens))
+        if len(tokens) > p.shape[2]:
+            raise ValueError(f"a request has {len(tokens)} tokens, and {p.shape[2]} weights")
         own = group.of_rows(p).arranged(partial(_first, keys))
         for whole, part in zip((low, high), _sums(own, tokens, narrow=narrow), strict=True):
             whole[group.rows, group.heads] = part.view(len(group.rows), -1, shape[2])

@@ -46,9 +46,18 @@ def slots(program: Program, tensors: Tensors, number: int) -> torch.Tensor:
         pages, lengths = (slots(program, tensors, operand) for operand in step.operands)
         return slots_of(pages, lengths, _sizes(program, tensors).page)
     if step.function == RENUMBERED:
-        return OTHER_SLOTS[step.options["to"]][1](slots(program, tensors, step.operands[0]), _sizes(program, tensors))
+        return renumbered(program, tensors, step)
     name, row = step.options["name"], step.options.get("row")
     return tensors[name if row is None else f"{name} of row {row}"]
+
+
+def renumbered(program: Program, tensors: Tensors, step: Step) -> torch.Tensor:
+    """Other numbers than those of an index, by `OTHER_SLOTS` and `OTHER_LENGTHS`."""
+    index, to, sizes = slots(program, tensors, step.operands[0]), step.options["to"], _sizes(program, tensors)
+    if to in OTHER_SLOTS:
+        return OTHER_SLOTS[to][1](index, sizes)
+    pages = next(tensors[argument.name] for argument in program.arguments if argument.kind == "Pages")
+    return OTHER_LENGTHS[to][1](index, sizes).clamp(max=pages.shape[1] * sizes.page)
 
 
 def _sizes(program: Program, tensors: Tensors) -> _Sizes:
@@ -202,3 +211,14 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
                    lambda index, sizes: _behind(index, sizes, index[:1])),
 }  # fmt: skip
 """Wrong slots, with a sentence."""
+
+
+OTHER_LENGTHS: Mapping[str, tuple[str, Renumber]] = {
+    "one-more": ("{} has one token more", lambda index, sizes: index + 1),
+    "one-less": ("{} has one token less", lambda index, sizes: (index - 1).clamp(min=1)),
+    "whole-pages": ("{} is rounded up to whole pages", lambda index, sizes: -(-index // sizes.page) * sizes.page),
+    "full-pages": ("{} is rounded down to whole pages",
+                   lambda index, sizes: torch.where(index < sizes.page, index, index // sizes.page * sizes.page)),
+    "one-page-less": ("{} has one page less", lambda index, sizes: (index - sizes.page).clamp(min=1)),
+}  # fmt: skip
+"""Wrong lengths of requests, with a sentence."""
