@@ -35,6 +35,7 @@ from narrowgauge.contract.sequences import (
     segments,
     shared_heads,
     squeezed,
+    unsqueezed,
     weighted_sum,
     weights,
 )
@@ -91,7 +92,7 @@ __all__ = [
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
     "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
     "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum",
-    "takes_scale", "tanh", "transposed", "weighted_sum", "weights", "where", "write",
+    "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from narrowgauge.spec.program import (
     SCORES,
     SEGMENTS,
     SQUEEZED,
+    UNSQUEEZED,
     WEIGHT_DTYPES,
     WEIGHTED,
     WEIGHTS,
@@ -89,3 +90,8 @@ def squeezed(x: Value) -> Value:
     if x.axes[-1:] != ("1",):
         x.trace.fail(f"c.squeezed takes a last axis of one element, not ({', '.join(x.axes)})")
     return x.trace.add(SQUEEZED, (x,), x.axes[:-1], x.dtype)
+
+
+def unsqueezed(x: Value) -> Value:
+    """(…,) with a last axis of one element, float32."""
+    return x.trace.add(UNSQUEEZED, (in_float32(x),), (*x.axes, "1"), "float32")

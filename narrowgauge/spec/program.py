@@ -45,8 +45,8 @@ WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
 """Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
 TILE = 16
 """Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
-SQUEEZED = "squeezed"
-"""The step that leaves out a last axis of one element."""
+SQUEEZED, UNSQUEEZED = "squeezed", "unsqueezed"
+"""The steps that leave out and that add a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")

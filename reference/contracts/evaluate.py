@@ -68,6 +68,7 @@ from narrowgauge.spec.program import (
     SQUEEZED,
     TAKE,
     TRANSPOSED,
+    UNSQUEEZED,
     WEIGHTED,
     WEIGHTS,
     WRITTEN,
@@ -844,6 +845,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
+    UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),

@@ -232,7 +232,9 @@ def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Va
 
 
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """Elements of a row, or of a column, that a sum may take alone."""
+    """Elements of a row, or of a column, that a sum may take alone. Of the keys of a request see `_left_out_keys`."""
+    if site.a.axes[-1:] == ("keys",):
+        return []
     row = "column" if site.step.across_rows else "row"
     found: list[tuple[str, str, tuple[float, float | None, int]]] = []
     for count in _LEFT_OUT:

@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
-from narrowgauge.spec.program import JOINED, QUANTIZE, TRANSPOSED, Axes, Program, Step
+from narrowgauge.spec.program import JOINED, QUANTIZE, READ, TRANSPOSED, Axes, Program, Step
 
 OUTPUT = -1
 """The user of a result that a kernel shows."""
@@ -51,7 +51,8 @@ class Editor(Trace):
         """The uses of a value. The conversion of a narrow value to float32 is no use; the uses of its result are."""
         found: list[Use] = []
         for user, place in self._users[number]:
-            if user != OUTPUT and self.program.steps[user].recipe is not None and place:
+            step = self.program.steps[user] if user != OUTPUT else None
+            if step is not None and place and (step.recipe is not None or (step.function == READ and place == 2)):
                 continue  # a scale that the kernel is given
             converts = user != OUTPUT and self.program.steps[user].function == "float32"
             found += self.uses(user) if converts else [(user, place)]

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, of_rows
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.spec.program import BITS, INDEX, Program
+from narrowgauge.spec.program import BITS, INDEX, Program, Tensor
 
 _SIZES = ((64, 144), (96, 112))
 """Rows and columns of the inputs: whole groups of a rotation. Two different sums may agree on one width."""
@@ -37,7 +37,11 @@ def _inputs(
     """Numbers of many magnitudes, or small integers."""
     draw, sizes = torch.Generator().manual_seed(seed), {"1": 1, program.arguments[0].axes[0]: height}
     found = {}
+    sequences = any(argument.of_cache for argument in program.arguments)
     for argument in program.arguments:
+        if sequences:  # whose lengths and pages fit together
+            found[argument.name] = _like(argument, tensors[argument.name], draw)
+            continue
         parts = [axis.split("/") for axis in argument.axes]
         shape = [
             sizes[axis] if axis in sizes else -(-sizes.get(name, width) // math.prod(map(int, divisors)))
@@ -62,11 +66,24 @@ def _inputs(
     return found
 
 
+def _like(argument: Tensor, tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Other numbers in place of those of a tensor: codes of a cache and rows of numbers; the other tensors stay."""
+    if argument.of_cache:
+        return torch.randint(32, 64, tensor.shape, generator=draw).to(tensor)
+    return (
+        torch.randn(tensor.shape, generator=draw).to(tensor)
+        if tensor.dim() > 1 and tensor.is_floating_point()
+        else tensor
+    )
+
+
 def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Interval]:
     """The values that are shown or quantized."""
     evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
     found = []
     shown = set(program.outputs.values())
+    if any(argument.of_cache for argument in program.arguments):
+        return [evaluation.values[number] for number in sorted(shown)]
     for number, step in enumerate(program.steps):
         if step.recipe is not None:
             found += [evaluation.values[operand] for operand in step.operands]
