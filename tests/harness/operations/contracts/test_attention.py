@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import narrowgauge
 from narrowgauge.contracts.attention import attention
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.accepted import Ends, judge_range
+from narrowgauge.reference.contracts.evaluate import Evaluation, judged
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.recipes import find_recipe
@@ -45,11 +47,36 @@ def run(kernel: Attention, given: dict[str, torch.Tensor], **options: Any) -> di
     return dict(zip(("output", "lse"), found, strict=True))
 
 
+def test_a_right_kernel_passes_by_the_name_of_the_operation() -> None:
+    shape = tuple(
+        SIZES[name] for name in ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
+    )
+    found = narrowgauge.check(
+        RIGHT["plain"].attention, "attention", recipe=RECIPE, shapes=[shape], keys={"causal": False}
+    )
+    assert found.passed >= 6
+    assert narrowgauge.check(merge, "merge-attention", shapes=[(9, 4, 64)]).passed >= 10
+
+
+def merge(o_a, lse_a, o_b, lse_b):
+    m = torch.maximum(lse_a, lse_b)
+    weights = [torch.exp(lse - m).unsqueeze(-1) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    output = (o_a.float() * weights[0] + o_b.float() * weights[1]) / total
+    return output.to(o_a.dtype), m + total.squeeze(-1).log()
+
+
 @pytest.mark.parametrize("family", RULES)
 def test_no_right_kernel_fails(family: str) -> None:
     given = inputs(family)
+    evaluation = Evaluation(program(), given)
+    ends = {
+        name: Ends.of(evaluation.values[number], torch.bfloat16 if name == "output" else torch.float32)
+        for name, number in program().outputs.items()
+    }
     for name, kernel in RIGHT.items():
-        for part, judgement in judged(program(), given, run(kernel, given)):
+        for part, result in run(kernel, given).items():
+            judgement = judge_range(result, ends[part].low, ends[part].high, ends[part].nan)
             assert not judgement.wrong.any(), (name, part)
 
 
