@@ -21,10 +21,10 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.attention_kernels import RIGHT, Attention
 
 RECIPE = "fp8-static-e4m3@vllm"
-SIZES = {
-    "queries": 5, "q_heads": 2, "dim": 64, "pages": 9, "page": 16, "heads": 1, "v_dim": 64, "requests": 2, "most": 4,
-}  # fmt: skip
-NAMES = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
+NAMES = ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
+SHAPE, SHARED = (5, 2, 64, 9, 16, 1, 64, 2, 4), (5, 4, 64, 9, 16, 2, 64, 2, 4)
+"""A single head of the cache; two heads, each of which two heads of q share."""
+TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
 
 
 @cached
@@ -34,13 +34,13 @@ def program(dtype: str = "bfloat16", **options: Any) -> Program:
 
 
 @cached
-def inputs(family: str, dtype: str = "bfloat16", seed: str = "", **options: Any) -> dict[str, torch.Tensor]:
-    return contract_inputs(program(dtype, **options), SIZES, family, Draw(seed))
+def inputs(family: str, dtype: str = "bfloat16", shape: tuple[int, ...] = SHAPE) -> dict[str, torch.Tensor]:
+    return contract_inputs(program(dtype), dict(zip(NAMES, shape, strict=True)), family, Draw(""))
 
 
 def run(kernel: Attention, given: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
     held = Cache(given["cache.keys"], given["cache.values"], None, None, find_recipe(RECIPE), "nhd", 16)
-    pages, lengths, q_lengths, k_scale, v_scale = (given[name] for name in NAMES)
+    pages, lengths, q_lengths, k_scale, v_scale = (given[name] for name in TENSORS)
     found = kernel.attention(
         given["q"], held, pages, lengths, q_lengths, find_recipe(RECIPE), k_scale=k_scale, v_scale=v_scale, **options
     )
@@ -48,12 +48,8 @@ def run(kernel: Attention, given: dict[str, torch.Tensor], **options: Any) -> di
 
 
 def test_a_right_kernel_passes_by_the_name_of_the_operation() -> None:
-    shape = tuple(
-        SIZES[name] for name in ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
-    )
-    found = narrowgauge.check(
-        RIGHT["plain"].attention, "attention", recipe=RECIPE, shapes=[shape], keys={"causal": False}
-    )
+    kernel, keys = RIGHT["plain"].attention, {"causal": False}
+    found = narrowgauge.check(kernel, "attention", recipe=RECIPE, shapes=[SHAPE], keys=keys)
     assert found.passed >= 6
     assert narrowgauge.check(merge, "merge-attention", shapes=[(9, 4, 64)]).passed >= 10
 
