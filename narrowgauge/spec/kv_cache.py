@@ -111,6 +111,12 @@ def part_name(half: str, part: str) -> str:
     return half if part == DATA else f"{half.removesuffix('s')}_{part}"
 
 
+def logical_parts(cache: Cache) -> dict[str, torch.Tensor]:
+    """The tensors of a cache by name in the logical order, (pages, tokens of a page, heads, …)."""
+    layout = PAGE_LAYOUTS[cache.layout]
+    return {name: layout.logical(part, name) for name, part in cache.parts().items()}
+
+
 def slots_of(pages: torch.Tensor, lengths: torch.Tensor, page: int) -> torch.Tensor:
     """Slots of the tokens of all requests, one request behind another: int64 (Σ lengths,).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from narrowgauge.spec.formats import FP32
@@ -227,16 +227,32 @@ class Program:
             data.append(self.hidden)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def used(self) -> set[str]:
-        """Names of the arguments that the results are computed from."""
-        found, waiting = set[int](), list(self.outputs.values())
+    def cone(self, *numbers: int) -> set[int]:
+        """Numbers of the steps from which some steps are computed, and of these."""
+        found, waiting = set[int](), list(numbers)
         while waiting:
             number = waiting.pop()
             if number not in found:
                 found.add(number)
                 waiting += self.steps[number].operands
-        return {str(self.steps[number].options["name"]) for number in found if "name" in self.steps[number].options}
+        return found
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the arguments that the results are computed from."""
+        steps = (self.steps[number] for number in self.cone(*self.outputs.values()))
+        return {str(step.options["name"]) for step in steps if "name" in step.options}
+
+    def beside(self, output: str) -> Program:
+        """The program with the results that have numbers in common with an output; an index has none. A mistake in
+        another result changes nothing here."""
+        indexes = {number for number, step in enumerate(self.steps) if step.dtype == INDEX}
+        cones = {name: self.cone(number) - indexes for name, number in self.outputs.items()}
+        joined, found = cones[output], {output}
+        while more := [name for name in self.outputs if name not in found and cones[name] & joined]:
+            found |= set(more)
+            joined = joined.union(*(cones[name] for name in more))
+        return replace(self, outputs={name: n for name, n in self.outputs.items() if name in found})
 
     @property
     def tables(self) -> dict[str, str]:

@@ -33,7 +33,14 @@ from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout import attention
 from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
-from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows, renumbered
+from narrowgauge.reference.contracts.layout.pages import (
+    Stored,
+    check_slots,
+    given_scale,
+    judge_stored,
+    read_rows,
+    slots,
+)
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -45,7 +52,8 @@ from narrowgauge.reference.contracts.scopes import (
 )
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import (
     BEHIND,
     CODES,
@@ -460,14 +468,18 @@ def judge_output(
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
     if isinstance(result, torch.Tensor):
+        if ends[0].low.shape != result.shape:
+            raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
         yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
-    scale = program.scale_of(quantization, tensors)
+    scale = given_scale(program, quantization, tensors)
     rounding, view = changed_quantize(quantization.options)
     random = bits_of(program, quantization, tensors)
 
     def judge(ends: Sequence[Ends], q: Quantized) -> Iterator[tuple[str, Part]]:
+        if scale is not None and "given" in quantization.options and q.recipe.scale is FP32:
+            q = replace(q, scales=block_scales(scale.view(1, 1), scale, q.recipe, ends[0].low.dtype))
         return judge_quantized(
             ends[0], view(q), scale, statistics=ends[1] if len(ends) > 1 else ends[0], rounding=rounding,
             flushes=program.flushes, random=random,
@@ -539,8 +551,10 @@ def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, know
         tensor = tensors[argument.name]
         found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
     for step in program.steps:
-        if "row" in step.options and _key(step) not in found:
-            other = other_row(tensors[step.options["name"]], step.options["row"])
+        if step.function == "argument" and "row" in step.options and _key(step) not in found:
+            sizes = program.sizes(tensors) if "*" in step.axes[0] else {}
+            shape = {part: sizes[part] for part in step.axes[0].split("*")} if sizes else {}
+            other = other_row(tensors[step.options["name"]], step.options["row"], shape)
             found[_key(step)] = other[rows] if step.axes[:1] == axis else other
     return found
 
@@ -600,7 +614,7 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     operand = step.operands[0]
     if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
         raise ValueError("a changed quantization is judged where it is shown")
-    scale = evaluation.program.scale_of(step, evaluation.tensors)
+    scale = given_scale(evaluation.program, step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     random = bits_of(evaluation.program, step, evaluation.tensors)
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
@@ -701,7 +715,7 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
-    return i.exactly(renumbered(evaluation.program, evaluation.tensors, step))
+    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
 
 
 def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:

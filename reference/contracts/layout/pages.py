@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.reference.contracts.accepted import Ends, Part
+from narrowgauge.reference.contracts.changed_steps import OTHER_SCALES, other_row
 from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.spec.formats import BYTE
 from narrowgauge.spec.kv_cache import DATA, SCALES, part_name, single_slots, slots_of
@@ -26,7 +27,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class PageSizes:
     """The sizes of a cache."""
 
     pages: int
@@ -44,25 +45,27 @@ def slots(program: Program, tensors: Tensors, number: int) -> torch.Tensor:
     step = program.steps[number]
     if step.function == SLOTS:
         pages, lengths = (slots(program, tensors, operand) for operand in step.operands)
-        return slots_of(pages, lengths, _sizes(program, tensors).page)
+        return slots_of(pages, lengths, page_sizes(program, tensors).page)
     if step.function == RENUMBERED:
-        return renumbered(program, tensors, step)
+        right, to = slots(program, tensors, step.operands[0]), step.options["to"]
+        if isinstance(to, str) and to in OTHER_LENGTHS:
+            pages = next(tensors[argument.name] for argument in program.arguments if argument.kind == "Pages")
+            sizes = page_sizes(program, tensors)
+            return OTHER_LENGTHS[to][1](right, sizes).clamp(max=pages.shape[1] * sizes.page)
+        if isinstance(to, str):
+            return OTHER_SLOTS[to][1](right, page_sizes(program, tensors))
+        found = right.clone()
+        for one, other in to:
+            found[right == one] = other
+        return found
     name, row = step.options["name"], step.options.get("row")
     return tensors[name if row is None else f"{name} of row {row}"]
 
 
-def renumbered(program: Program, tensors: Tensors, step: Step) -> torch.Tensor:
-    """Other numbers than those of an index, by `OTHER_SLOTS` and `OTHER_LENGTHS`."""
-    index, to, sizes = slots(program, tensors, step.operands[0]), step.options["to"], _sizes(program, tensors)
-    if to in OTHER_SLOTS:
-        return OTHER_SLOTS[to][1](index, sizes)
-    pages = next(tensors[argument.name] for argument in program.arguments if argument.kind == "Pages")
-    return OTHER_LENGTHS[to][1](index, sizes).clamp(max=pages.shape[1] * sizes.page)
-
-
-def _sizes(program: Program, tensors: Tensors) -> _Sizes:
+def page_sizes(program: Program, tensors: Tensors) -> PageSizes:
+    """Pages, tokens of a page and heads of the cache of a program."""
     cache = next(argument.name for argument in program.arguments if argument.of_cache)
-    return _Sizes(*tensors[cache].shape[:3])
+    return PageSizes(*tensors[cache].shape[:3])
 
 
 def check_slots(program: Program, tensors: Tensors) -> None:
@@ -70,7 +73,7 @@ def check_slots(program: Program, tensors: Tensors) -> None:
     kinds = {argument.kind: argument.name for argument in program.arguments}
     if "Cache" not in kinds:
         return
-    sizes = _sizes(program, tensors)
+    sizes = page_sizes(program, tensors)
     for kind, count, what in (("Slots", sizes.slots, "slots"), ("Pages", sizes.pages, "pages")):
         numbers = tensors[kinds[kind]] if kind in kinds else torch.zeros(0, dtype=torch.int64)
         beyond = numbers[(numbers >= count) | ((numbers < 0) & (kind == "Pages"))]
@@ -87,7 +90,7 @@ def check_slots(program: Program, tensors: Tensors) -> None:
 def written_slots(program: Program, tensors: Tensors) -> torch.Tensor:
     """1 for the slots that a kernel writes, 0 for those that it keeps, −1 for those of several tokens: int8 (pages,
     page)."""
-    sizes = _sizes(program, tensors)
+    sizes = page_sizes(program, tensors)
     step = next(program.steps[n] for n in program.outputs.values() if program.steps[n].function == WRITTEN)
     index = slots(program, tensors, step.operands[2])
     found = torch.zeros(sizes.slots, dtype=torch.int8, device=index.device)
@@ -111,9 +114,31 @@ def read_rows(program: Program, tensors: Tensors, step: Step) -> Quantized:
     """The quantized matrix (tokens·heads, columns) of a step that reads."""
     assert step.function == READ
     half, index = (program.steps[step.operands[0]], step.operands[1])
-    rows = rows_in(parts_before(program, tensors, half), slots(program, tensors, index))
-    scale = None if len(step.operands) < 3 else tensors[program.steps[step.operands[2]].options["name"]]
+    rows, row = rows_in(parts_before(program, tensors, half), slots(program, tensors, index)), step.options.get("row")
+    if row is not None:
+        heads = page_sizes(program, tensors).heads
+        for name, part in rows.items():
+            shape = dict(zip(step.axes[0].split("*"), (len(part) // max(1, heads), heads), strict=True))
+            rows[name] = other_row(part, row, shape)
+    scale = given_scale(program, step, tensors)
     return _matrix(rows, step.options["recipe"], scale, torch.float32)
+
+
+def read_all(program: Program, tensors: Tensors, step: Step) -> Quantized:
+    """The rows of all slots, (slots·heads, columns), by the half and the scale of a step that reads."""
+    every = torch.arange(page_sizes(program, tensors).slots)
+    rows = rows_in(parts_before(program, tensors, program.steps[step.operands[0]]), every)
+    return _matrix(rows, step.options["recipe"], given_scale(program, step, tensors), torch.float32)
+
+
+def given_scale(program: Program, step: Step, tensors: Tensors) -> torch.Tensor | None:
+    """The scale that a quantization, or a step that reads, is given; None of one without."""
+    if step.function == READ:
+        scale = None if len(step.operands) < 3 else tensors[program.steps[step.operands[2]].options["name"]]
+    else:
+        scale = program.scale_of(step, tensors)
+    other = step.options.get("given")
+    return scale if scale is None or other is None else OTHER_SCALES[other][1](scale)
 
 
 def _matrix(rows: Tensors, name: str, scale: torch.Tensor | None, dtype: torch.dtype) -> Quantized:
@@ -126,6 +151,35 @@ def _matrix(rows: Tensors, name: str, scale: torch.Tensor | None, dtype: torch.d
     return Quantized(codes, scales, None, recipe, (len(codes), columns))
 
 
+def store(program: Program, step: Step, q: Quantized, tensors: Tensors) -> Stored:
+    """The half of a cache with the rows of `q` (tokens·heads, columns) in the slots of their tokens."""
+    half = program.steps[step.operands[1]]
+    index, sizes = slots(program, tensors, step.operands[2]), page_sizes(program, tensors)
+    kept = (index >= 0) & (index < sizes.slots)
+    rows = {DATA: q.codes, SCALES: q.scales}
+    found = _rest(program, tensors, half, index, step.options.get("rest"))
+    for name, part in found.items():
+        part.flatten(0, 1)[index[kept]] = rows[name].unflatten(0, (-1, sizes.heads))[kept]  # type: ignore[no-untyped-call]
+    return Stored(found)
+
+
+def _rest(
+    program: Program, tensors: Tensors, half: Step, index: torch.Tensor, rest: str | None
+) -> dict[str, torch.Tensor]:
+    """The parts of a half of the cache before rows are stored, copied; the `rest` of a wrong kernel is 0."""
+    found, page = {}, page_sizes(program, tensors).page
+    for name, before in parts_before(program, tensors, half).items():
+        found[name] = torch.zeros_like(before) if rest == "cache" else before.clone()
+        if rest == "pages":
+            found[name][index[index >= 0] // page] = 0
+    return found
+
+
+REST = {"cache": "every byte of the cache that is not stored becomes 0",
+        "pages": "the rest of each page with a token becomes 0"}  # fmt: skip
+"""Wrong bytes of the other rows, with a sentence."""
+
+
 def judge_stored(
     program: Program, step: Step, ends: Sequence[Ends], kernel: Stored, tensors: Tensors,
     judge: Callable[[Sequence[Ends], Quantized], Iterator[tuple[str, Part]]],
@@ -136,13 +190,13 @@ def judge_stored(
     `ends`: those of what is quantized, (tokens·heads, columns). A row of a slot that several tokens have is free.
     """
     quantize, half = (program.steps[operand] for operand in step.operands[:2])
-    before, index = parts_before(program, tensors, half), slots(program, tensors, step.operands[2])
-    sizes = _sizes(program, tensors)
+    index, sizes = slots(program, tensors, step.operands[2]), page_sizes(program, tensors)
+    before = _rest(program, tensors, half, index, step.options.get("rest"))
     index = torch.where(index < sizes.slots, index, -1)
     tokens = single_slots(index)
     heads = torch.arange(sizes.heads, device=index.device)
     rows = (tokens.unsqueeze(1) * sizes.heads + heads).flatten()
-    scale = program.scale_of(quantize, tensors)
+    scale = given_scale(program, quantize, tensors)
     matrix = _matrix(rows_in(kernel.parts, index[tokens]), quantize.options["recipe"], scale, ends[0].low.dtype)
 
     def place(row: int, column: int) -> dict[str, int]:
@@ -150,6 +204,8 @@ def judge_stored(
         page, offset = divmod(int(index[token]), sizes.page)
         return {"token": token, "page": page, "offset": offset, "head": head, "column": column}
 
+    if ends[0].low.shape[1] != matrix.shape[1]:
+        raise ValueError(f"rows of {ends[0].low.shape[1]} columns do not fit a cache with rows of {matrix.shape[1]}")
     if len(tokens):
         for name, part in judge([end.rows(rows) for end in ends], matrix):
             yield name, replace(part, place=place)
@@ -158,7 +214,7 @@ def judge_stored(
         yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, kept, sizes)
 
 
-def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: _Sizes) -> Part:
+def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: PageSizes) -> Part:
     """The bytes of the rows in the slots `kept`, (slots, heads · bytes of a row)."""
     expected, actual = (part.contiguous().view(torch.uint8).flatten(2).flatten(0, 1)[kept] for part in (before, after))
     places = kept.nonzero()[:, 0]
@@ -171,24 +227,31 @@ def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: 
     return Part(actual, expected, expected, actual != expected, actual.numel(), 0, BYTE, place=place)
 
 
-Renumber = Callable[[torch.Tensor, _Sizes], torch.Tensor]
+Renumber = Callable[[torch.Tensor, PageSizes], torch.Tensor]
 
 
 def _moved(offset: int) -> Renumber:
     return lambda index, sizes: torch.where(index < 0, index, (index + offset) % sizes.slots)
 
 
-def _paged(function: Callable[[torch.Tensor, torch.Tensor, _Sizes], torch.Tensor]) -> Renumber:
+def _paged(function: Callable[[torch.Tensor, torch.Tensor, PageSizes], torch.Tensor]) -> Renumber:
     """Other slots by the page and the offset of the right ones."""
 
-    def renumber(index: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
+    def renumber(index: torch.Tensor, sizes: PageSizes) -> torch.Tensor:
         found = function(index // sizes.page, index % sizes.page, sizes)
         return torch.where(index < 0, index, found % sizes.slots)
 
     return renumber
 
 
-def _behind(index: torch.Tensor, sizes: _Sizes, first: int | torch.Tensor) -> torch.Tensor:
+def _without(index: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """The slots without those of some tokens."""
+    found = index.clone()
+    found[tokens] = -1
+    return found
+
+
+def _behind(index: torch.Tensor, sizes: PageSizes, first: int | torch.Tensor) -> torch.Tensor:
     """Slots one behind another."""
     return (torch.arange(len(index), device=index.device) + first) % max(1, sizes.slots)
 
@@ -207,6 +270,16 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
     "negative-first": ("a negative slot is slot 0 in {}", lambda index, sizes: index.clamp(min=0)),
     "negative-last": ("a negative slot counts from the end in {}", lambda index, sizes: index % max(1, sizes.slots)),
     "in-order": ("tokens lie in their own order, whatever {} says", lambda index, sizes: _behind(index, sizes, 0)),
+    "last-left-out": ("the last token of {} is not stored", lambda index, sizes: _without(index, slice(-1, None))),
+    "first-left-out": ("the first token of {} is not stored", lambda index, sizes: _without(index, slice(1))),
+    "odd-left-out": ("every second token of {} is not stored", lambda index, sizes: _without(index, slice(1, None, 2))),
+    "half-left-out": ("the second half of the tokens of {} is not stored",
+                      lambda index, sizes: _without(index, slice(len(index) // 2, None))),
+    "last-page-left-out": ("no token is stored in the last page",
+                           lambda index, sizes: torch.where(index // sizes.page == sizes.pages - 1, -1, index)),
+    "last-offset-left-out": ("no token is stored in the last slot of a page",
+                             lambda index, sizes: torch.where(index % sizes.page == sizes.page - 1, -1, index)),
+    "slot-0-left-out": ("no token is stored in slot 0", lambda index, sizes: torch.where(index == 0, -1, index)),
     "from-first": ("tokens lie one behind another from the first slot of {} on",
                    lambda index, sizes: _behind(index, sizes, index[:1])),
 }  # fmt: skip

@@ -17,13 +17,14 @@ import torch
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
-from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
+from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site, other_rows
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES
+from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
-from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS
+from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     CODES,
     COLUMNS,
@@ -31,11 +32,13 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HALF,
     HEADS,
     INDEX,
     INTEGERS,
     JOINED,
     QUANTIZE,
+    READ,
     RENUMBERED,
     RESCALED,
     ROTATED,
@@ -44,6 +47,7 @@ from narrowgauge.spec.program import (
     SLOTS,
     WEIGHTED,
     WEIGHTS,
+    WRITTEN,
     Program,
     Tensor,
 )
@@ -309,10 +313,16 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
 def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the same axes."""
     kind = site.dtype if site.dtype in INTEGERS else ""
+    rows = (
+        site.step.axes[:1]
+        if site.dtype not in INTEGERS and any(other.of_cache for other in site.editor.program.arguments)
+        else ()
+    )
     others = [
         other
         for other in site.editor.program.arguments
-        if other.axes == site.step.axes
+        # Keys and values of a cache may have as many columns: sizes that differ exclude the change.
+        if (other.axes == site.step.axes or (rows and other.axes[:1] == rows and other.kind == "Matrix"))
         and other.name != site.option("name")
         and (other.dtype if other.dtype in INTEGERS else "") == kind
     ]
@@ -353,10 +363,39 @@ def _other_orders(site: Site) -> list[tuple[str, str, str]]:
     return [(other, f"the order {other} of the columns", other) for other in alike if other != order]
 
 
-def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
+def _other_rows(site: Site) -> list[tuple[str, str, OtherRow]]:
     """Rows from which a number of each row may be taken."""
     has_rows = (len(site.step.axes) > 1 or site.dtype == INDEX) and site.step.axes[0] != "1"
-    return [(name, phrase, row) for row, name, phrase in OTHER_ROWS] if has_rows else []
+    return [(name, phrase, row) for row, name, phrase in other_rows(site.step.axes)] if has_rows else []
+
+
+def _other_slots(site: Site) -> list[tuple[str, str]]:
+    """Other slots of a step whose slots rows are stored in or read from."""
+    steps, users = site.editor.program.steps, {user for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    if not any(steps[user].function in (WRITTEN, READ) for user in users):
+        return []
+    name = str(site.option("name", "the page numbers"))
+    return [(to, phrase.format(name)) for to, (phrase, _) in OTHER_SLOTS.items()]
+
+
+def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
+    """Other arguments of the type Scale than the given scale."""
+    place = 1 if site.step.function == QUANTIZE else 2
+    if len(site.operands) <= place or site.operands[place].axes != ("1",):
+        return []
+    own = site.operands[place].step.options.get("name")
+    return [(a.name, a.name, a) for a in site.editor.program.arguments if a.kind == "Scale" and a.name != own]
+
+
+def _with_scale(site: Site, other: tuple[str, str, Tensor]) -> Value:
+    scale = site.editor.add("argument", (), ("1",), "float32", name=other[0])
+    place = 1 if site.step.function == QUANTIZE else 2
+    operands = (*site.operands[:place], scale)
+    return site.editor.add(site.step.function, operands, site.step.axes, site.dtype, **site.step.options)
+
+
+def _other_half(site: Site) -> list[str]:
+    return [half for half in HALVES if half != site.option("half")]
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -633,6 +672,15 @@ ROWS: tuple[Row, ...] = (
     Row((ROTATED,), "group", "groups of {v} elements are rotated in {self}", lambda s, v: s.changed(group=v),
         lambda s: [group for group in RHT_GROUPS if group != s.option("group")]),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
+    # caches
+    Row(("argument", SLOTS), "slots", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_slots, apart=True),
+    Row((WRITTEN,), "rest", "{v}", lambda s, v: s.changed(rest=v[0]), lambda s: REST.items()),
+    Row((READ,), "scale", "{v}", lambda s, v: s.changed(given=v[0]),
+        lambda s: [(n, phrase) for n, (phrase, _) in OTHER_SCALES.items()] if len(s.operands) > 2 else []),
+    Row((QUANTIZE, READ), "scale-of", "the scale is {v}", _with_scale, _scales_of_others),
+    Row((READ,), "of-row", "{a} are those of {v}", lambda s, v: s.changed(row=v[2]), _other_rows),
+    Row((HALF,), "other", "the {v} are in place of the {self}", lambda s, v: s.changed(half=v), _other_half),
     # quantized arguments and products
     Row((CODES,), "as", "{v}", lambda s, v: s.changed(view=v[0]), _readings),
     Row((DECODE,), "to", "{a} is decoded to {v} in place of {dtype}", lambda s, v: s.made(DECODE, s.a, dtype=v),

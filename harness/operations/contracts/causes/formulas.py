@@ -54,6 +54,8 @@ def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     step = program.steps[number]
     if step.function in ("float32", "cast", "merged", ONCE, DECODE, READ, SQUEEZED):
         return _text(program, step.operands[0], depth)
+    if step.function == HALF:
+        return str(step.options["half"]), _ATOM
     if step.function in ("argument", CODES):
         return str(step.options["name"]), _ATOM
     if step.function == HALF:
