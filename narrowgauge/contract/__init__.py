@@ -25,6 +25,7 @@ from narrowgauge.contract.declaration import (
     Row,
     Scalar,
     Scale,
+    Sinks,
     Slots,
     contract,
 )
@@ -87,7 +88,7 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
-    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Slots",
+    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Sinks", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
     "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",

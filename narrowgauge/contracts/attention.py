@@ -23,6 +23,10 @@ from narrowgauge.contracts.dialects import ATTENTION
 
 Weights = Literal["any", "input", "float32", "bfloat16", "float16", "e4m3", "e5m2"]
 Lse = Annotated[c.Column, ("queries", "q_heads")]
+Sums = Literal["any", "exact", "rounded"]
+Exponential = Literal["any", "accurate"]
+Decode = Literal["folded", "rounded"]
+Output = Literal["one", "two"]
 Base = Literal["e", "2"]
 SCALE = 0.08664339756999316
 """fl(ln 2)/8, near 1/√128: logits of small integers are integers in base 2, so that their exponentials are exact."""
@@ -32,10 +36,9 @@ SCALE = 0.08664339756999316
 def attention(
     q: c.Heads, cache: c.Cache, pages: c.Pages, lengths: c.Lengths, q_lengths: c.QueryLengths, recipe: c.Recipe, *,
     k_scale: c.Scale | None = None, v_scale: c.Scale | None = None, page_layout: PageLayout = "nhd",
-    scale: float = SCALE, causal: c.Flag = True,
-    p: Weights = "any", l: Literal["any", "exact", "rounded"] = "any",  # noqa: E741  # its name in all sources
-    exponential: Literal["any", "accurate"] = "any", decode: Literal["folded", "rounded"] = "folded",
-    output: Literal["one", "two"] = "one", base: Base = "e",
+    scale: float = SCALE, causal: c.Flag = True, window: int = 0, softcap: float = 0.0,
+    p: Weights = "any", l: Sums = "any", exponential: Exponential = "any",  # noqa: E741  # its name in all sources
+    decode: Decode = "folded", output: Output = "one", base: Base = "e",
 ):  # fmt: skip
     """softmax(scale·q·kᵀ)·v of each row and head of q (queries, q_heads, dim), bfloat16 or float16, and the tokens of
     its request: "output" (queries, q_heads, v_dim), and "lse" (queries, q_heads), float32, the logarithm of the sum of
@@ -43,29 +46,28 @@ def attention(
 
     Request b has q_lengths[b] rows of q, one request behind another, and lengths[b] tokens in the cache. q_heads/heads
     of q share a head of the cache. causal: the last row of a request sees all its tokens, and each row before it one
-    token less. recipe, k_scale and v_scale: those of the cache.
+    token less. window: a row sees so many of its last tokens; 0: all. softcap: logits s are softcap·tanh(s/softcap);
+    0: they stay. recipe, k_scale and v_scale: those of the cache.
     """
-    slots, given = c.slots_of(pages, lengths), c.takes_scale(recipe)
-    k = c.read(cache.keys, slots, k_scale if given else None)
-    v = c.read(cache.values, slots, v_scale if given else None)
-    folded = decode == "folded"
-    keys, values = (c.decode(x) if folded else c.dequantize(x, q.dtype) for x in (k, v))
-    request, place = c.segments(q_lengths, q)
-    head = c.shared_heads(q, lengths, keys)
-    s = c.roundings(c.scores(q, keys, request, head, lengths) * (c.factor(k) * scale if folded else scale), 2)
-    seen = lengths[request] - q_lengths[request] + place + 1.0 if causal else lengths[request]
-    s = c.where(c.places(s) < seen, s, -math.inf)
-    m = c.largest(s)
-    d = c.roundings(s - m, 4, abs(s) + abs(m))
-    exact = c.rescaled(c.exp(d, *(("expf", "exp2", "polynomial") if exponential == "any" else ())), d, m)
-    rounded = c.weights(exact, d, q.dtype if p == "input" else p)
-    sums = {"exact": c.sum(exact), "rounded": c.sum(rounded)}
-    total = c.any_of(*sums.values()) if l == "any" else sums[l]
-    narrow = p in ("any", "e4m3", "e5m2")
-    y = c.weighted_sum(rounded, values, request, head, lengths, narrow=narrow) / total
-    y = c.float32(c.cast(y, q.dtype)) if output == "two" else y
-    y = c.roundings(y * c.factor(v), 2) if folded else y
-    return {"output": c.cast(y, q.dtype), "lse": c.squeezed(_lse(m, total, base))}
+    found = q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale
+    return _attention(*found, None, scale, causal, window, softcap, p, l, exponential, decode, output, base)
+
+
+@c.contract(dialects=ATTENTION)
+def attention_sinks(
+    q: c.Heads, cache: c.Cache, pages: c.Pages, lengths: c.Lengths, q_lengths: c.QueryLengths, sinks: c.Sinks,
+    recipe: c.Recipe, *,
+    k_scale: c.Scale | None = None, v_scale: c.Scale | None = None, page_layout: PageLayout = "nhd",
+    scale: float = SCALE, causal: c.Flag = True, window: int = 0, softcap: float = 0.0,
+    p: Weights = "any", l: Sums = "any", exponential: Exponential = "any",  # noqa: E741  # its name in all sources
+    decode: Decode = "folded", output: Output = "one", base: Base = "e",
+):  # fmt: skip
+    """`attention` with a further logit of each head, sinks (q_heads,), float32, that has a weight and no value.
+
+    Attention of gpt-oss (openai/gpt-oss at a194b99, gpt_oss/torch/model.py, sdpa).
+    """
+    found = q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale
+    return _attention(*found, sinks, scale, causal, window, softcap, p, l, exponential, decode, output, base)
 
 
 @c.contract(dialects=ATTENTION)
@@ -87,6 +89,43 @@ def merge_attention(
     shares = [c.divide(weight, total, "approximate") for weight in weights]
     y = c.any_of(c.divide(weighted, total, "approximate"), numbers[0] * shares[0] + numbers[1] * shares[1])
     return {"output": c.cast(y, o_a.dtype), "lse": c.squeezed(_lse(m, total, base))}
+
+
+def _attention(
+    q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale, sinks,
+    scale, causal, window, softcap, dtype, sum_of, exponential, decode, output, base,
+):  # fmt: skip
+    slots, given = c.slots_of(pages, lengths), c.takes_scale(recipe)
+    k = c.read(cache.keys, slots, k_scale if given else None)
+    v = c.read(cache.values, slots, v_scale if given else None)
+    folded = decode == "folded"
+    keys, values = (c.decode(x) if folded else c.dequantize(x, q.dtype) for x in (k, v))
+    request, place = c.segments(q_lengths, q)
+    head = c.shared_heads(q, lengths, keys)
+    s = c.roundings(c.scores(q, keys, request, head, lengths) * (c.factor(k) * scale if folded else scale), 2)
+    if softcap:
+        s = c.tanh(c.roundings(s * (1 / softcap), 1), "tanhf", "sigmoid") * softcap
+    seen = lengths[request] - q_lengths[request] + place + 1.0 if causal else lengths[request]
+    s = c.where(c.places(s) < seen, s, -math.inf)
+    if window:
+        s = c.where(c.places(s) >= seen - float(window), s, -math.inf)
+    m = c.largest(s)
+    if sinks is not None:
+        sink = c.unsqueezed(sinks)
+        m = c.maximum(m, sink)
+    d = c.roundings(s - m, 4, abs(s) + abs(m))
+    forms = ("expf", "exp2", "polynomial") if exponential == "any" else ()
+    exact = c.rescaled(c.exp(d, *forms), d, m)
+    rounded = c.weights(exact, d, q.dtype if dtype == "input" else dtype)
+    sums = {"exact": c.sum(exact), "rounded": c.sum(rounded)}
+    total = c.any_of(*sums.values()) if sum_of == "any" else sums[sum_of]
+    if sinks is not None:
+        total = total + c.exp(c.roundings(sink - m, 4, abs(sink) + abs(m)), *forms)
+    narrow = dtype in ("any", "e4m3", "e5m2")
+    y = c.weighted_sum(rounded, values, request, head, lengths, narrow=narrow) / total
+    y = c.float32(c.cast(y, q.dtype)) if output == "two" else y
+    y = c.roundings(y * c.factor(v), 2) if folded else y
+    return {"output": c.cast(y, q.dtype), "lse": c.squeezed(_lse(m, total, base))}
 
 
 def _lse(m, total, base):

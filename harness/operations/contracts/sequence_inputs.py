@@ -111,16 +111,18 @@ class _Rule:
     """Code of the cells that no token has."""
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
     pinned: bool = False
+    sinks: float = 0.0
+    """Deviation of the logits without a token. 0: they are 0, as the largest logit of a row."""
 
 
 RULES: Mapping[str, _Rule] = {
-    "normal": _Rule(),
+    "normal": _Rule(sinks=1.0),
     "one-hot": _Rule(_one_hot, tells_cell=True),
     "one-hot-ends": _Rule(_ends, tells_cell=True, unused=_LOWEST),
     "two-level": _Rule(_two_level),
     "geometric": _Rule(_geometric, whole=True),
     "equal": _Rule(_equal, unused=_LOWEST, lengths=_power_lengths),
-    "pinned": _Rule(pinned=True),
+    "pinned": _Rule(pinned=True, sinks=1.0),
     "nan-pages": _Rule(_equal, lengths=_page_lengths),
 }
 """Rules by the names of `narrowgauge.harness.cases.families.SEQUENCES`."""
@@ -142,6 +144,7 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     found = {a.name: torch.full((1,), 2.0 ** (draw.index(4) - 1)) for a in program.arguments if a.kind == "Scale"}
     for number, scale in enumerate(found.values()):  # neighbours differ
         scale.mul_(4.0**number)
+    found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
     own = _split(draw, rows, requests, most * page)
     of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
     found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}

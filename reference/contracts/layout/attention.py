@@ -30,6 +30,8 @@ _EXPONENTIAL = 5 * UNIT
 _POWER = 2.0**-14
 """Distance from an integer, in base 2, up to which a factor counts as a power of two: less than half of the distance
 from a power of two to the next tie of float16."""
+_LAG = 8 * math.log(2)
+"""How far a maximum may lag behind, in base e: FlashAttention-4, flash_attn/cute/softmax.py at 0251105."""
 _TINY = 2.0**-100
 """A weight from which a sum of others does not round: it moves the sum by its own size at most."""
 
@@ -210,7 +212,8 @@ def rescaled(p: Interval, d: Interval, m: Interval) -> Interval:
 
 
 def weights(p: Interval, d: Interval, to: str) -> Interval:
-    """Weights rounded to a dtype, under every factor f that the maximum of some tiles gives."""
+    """Weights rounded to a dtype, under every factor f that the maximum of some tiles gives. Factors that are powers of
+    two change no bit but those of subnormal numbers."""
     if to == "float32":
         return p
     names = [to] if to != "any" else list(WEIGHTS)
@@ -218,8 +221,10 @@ def weights(p: Interval, d: Interval, to: str) -> Interval:
     near = high > _FAR
     powers = [torch.where(near, end, 0.0) / math.log(2) for end in (low, high)]
     whole = powers[1].round()
-    exact = ((powers[0] - whole).abs() < _POWER) & ((powers[1] - whole).abs() < _POWER)
-    exact = (exact | ~near).all(-1, keepdim=True)
+    odd = ((powers[0] - whole).abs() >= _POWER) | ((powers[1] - whole).abs() >= _POWER)
+    # A key is rounded under a maximum that is at most `_LAG` below that of its tile.
+    reached = torch.where(odd & near, high, -math.inf).amax(-1, keepdim=True)
+    exact = (reached < low - _LAG).repeat_interleave(TILE, -1)[..., : p.shape[-1]]
     ends = []
     for name in names:
         weight = WEIGHTS[name]

@@ -120,7 +120,8 @@ class Evidence:
         strong = part.wrong & far
         self.wrong += int(part.wrong.count_nonzero())
         self.strong += int(strong.count_nonzero())
-        by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
+        rows = strong.shape[:-1].numel() if strong.dim() > 2 else strong.shape[:1].numel()
+        by_row = strong.reshape(rows, -1).any(1) if strong.dim() else strong.reshape(1)
         self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
         self.share += float(part.wrong.float().mean())
         self.distance += float(distance.double().add_(1).log2_().mean())

@@ -57,9 +57,13 @@ class Attention:
     """Whether splits are merged by their log-sum-exps, else by their sums and maxima."""
     rounded_keys: bool = False
 
+    def attention_sinks(self, q, cache, pages, lengths, q_lengths, sinks, recipe, **options):
+        return self.attention(q, cache, pages, lengths, q_lengths, recipe, sinks=sinks, **options)
+
     def attention(
-        self, q, cache, pages, lengths, q_lengths, recipe, *, k_scale=None, v_scale=None, scale=SCALE, causal=True
-    ):
+        self, q, cache, pages, lengths, q_lengths, recipe, *, k_scale=None, v_scale=None, scale=SCALE, causal=True,
+        window=0, softcap=0.0, sinks=None,
+    ):  # fmt: skip
         first = (q_lengths.cumsum(0) - q_lengths).tolist()
         out = torch.zeros(*q.shape[:2], cache.values.shape[3], dtype=q.dtype)
         lse = torch.zeros(q.shape[:2])
@@ -78,8 +82,12 @@ class Attention:
                     of = self.kv_head(head, q.shape[1], k.shape[1])
                     x = q[self.row(first[request] + row, len(q)), head].to(self.dtype)
                     s = (k[:, of] @ x) * (k_factor * self.factor(scale, len(x)) * math.log2(math.e))
-                    s = self.masked(s, seen)
-                    o, total, m = self.weighted(s, v[:, self.value_head(of, v.shape[1])])
+                    s = self.capped(s, softcap)
+                    begin = self.begin(seen, window)
+                    s, own = self.masked(s, seen)[begin:], v[begin:]
+                    o, total, m = self.weighted(s, own[:, self.value_head(of, v.shape[1])])
+                    if sinks is not None:
+                        total = self.with_sink(total, m, sinks[head].to(self.dtype) * math.log2(math.e))
                     out[first[request] + row, head] = self.result(o, total, v_factor).to(q.dtype)
                     lse[first[request] + row, head] = (m + torch.log2(total)) * math.log(2)
         return out, lse
@@ -123,6 +131,14 @@ class Attention:
     def masked(self, s, seen):
         return s[:seen]
 
+    def begin(self, seen, window):
+        return max(0, seen - window) if window else 0
+
+    def capped(self, s, softcap):
+        if not softcap:
+            return s
+        return torch.tanh(s * math.log(2) / softcap) * softcap * math.log2(math.e)
+
     # ---- softmax -----------------------------------------------------------------------------------------------------
 
     def weighted(self, s, v):
@@ -146,6 +162,9 @@ class Attention:
             total = total + (rounded if self.rounded_sum else p).sum()
             m = new
         return o, total, m
+
+    def with_sink(self, total, m, sink):
+        return total + torch.exp2(sink - m)
 
     def to_p(self, p):
         power = POWERS.get(self.p, 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge
-from narrowgauge.contracts.attention import attention
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
@@ -28,19 +28,23 @@ TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
 
 
 @cached
-def program(dtype: str = "bfloat16", **options: Any) -> Program:
-    dtypes = {name: kind.dtypes[0] for name, (kind, _) in attention.tensors.items()}
-    return attention.trace({**dtypes, "q": dtype}, {"recipe": RECIPE}, options)
+def program(dtype: str = "bfloat16", contract: str = "attention", **options: Any) -> Program:
+    dtypes = {name: kind.dtypes[0] for name, (kind, _) in CONTRACTS[contract].tensors.items()}
+    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": RECIPE}, options)
 
 
 @cached
-def inputs(family: str, dtype: str = "bfloat16", shape: tuple[int, ...] = SHAPE) -> dict[str, torch.Tensor]:
-    return contract_inputs(program(dtype), dict(zip(NAMES, shape, strict=True)), family, Draw(""))
+def inputs(
+    family: str, dtype: str = "bfloat16", shape: tuple[int, ...] = SHAPE, contract: str = "attention", **options: Any
+) -> dict[str, torch.Tensor]:
+    steps = program(dtype, contract, **options)
+    return contract_inputs(steps, dict(zip(NAMES, shape, strict=True)), family, Draw(""))
 
 
 def run(kernel: Attention, given: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
     held = Cache(given["cache.keys"], given["cache.values"], None, None, find_recipe(RECIPE), "nhd", 16)
     pages, lengths, q_lengths, k_scale, v_scale = (given[name] for name in TENSORS)
+    options |= {"sinks": given["sinks"]} if "sinks" in given else {}
     found = kernel.attention(
         given["q"], held, pages, lengths, q_lengths, find_recipe(RECIPE), k_scale=k_scale, v_scale=v_scale, **options
     )
@@ -74,6 +78,25 @@ def test_no_right_kernel_fails(family: str) -> None:
         for part, result in run(kernel, given).items():
             judgement = judge_range(result, ends[part].low, ends[part].high, ends[part].nan)
             assert not judgement.wrong.any(), (name, part)
+
+
+OPTIONS = (
+    {"window": 5}, {"window": 17, "causal": False}, {"softcap": 20.0}, {"contract": "attention-sinks"},
+    {"contract": "attention-sinks", "window": 20},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("family", [name for name in RULES if name != "geometric"])
+def test_options_of_right_kernels(family: str, options: dict[str, Any]) -> None:
+    given = inputs(family, shape=SHARED, **options)
+    passed = {name: value for name, value in options.items() if name != "contract"}
+    for name in ("plain", "lag 8, bf16", "polynomial, bf16, splits", "e4m3"):
+        for part, judgement in judged(program(**options), given, run(RIGHT[name], given, **passed)):
+            assert not judgement.wrong.any(), (name, part)
+            # Under a soft cap no weight vanishes, and 8-bit weights are undetermined.
+            told = part == "lse" or RULES[family].logits is None or "softcap" in options
+            assert told or judgement.determined >= 0.8 * judgement.actual.numel()
 
 
 @pytest.mark.parametrize("family", [name for name, rule in RULES.items() if rule.logits is not None])
