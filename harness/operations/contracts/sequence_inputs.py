@@ -141,9 +141,8 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     rule, kinds = RULES[family], {argument.kind: argument for argument in program.arguments}
     q, table, lengths, q_lengths = (kinds[kind] for kind in ("Heads", "Pages", "Lengths", "QueryLengths"))
     rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
-    found = {a.name: torch.full((1,), 2.0 ** (draw.index(4) - 1)) for a in program.arguments if a.kind == "Scale"}
-    for number, scale in enumerate(found.values()):  # neighbours differ
-        scale.mul_(4.0**number)
+    power, scales = draw.index(4), [a.name for a in program.arguments if a.kind == "Scale"]
+    found = {name: torch.full((1,), 2.0 ** (power - 3 * number)) for number, name in enumerate(scales)}
     found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
     own = _split(draw, rows, requests, most * page)
     of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
