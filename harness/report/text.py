@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.harness.cases.operations import case_from_labels
@@ -35,8 +36,10 @@ def _stages(operation: str, recipe: str, dtype: str, inputs: str, flags: str, ra
 
 def expected_stages(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Stages that a kernel can report of the case of a record."""
-    names = ("operation", "recipe", "dtype", "inputs", "flags")
-    return _stages(*(record[name] for name in names), len(record["shape"].split("x")))
+    return _stages(*_labels_of(record), record["shape"].count("x") + 1)
+
+
+_labels_of = itemgetter("operation", "recipe", "dtype", "inputs", "flags")
 
 
 GLYPHS = {
@@ -155,18 +158,27 @@ def not_compared(records: list[dict[str, Any]]) -> str:
     cases: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     stages: Counter[tuple[str, str]] = Counter()
+    complete: set[tuple[Any, ...]] = set()
+    """Labels and stages of records whose stages were all compared: most records have those of another."""
     for record in records:
         if record["verdict"] not in ("pass", "fail"):
             cases[record["verdict"]] += 1
             if record["verdict"] == "unsupported" and record["message"]:
                 reasons[record["message"]] += 1
             continue
-        empty = "0" in record["shape"].split("x")  # a stage of an empty result compares nothing
+        shape, names = record["shape"], tuple([entry["stage"] for entry in record["stages"]])
+        empty = "0" in shape and "0" in shape.split("x")  # a stage of an empty result compares nothing
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
+        key = (*_labels_of(record), shape.count("x"), names)
+        all_compared = empty or 0 not in [entry["compared"] for entry in record["stages"]]
+        if all_compared and key in complete:
+            continue
         shown = {entry["stage"] for entry in record["stages"] if empty or entry["compared"]}
         expected = expected_stages(record)
-        if len(shown) < len(record["stages"]) or not shown.issuperset(expected):
+        if all_compared and shown.issuperset(expected):
+            complete.add(key)
+        else:
             for stage in dict.fromkeys([*expected, *(entry["stage"] for entry in record["stages"])]):
                 if stage not in shown:
                     stages[record["operation"], stage] += 1
