@@ -21,6 +21,7 @@ def own_contracts_forgotten():
     OPERATIONS.let_go()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     kernel = getattr(Kernels(), name.replace("-", "_"))
