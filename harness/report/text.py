@@ -213,6 +213,11 @@ def note_counts(records: Iterable[dict[str, Any]]) -> str:
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
 
 
+def remarks(records: list[dict[str, Any]]) -> list[str]:
+    """Sentences below the verdict: what was not compared, and the number of notes if there are any."""
+    return list(filter(None, [not_compared(records), note_counts(records)]))
+
+
 OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)
 """Causes whose sentences say how the failure depends on earlier cases."""
 
