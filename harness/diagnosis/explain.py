@@ -67,7 +67,8 @@ def _deviations(
 ) -> list[Explanation]:
     """Deviations that give the kernel's bytes of a wrong stage."""
     found = explain_quantize(outcome, wrong_stage, history, limit, further)
-    found += explain_fused_output(outcome, wrong_stage)
+    if not any(each.exact for each in found):
+        found += explain_fused_output(outcome, wrong_stage, limit)
     found += explain_gemm(outcome, wrong_stage, history, limit)
     found += _known_mistakes(outcome, wrong_stage, history, limit)
     found += explain_formula(outcome, wrong_stage, limit)
