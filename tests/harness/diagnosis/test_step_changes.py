@@ -167,3 +167,25 @@ def test_a_wrong_product_in_a_fused_kernel(cause: str, make: Change, out_recipe:
     assert record.verdict == "fail"
     assert record.stage.startswith("fused.")
     assert cause in [entry["cause"] for entry in record.explanations if entry["exact"]], record.explanations
+
+
+def test_other_inputs_refute_a_cause_of_a_product() -> None:
+    """A kernel with one mistake for some inputs, and with another for others, has no exact cause."""
+
+    def of_inputs(a: Any, b: Any, *, out_dtype: Any, c: Any, bias: Any) -> torch.Tensor:
+        spread = decoded(a).abs().max() / decoded(a).abs().median()
+        addends = {"c": c} if spread > 12 else {"bias": bias}
+        return reference.gemm(a, b, out_dtype=out_dtype, **addends)
+
+    def first_of(gemm: Callable[..., torch.Tensor], inputs: str) -> dict[str, Any]:
+        case = case_from_labels("gemm", "mxfp8-e4m3", (32, 128, 48), "bf16xbf16-bf16", inputs, ("accumulate", "bias"))
+        doors = {"quantize": reference.quantize, "gemm": gemm}
+        return run_case(case, backend(**doors, declares={"gemm": "tree"})).explanations[0]
+
+    found = first_of(of_inputs, "normal")
+    assert (found["cause"], found["exact"]) == ("c-ignored", False)
+    assert found["sentence"].endswith("does not give the bytes of inputs rounding")
+    always = first_of(
+        lambda a, b, *, out_dtype, c, bias: reference.gemm(a, b, out_dtype=out_dtype, bias=bias), "normal"
+    )
+    assert (always["cause"], always["exact"]) == ("c-ignored", True)
