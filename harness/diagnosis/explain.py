@@ -22,7 +22,7 @@ from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYT
 
 VARIATIONS = frozenset({"order-of-threads", "not-repeatable"})
 """Observed causes that are symptoms: a kernel with a wrong step may vary too."""
-_FURTHER = ("normal", "rounding", "uniform", "outliers", "lattice")
+_FURTHER = ("normal", "uniform", "outliers", "lattice", "rounding")
 """Families on which an exact cause of a product or formula gives the bytes too: the first that shows the mistake."""
 _RUN = 1 << 21
 """Work of a run and a judgement on further inputs."""
@@ -112,9 +112,9 @@ def _confirmed(
         there = _other_deviations(outcome, wrong, SearchHistory(), limit)
         if limit.note:
             break
-        given = {each.cause for each in there if gives_every_byte(each.to_dict())}
-        history.confirmed.update(each.cause for each in exact if each.cause in given)
-        refuted = [each for each in exact if each.cause not in given]
+        given = {_kind(each.cause) for each in there if gives_every_byte(each.to_dict())}
+        history.confirmed.update(each.cause for each in exact if _kind(each.cause) in given)
+        refuted = [each for each in exact if _kind(each.cause) not in given]
         kept = [each for each in explanations if each not in refuted]
         if any(each.exact for each in kept):
             return kept
@@ -124,6 +124,11 @@ def _confirmed(
             for each in explanations
         ]
     return explanations
+
+
+def _kind(cause: str) -> str:
+    """The cause without its variable part: a range of columns follows from the inputs."""
+    return cause.partition(":")[0]
 
 
 def _subject(stage: str) -> str:

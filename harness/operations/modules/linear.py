@@ -257,9 +257,15 @@ class LinearStages:
 
     # ---- delayed scaling -------------------------------------------------------------------------------------------
 
-    def end_forward(self) -> None:
-        """Move the state of input and weight. Judge it after a probe, which has no backward."""
+    def end_forward(self, *, recorded: bool = False) -> None:
+        """Move the state of input and weight. Judge it after a probe, which has no backward.
+
+        `recorded`: another forward follows in the same autocast, so that the amaxes are recorded and nothing else.
+        """
         if not self._training.history:
+            return
+        if recorded:
+            self.delayed.forward = self._recorded(0, self._at_forward, PRODUCTS["y"])
             return
         before, expected = self._at_forward, self._updated(0, self._at_forward, PRODUCTS["y"], self._training.input)
         self._forward = expected
@@ -277,8 +283,13 @@ class LinearStages:
             self._judge_states(found[-1], Delayed(before if kept else expected, grad), Delayed(before, grad))
             return
         self.delayed.forward = expected
-        if self.plan.use.startswith("pending") and len(found) > 1:  # the first report is that of the forward
+        if self.plan.pending and len(found) > 1:  # the first report is that of the forward
             self._reported_forward = self.delayed.forward = found[0][0]
+
+    def share_forward(self, last: LinearStages) -> None:
+        """Take the state of input and weight after the last forward of the autocast for that after this forward."""
+        self._forward, self._reported_forward = last._forward, last._reported_forward
+        self._given |= {number: given for number, given in last._given.items() if number == 0}
 
     def end(self) -> None:
         """Move the state of the gradient, and judge history and scales after the step."""
@@ -288,7 +299,7 @@ class LinearStages:
         before = self.delayed.grad
         expected = self._updated(1, before, [row if self._operands.get(row) else column], self._training.grad)
         found, forward = self._reported_states(), self._forward
-        pending = self.plan.use.startswith("pending")
+        pending = self.plan.pending
         self.delayed.grad = expected
         if not found or forward is None or expected is None or self._at_forward is None:
             self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
@@ -341,6 +352,11 @@ class LinearStages:
     def _updated(self, number: int, state: State | None, operands: Sequence[Operand], recipe: Recipe) -> State | None:
         """The state after an update, by number, of the amaxes of the module's own operands; None where one is
         unknown."""
+        recorded = self._recorded(number, state, operands)
+        return None if recorded is None else reference.update_scale(*recorded, recipe)
+
+    def _recorded(self, number: int, state: State | None, operands: Sequence[Operand]) -> State | None:
+        """The state with the amaxes of the module's own operands in the first row; None where one is unknown."""
         if state is None:
             return None
         history, scale = (tensor.clone() for tensor in state)
@@ -355,7 +371,7 @@ class LinearStages:
             of_sections.append(torch.stack([torch.maximum(before, amax) for amax in amaxes]))
         together = torch.stack(of_sections, 1) if len({len(column) for column in of_sections}) == 1 else history[:1]
         self._given[number] = history.clone(), scale.clone(), together
-        return reference.update_scale(history, scale, recipe)
+        return history, scale
 
     # ---- operands --------------------------------------------------------------------------------------------------
 
@@ -637,7 +653,7 @@ class LinearStages:
 
     def _unknown(self, name: str) -> bool:
         """Whether nobody knows the gradient of this step alone: of pending steps that the module does not report."""
-        return self.plan.use.startswith("pending") and self.layer.prefix + name not in self.step.seen
+        return self.plan.pending and self.layer.prefix + name not in self.step.seen
 
     def _each(self, name: str) -> list[Any]:
         """A gradient of every section, None of those that have none."""

@@ -68,9 +68,13 @@ class NormStages:
             )  # fmt: skip
         return found
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, recorded: bool = False) -> None:
         """`LinearStages.end_forward` of the layer."""
-        self.linear.end_forward()
+        self.linear.end_forward(recorded=recorded)
+
+    def share_forward(self, last: NormStages) -> None:
+        """`LinearStages.share_forward` of the layer."""
+        self.linear.share_forward(last.linear)
 
     def end(self) -> None:
         """Judge the end of the step, as the layer itself does."""

@@ -77,14 +77,23 @@ class TransformerStages:
             else self._between("dx", residual_sum, dh, inner, wrong="residual", others={})
         )
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, recorded: bool = False) -> None:
         """`LinearStages.end_forward` of every layer."""
-        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
-            layer.end_forward()
+        for layer in self._layers:
+            layer.end_forward(recorded=recorded)
+
+    def share_forward(self, last: TransformerStages) -> None:
+        """`LinearStages.share_forward` of every layer."""
+        for layer, other in zip(self._layers, last._layers, strict=True):
+            layer.share_forward(other)
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [self.qkv, self.proj, self.fc1, self.fc2]
 
     def end(self) -> None:
         """Judge the end of the step of every layer."""
-        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
+        for layer in self._layers:
             layer.end()
 
     def _between(

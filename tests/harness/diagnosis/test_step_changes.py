@@ -184,7 +184,7 @@ def test_other_inputs_refute_a_cause_of_a_product() -> None:
 
     found = first_of(of_inputs, "normal")
     assert (found["cause"], found["exact"]) == ("c-ignored", False)
-    assert found["sentence"].endswith("does not give the bytes of inputs rounding")
+    assert found["sentence"].endswith("does not give the bytes of inputs uniform")
     always = first_of(
         lambda a, b, *, out_dtype, c, bias: reference.gemm(a, b, out_dtype=out_dtype, bias=bias), "normal"
     )
