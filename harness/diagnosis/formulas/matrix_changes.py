@@ -89,6 +89,13 @@ def _rounded(dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
     return m.to(dtype).to(m.dtype)
 
 
+PLACE_CHANGES: tuple[Deviation[Extents], ...] = (
+    Deviation("rows-of-other", "every row of {of} is {0}", "matrix", lambda places, m: _placed(0, places, m),
+              _row_places, lambda of: of.rows > 1),
+    Deviation("columns-of-other", "every column of {of} is {0}", "matrix", lambda places, m: _placed(1, places, m),
+              _PLACES, lambda of: of.columns > 1),
+)  # fmt: skip
+"""Rows and columns of another place. The sentence has {of} for the matrix."""
 MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
     Deviation("matrix-zero", "{of} is taken to be 0", "matrix", torch.zeros_like),
     Deviation("matrix-negated", "{of} has the other sign", "matrix", torch.neg),
@@ -96,10 +103,7 @@ MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
               lambda of: _ranges(of.rows, of.batch)),
     Deviation("columns-zero:{}", "{of} is taken to be 0 in columns {0}", "matrix",
               lambda part, m: _without(1, part, m), lambda of: _ranges(of.columns)),
-    Deviation("rows-of-other", "every row of {of} is {0}", "matrix", lambda places, m: _placed(0, places, m),
-              _row_places, lambda of: of.rows > 1),
-    Deviation("columns-of-other", "every column of {of} is {0}", "matrix", lambda places, m: _placed(1, places, m),
-              _PLACES, lambda of: of.columns > 1),
+    *PLACE_CHANGES,
     Deviation("matrix-transposed", "{of} is read as if it were transposed", "matrix", _transposed),
     Deviation("matrix-through-{}", "{of} is rounded to {}", "matrix", _rounded, NARROW),
 )  # fmt: skip

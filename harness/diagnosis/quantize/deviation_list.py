@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import changed_step_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
     CODES_ZERO,
     ROUNDINGS,
@@ -65,6 +66,7 @@ def list_deviations(
     return [
         *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
         *(deviation for deviation in step_deviations if deviation.implausible), *dialect_deviations(recipe),
+        *changed_step_deviations(matrices[0]),
     ]  # fmt: skip
 
 
