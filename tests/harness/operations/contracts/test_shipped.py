@@ -21,7 +21,7 @@ def own_contracts_forgotten():
     OPERATIONS.let_go()
 
 
-@pytest.mark.parametrize("name", CONTRACTS)
+@pytest.mark.parametrize("name", [n for n, one in CONTRACTS.items() if "cache" not in one.tensors])
 def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     kernel = getattr(Kernels(), name.replace("-", "_"))
     default = next(iter(CONTRACTS[name].recipes.values()), None)
