@@ -129,6 +129,13 @@ class Heads(Argument):
     own_axes = ("queries", "q_heads", "dim")
 
 
+class Sinks(Argument):
+    """A logit of each head without a token: float32 (q_heads,)."""
+
+    own_axes = ("q_heads",)
+    dtypes = ("float32",)
+
+
 class Cache(Argument):
     """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
     page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
@@ -147,7 +154,8 @@ class Bits(Argument):
 
 
 TYPES = (
-    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Cache,
+    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Sinks,
+    Cache,
 )  # fmt: skip
 """Types of tensors."""
 

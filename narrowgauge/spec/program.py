@@ -32,9 +32,10 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
-SEGMENTS, SCORES, WEIGHTED = SEQUENCES = ("segments", "scores", "weighted")
+SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
-the products of each row with the tokens of its request; and the sums of the tokens of its request with weights."""
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
+sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
 PLACES = "places"
 """The step that gives 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"
@@ -44,8 +45,8 @@ WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
 """Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
 TILE = 16
 """Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
-SQUEEZED = "squeezed"
-"""The step that leaves out a last axis of one element."""
+SQUEEZED, UNSQUEEZED = "squeezed", "unsqueezed"
+"""The steps that leave out and that add a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")

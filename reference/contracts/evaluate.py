@@ -31,8 +31,16 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
-from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, given_scale, judge_stored, read_rows
+from narrowgauge.reference.contracts.layout.pages import (
+    Stored,
+    check_slots,
+    given_scale,
+    judge_stored,
+    read_rows,
+    slots,
+)
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -55,11 +63,13 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HEADS,
     JOINED,
     OF_HEADS,
     ONCE,
     PLACES,
     READ,
+    RENUMBERED,
     RESCALED,
     ROTATED,
     SCORES,
@@ -67,6 +77,7 @@ from narrowgauge.spec.program import (
     SQUEEZED,
     TAKE,
     TRANSPOSED,
+    UNSQUEEZED,
     WEIGHTED,
     WEIGHTS,
     WRITTEN,
@@ -700,7 +711,18 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 
 
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
-    return attention.segments(_index(evaluation, step.operands[0]), **step.options)
+    lengths, rows = step.operands
+    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+
+
+def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
+
+
+def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
+    q, lengths, k = step.operands
+    rows = evaluation.values[k].shape[0]
+    return attention.shared_heads(evaluation.values[q], _index(evaluation, lengths), rows, **step.options)
 
 
 def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
@@ -708,8 +730,7 @@ def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Ste
 
     def found(evaluation: Evaluation, step: Step) -> Interval:
         rows, tokens = (evaluation.values[number] for number in step.operands[:2])
-        request, lengths = (_index(evaluation, number).flatten() for number in step.operands[2:])
-        return function(rows, tokens, request, lengths, **step.options)
+        return function(rows, tokens, *(_index(evaluation, n).flatten() for n in step.operands[2:]), **step.options)
 
     return found
 
@@ -843,10 +864,11 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
-    SEGMENTS: _segments, PLACES: _plain(attention.places),
+    SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
+    UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
@@ -860,7 +882,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
     "largest": _reduced(sums.largest), "merged": _plain(sums.merged),
-    **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
+    **{name: _plain(function) for name, function in {**CHANGED_STEPS, **CHANGED_ATTENTION}.items()},
+    RENUMBERED: _renumbered,
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

@@ -50,6 +50,10 @@ def slots(program: Program, tensors: Tensors, number: int) -> torch.Tensor:
         return slots_of(pages, lengths, page_sizes(program, tensors).page)
     if step.function == RENUMBERED:
         right, to = slots(program, tensors, step.operands[0]), step.options["to"]
+        if isinstance(to, str) and to in OTHER_LENGTHS:
+            pages = next(tensors[argument.name] for argument in program.arguments if argument.kind == "Pages")
+            sizes = page_sizes(program, tensors)
+            return OTHER_LENGTHS[to][1](right, sizes).clamp(max=pages.shape[1] * sizes.page)
         if isinstance(to, str):
             return OTHER_SLOTS[to][1](right, page_sizes(program, tensors))
         found = right.clone()
@@ -341,3 +345,14 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
                    lambda index, sizes: _behind(index, sizes, index[:1])),
 }  # fmt: skip
 """Wrong slots, with a sentence."""
+
+
+OTHER_LENGTHS: Mapping[str, tuple[str, Renumber]] = {
+    "one-more": ("{} has one token more", lambda index, sizes: index + 1),
+    "one-less": ("{} has one token less", lambda index, sizes: (index - 1).clamp(min=1)),
+    "whole-pages": ("{} is rounded up to whole pages", lambda index, sizes: -(-index // sizes.page) * sizes.page),
+    "full-pages": ("{} is rounded down to whole pages",
+                   lambda index, sizes: torch.where(index < sizes.page, index, index // sizes.page * sizes.page)),
+    "one-page-less": ("{} has one page less", lambda index, sizes: (index - sizes.page).clamp(min=1)),
+}  # fmt: skip
+"""Wrong lengths of requests, with a sentence."""

@@ -6,6 +6,7 @@ one. It may run over several values, such as the dtypes of a rounding.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
-from narrowgauge.reference.contracts.layout.pages import OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
+from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     CODES,
@@ -31,14 +33,20 @@ from narrowgauge.spec.program import (
     FACTOR,
     GEMM,
     HALF,
+    HEADS,
     INDEX,
     INTEGERS,
     JOINED,
     QUANTIZE,
     READ,
     RENUMBERED,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
     SLOTS,
+    WEIGHTED,
+    WEIGHTS,
     WRITTEN,
     Program,
     Tensor,
@@ -228,7 +236,9 @@ def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Va
 
 
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """Elements of a row, or of a column, that a sum may take alone."""
+    """Elements of a row, or of a column, that a sum may take alone. Of the keys of a request see `_left_out_keys`."""
+    if site.a.axes[-1:] == ("keys",):
+        return []
     row = "column" if site.step.across_rows else "row"
     found: list[tuple[str, str, tuple[float, float | None, int]]] = []
     for count in _LEFT_OUT:
@@ -394,6 +404,83 @@ def _stored_scales(site: Site) -> list[tuple[str, str, OtherRow]]:
 
 def _other_half(site: Site) -> list[str]:
     return [half for half in HALVES if half != site.option("half")]
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+_TILES = (16, 32, 64, 128)
+_SPLITS = (2, 3, 4, 5, 7, 8)
+_INDEX_NAMES = {SEGMENTS: "request", HEADS: "head"}
+_KEYS = 64
+"""Keys of which each may be left out alone."""
+_INDICES = 4
+"""Numbers of an index of which each may be taken in place of each other."""
+
+
+def _other_indices(site: Site) -> list[tuple[str, str, str]]:
+    """Other numbers of an index, by a rule."""
+    name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
+    return [] if name is None else [(to, phrase.format(name), to) for to, (phrase, _) in OTHER_INDICES.items()]
+
+
+def _single_indices(site: Site) -> list[tuple[str, str, tuple[int, int]]]:
+    """One number of an index in place of another."""
+    name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
+    pairs = itertools.permutations(range(_INDICES), 2) if name else ()
+    return [(f"{other}-for-{right}", f"{name} {other} is read for {name} {right}", (right, other))
+            for right, other in pairs]  # fmt: skip
+
+
+def _left_out_keys(site: Site) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Keys that a mask may leave out, of logits that are −∞ where it does."""
+    if site.operands[2].step.options.get("value") != -math.inf:
+        return []
+    found: list[tuple[str, str, tuple[Any, ...]]] = []
+    for count in (1, *_LEFT_OUT[1:]):
+        keys = f"{count} keys" if count > 1 else "key"
+        found += [(f"last-{count}", f"the last {keys} of a row", ("last", count)),
+                  (f"first-{count}", f"the first {keys} of a row", ("first", count))]  # fmt: skip
+    for size in _TILES:
+        found += [(f"last-tile-{size}", f"the last tile of {size} keys", ("tile", size, -1)),
+                  (f"from-tile-{size}", f"the first key of each tile of {size} but the first", ("border", size, 0)),
+                  (f"to-tile-{size}", f"the last key of each tile of {size}", ("border", size, -1))]  # fmt: skip
+    for splits in _SPLITS:
+        found += [
+            (f"split-{number}-of-{splits}", f"split {number} of {splits}", ("split", splits, number))
+            for number in (range(splits) if splits < 4 else (0, splits - 1))
+        ]
+    for size, number in itertools.product(_TILES[:1], range(1, 8)):
+        keys = f"keys {number * size} to {number * size + size - 1}"
+        found.append((f"tile-{number}-of-{size}", keys, ("tile", size, number)))
+    return [*found, *((f"key-{key}", f"key {key}", ("key", key)) for key in range(_KEYS))]
+
+
+def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
+    """Masks that end a few keys, or tiles, before or behind the right one."""
+    if not any(step.function == SCORES for step in site.editor.program.steps):
+        return []
+    moves = (1, -1, 2, -2, 15, -15, 16, -16, 32, -32)
+    return [(str(by), f"{abs(by)} {'more' if by > 0 else 'fewer'}", float(by)) for by in moves]
+
+
+def _not_rescaled(site: Site, tile: int) -> Value | None:
+    """A sum of weights that are not rescaled when the maximum grows."""
+    step = next((s for s in site.editor.program.steps if s.function == WEIGHTS), None)
+    if step is None or site.a.step.function not in (WEIGHTS, RESCALED):
+        return None
+    d = Value(site.editor, step.operands[1])
+    return site.changed_operand(site.made("of_running", site.a, d, tile=tile))
+
+
+def _of_splits(site: Site, splits: int) -> Value | None:
+    return site.changed_operand(site.made("averaged", site.a, splits=splits))
+
+
+def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
+    """Wrong lengths of an argument that says how many tokens are read."""
+    users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    read = SLOTS in users and len(site.step.axes) == 1
+    return [(to, phrase.format(site.option("name"))) for to, (phrase, _) in OTHER_LENGTHS.items()] if read else []
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
@@ -611,6 +698,20 @@ ROWS: tuple[Row, ...] = (
     Row((FACTOR, GEMM), "in", "{self} is rounded to {v}", _narrowed, lambda s: _NARROW),
     Row((FACTOR,), "inverted", "{self} is inverted", lambda s, _: 1.0 / s.old),
     Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_some_of_operand(s, v[2])), _slices),
+    # sequences
+    Row((SEGMENTS, HEADS), "of", "{v} is read in place of the right one", lambda s, v: s.changed(to=v[2]),
+        _other_indices, apart=True),
+    Row((SEGMENTS, HEADS), "of", "{v}", lambda s, v: s.changed(to=v[2]), _single_indices),
+    Row(("argument",), "length", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _lengths_of_tokens),
+    Row(("where",), "leaves-out", "{v} is left out", lambda s, v: s.made("left_out", s.old, keys=v[2]),
+        _left_out_keys),
+    Row(("compare",), "moved", "rows see {v} keys than they do", lambda s, v: s.changed_second(s.b + v[2]),
+        _moved_masks),
+    Row((WEIGHTED, "sum"), "not-rescaled",
+        "the sum of {self} is not rescaled when the maximum of tiles of {v} keys grows", _not_rescaled,
+        lambda s: _TILES),
+    Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
     Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
         lambda s: _NARROW),
 )  # fmt: skip

@@ -214,6 +214,11 @@ class Site:
         operands = (value, *self.operands[1:])
         return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
 
+    def changed_second(self, value: Value) -> Value:
+        """The step with another second operand."""
+        operands = (self.operands[0], value, *self.operands[2:])
+        return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
+
     def in_row(self, row: OtherRow) -> Value:
         """The value computed from other rows of the arguments: `reference.contracts.changed_steps.other_row`."""
         axis, known = self.step.axes[0], dict[int, Value]()

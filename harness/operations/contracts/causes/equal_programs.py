@@ -11,7 +11,7 @@ import torch
 from narrowgauge.reference.contracts.evaluate import Evaluation, evaluated, of_rows
 from narrowgauge.reference.contracts.interval import Interval, exactly
 from narrowgauge.reference.contracts.layout.pages import given_scale, slots
-from narrowgauge.spec.program import BITS, HALF, INDEX, READ, WRITTEN, Program
+from narrowgauge.spec.program import BITS, HALF, INDEX, READ, SCORES, WRITTEN, Program
 
 _SIZES = ((64, 144), (96, 112))
 """Rows and columns of the inputs: whole groups of a rotation. Two different sums may agree on one width."""
@@ -98,6 +98,8 @@ def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Inte
     evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
     found = []
     shown = set(program.outputs.values())
+    if any(step.function == SCORES for step in program.steps):  # a result is no matrix that is stored
+        return [evaluation.values[number] for number in sorted(shown)]
     for number, step in enumerate(program.steps):
         if step.function == HALF or step.dtype == INDEX:
             continue

@@ -42,7 +42,7 @@ def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[
             yield from _of_stored(program, tensors, number, parts[f"{name}.codes"], result)
         elif isinstance(result, torch.Tensor):
             reads = [n for n in program.cone(number) if program.steps[n].function == READ]
-            if len(reads) == 1:
+            if len(reads) == 1 and program.steps[reads[0]].axes == step.axes:
                 yield from _of_read(program, tensors, reads[0], parts[name], step)
 
 
