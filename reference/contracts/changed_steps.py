@@ -96,7 +96,8 @@ def other_row(x: torch.Tensor, row: OtherRow, shape: Mapping[str, int]) -> torch
     else:
         for right, other in change:
             index[right] = other
-    return x.unflatten(0, sizes).index_select(at, index).flatten(0, len(sizes) - 1)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = x.view(*sizes, *x.shape[1:]).index_select(at, index)
+    return found.view(x.shape)
 
 
 # ---- quantize --------------------------------------------------------------------------------------------------------
@@ -153,6 +154,9 @@ OTHER_SCALES: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] =
     "inverted": ("the given scale is inverted", torch.reciprocal),
     "left-out": ("the given scale is left out", torch.ones_like),
     "twice": ("the given scale is a factor twice", torch.square),
+    "first": ("the given scale is that of head 0", lambda scale: scale[:1].expand_as(scale)),
+    "next": ("the given scale is that of the next head", lambda scale: scale.roll(-1)),
+    "previous": ("the given scale is that of the previous head", lambda scale: scale.roll(1)),
     "in-bfloat16": ("the given scale is rounded to bfloat16", lambda scale: scale.bfloat16().float()),
     "in-float16": ("the given scale is rounded to float16", lambda scale: scale.half().float()),
 }

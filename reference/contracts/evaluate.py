@@ -65,6 +65,7 @@ from narrowgauge.spec.program import (
     GEMM,
     HEADS,
     JOINED,
+    OF_HEADS,
     ONCE,
     PLACES,
     READ,
@@ -477,7 +478,7 @@ def judge_output(
     rounding, view = changed_quantize(quantization.options)
     random = bits_of(program, quantization, tensors)
 
-    def judge(ends: Sequence[Ends], q: Quantized) -> Iterator[tuple[str, Part]]:
+    def judge(ends: Sequence[Ends], q: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
         if scale is not None and "given" in quantization.options and q.recipe.scale is FP32:
             q = replace(q, scales=block_scales(scale.view(1, 1), scale, q.recipe, ends[0].low.dtype))
         return judge_quantized(
@@ -485,7 +486,7 @@ def judge_output(
             flushes=program.flushes, random=random,
         )  # fmt: skip
 
-    parts = judge(ends, result) if isinstance(result, Quantized) else judge_stored(
+    parts = judge(ends, result, scale) if isinstance(result, Quantized) else judge_stored(
         program, step, ends, result, tensors, judge
     )  # fmt: skip
     for part, judgement in parts:
@@ -739,6 +740,14 @@ def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     return value.arranged(lambda t: _taken(evaluation, step, t))
 
 
+def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
+    """A number for each row, of one number for each head, or of one number."""
+    value: Interval = evaluation.values[step.operands[0]]
+    sizes = evaluation.program.sizes(evaluation.tensors)
+    tokens, heads = (sizes[part] for part in step.axes[0].split("*"))
+    return value.arranged(lambda t: t.expand(heads).repeat(tokens).unsqueeze(1))
+
+
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
     return i.constant(step.options["value"], evaluation.device)
 
@@ -863,7 +872,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    CODES: _codes, READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
+    OF_HEADS: _of_heads, CODES: _codes,
+    READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),

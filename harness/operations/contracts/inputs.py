@@ -216,6 +216,10 @@ def _number(want: _Wanted) -> torch.Tensor:
     return torch.full(want.shape, want.rule.number(want.draw))
 
 
+def _scales(want: _Wanted) -> torch.Tensor:
+    return torch.tensor([want.rule.number(want.draw) for _ in range(want.shape[0])], dtype=torch.float32)
+
+
 def _index(want: _Wanted) -> torch.Tensor:
     """Any rows in any order, with the last row first."""
     index = want.draw.below(want.rows, *want.shape).long()
@@ -272,7 +276,7 @@ def _cached(want: _Wanted) -> torch.Tensor:
 
 
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number,
+    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number, "Scales": _scales,
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
     "Cache": _cached,
 }  # fmt: skip

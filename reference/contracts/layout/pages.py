@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.reference.contracts.accepted import Ends, Part
-from narrowgauge.reference.contracts.changed_steps import OTHER_SCALES, other_row
+from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
+from narrowgauge.reference.contracts.changed_steps import OTHER_SCALES, OtherRow, other_row
 from narrowgauge.reference.quantize.scaling import block_scales
 from narrowgauge.spec.formats import BYTE
 from narrowgauge.spec.kv_cache import DATA, SCALES, part_name, single_slots, slots_of
@@ -17,6 +17,8 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 Tensors = Mapping[str, torch.Tensor]
+Judge = Callable[[Sequence[Ends], Quantized, torch.Tensor | None], Iterator[tuple[str, Part]]]
+"""Judges a quantization, given the ends of what is quantized, and a scale that is given."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,21 @@ def check_slots(program: Program, tensors: Tensors) -> None:
     if "Cache" not in kinds:
         return
     sizes = page_sizes(program, tensors)
-    for kind, count, what in (("Slots", sizes.slots, "slots"), ("Pages", sizes.pages, "pages")):
-        numbers = tensors[kinds[kind]] if kind in kinds else torch.zeros(0, dtype=torch.int64)
-        beyond = numbers[(numbers >= count) | ((numbers < 0) & (kind == "Pages"))]
-        if beyond.numel():
-            raise ValueError(f"{kinds[kind]} holds {int(beyond[0])}; the cache has the {what} 0 to {count - 1}")
+    checked = [("Slots", tensors[kinds["Slots"]], sizes.slots)] if "Slots" in kinds else []
     if "Lengths" in kinds:
-        lengths, most = tensors[kinds["Lengths"]], tensors[kinds["Pages"]].shape[1] * sizes.page
+        lengths, pages = tensors[kinds["Lengths"]], tensors[kinds["Pages"]]
+        most = pages.shape[1] * sizes.page
         if bool(((lengths < 0) | (lengths > most)).any()):
             raise ValueError(
                 f"{kinds['Lengths']} holds {int(lengths.max())}; the pages of a request hold {most} tokens"
             )
+        used = torch.arange(pages.shape[1], device=pages.device) * sizes.page < lengths.unsqueeze(1)
+        checked.append(("Pages", pages[used], sizes.pages))
+    for kind, numbers, count in checked:
+        beyond = numbers[(numbers >= count) | ((numbers < 0) & (kind == "Pages"))]
+        if beyond.numel():
+            what = kind.lower()
+            raise ValueError(f"{kinds[kind]} holds {int(beyond[0])}; the cache has the {what} 0 to {count - 1}")
 
 
 def written_slots(program: Program, tensors: Tensors) -> torch.Tensor:
@@ -147,7 +153,12 @@ def _matrix(rows: Tensors, name: str, scale: torch.Tensor | None, dtype: torch.d
     scales = rows.get(SCALES)
     if scales is None:
         assert scale is not None
-        scales = block_scales(scale.view(1, 1), scale, recipe, dtype)
+        scales = torch.cat([block_scales(one.view(1, 1), one.view(1), recipe, dtype) for one in scale])
+        if len(scale) > 1:  # a scale for each head is a scale for each row
+            recipe, scales = (
+                find_recipe(f"fp8-row-{recipe.element.name.lower()}"),
+                scales.repeat(len(codes) // len(scale), 1),
+            )
     return Quantized(codes, scales, None, recipe, (len(codes), columns))
 
 
@@ -182,7 +193,7 @@ REST = {"cache": "every byte of the cache that is not stored becomes 0",
 
 def judge_stored(
     program: Program, step: Step, ends: Sequence[Ends], kernel: Stored, tensors: Tensors,
-    judge: Callable[[Sequence[Ends], Quantized], Iterator[tuple[str, Part]]],
+    judge: Judge,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
     """What is accepted of a half of a cache behind a kernel: the rows in the slots of the tokens, by the `judge` of
     their quantization, and the bytes of all other rows, which stay.
@@ -197,7 +208,8 @@ def judge_stored(
     heads = torch.arange(sizes.heads, device=index.device)
     rows = (tokens.unsqueeze(1) * sizes.heads + heads).flatten()
     scale = given_scale(program, quantize, tensors)
-    matrix = _matrix(rows_in(kernel.parts, index[tokens]), quantize.options["recipe"], scale, ends[0].low.dtype)
+    first = None if scale is None else scale[:1]
+    matrix = _matrix(rows_in(kernel.parts, index[tokens]), quantize.options["recipe"], first, ends[0].low.dtype)
 
     def place(row: int, column: int) -> dict[str, int]:
         token, head = divmod(int(rows[row]), sizes.heads)
@@ -207,11 +219,60 @@ def judge_stored(
     if ends[0].low.shape[1] != matrix.shape[1]:
         raise ValueError(f"rows of {ends[0].low.shape[1]} columns do not fit a cache with rows of {matrix.shape[1]}")
     if len(tokens):
-        for name, part in judge([end.rows(rows) for end in ends], matrix):
+        kept = [end.rows(rows) for end in ends]
+        other = step.options.get("scales")
+        if other is not None:
+            found = _with_scales(judge, ends, kept, matrix, rows, other, sizes)
+        elif scale is not None and len(scale) > 1:
+            found = _by_head(judge, kept, matrix, scale)
+        else:
+            found = judge(kept, matrix, scale)
+        for name, part in found:
             yield name, replace(part, place=place)
-    kept = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
+    stays = torch.ones(sizes.slots, dtype=torch.bool, device=index.device).index_fill_(0, index[index >= 0], False)
     for name, after in kernel.parts.items():
-        yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, kept, sizes)
+        yield "other" if name == DATA else f"other_{name}", _kept(before[name], after, stays, sizes)
+
+
+def _with_scales(
+    judge: Judge, ends: Sequence[Ends], kept: Sequence[Ends], matrix: Quantized, rows: torch.Tensor, other: OtherRow,
+    sizes: PageSizes,
+) -> Iterator[tuple[str, Part]]:  # fmt: skip
+    """The parts of a kernel that makes its codes with the right scales, and stores those of `other` rows.
+
+    Raises ValueError if the right scales are not determined.
+    """
+    count = len(ends[0].low)
+    scales = matrix.scales.new_zeros((count, matrix.scales.shape[1]))
+    blank = replace(matrix, codes=matrix.codes.new_zeros((count, matrix.codes.shape[1])), scales=scales,
+                    shape=(count, matrix.shape[1]))  # fmt: skip
+    right = next(part for name, part in judge(ends, blank, None) if name == "scales")
+    if right.lower is not right.upper:
+        raise ValueError("the right scales are not determined")
+    shape = {"tokens": count // max(1, sizes.heads), "heads": sizes.heads}
+    stored = other_row(right.lower, other, shape)[rows]
+    yield "scales", judge_range(matrix.scales, stored, stored, fmt=matrix.recipe.scale)
+    yield from (part for part in judge(kept, replace(matrix, scales=right.lower[rows]), None) if part[0] == "codes")
+
+
+def _by_head(judge: Judge, ends: Sequence[Ends], matrix: Quantized, scale: torch.Tensor) -> Iterator[tuple[str, Part]]:
+    """The parts of rows (tokens·heads) of which each head has a scale of its own."""
+    heads, found = len(scale), dict[str, list[Part]]()
+    for head in range(heads):
+        rows = torch.arange(head, len(matrix.codes), heads, device=scale.device)
+        own = scale[head : head + 1]
+        scales = block_scales(own.view(1, 1), own, matrix.recipe, ends[0].low.dtype)
+        some = replace(matrix, codes=matrix.codes[rows], scales=scales, shape=(len(rows), matrix.shape[1]))
+        for name, part in judge([end.rows(rows) for end in ends], some, own):
+            found.setdefault(name, []).append(part)
+    for name, parts in found.items():
+        actual, lower, upper, wrong = (
+            torch.stack([getattr(part, field) for part in parts], 1).flatten(0, 1)
+            for field in ("actual", "lower", "upper", "wrong")
+        )
+        exact = all(part.lower is part.upper for part in parts)
+        determined, free = (sum(getattr(p, field) for p in parts) for field in ("determined", "undetermined"))
+        yield name, Part(actual, lower, lower if exact else upper, wrong, determined, free, parts[0].fmt)
 
 
 def _kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor, sizes: PageSizes) -> Part:

@@ -381,17 +381,25 @@ def _other_slots(site: Site) -> list[tuple[str, str]]:
 def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the type Scale than the given scale."""
     place = 1 if site.step.function == QUANTIZE else 2
-    if len(site.operands) <= place or site.operands[place].axes != ("1",):
+    if len(site.operands) <= place or site.operands[place].step.function != "argument":
         return []
     own = site.operands[place].step.options.get("name")
-    return [(a.name, a.name, a) for a in site.editor.program.arguments if a.kind == "Scale" and a.name != own]
+    return [
+        (a.name, a.name, a) for a in site.editor.program.arguments if a.kind in ("Scale", "Scales") and a.name != own
+    ]
 
 
 def _with_scale(site: Site, other: tuple[str, str, Tensor]) -> Value:
-    scale = site.editor.add("argument", (), ("1",), "float32", name=other[0])
+    scale = site.editor.add("argument", (), other[2].axes, "float32", name=other[0])
     place = 1 if site.step.function == QUANTIZE else 2
     operands = (*site.operands[:place], scale)
     return site.editor.add(site.step.function, operands, site.step.axes, site.dtype, **site.step.options)
+
+
+def _stored_scales(site: Site) -> list[tuple[str, str, OtherRow]]:
+    """Rows whose scales a kernel may store in place of the right ones."""
+    recipe = find_recipe(site.a.step.recipe or "")
+    return [] if recipe.whole else [(name, phrase, row) for row, name, phrase in other_rows(site.a.axes)]
 
 
 def _other_half(site: Site) -> list[str]:
@@ -679,6 +687,8 @@ ROWS: tuple[Row, ...] = (
     Row((READ,), "scale", "{v}", lambda s, v: s.changed(given=v[0]),
         lambda s: [(n, phrase) for n, (phrase, _) in OTHER_SCALES.items()] if len(s.operands) > 2 else []),
     Row((QUANTIZE, READ), "scale-of", "the scale is {v}", _with_scale, _scales_of_others),
+    Row((WRITTEN,), "scales", "the stored scales are those of {v}",
+        lambda s, v: s.changed(scales=v[2]), _stored_scales),
     Row((READ,), "of-row", "{a} are those of {v}", lambda s, v: s.changed(row=v[2]), _other_rows),
     Row((HALF,), "other", "the {v} are in place of the {self}", lambda s, v: s.changed(half=v), _other_half),
     # quantized arguments and products
