@@ -95,8 +95,8 @@ __all__ = [
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads",
     "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
     "roundings", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt",
-    "square", "squeezed", "sum", "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where",
-    "write",
+    "square", "squeezed", "sum", "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights",
+    "where", "write",
 ]  # fmt: skip
 
 

@@ -137,12 +137,12 @@ def _launch_write(
 ) -> None:
     """Stores rows (tokens, heads, columns) of both halves, with their scales and the tensors of the cache."""
     fields: list[dict[str, Value]] = []
-    longest = 0
+    longest = page = 0
     for x, scale, target in parts.values():
         if x.shape[2] != target[0, 0, 0].numel() or x.shape[1] != target.shape[2]:
             raise ValueError(f"rows of shape {tuple(x.shape)} are stored in a cache of {target.shape[2]} heads and "
                              f"{target[0, 0, 0].numel()} bytes of a row")  # fmt: skip
-        part = Pages(target, None, "CACHE_FP8")
+        part, page = Pages(target, None, "CACHE_FP8"), target.shape[1]
         fields.append({"rows": x, "token": x.stride(0), "head": x.stride(1), "column": x.stride(2), "scale": scale,
                        "target": part.fields()})  # fmt: skip
         longest = max(longest, blocks_for(x.shape[2], _CHUNK))
@@ -150,10 +150,12 @@ def _launch_write(
     use = (
         "TIMES" if recipe.block_scale != "given" else "DIVIDE" if recipe.element_scale == "x/s" else "TIMES_RECIPROCAL"
     )
-    parameters = _WRITE(keys=fields[0], values=fields[1], slots=slots, tokens=x.shape[0], heads=x.shape[1],
+    tokens, heads, _ = x.shape
+    parameters = _WRITE(keys=fields[0], values=fields[-1], slots=slots, tokens=tokens, heads=heads, chunks=longest,
                         scale_of_heads=_of_heads(scale), use=use)  # fmt: skip
-    grid = blocks_for(x.shape[0] * x.shape[1] * longest, _THREADS), len(parts)
-    launch("kv_write", kernel, grid, (_THREADS,), [parameters], device=x.device)
+    flags = (f"-DUSE={use}", f"-DHEADS={heads}u", f"-DCHUNKS={longest}u", f"-DPAGE_SIZE={page}")
+    launch("kv_write", kernel, (blocks_for(tokens * heads * longest, _THREADS), len(parts)), (_THREADS,), [parameters],
+           device=x.device, extra_flags=flags if x.device.type == "cuda" else ())  # fmt: skip
 
 
 def _fused(recipe: Recipe) -> bool:
