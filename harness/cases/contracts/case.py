@@ -336,9 +336,11 @@ class ContractCase(Case):
                     if wrong := known["shape"].check(list(shape)) or known["inputs"].check(family):
                         raise ValueError(wrong)
                     case = cls._made(recipe, dtype, tuple(shape), {**more, **fields, "inputs": family, "file": file})
-                    if wrong := case.problem():
+                    wrong = case.problem()
+                    if wrong and not optional:
                         raise ValueError(f"{case.id}: {wrong}")
-                    found.setdefault(case, optional)
+                    if not wrong:  # a page layout may be for other recipes
+                        found.setdefault(case, optional)
         return list(found.items())
 
     @classmethod
