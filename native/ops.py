@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.native.attention.attention import attention, merge_attention
+from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
 from narrowgauge.native.fused.activation import (
     gelu_mul_quantize,
@@ -35,7 +35,7 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
-    "add_rmsnorm_quantize", "amax", "attention", "check", "declares", "dequantize", "find_recipe",
+    "add_rmsnorm_quantize", "amax", "attention", "attention_sinks", "check", "declares", "dequantize", "find_recipe",
     "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "kv_read", "kv_write",
     "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections", "quantize", "quantize_both",
     "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize",
