@@ -23,7 +23,8 @@ HOMONYMS = {
     ("harness/diagnosis/formulas/explain_formula.py", "attention"),
     ("harness/diagnosis/formulas/wrong_forwards.py", "attention"),
 }
-"""Words that mean something else: the layout of scales `linear`, steps of a contract, and a formula of modules."""
+"""Words of users that mean something else: the layout of scales `linear`, steps of a contract, and the attention of a
+transformer layer."""
 
 
 def named(text: str) -> Iterator[str]:
