@@ -74,6 +74,8 @@ def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) 
         return {"training": str(value)}
     if hasattr(value, "codes"):
         found = {part: getattr(value, part, None) for part in QUANTIZED_PARTS}
+        if getattr(value, "transposed", False):
+            found["transposed"] = True
         return _encode(found, tensor, classes, depth)
     return {"foreign": name}
 

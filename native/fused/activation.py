@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.fused.produced import produced, quantize_rowwise
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.quantized import Quantized
@@ -27,9 +28,11 @@ def silu_mul_quantize(
     `x`: float32, bfloat16 or float16, any strides. The product is rounded to the dtype of `x` once. `scale`, float32
     (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax of the result,
     which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of another dtype or
-    shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and for rows longer
+    than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
+    if needs_tiles(recipe) and amax is None and scale is None:
+        return quantize_rowwise(produced("SILU_MUL", x), recipe, scales=scales)
     return _launch(x, recipe, scale, "SILU", amax, scales)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.fused.produced import quantize_rowwise, rmsnorm
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe
 from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime.arguments import element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -38,9 +39,11 @@ def rmsnorm_quantize(
     `weight`: any of these dtypes; `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
     of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of
-    another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    another dtype or shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and
+    for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
+    if needs_tiles(recipe) and amax is None and scale is None:
+        return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, scales=scales)
     return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales)
 
 

@@ -45,6 +45,14 @@ def row_recipe(name: str | Recipe) -> Recipe:
                      granularity=("tensor",), candidates=("6",))  # fmt: skip
 
 
+def needs_tiles(recipe: str | Recipe) -> bool:
+    """Whether a recipe of NVFP4 or MX rotates, has blocks over several rows or several candidates for a scale, which
+    the kernels over tiles have (`produced.quantize_produced`). Raises ValueError for an unknown name."""
+    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    choices = (found.block[0], found.transform, found.candidates)
+    return found.scale is not FP32 and found.rounding == "nearest-even" and choices != (1, None, "6")
+
+
 def quantize_rows(
     source: str,
     struct: KernelStruct,
@@ -91,7 +99,7 @@ def quantize_rows(
         if amax is None:
             amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
-    grid = _grid(rows, columns, device, resident_threads, variant, paired=paired)
+    grid = grid_of(rows, columns, device, resident_threads, variant, paired=paired)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
              *grid.flags, *extra_flags)  # fmt: skip
@@ -135,20 +143,28 @@ def _variant(recipe: Recipe, *, swizzled: bool, whole_chunks: bool) -> dict[str,
     }  # fmt: skip
 
 
-class _Grid(NamedTuple):
-    """Thread blocks, threads of a block, thread blocks of a row, and the flags for a GPU."""
+class Grid(NamedTuple):
+    """Thread blocks, threads of a block, thread blocks of a row, rows of a thread block, and the flags for a GPU."""
 
     blocks: int
     threads: int
     segments: int = 1
+    rows: int = 1
     flags: tuple[str, ...] = ()
 
 
-def _grid(
-    rows: int, columns: int, device: torch.device, resident_threads: int, variant: Mapping[str, Value], *, paired: bool
-) -> _Grid:
+def grid_of(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    resident_threads: int,
+    variant: Mapping[str, Value],
+    *,
+    paired: bool = False,
+) -> Grid:
+    """Grid of a kernel for rows. `variant`: the scope of a scale, and the lanes of a group."""
     if device.type != "cuda":
-        return _Grid(max(rows, 1), _WARP)
+        return Grid(max(rows, 1), _WARP)
     chunks, half, lanes = blocks_for(columns, _CHUNK), columns // 2 // _CHUNK, variant["lanes"]
     assert isinstance(lanes, int)
     whole_rows = resident_threads > 0 or variant["scope"] == "ROW"
@@ -160,11 +176,12 @@ def _grid(
     flags = [f"-DROW_CHUNKS={of_thread}"]
     if pairs:
         flags.append("-DPAIRED")
-    blocks = max(rows, 1) * segments
+    blocks, rows_of_block = max(rows, 1) * segments, 1
     if threads <= _WARP:  # several rows in a block
         row_lanes = 1 << (threads - 1).bit_length()
         flags.append(f"-DROW_LANES={row_lanes}")
-        blocks, threads = blocks_for(blocks, _THREADS // row_lanes), _THREADS
+        rows_of_block, threads = _THREADS // row_lanes, _THREADS
+        blocks = blocks_for(blocks, rows_of_block)
     threads = blocks_for(threads, _WARP) * _WARP
     bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
     flags.append(f"-DROW_THREADS={bound}")
@@ -172,7 +189,7 @@ def _grid(
         resident = max(1, resident_threads // bound) if of_thread <= 2 else 1
         flags.append(f"-DRESIDENT={resident}")
         blocks = min(blocks, _multiprocessors(device) * resident)
-    return _Grid(blocks, threads, segments, tuple(flags))
+    return Grid(blocks, threads, segments, rows_of_block, tuple(flags))
 
 
 @cache

@@ -50,7 +50,7 @@ __device__ __forceinline__ float activated(float x, float up, Activation activat
 template <class T>
 __device__ __forceinline__ void activation_quantize(const ActivationQuantizeParameters& p) {
     __shared__ Words words;
-    const Part part = part_of(p.result);
+    const Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const Activation activation = ACTIVATION;
     Rounded<T> y[ROW_CHUNKS];
 #pragma unroll

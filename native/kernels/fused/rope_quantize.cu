@@ -33,7 +33,7 @@ template <class T>
 __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
     __shared__ Words words;
     const int half = p.result.columns / 2;
-    Part part = part_of(p.result);
+    Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     if (HAS_PAIRS) {
         part.first /= 2;
         part.apart = half / CHUNK;

@@ -139,7 +139,7 @@ def test_erf_is_not_tanh() -> None:
                                     "fp8-block-128x128"])  # fmt: skip
 def test_recipes_that_rows_do_not_have(recipe: str) -> None:
     with pytest.raises(NotImplementedError, match="the native kernels do not have recipe"):
-        ops.silu_mul_quantize(torch.zeros(2, 64), recipe)
+        ops.gelu_mul_quantize(torch.zeros(2, 64), recipe)
 
 
 def test_errors_name_the_shape_and_the_limit() -> None:
