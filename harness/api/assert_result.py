@@ -15,6 +15,7 @@ from narrowgauge.harness.operations.contracts.results import named_results, stor
 from narrowgauge.reference.contracts.evaluate import check_tensors, parts_of
 from narrowgauge.spec.program import CODES
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 
 
 @assertion
@@ -28,7 +29,8 @@ def assert_result(
     outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one.
     inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`; a `Quantized` for
     an argument of the type Codes.
-    arguments: recipes and options of the contract by name.
+    arguments: recipes and options of the contract by name. A dialect of the contract behind the name of the first
+    recipe gives the options that are left out.
     diagnose: as of `assert_quantized`.
 
     Source of the rules: docs/contracts.md. Raises WrongResult for a wrong result, ContractError for a function that is
@@ -76,5 +78,7 @@ def _bound(
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     chosen = {name: str(given.pop(name)) for name in program.recipes if name in given}
     chosen |= {f"{name}_recipe": str(q.recipe) for name, q in quantized.items()}
-    program = program.trace(dtypes | dict.fromkeys(quantized, CODES), chosen, given)
+    named_first = next(iter((program.recipes | chosen).values()), "")
+    of_dialect = program.dialects.get(find_recipe(named_first).dialect, {}) if named_first else {}
+    program = program.trace(dtypes | dict.fromkeys(quantized, CODES), chosen, {**of_dialect, **given})
     return program, tensors | parts_of(program, quantized)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.native.fused.produced import produced, quantize_rowwise
-from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.quantized import Quantized
@@ -13,6 +13,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/activation_quantize.cu", "ActivationQuantizeParameters")
+_STATIC = {"te": "SILU", "vllm-silu-static": "SILU_ROUNDED"}
+"""Dialect of a given scale to the kernel's activation."""
 
 
 def silu_mul_quantize(
@@ -34,6 +36,18 @@ def silu_mul_quantize(
     if needs_tiles(recipe) and amax is None and scale is None:
         return quantize_rowwise(produced("SILU_MUL", x), recipe, scales=scales)
     return _launch(x, recipe, scale, "SILU", amax, scales)
+
+
+def silu_mul_quantize_static(
+    x: torch.Tensor, scale: torch.Tensor, recipe: str | Recipe = "fp8-static-e4m3@vllm-silu-static"
+) -> torch.Tensor:
+    """The codes, uint8 (M, K), of `silu_mul_quantize` by a given `scale`, float32 (1,).
+
+    It is the decode scale, and SiLU is rounded to the dtype of `x` too; without a dialect it is the encode scale, and
+    the product alone is rounded. Raises as `silu_mul_quantize`, and NotImplementedError for another dialect.
+    """
+    recipe = static_recipe(recipe, tuple(_STATIC))
+    return _launch(x, recipe, scale, _STATIC[recipe.dialect], None, LINEAR).codes
 
 
 def gelu_mul_quantize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.native.fused.produced import quantize_rowwise, rmsnorm
-from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime.arguments import element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -18,6 +18,7 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
+_STATIC = "te", "vllm-static"
 _RESIDENT_THREADS = 1024, 768
 """Threads of a multiprocessor, without and with a residual, which takes more registers. On an H200, rows of 8192
 bfloat16: RMSNorm has 0.90 of the copy rate with 1024 threads and 0.83 with 768; with a residual 0.90 and 0.94."""
@@ -80,6 +81,45 @@ def add_rmsnorm_quantize(
         total=total,
     )
     return {"residual": total, "quantized": quantized}
+
+
+def rmsnorm_quantize_static(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: str | Recipe = "fp8-static-e4m3@vllm-static",
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> torch.Tensor:
+    """The codes, uint8 (M, K), of `rmsnorm_quantize` by a given `scale`, float32 (1,).
+
+    It is the decode scale, or the encode scale if the recipe has no dialect. Raises as `rmsnorm_quantize`, and
+    NotImplementedError for a dialect with another formula.
+    """
+    recipe = static_recipe(recipe, _STATIC)
+    return _launch(
+        x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=None, scales=LINEAR
+    ).codes  # fmt: skip
+
+
+def add_rmsnorm_quantize_static(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: str | Recipe = "fp8-static-e4m3@vllm-static",
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> dict[str, torch.Tensor]:
+    """`residual` and `codes` of `add_rmsnorm_quantize` by a given `scale`, as `rmsnorm_quantize_static` has it."""
+    recipe = static_recipe(recipe, _STATIC)
+    found = add_rmsnorm_quantize(x, residual, weight, recipe, scale, eps=eps, zero_centered=zero_centered)
+    quantized, total = found["quantized"], found["residual"]
+    assert isinstance(quantized, Quantized)
+    assert isinstance(total, torch.Tensor)
+    return {"residual": total, "codes": quantized.codes}
 
 
 def layernorm_quantize(

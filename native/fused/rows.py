@@ -16,7 +16,7 @@ from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous, s
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value, enumerators
 from narrowgauge.spec.arguments import check_amax, check_scale, chosen_layout
-from narrowgauge.spec.formats import E4M3, E8M0, FP32
+from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
@@ -31,6 +31,11 @@ _BLOCKS = {
 }
 """Format of the scale to the blocks of elements that share one: groups of lanes, a row, the tensor."""
 _FAMILIES = {E4M3: "NVFP4", E8M0: "MX", FP32: "FP8"}
+_GIVEN = {
+    "block_scale": ("1/enc", "given"), "element_scale": ("x*enc", "x*(1/s)"), "zero_scale": ("saturate", "infinity"),
+    "nan_code": (127, E4M3.max_code, E5M2.max_code),
+}  # fmt: skip
+"""Choices of recipes whose scale is given: that of elements, or of codes, and a code for NaN."""
 _THREADS, _WARP = 256, 32
 LONGEST_ROW = 2**16
 """Columns of a row, at most: the threads of a block hold them in registers."""
@@ -41,8 +46,9 @@ def row_recipe(name: str | Recipe) -> Recipe:
     """The recipe of a name. Raises ValueError for an unknown name, NotImplementedError for a recipe with stochastic
     rounding, a rotation, an amax for each row, 4over6, or blocks over several rows."""
     recipe = find_recipe(name) if isinstance(name, str) else name
+    given = _GIVEN if recipe.tensor_scale == "given" else {}
     return supported(recipe, block=_BLOCKS.get(recipe.scale, ()), rounding=("nearest-even",), transform=(None,),
-                     granularity=("tensor",), candidates=("6",))  # fmt: skip
+                     granularity=("tensor",), candidates=("6",), **given)  # fmt: skip
 
 
 def needs_tiles(recipe: str | Recipe) -> bool:
@@ -75,9 +81,9 @@ def quantize_rows(
     `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
     `paired`: the kernel can give a thread a chunk of both halves of a row, and both halves have whole chunks.
     `amax`, float32 (1,), replaces the tensor's own amax; without it, a recipe with such an amax takes two launches.
-    `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `scales`: layout of the scales. Raises
-    NotImplementedError for rows longer than `LONGEST_ROW` and for a layout other than linear and 128x4, and as
-    `check_amax` and `check_scale`.
+    `scale`, float32 (1,): for a recipe with a given scale, the encode scale, or the decode scale, as its dialect says.
+    `scales`: layout of the scales. Raises NotImplementedError for rows longer than `LONGEST_ROW` and for a layout other
+    than linear and 128x4, and as `check_amax` and `check_scale`.
     """
     if columns > LONGEST_ROW:
         raise NotImplementedError(f"{source} has rows of up to {LONGEST_ROW} columns, and these have {columns}")
@@ -117,6 +123,19 @@ def quantize_rows(
     return Quantized(codes, result, amax, recipe, shape, encode, layout)
 
 
+def static_recipe(name: str | Recipe, dialects: Sequence[str]) -> Recipe:
+    """The recipe of a name, with a given scale and one of the dialects of a kernel.
+
+    Raises ValueError for a recipe that makes its scales, NotImplementedError for another dialect, and as `row_recipe`.
+    """
+    recipe = row_recipe(name)
+    if recipe.tensor_scale != "given":
+        raise ValueError(f"recipe {recipe} makes its scales; call the method without _static")
+    if recipe.dialect not in dialects:
+        raise NotImplementedError(f"the kernel has the formulas of {' and '.join(dialects)}, not {recipe.dialect}")
+    return recipe
+
+
 def has_whole_chunks(columns: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all rows begin at an address aligned to 16 bytes, with neighbours in memory, and have whole chunks."""
     return columns % _CHUNK == 0 and all(
@@ -139,6 +158,8 @@ def _variant(recipe: Recipe, *, swizzled: bool, whole_chunks: bool) -> dict[str,
         "lanes": 1 if width == WHOLE else width // _CHUNK, "scale_order": order,
         "up_from": up_from(recipe) if recipe.scale is E8M0 else 0,
         "power_of_two": recipe.scale_rounding == "down", "propagate_nan": recipe.nan == "propagate",
+        "nan_is_largest": recipe.scale is FP32 and recipe.nan_code == recipe.element.max_code,
+        "given_decodes": recipe.block_scale == "given",
         "swizzled": swizzled, "whole_chunks": whole_chunks,
     }  # fmt: skip
 

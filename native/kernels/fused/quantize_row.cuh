@@ -33,6 +33,8 @@ struct QuantizeRowVariant {
     u32 up_from;         // of MX: mantissa from which on the exponent of a scale is rounded up
     bool power_of_two;   // of FP8: scales are rounded down to powers of two
     bool propagate_nan;  // NaN counts as the largest magnitude
+    bool nan_is_largest; // of FP8: an element NaN gets the code of the largest number
+    bool given_decodes;  // the given scale is that of codes; its reciprocal is the factor of elements
     bool swizzled;       // scales are in the 128x4 layout
     bool whole_chunks;   // K is a multiple of 16, elements of a row are neighbours, and all rows are aligned to 16 bytes
 };
@@ -46,7 +48,7 @@ struct QuantizeRowParameters {
     u8* codes;               // (M, ceil(K / PER_BYTE))
     void* scales;            // GROUP: (M, ceil(K / 16 / lanes)) bytes, or float32 with FP8; ROW: (M,); TENSOR: (1,)
     const float* amax;       // of the tensor: NVFP4, and TENSOR without a given scale
-    const float* given;      // with TENSOR: the factor of elements, or null
+    const float* given;      // with TENSOR: the factor of elements, or with given_decodes the scale of codes; or null
     float* encode;           // factor of the tensor: NVFP4 and TENSOR
     u32* amax_out;           // receives the amax of the tensor as bits of float32, 0 before the launch; or null
     float largest_element;
@@ -102,7 +104,8 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
 
 // Codes of a chunk, of which `count` elements lie inside the row.
 template <class F, class T>
-__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const RowChunk& chunk, u8* target) {
+__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, bool nan_is_largest, const RowChunk& chunk,
+                                            u8* target) {
     constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
 #ifdef HAS_CVT_HALF
     if constexpr (BYTES < CHUNK && is_packed<T>) {
@@ -121,6 +124,14 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, c
 #endif
     float v[CHUNK];
     unpack_floats(y, v);
+    if (nan_is_largest) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            v[i] *= factor;
+            v[i] = v[i] != v[i] ? __uint_as_float(F::MAX_BITS) : v[i];
+        }
+        factor = 1.0f;
+    }
     if constexpr (BYTES < CHUNK) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
@@ -186,7 +197,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
     if (variant.family == NVFP4) {
         encode = nvfp4_tensor_scale(*p.amax, p.max_product);
     } else if (variant.scope == TENSOR && p.given != nullptr) {
-        factor = *p.given;
+        factor = variant.given_decodes ? 1.0f / *p.given : *p.given;
     } else if (variant.scope != GROUP) {
         factor = fp8_scale(variant.scope == ROW ? amax : *p.amax,
                            Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
@@ -210,7 +221,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
             const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
             factor = scale_of_group(of_group, encode, stores, part.row, chunk.column / width, groups, p, variant);
         }
-        if (chunk.count > 0) store_codes<Element>(y[i], factor, chunk, p.codes + part.row * row_bytes + chunk.column / PER_BYTE);
+        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
+        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant.nan_is_largest, chunk, target);
     }
 }
 

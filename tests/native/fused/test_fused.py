@@ -56,7 +56,15 @@ def rope(y: torch.Tensor) -> Product:
     return "rope_quantize", (y, cos, torch.ones_like(cos)), {}, torch.cat([-second, first], dim=1)
 
 
-PRODUCTS: tuple[Callable[[torch.Tensor], Product], ...] = (silu, rmsnorm, layernorm, rope)
+def rope_partial(y: torch.Tensor) -> Product:
+    """A turn of half of the columns by a right angle; columns that 4 divides."""
+    y = y[:, : y.shape[1] // 4 * 4]
+    (first, second), rest = y[:, : y.shape[1] // 2].chunk(2, dim=1), y[:, y.shape[1] // 2 :]
+    cos = torch.zeros_like(first)
+    return "rope_partial_quantize", (y, cos, torch.ones_like(cos)), {}, torch.cat([-second, first, rest], dim=1)
+
+
+PRODUCTS: tuple[Callable[[torch.Tensor], Product], ...] = (silu, rmsnorm, layernorm, rope, rope_partial)
 EVERY_PRODUCT = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)
 
 
@@ -82,6 +90,27 @@ def test_exact_products_have_the_bytes_of_the_reference(product: Any, recipe: st
         name, arguments, options, y = product(matrix)
         found = getattr(ops, name)(*arguments, recipe, scale, **options)
         assert_same(found, reference.quantize(y, recipe, scale=scale))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dialect", ["", "@vllm-static"])
+def test_given_scales_of_elements_and_of_codes(dialect: str) -> None:
+    recipe, scale = f"fp8-static-e4m3{dialect}", torch.tensor([0.37])
+    for matrix in matrices():
+        _, arguments, options, y = rmsnorm(matrix)
+        codes = ops.rmsnorm_quantize_static(*arguments, scale, recipe, **options)
+        assert torch.equal(codes, reference.quantize(y, recipe, scale=scale).codes)
+    x = torch.full((1, 32), torch.nan)
+    code = 0x7E if dialect else 0x7F
+    assert (ops.rmsnorm_quantize_static(x, x[0], scale, recipe) == code).all()
+
+
+def test_other_dialects_of_given_scales_are_refused() -> None:
+    x, one = torch.zeros(2, 64), torch.ones(1)
+    with pytest.raises(NotImplementedError, match=r"te and vllm-static, not vllm-static-before-0\.33"):
+        ops.rmsnorm_quantize_static(x, x[0], one, "fp8-static-e4m3@vllm-static-before-0.33")
+    with pytest.raises(ValueError, match="makes its scales; call the method without _static"):
+        ops.silu_mul_quantize_static(x, one, "fp8-row-e4m3")
 
 
 @ON_EVERY_DEVICE
