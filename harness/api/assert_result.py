@@ -78,7 +78,7 @@ def _bound(
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     chosen = {name: str(given.pop(name)) for name in program.recipes if name in given}
     chosen |= {f"{name}_recipe": str(q.recipe) for name, q in quantized.items()}
-    named_first = next(iter((program.recipes | chosen).values()), "")
+    named_first = next(iter({**program.recipes, **chosen}.values()), "")
     of_dialect = program.dialects.get(find_recipe(named_first).dialect, {}) if named_first else {}
     program = program.trace(dtypes | dict.fromkeys(quantized, CODES), chosen, {**of_dialect, **given})
     return program, tensors | parts_of(program, quantized)

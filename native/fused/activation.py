@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.native.fused.prepared import PREPARED, form_of
 from narrowgauge.native.fused.produced import produced, quantize_rowwise
 from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -100,6 +101,10 @@ def _launch(
     limit: float = 0.0,
     alpha: float = 0.0,
 ) -> Quantized:
+    operands = (x, amax, scale)
+    form = form_of(operands, activation, recipe, scales, limit, alpha)
+    if form in PREPARED:
+        return PREPARED[form](operands)
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
@@ -113,5 +118,5 @@ def _launch(
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
         "activation_quantize", _PARAMETERS, fields, x, columns // halves, recipe,
-        amax=amax, scale=scale, scales=scales, extra_flags=flags,
+        operands=operands, form=form, amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip

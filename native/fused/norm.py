@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.native.fused.prepared import PREPARED, form_of
 from narrowgauge.native.fused.produced import quantize_rowwise, rmsnorm
 from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.quantize.variants import variant_flags
@@ -155,6 +156,10 @@ def _launch(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> Quantized:
+    operands = (x, weight, bias, residual, total, amax, scale)
+    form = form_of(operands, "norm", recipe, scales, eps, zero_centered)
+    if form in PREPARED:
+        return PREPARED[form](operands)
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
@@ -173,7 +178,8 @@ def _launch(
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(
-        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, amax=amax, scale=scale, scales=scales,
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, amax=amax,
+        scale=scale, scales=scales,
         extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
         resident_threads=_RESIDENT_THREADS[residual is not None],
     )  # fmt: skip

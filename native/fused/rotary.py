@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.native.fused.prepared import PREPARED, form_of
 from narrowgauge.native.fused.rows import has_whole_chunks, quantize_rows, row_recipe
 from narrowgauge.native.runtime.arguments import element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -65,6 +66,10 @@ def _launch(
     parts: int,
 ) -> Quantized:
     """The first of `parts` equal parts of the columns turns."""
+    operands = (x, cos, sin, amax, scale)
+    form = form_of(operands, "rope", recipe, scales, parts)
+    if form in PREPARED:
+        return PREPARED[form](operands)
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     rows, columns = x.shape
@@ -83,5 +88,5 @@ def _launch(
     }  # fmt: skip
     return quantize_rows(
         "rope_quantize", _PARAMETERS, fields, x, columns, recipe, (cos, sin), paired=whole_halves and parts == 1,
-        amax=amax, scale=scale, scales=scales,
+        operands=operands, form=form, amax=amax, scale=scale, scales=scales,
     )  # fmt: skip

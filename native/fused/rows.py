@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
+from narrowgauge.native.fused.prepared import Launch, Prepared, addresses_of, keep, template
 from narrowgauge.native.quantize.mx import scale_order as mx_scale_order
 from narrowgauge.native.quantize.mx import up_from
 from narrowgauge.native.quantize.nvfp4 import SCALE_ORDER as NVFP4_SCALE_ORDER
@@ -51,6 +53,7 @@ def row_recipe(name: str | Recipe) -> Recipe:
                      granularity=("tensor",), candidates=("6",), **given)  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def needs_tiles(recipe: str | Recipe) -> bool:
     """Whether a recipe of NVFP4 or MX rotates, has blocks over several rows or several candidates for a scale, which
     the kernels over tiles have (`produced.quantize_produced`). Raises ValueError for an unknown name."""
@@ -68,6 +71,8 @@ def quantize_rows(
     recipe: Recipe,
     inputs: Sequence[torch.Tensor] = (),
     *,
+    operands: Sequence[torch.Tensor | None],
+    form: object,
     resident_threads: int = 0,
     paired: bool = False,
     amax: torch.Tensor | None = None,
@@ -78,6 +83,7 @@ def quantize_rows(
     """Run the kernel of `source` for the dtype of `x` (M, any), and quantize its rows of `columns` elements.
 
     `fields`: those of the kernel's `struct`, without `result`. `inputs`: the further matrices (M, K) and vectors (K,).
+    `operands`: all tensors of the call, and `form` their `form_of`, under which the launches are kept.
     `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
     `paired`: the kernel can give a thread a chunk of both halves of a row, and both halves have whole chunks.
     `amax`, float32 (1,), replaces the tensor's own amax; without it, a recipe with such an amax takes two launches.
@@ -95,32 +101,39 @@ def quantize_rows(
     check_contiguous(amax=amax, scale=scale)
     rows, device = x.shape[0], x.device
     shape = (rows, columns)
-    codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
-    new = torch.empty if layout == LINEAR else torch.zeros  # no thread writes the padding of a layout
-    stored = torch.float32 if recipe.scale is FP32 else torch.uint8
-    result = new(scales_shape(shape, recipe, layout=layout), dtype=stored, device=device)
-    encode = amax_out = None
-    if recipe.tensor_scale != "none":
-        encode = torch.empty(1, dtype=torch.float32, device=device)
-        if amax is None:
-            amax = amax_out = torch.zeros(1, dtype=torch.float32, device=device)
+    calls = Prepared(
+        recipe, shape, layout, device, codes_shape(shape, recipe), scales_shape(shape, recipe, layout=layout),
+        torch.float32 if recipe.scale is FP32 else torch.uint8, padded=layout != LINEAR,
+        encodes=recipe.tensor_scale != "none",
+        amax=next((number for number, tensor in enumerate(operands) if amax is not None and tensor is amax), None),
+    )  # fmt: skip
+    outputs = calls.outputs()
+    encode, own_amax = [*outputs[2:], None, None][:2]
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
     grid = grid_of(rows, columns, device, resident_threads, variant, paired=paired)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
              *grid.flags, *extra_flags)  # fmt: skip
     common: dict[str, Value] = {
-        "rows": rows, "columns": columns, "segments": grid.segments, "variant": variant, "codes": codes,
-        "scales": result, "amax": amax, "given": scale, "encode": encode, "largest_element": recipe.element.max,
-        "smallest_amax": recipe.smallest_amax, "max_product": recipe.scale_max * recipe.element.max,
+        "rows": rows, "columns": columns, "segments": grid.segments, "variant": variant, "codes": outputs[0],
+        "scales": outputs[1], "amax": own_amax if amax is None else amax, "given": scale, "encode": encode,
+        "largest_element": recipe.element.max, "smallest_amax": recipe.smallest_amax,
+        "max_product": recipe.scale_max * recipe.element.max,
         "largest_scale": torch.finfo(x.dtype if recipe.largest_scale == "input" else torch.float32).max,
     }  # fmt: skip
-    amax_first = amax_out is not None and recipe.tensor_scale != "given"
+    amax_first = own_amax is not None and recipe.tensor_scale != "given"
+    addresses = addresses_of([*operands, *outputs])
+    launches = []
     for amax_alone in (True, False) if amax_first else (False,):
-        output = {"amax_alone": amax_alone, "amax_out": amax_out if amax_alone or not amax_first else None}
+        output = {"amax_alone": amax_alone, "amax_out": own_amax if amax_alone or not amax_first else None}
         parameters = struct(**fields, result={**common, **output})
         launch(source, kernel, (grid.blocks,), (grid.threads,), (parameters,), device=device, extra_flags=flags)
-    return Quantized(codes, result, amax, recipe, shape, encode, layout)
+        filled = None if addresses is None else template(struct, parameters, addresses)
+        if filled is not None:
+            launches.append(Launch(source, kernel, grid.blocks, grid.threads, flags, *filled))
+    if len(launches) == (2 if amax_first else 1):
+        keep(form, replace(calls, launches=launches))
+    return calls.result(operands, outputs)
 
 
 def static_recipe(name: str | Recipe, dialects: Sequence[str]) -> Recipe:

@@ -151,6 +151,28 @@ def test_the_residual_is_the_rounded_sum() -> None:
     assert_same(found["quantized"], ops.rmsnorm_quantize(total, weight, "mxfp8-e4m3"))
 
 
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4", "fp8-current-e4m3"])
+def test_a_further_call_of_a_form_reads_its_own_tensors(recipe: str) -> None:
+    x, other, weight = (torch.randn(3, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    results = [
+        ops.add_rmsnorm_quantize(a, b, w, recipe)
+        for a, b, w in ((x, x, weight[0]), (x, other, weight[0]), (other, x, weight[1]))
+        for _ in range(2)
+    ]
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        assert_same(first["quantized"], second["quantized"])
+    for found, total, w in zip(results[1::2], (x + x, x + other, x + other), weight[[0, 0, 1]], strict=True):
+        assert torch.equal(found["residual"], total)
+        assert_same(found["quantized"], ops.rmsnorm_quantize(total, w, recipe))
+    given = [ops.silu_mul_quantize(x, "nvfp4", amax=torch.tensor([amax])) for amax in (5.0, 5.0, 9.0)]
+    assert given[1].amax is not None
+    assert torch.equal(given[1].codes, given[0].codes)
+    assert [q.tensor_scale.item() for q in given] == [
+        reference.quantize(x, "nvfp4", amax=torch.tensor([a])).tensor_scale.item() for a in (5.0, 5.0, 9.0)
+    ]
+
+
 @pytest.mark.parametrize("option", [{"eps": 1.0}, {"zero_centered": True}])
 def test_options_of_norms_change_the_result(option: dict[str, Any]) -> None:
     x = torch.linspace(-2, 3, 64).expand(2, 64).bfloat16()
