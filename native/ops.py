@@ -27,6 +27,7 @@ from narrowgauge.native.fused.training import (
     rmsnorm_backward,
     rmsnorm_backward_quantize_both,
     rmsnorm_quantize_both,
+    rmsnorm_quantize_both_stochastic,
     rmsnorm_quantize_stochastic,
     silu_mul_backward,
     silu_mul_backward_quantize_both,
@@ -54,10 +55,11 @@ __all__ = [
     "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize",
     "pack_scales", "pad_sections", "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize",
     "rmsnorm_backward", "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
-    "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic", "rope_partial_quantize", "rope_quantize",
-    "silu_mul_backward", "silu_mul_backward_quantize_both", "silu_mul_backward_quantize_stochastic",
-    "silu_mul_quantize", "silu_mul_quantize_both", "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle",
-    "transform", "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",
+    "rope_partial_quantize", "rope_quantize", "silu_mul_backward", "silu_mul_backward_quantize_both",
+    "silu_mul_backward_quantize_stochastic", "silu_mul_quantize", "silu_mul_quantize_both",
+    "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales",
+    "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from narrowgauge.native.fused.prepared import PREPARED, form_of
@@ -33,20 +35,22 @@ def rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
+    ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
 
     `weight`: any of these dtypes; `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once.
+    `ub`: upper bound of the amaxes that give the scales of groups and rows.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
     of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of
     another dtype or shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and
     for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    if needs_tiles(recipe) and amax is None and scale is None:
+    if needs_tiles(recipe) and amax is None and scale is None and ub == math.inf:
         return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, scales=scales)
-    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales)
+    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, ub=ub, amax=amax, scales=scales)
 
 
 def add_rmsnorm_quantize(
@@ -58,6 +62,7 @@ def add_rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
+    ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> dict[str, torch.Tensor | Quantized]:
@@ -76,6 +81,7 @@ def add_rmsnorm_quantize(
         scale,
         eps=eps,
         zero_centered=zero_centered,
+        ub=ub,
         amax=amax,
         scales=scales,
         residual=residual,
@@ -152,12 +158,13 @@ def _launch(
     amax: torch.Tensor | None,
     scales: ScaleLayout,
     zero_centered: bool,
+    ub: float = math.inf,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> Quantized:
     operands = (x, weight, bias, residual, total, amax, scale)
-    form = form_of(operands, "norm", recipe, scales, eps, zero_centered)
+    form = form_of(operands, "norm", recipe, scales, eps, zero_centered, ub)
     if form in PREPARED:
         return PREPARED[form](operands)
     recipe = row_recipe(recipe)
@@ -178,8 +185,8 @@ def _launch(
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(
-        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, amax=amax,
-        scale=scale, scales=scales,
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, ub=ub,
+        amax=amax, scale=scale, scales=scales,
         extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
         resident_threads=_RESIDENT_THREADS[residual is not None],
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -75,6 +76,7 @@ def quantize_rows(
     form: object,
     resident_threads: int = 0,
     paired: bool = False,
+    ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
@@ -86,7 +88,8 @@ def quantize_rows(
     `operands`: all tensors of the call, and `form` their `form_of`, under which the launches are kept.
     `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
     `paired`: the kernel can give a thread a chunk of both halves of a row, and both halves have whole chunks.
-    `amax`, float32 (1,), replaces the tensor's own amax; without it, a recipe with such an amax takes two launches.
+    `ub`: upper bound of the amaxes that give scales. `amax`, float32 (1,), replaces the tensor's own amax; without it,
+    a recipe with such an amax takes two launches.
     `scale`, float32 (1,): for a recipe with a given scale, the encode scale, or the decode scale, as its dialect says.
     `scales`: layout of the scales. Raises NotImplementedError for rows longer than `LONGEST_ROW` and for a layout other
     than linear and 128x4, and as `check_amax` and `check_scale`.
@@ -96,6 +99,8 @@ def quantize_rows(
     layout = chosen_layout(scales, recipe, swizzled=False)
     if layout not in (LINEAR, TILES):
         raise NotImplementedError(f"{source} writes scales in layout {LINEAR} or {TILES}, not {layout}")
+    if ub != math.inf and recipe.tensor_scale != "none":
+        raise NotImplementedError(f"{source} bounds amaxes of blocks and rows, and {recipe} has a scale of the tensor")
     check_amax(amax, (1,), recipe)
     check_scale(scale, 1, recipe)
     check_contiguous(amax=amax, scale=scale)
@@ -117,7 +122,7 @@ def quantize_rows(
     common: dict[str, Value] = {
         "rows": rows, "columns": columns, "segments": grid.segments, "variant": variant, "codes": outputs[0],
         "scales": outputs[1], "amax": own_amax if amax is None else amax, "given": scale, "encode": encode,
-        "largest_element": recipe.element.max, "smallest_amax": recipe.smallest_amax,
+        "largest_element": recipe.element.max, "smallest_amax": recipe.smallest_amax, "largest_amax": ub,
         "max_product": recipe.scale_max * recipe.element.max,
         "largest_scale": torch.finfo(x.dtype if recipe.largest_scale == "input" else torch.float32).max,
     }  # fmt: skip

@@ -49,6 +49,24 @@ def rmsnorm_quantize_stochastic(
     return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, random)
 
 
+def rmsnorm_quantize_both_stochastic(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    random: torch.Tensor,
+    random_columnwise: torch.Tensor,
+    recipe: str | Recipe = "nvfp4-rht-sr",
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> Results:
+    """`rmsnorm_quantize_both` with stochastic rounding by `random`, int32 (M, ⌈K/4⌉), and `random_columnwise`, int32
+    (K, ⌈M/4⌉).
+
+    Raises as `rmsnorm_quantize_both`, and for a recipe that rounds to nearest.
+    """
+    return _halves(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, (random, random_columnwise))
+
+
 def silu_mul_quantize_both(x: torch.Tensor, recipe: str | Recipe) -> Results:
     """SiLU of the first half of the columns of `x` (M, 2K), times the second half, quantized in both orientations.
 

@@ -53,6 +53,7 @@ struct QuantizeRowParameters {
     u32* amax_out;           // receives the amax of the tensor as bits of float32, 0 before the launch; or null
     float largest_element;
     float smallest_amax;
+    float largest_amax;      // upper bound of the amax of a group or a row
     float largest_scale;
     float max_product;       // of NVFP4: 2688, or 1536
 };
@@ -80,7 +81,7 @@ __device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
 // Stores the scale of a group and returns the factor of its elements.
 __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, bool stores, i64 row, i64 group, i64 groups,
                                                 const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
-    const float amax = __uint_as_float(amax_bits);
+    const float own = __uint_as_float(amax_bits), amax = own > p.largest_amax ? p.largest_amax : own;  // NaN stays NaN
     if (variant.family == FP8) {
         const float scale =
             fp8_scale(amax, Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
@@ -186,6 +187,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         amax = __uint_as_float(largest);
         if (variant.scope == ROW) {
             amax = over_row(amax, words[2], 0.0f, larger_bits);
+            amax = amax > p.largest_amax ? p.largest_amax : amax;
         } else {
             amax = over_block(amax, words[2], 0.0f, larger_bits);
             if (threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));

@@ -180,6 +180,19 @@ def test_options_of_norms_change_the_result(option: dict[str, Any]) -> None:
     assert not torch.equal(plain.scales, changed.scales)
 
 
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["fp8-row-e4m3", "mxfp8-e4m3"])
+def test_an_upper_bound_of_the_amaxes(recipe: str) -> None:
+    for matrix in matrices():
+        name, arguments, options, y = rmsnorm(matrix)
+        found = getattr(ops, name)(*arguments, recipe, ub=2.0, **options)
+        bounded = reference.quantize(y.clamp(-2, 2), recipe)
+        assert torch.equal(found.scales, bounded.scales)
+        assert recipe != "fp8-row-e4m3" or torch.equal(found.codes, bounded.codes)
+    with pytest.raises(NotImplementedError, match="nvfp4 has a scale of the tensor"):
+        ops.rmsnorm_quantize(torch.ones(2, 64), torch.ones(64), "nvfp4", ub=2.0)
+
+
 def test_erf_is_not_tanh() -> None:
     x = torch.linspace(-4, 4, 512).repeat(1, 2)
     by_tanh, by_erf = (ops.gelu_mul_quantize(x, "fp8-row-e4m3", approximate=form) for form in ("tanh", "erf"))
