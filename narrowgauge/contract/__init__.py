@@ -9,19 +9,26 @@ from typing import NoReturn
 
 from narrowgauge.contract.declaration import (
     Bits,
+    Cache,
     Codes,
     Column,
     Contract,
     Flag,
+    Heads,
     Index,
+    Lengths,
     Matrix,
+    Pages,
     Passed,
+    QueryLengths,
     Recipe,
     Row,
     Scalar,
     Scale,
+    Slots,
     contract,
 )
+from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -40,12 +47,14 @@ from narrowgauge.contract.steps import (
     joined,
     largest,
     layer_norm,
+    log,
     maximum,
     mean,
     minimum,
     once,
     quantize,
     quantize_both,
+    read,
     repeat_half,
     rms_norm,
     rotate_half,
@@ -53,23 +62,27 @@ from narrowgauge.contract.steps import (
     rsqrt,
     sigmoid,
     silu,
+    slots_of,
     softmax,
     sqrt,
     square,
     sum,
+    takes_scale,
     tanh,
     transposed,
     where,
+    write,
 )
 from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
-    "Bits", "Codes", "Column", "Contract", "ContractError", "Flag", "Index", "Matrix", "Passed", "Program", "Recipe",
-    "Row", "Scalar", "Scale",
+    "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
+    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "maximum", "mean", "minimum", "once", "quantize",
-    "quantize_both", "repeat_half", "rms_norm", "rotate_half", "roundings", "rsqrt", "sigmoid", "silu", "softmax",
-    "sqrt", "square", "sum", "tanh", "transposed", "where",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
+    "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
+    "scores", "segments", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum", "takes_scale",
+    "tanh", "transposed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,12 @@ from narrowgauge.reference.contracts.changed_steps import (
     other_row,
     some_columns,
 )
-from narrowgauge.reference.contracts.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
+from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -55,9 +57,18 @@ from narrowgauge.spec.program import (
     GEMM,
     JOINED,
     ONCE,
+    PLACES,
+    READ,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
+    SQUEEZED,
     TAKE,
     TRANSPOSED,
+    WEIGHTED,
+    WEIGHTS,
+    WRITTEN,
     Program,
     Step,
 )
@@ -66,7 +77,7 @@ from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 Tensors = Mapping[str, torch.Tensor]
-Shown = Mapping[str, torch.Tensor | Quantized]
+Shown = Mapping[str, torch.Tensor | Quantized | Stored]
 """Results of a kernel by the names of the outputs; absent: hidden."""
 
 
@@ -99,11 +110,19 @@ class Evaluation:
 
     def slabs(self) -> Iterator[Evaluation]:
         """Evaluations of some rows each."""
+        if self.single:
+            yield self
+            return
         for rows in slabs_of_rows(self.program, self.tensors):
             known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
             slab = Evaluation(self.program, of_rows(self.program, self.tensors, rows), known, self, rows)
             slab.replaced = self.replaced
             yield slab
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether all rows are one slab."""
+        return self.rows is not None or len(slabs_of_rows(self.program, self.tensors)) == 1
 
     def has_rows(self, number: int) -> bool:
         """Whether a step has numbers for each row of the first argument."""
@@ -176,13 +195,13 @@ class _Values(dict[int, Any]):
             return closed(here.program, i.exactly(here.known[number]))
         if step.recipe is not None:
             return here.whole.values[number] if here.whole is not None else _quantized(here, step)
-        if step.function == CODES:
+        if step.function in (CODES, READ):
             return evaluated(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
         if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
-        if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
+        if not here.single and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
             return Interval.joined([evaluated(slab, step) for slab in here.slabs()])
         return evaluated(here, step)
 
@@ -215,6 +234,8 @@ def judged(
         own, sources = shown[name], judged_numbers(program, number)
         scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
         scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
+        if isinstance(own, Stored):  # its rows are those of some tokens
+            scopes = []
         ends = evaluation.ends if known is not None and evaluation.ends else _ends(evaluation, number, sources)
         if known is not None:
             evaluation.ends = ends
@@ -427,7 +448,7 @@ def _turned(program: Program, number: int) -> set[int]:
 
 
 def judge_output(
-    program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized, tensors: Tensors
+    program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized | Stored, tensors: Tensors
 ) -> Iterator[tuple[str, Part]]:
     """What is accepted of the result of step `number`, given the ends of what it shows or quantizes.
 
@@ -435,15 +456,24 @@ def judge_output(
     """
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
-    if not isinstance(result, Quantized):
+    if isinstance(result, torch.Tensor):
         yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
         return
-    scale = program.scale_of(step, tensors)
-    rounding, view = changed_quantize(step.options)
-    random = bits_of(program, step, tensors)
-    for part, judgement in judge_quantized(
-        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes, random=random
-    ):
+    quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
+    scale = program.scale_of(quantization, tensors)
+    rounding, view = changed_quantize(quantization.options)
+    random = bits_of(program, quantization, tensors)
+
+    def judge(ends: Sequence[Ends], q: Quantized) -> Iterator[tuple[str, Part]]:
+        return judge_quantized(
+            ends[0], view(q), scale, statistics=ends[1] if len(ends) > 1 else ends[0], rounding=rounding,
+            flushes=program.flushes, random=random,
+        )  # fmt: skip
+
+    parts = judge(ends, result) if isinstance(result, Quantized) else judge_stored(
+        program, step, ends, result, tensors, judge
+    )  # fmt: skip
+    for part, judgement in parts:
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
@@ -451,6 +481,8 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
     """The steps whose ends judge an output: its own, or what is quantized, and another matrix whose amaxes give the
     scales, if there is one."""
     step = program.steps[number]
+    if step.function == WRITTEN:
+        return judged_numbers(program, step.operands[0])
     if step.recipe is None:
         return (number,)
     return step.operands[: 2 if step.options.get("statistics") else 1]
@@ -487,7 +519,7 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    together = any(axis in step.axes[1:] or step.function in BEHIND for step in program.steps)
+    together = any(axis in step.axes[1:] or step.function in (*BEHIND, WRITTEN) for step in program.steps)
     if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
@@ -542,6 +574,12 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             fits = size == -(-sizes[name][0] // divisor)
         if not fits:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
+    for axis in [axis for axis in sizes if "*" in axis]:
+        parts, (size, owner) = axis.split("*"), sizes[axis]
+        if all(part in sizes for part in parts) and math.prod(sizes[part][0] for part in parts) != size:
+            each = " and ".join(f"{part} has {sizes[part][0]}" for part in parts)
+            raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {each}")
+    check_slots(program, tensors)
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
         wrong = index[(index < 0) | (index >= count)]
@@ -642,7 +680,31 @@ def _argument(evaluation: Evaluation, step: Step) -> Interval:
 
 def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
     """The rows of a table that an index names."""
-    return table[evaluation.tensors[_key(evaluation.program.steps[step.operands[1]])]]
+    return table[_index(evaluation, step.operands[1])]
+
+
+def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
+    """The numbers of an index, int64."""
+    step = evaluation.program.steps[number]
+    index: torch.Tensor = (
+        evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    )
+    return index.long()
+
+
+def _segments(evaluation: Evaluation, step: Step) -> Interval:
+    return attention.segments(_index(evaluation, step.operands[0]), **step.options)
+
+
+def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
+    """A step of the numbers of each row and the tokens of its request."""
+
+    def found(evaluation: Evaluation, step: Step) -> Interval:
+        rows, tokens = (evaluation.values[number] for number in step.operands[:2])
+        request, lengths = (_index(evaluation, number).flatten() for number in step.operands[2:])
+        return function(rows, tokens, request, lengths, **step.options)
+
+    return found
 
 
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
@@ -699,13 +761,16 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     if len(step.operands) > 1:  # of numbers of another size
         of = i.absolute(evaluation.values[step.operands[1]])
         error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
+        error = torch.where(of.high == 0, 0.0, error)
         nan = value.may_be_nan | of.may_be_nan
         low, high = (
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
         return Interval(low, high, nan)
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    zero = (value.low == 0) & (value.high == 0)
+    ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -763,10 +828,15 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    SEGMENTS: _segments, PLACES: _plain(attention.places),
+    SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
+    RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
+    SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    CODES: _codes, DECODE: _decoded, FACTOR: _factor, GEMM: _product,
+    CODES: _codes, READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
+    DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _divide,

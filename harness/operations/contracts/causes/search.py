@@ -23,7 +23,6 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
     Evidence,
     Keys,
     Replay,
-    Shown,
     as_shown,
     has_rows,
     result_elements,
@@ -31,7 +30,7 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
 )
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, Program
 
 _ROWS = 16
