@@ -25,10 +25,22 @@ from narrowgauge.contract.declaration import (
     Row,
     Scalar,
     Scale,
+    Scales,
+    Sinks,
     Slots,
     contract,
 )
-from narrowgauge.contract.sequences import places, rescaled, scores, segments, squeezed, weighted_sum, weights
+from narrowgauge.contract.sequences import (
+    places,
+    rescaled,
+    scores,
+    segments,
+    shared_heads,
+    squeezed,
+    unsqueezed,
+    weighted_sum,
+    weights,
+)
 from narrowgauge.contract.steps import (
     amax,
     any_of,
@@ -51,6 +63,7 @@ from narrowgauge.contract.steps import (
     maximum,
     mean,
     minimum,
+    of_heads,
     once,
     quantize,
     quantize_both,
@@ -77,12 +90,13 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
-    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Slots",
+    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "once", "places",
-    "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
-    "scores", "segments", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum", "takes_scale",
-    "tanh", "transposed", "weighted_sum", "weights", "where", "write",
+    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads",
+    "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
+    "roundings", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt",
+    "square", "squeezed", "sum", "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights",
+    "where", "write",
 ]  # fmt: skip
 
 

@@ -88,6 +88,13 @@ class Codes(Argument):
     dtypes = (CODES,)
 
 
+class Scales(Argument):
+    """Scales of a cache, one of all rows or one for each head: float32 (scales,), 1 or as many as heads."""
+
+    own_axes = ("scales",)
+    dtypes = ("float32",)
+
+
 class Slots(Argument):
     """Slots of tokens in a cache, page · (tokens of a page) + offset; a negative slot is no place: int64 (tokens,)."""
 
@@ -122,6 +129,13 @@ class Heads(Argument):
     own_axes = ("queries", "q_heads", "dim")
 
 
+class Sinks(Argument):
+    """A logit of each head without a token: float32 (q_heads,)."""
+
+    own_axes = ("q_heads",)
+    dtypes = ("float32",)
+
+
 class Cache(Argument):
     """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
     page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
@@ -139,7 +153,10 @@ class Bits(Argument):
     dtypes = (BITS,)
 
 
-TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Slots, Pages, Lengths, QueryLengths, Heads, Cache)
+TYPES = (
+    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Sinks,
+    Cache,
+)  # fmt: skip
 """Types of tensors."""
 
 
@@ -339,8 +356,8 @@ def contract(
     @, and a backend declares it. Options that the contract does not have are left out.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`,
-    `Slots`, `Pages`, `Lengths`, `Cache`) or `Recipe`, which may have a default. A keyword parameter `Scale | None` is a
-    tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
+    `Slots`, `Pages`, `Lengths`, `Cache`) or `Recipe`, which may have a default. A keyword parameter `Scales | None` is
+    a tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
     number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels differ, and
     are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may
     flush subnormal numbers. The option `page_layout` is told to a kernel by its cache.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from narrowgauge.contract.values import Value, in_float32
 from narrowgauge.spec.program import (
+    HEADS,
     INDEX,
     PLACES,
     RESCALED,
     SCORES,
     SEGMENTS,
     SQUEEZED,
+    UNSQUEEZED,
     WEIGHT_DTYPES,
     WEIGHTED,
     WEIGHTS,
@@ -28,20 +30,26 @@ def segments(lengths: Value, rows: Value) -> tuple[Value, Value]:
     """
     axes, found = (rows.axes[0], "1", "1"), []
     for part, dtype in (("request", INDEX), ("place", "float32")):
-        found.append(rows.trace.add(SEGMENTS, (lengths,), axes, dtype, part=part))
+        found.append(rows.trace.add(SEGMENTS, (lengths, rows), axes, dtype, part=part))
     return found[0], found[1]
 
 
-def scores(q: Value, k: Value, request: Value, lengths: Value, order: str | None = None) -> Value:
+def shared_heads(q: Value, lengths: Value, k: Value) -> Value:
+    """The head of the tokens k (tokens·heads, dim) that each head of q (queries, q_heads, dim) has, an index
+    (q_heads,): q_heads/heads neighbours share one. `lengths` (requests,): tokens of each request."""
+    return q.trace.add(HEADS, (q, lengths, k), q.axes[1:2], INDEX)
+
+
+def scores(q: Value, k: Value, request: Value, head: Value, lengths: Value, order: str | None = None) -> Value:
     """Σ q·k of each row and head of q (queries, q_heads, dim) and the tokens of its request, k (tokens·heads, dim):
     (queries, q_heads, keys).
 
-    q_heads/heads of the first share a head of k. `lengths` (requests,) has the tokens of each request, and "keys" is
-    the largest of them; the products behind the last token of a request are 0. The sum has any order, or a declared
-    one (`narrowgauge.contract.gemm`).
+    `head`: `shared_heads`. `lengths` (requests,) has the tokens of each request, and "keys" is the largest of them; the
+    products behind the last token of a request are 0. The sum has any order, or a declared one
+    (`narrowgauge.contract.gemm`).
     """
     options = {} if order is None else {"order": order}
-    return q.trace.add(SCORES, (q, k, request, lengths), (*q.axes[:2], "keys"), "float32", **options)
+    return q.trace.add(SCORES, (q, k, request, head, lengths), (*q.axes[:2], "keys"), "float32", **options)
 
 
 def places(x: Value) -> Value:
@@ -67,14 +75,14 @@ def weights(p: Value, d: Value, dtype: str) -> Value:
     return p.trace.add(WEIGHTS, (in_float32(p), in_float32(d)), p.axes, "float32", to=dtype)
 
 
-def weighted_sum(p: Value, v: Value, request: Value, lengths: Value, *, narrow: bool = False) -> Value:
+def weighted_sum(p: Value, v: Value, request: Value, head: Value, lengths: Value, *, narrow: bool = False) -> Value:
     """Σ p·v of the weights (queries, q_heads, keys) and the tokens of the request of each row, v (tokens·heads, v_dim):
     (queries, q_heads, v_dim).
 
     `narrow`: whether kernels may multiply 8-bit weights, whose tensor cores keep 13 fraction bits.
     """
     axes = (*p.axes[:2], v.axes[1])
-    return p.trace.add(WEIGHTED, (in_float32(p), v, request, lengths), axes, "float32", narrow=narrow)
+    return p.trace.add(WEIGHTED, (in_float32(p), v, request, head, lengths), axes, "float32", narrow=narrow)
 
 
 def squeezed(x: Value) -> Value:
@@ -82,3 +90,8 @@ def squeezed(x: Value) -> Value:
     if x.axes[-1:] != ("1",):
         x.trace.fail(f"c.squeezed takes a last axis of one element, not ({', '.join(x.axes)})")
     return x.trace.add(SQUEEZED, (x,), x.axes[:-1], x.dtype)
+
+
+def unsqueezed(x: Value) -> Value:
+    """(…,) with a last axis of one element, float32."""
+    return x.trace.add(UNSQUEEZED, (in_float32(x),), (*x.axes, "1"), "float32")

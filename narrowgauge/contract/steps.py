@@ -18,6 +18,7 @@ from narrowgauge.spec.program import (
     HALF,
     INDEX,
     JOINED,
+    OF_HEADS,
     ONCE,
     PROMOTIONS,
     QUANTIZE,
@@ -456,7 +457,7 @@ def write(q: Value, half: Value, slots: Value) -> Value:
 
 def read(half: Value, slots: Value, scale: Value | None = None) -> Value:
     """The rows in slots of a half of a cache, as a quantized matrix (tokens·heads, columns). `scale`: an argument of
-    the type Scale, for a recipe whose scale is given."""
+    the type Scales, for a recipe whose scale is given."""
     if half.dtype != HALF or slots.dtype != INDEX:
         half.trace.fail("c.read takes cache.keys or cache.values, and slots: an argument of type Slots, or c.slots_of")
     recipe = half.step.options["recipe"]
@@ -472,6 +473,11 @@ def slots_of(pages: Value, lengths: Value, tokens: str = "tokens") -> Value:
     return pages.trace.add(SLOTS, (pages, lengths), (tokens,), INDEX)
 
 
+def of_heads(scale: Value, rows: str = "tokens*heads") -> Value:
+    """The scale of each row of (tokens·heads, columns), of an argument of the type Scales: (tokens·heads, 1)."""
+    return scale.trace.add(OF_HEADS, (scale,), (rows, "1"), "float32")
+
+
 def takes_scale(recipe: str) -> bool:
     """Whether the scale of a recipe is given."""
     return find_recipe(recipe).tensor_scale == "given"
@@ -483,8 +489,10 @@ def _check_given(x: Value, recipe: str, scale: Value | None, function: str) -> N
             f"recipe {recipe} takes {'no' if scale is not None else 'a'} scale; {function} has "
             f"{'none' if scale is None else 'one'}"
         )
-    if scale is not None and (scale.step.function, scale.axes) != ("argument", ("1",)):
-        x.trace.fail(f"the scale of {function} is an argument of the type Scale")
+    axes = [("1",)] if "*" not in x.axes[0] else [("1",), ("scales",)]
+    if scale is not None and (scale.step.function != "argument" or scale.axes not in axes):
+        kind = "Scale" if len(axes) == 1 else "Scales"
+        x.trace.fail(f"the scale of {function} is an argument of the type {kind}")
 
 
 def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:

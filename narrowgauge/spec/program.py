@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from narrowgauge.spec.formats import FP32
@@ -32,9 +32,10 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
-SEGMENTS, SCORES, WEIGHTED = SEQUENCES = ("segments", "scores", "weighted")
+SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
-the products of each row with the tokens of its request; and the sums of the tokens of its request with weights."""
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
+sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
 PLACES = "places"
 """The step that gives 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"
@@ -44,8 +45,8 @@ WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
 """Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
 TILE = 16
 """Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
-SQUEEZED = "squeezed"
-"""The step that leaves out a last axis of one element."""
+SQUEEZED, UNSQUEEZED = "squeezed", "unsqueezed"
+"""The steps that leave out and that add a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
@@ -68,6 +69,8 @@ READ = "read"
 with the option `recipe`; a last operand is a given scale."""
 SLOTS = "slots"
 """The step that gives the slots of the tokens of all requests: page numbers of each request, and lengths."""
+OF_HEADS = "of_heads"
+"""The step that gives the scale of each row: those of the heads, or one of all rows."""
 RENUMBERED = "renumbered"
 """The step that gives other slots than the right ones, with the option `to`. No contract has it."""
 INDEX = "int64"
@@ -226,16 +229,32 @@ class Program:
             data.append(self.hidden)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def used(self) -> set[str]:
-        """Names of the arguments that the results are computed from."""
-        found, waiting = set[int](), list(self.outputs.values())
+    def cone(self, *numbers: int) -> set[int]:
+        """Numbers of the steps from which some steps are computed, and of these."""
+        found, waiting = set[int](), list(numbers)
         while waiting:
             number = waiting.pop()
             if number not in found:
                 found.add(number)
                 waiting += self.steps[number].operands
-        return {str(self.steps[number].options["name"]) for number in found if "name" in self.steps[number].options}
+        return found
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the arguments that the results are computed from."""
+        steps = (self.steps[number] for number in self.cone(*self.outputs.values()))
+        return {str(step.options["name"]) for step in steps if "name" in step.options}
+
+    def beside(self, output: str) -> Program:
+        """The program with the results that have numbers in common with an output; an index has none. A mistake in
+        another result changes nothing here."""
+        indexes = {number for number, step in enumerate(self.steps) if step.dtype == INDEX}
+        cones = {name: self.cone(number) - indexes for name, number in self.outputs.items()}
+        joined, found = cones[output], {output}
+        while more := [name for name in self.outputs if name not in found and cones[name] & joined]:
+            found |= set(more)
+            joined = joined.union(*(cones[name] for name in more))
+        return replace(self, outputs={name: n for name, n in self.outputs.items() if name in found})
 
     @property
     def tables(self) -> dict[str, str]:

@@ -32,8 +32,16 @@ from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
-from narrowgauge.reference.contracts.layout.pages import Stored, check_slots, judge_stored, read_rows
+from narrowgauge.reference.contracts.layout.pages import (
+    Stored,
+    check_slots,
+    given_scale,
+    judge_stored,
+    read_rows,
+    slots,
+)
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -45,7 +53,8 @@ from narrowgauge.reference.contracts.scopes import (
 )
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import (
     BEHIND,
     CODES,
@@ -55,10 +64,13 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HEADS,
     JOINED,
+    OF_HEADS,
     ONCE,
     PLACES,
     READ,
+    RENUMBERED,
     RESCALED,
     ROTATED,
     SCORES,
@@ -66,6 +78,7 @@ from narrowgauge.spec.program import (
     SQUEEZED,
     TAKE,
     TRANSPOSED,
+    UNSQUEEZED,
     WEIGHTED,
     WEIGHTS,
     WRITTEN,
@@ -457,20 +470,24 @@ def judge_output(
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
     if isinstance(result, torch.Tensor):
+        if ends[0].low.shape != result.shape:
+            raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
         yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
-    scale = program.scale_of(quantization, tensors)
+    scale = given_scale(program, quantization, tensors)
     rounding, view = changed_quantize(quantization.options)
     random = bits_of(program, quantization, tensors)
 
-    def judge(ends: Sequence[Ends], q: Quantized) -> Iterator[tuple[str, Part]]:
+    def judge(ends: Sequence[Ends], q: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
+        if scale is not None and "given" in quantization.options and q.recipe.scale is FP32:
+            q = replace(q, scales=block_scales(scale.view(1, 1), scale, q.recipe, ends[0].low.dtype))
         return judge_quantized(
             ends[0], view(q), scale, statistics=ends[1] if len(ends) > 1 else ends[0], rounding=rounding,
             flushes=program.flushes, random=random,
         )  # fmt: skip
 
-    parts = judge(ends, result) if isinstance(result, Quantized) else judge_stored(
+    parts = judge(ends, result, scale) if isinstance(result, Quantized) else judge_stored(
         program, step, ends, result, tensors, judge
     )  # fmt: skip
     for part, judgement in parts:
@@ -536,8 +553,10 @@ def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, know
         tensor = tensors[argument.name]
         found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
     for step in program.steps:
-        if "row" in step.options and _key(step) not in found:
-            other = other_row(tensors[step.options["name"]], step.options["row"])
+        if step.function == "argument" and "row" in step.options and _key(step) not in found:
+            sizes = program.sizes(tensors) if "*" in step.axes[0] else {}
+            shape = {part: sizes[part] for part in step.axes[0].split("*")} if sizes else {}
+            other = other_row(tensors[step.options["name"]], step.options["row"], shape)
             found[_key(step)] = other[rows] if step.axes[:1] == axis else other
     return found
 
@@ -597,7 +616,7 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     operand = step.operands[0]
     if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
         raise ValueError("a changed quantization is judged where it is shown")
-    scale = evaluation.program.scale_of(step, evaluation.tensors)
+    scale = given_scale(evaluation.program, step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     random = bits_of(evaluation.program, step, evaluation.tensors)
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
@@ -693,7 +712,18 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 
 
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
-    return attention.segments(_index(evaluation, step.operands[0]), **step.options)
+    lengths, rows = step.operands
+    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+
+
+def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
+
+
+def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
+    q, lengths, k = step.operands
+    rows = evaluation.values[k].shape[0]
+    return attention.shared_heads(evaluation.values[q], _index(evaluation, lengths), rows, **step.options)
 
 
 def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
@@ -701,8 +731,7 @@ def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Ste
 
     def found(evaluation: Evaluation, step: Step) -> Interval:
         rows, tokens = (evaluation.values[number] for number in step.operands[:2])
-        request, lengths = (_index(evaluation, number).flatten() for number in step.operands[2:])
-        return function(rows, tokens, request, lengths, **step.options)
+        return function(rows, tokens, *(_index(evaluation, n).flatten() for n in step.operands[2:]), **step.options)
 
     return found
 
@@ -710,6 +739,14 @@ def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Ste
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     return value.arranged(lambda t: _taken(evaluation, step, t))
+
+
+def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
+    """A number for each row, of one number for each head, or of one number."""
+    value: Interval = evaluation.values[step.operands[0]]
+    sizes = evaluation.program.sizes(evaluation.tensors)
+    tokens, heads = (sizes[part] for part in step.axes[0].split("*"))
+    return value.arranged(lambda t: t.expand(heads).repeat(tokens).unsqueeze(1))
 
 
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
@@ -828,14 +865,16 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
-    SEGMENTS: _segments, PLACES: _plain(attention.places),
+    SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
+    UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    CODES: _codes, READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
+    OF_HEADS: _of_heads, CODES: _codes,
+    READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
@@ -844,7 +883,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
     "largest": _reduced(sums.largest), "merged": _plain(sums.merged),
-    **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
+    **{name: _plain(function) for name, function in {**CHANGED_STEPS, **CHANGED_ATTENTION}.items()},
+    RENUMBERED: _renumbered,
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

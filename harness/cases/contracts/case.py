@@ -51,8 +51,8 @@ _OVERFLOWS = "amax-largest-first"
 _FEW = ("ladder", "position", "one-hot", "geometric")
 """Families of the usual cases of further shapes, beside `normal`."""
 _CACHES = tuple(
-    dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "requests", "most"), sizes, strict=True))
-    for sizes in ((40, 4, 64, 64, 5, 16, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 4))
+    dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "scales", "requests", "most"), sizes, strict=True))
+    for sizes in ((40, 4, 64, 64, 5, 16, 1, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 3, 4))
 )
 """Shapes of the usual cases of a cache: whole pages and a part of one, a single row, and keys wider than values."""
 _SEQUENCES = tuple(
@@ -235,10 +235,12 @@ class ContractCase(Case):
             if sizes[columns] % units.get(columns, 1):
                 recipe = half.options["recipe"]
                 return f"{columns} is {sizes[columns]}; a row of {recipe} has whole blocks of {units[columns]}"
+        if sizes.get("scales", 1) not in (1, sizes["heads"]):
+            return f"there are {sizes['scales']} scales; a cache has 1, or {sizes['heads']}, one for each head"
         if sizes.get("tokens", 0) > held:
             return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
         parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
-        return PAGE_LAYOUTS[self.page_layout].problem(parts) or (
+        return PAGE_LAYOUTS[self.page_layout].problem(parts, sizes["page"]) or (
             self._batch_problem() if self.declared.sequences else None
         )
 

@@ -108,7 +108,7 @@ class Declared:
     @property
     def sequences(self) -> bool:
         """Whether rows attend to the tokens of their requests, so that all inputs fit together."""
-        return any(kind == "Heads" for kind, _, _ in self.tensors.values())
+        return any(kind == "QueryLengths" for kind, _, _ in self.tensors.values())
 
     @property
     def quantized(self) -> tuple[str, ...]:

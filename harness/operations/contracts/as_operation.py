@@ -51,11 +51,13 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     shown, outcome = called(case, inputs, backend)
     if case.declared.rows and has_rows(case.program) and len(next(iter(inputs.tensors.values()))) > 1:
         outcome.stages.append(_rows(case, inputs, backend, shown))
-    if any(case.program.steps[number].function == WRITTEN for number in case.program.outputs.values()):
-        outcome.stages.append(_prefill(case, inputs, backend, shown))
     program, others = case.declared_program(fields), list(_other_fields(case, fields))
     try:
-        return judge_contract(program, inputs.tensors, shown, outcome, others)
+        outcome = judge_contract(program, inputs.tensors, shown, outcome, others)
+        stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
+        if stores and all(stage.passed for stage in outcome.stages):
+            outcome.stages.append(_prefill(case, inputs, backend, shown))
+        return outcome
     except UndeterminedError as error:
         if any(stage.mismatches for stage in outcome.stages):
             return outcome

@@ -7,8 +7,9 @@ A matrix has the numbers of a generator (`harness.inputs.generators`), and a row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -215,6 +216,10 @@ def _number(want: _Wanted) -> torch.Tensor:
     return torch.full(want.shape, want.rule.number(want.draw))
 
 
+def _scales(want: _Wanted) -> torch.Tensor:
+    return torch.tensor([want.rule.number(want.draw) for _ in range(want.shape[0])], dtype=torch.float32)
+
+
 def _index(want: _Wanted) -> torch.Tensor:
     """Any rows in any order, with the last row first."""
     index = want.draw.below(want.rows, *want.shape).long()
@@ -224,7 +229,13 @@ def _index(want: _Wanted) -> torch.Tensor:
 
 def _column(want: _Wanted) -> torch.Tensor:
     """Positive, as the saved statistics of rows are."""
-    return _positive(want.draw, want.shape[0]).view(want.shape)
+    return _positive(want.draw, math.prod(want.shape)).view(want.shape)
+
+
+def _heads(want: _Wanted) -> torch.Tensor:
+    """A matrix with a row for each token and head."""
+    rows, heads, columns = want.shape
+    return _matrix(replace(want, shape=(rows * heads, columns))).view(want.shape)
 
 
 def _bits(want: _Wanted) -> torch.Tensor:
@@ -265,8 +276,9 @@ def _cached(want: _Wanted) -> torch.Tensor:
 
 
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number,
-    "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Pages": _pages, "Cache": _cached,
+    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number, "Scales": _scales,
+    "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
+    "Cache": _cached,
 }  # fmt: skip
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
@@ -315,6 +327,6 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
             continue
         made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes))
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
-        if argument.kind == "Matrix":
-            matrices[argument.name] = made
+        if argument.kind in ("Matrix", "Heads"):
+            matrices[argument.name] = made.flatten(0, -2)
     return found

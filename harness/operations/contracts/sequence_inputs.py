@@ -45,7 +45,7 @@ Keys = list[int]
 
 def _top(draw: Draw) -> float:
     """The logit of a single key, which is the log-sum-exp in base 2."""
-    return (0.0, 4.0, -8.0)[draw.index(3)]
+    return (1.0, 4.0, -8.0)[draw.index(3)]
 
 
 def _one_hot(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
@@ -111,16 +111,18 @@ class _Rule:
     """Code of the cells that no token has."""
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
     pinned: bool = False
+    sinks: float = 0.0
+    """Deviation of the logits without a token. 0: they are 0, as the largest logit of a row."""
 
 
 RULES: Mapping[str, _Rule] = {
-    "normal": _Rule(),
+    "normal": _Rule(sinks=1.0),
     "one-hot": _Rule(_one_hot, tells_cell=True),
     "one-hot-ends": _Rule(_ends, tells_cell=True, unused=_LOWEST),
     "two-level": _Rule(_two_level),
     "geometric": _Rule(_geometric, whole=True),
     "equal": _Rule(_equal, unused=_LOWEST, lengths=_power_lengths),
-    "pinned": _Rule(pinned=True),
+    "pinned": _Rule(pinned=True, sinks=1.0),
     "nan-pages": _Rule(_equal, lengths=_page_lengths),
 }
 """Rules by the names of `narrowgauge.harness.cases.families.SEQUENCES`."""
@@ -139,9 +141,9 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     rule, kinds = RULES[family], {argument.kind: argument for argument in program.arguments}
     q, table, lengths, q_lengths = (kinds[kind] for kind in ("Heads", "Pages", "Lengths", "QueryLengths"))
     rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
-    found = {a.name: torch.full((1,), 2.0 ** (draw.index(4) - 1)) for a in program.arguments if a.kind == "Scale"}
-    for number, scale in enumerate(found.values()):  # neighbours differ
-        scale.mul_(4.0**number)
+    power, scales = draw.index(4), [a.name for a in program.arguments if a.kind == "Scale"]
+    found = {name: torch.full((1,), 2.0 ** (power - 3 * number)) for number, name in enumerate(scales)}
+    found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
     own = _split(draw, rows, requests, most * page)
     of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
     found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}
@@ -199,6 +201,7 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
     products, logits = _logits(program)
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
     zeros = {a.name: torch.zeros(*sizes, 1, dtype=torch.uint8) for a in program.arguments if a.kind == "Cache"}
+    zeros |= {a.name: torch.zeros(rows, 1, 1) for a in program.arguments if a.kind == "Heads"}
     evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
     evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
     values: Interval = evaluation.values[logits]
@@ -245,8 +248,9 @@ def _of_logits(
                 own_keys[:, 0] = torch.where(seen[some].any(0), _FAR, 0.0)
                 visible = sees.nonzero()[:, 0].tolist()
                 assert rule.logits is not None
-                for key, logit in rule.logits(draw, visible, page).items():
-                    own_keys[key, 0] = logit
+                logits = rule.logits(draw, visible, page)
+                for key, logit in logits.items():
+                    own_keys[key, 0] = logit or float(len(logits) == 1)  # a log-sum-exp of 0 has no relative error
         first += rows
     return queries, keys
 

@@ -40,9 +40,16 @@ struct Cell {
     int offset, head;
 };
 
+__device__ __forceinline__ Cell cell_of(i64 slot, int page_size, int head) {
+    const u32 size = static_cast<u32>(page_size);
+    if (slot >> 32 != 0) return {slot / page_size, static_cast<int>(slot % page_size), head};
+    return {static_cast<u32>(slot) / size, static_cast<int>(static_cast<u32>(slot) % size), head};
+}
+
 __device__ __forceinline__ i64 code_index(const CachePart& part, const Cell& cell, int byte) {
-    return cell.page * part.page + cell.offset * part.offset + cell.head * part.head + byte / part.chunk * part.chunk_stride +
-           byte % part.chunk * part.element;
+    const i64 row = cell.page * part.page + cell.offset * part.offset + cell.head * part.head;
+    if (byte < part.chunk) return row + byte * part.element;
+    return row + byte / part.chunk * part.chunk_stride + byte % part.chunk * part.element;
 }
 
 // Place of a block scale of a head in a page of `across` scales a key, in the digits T, s, r, t of serving.

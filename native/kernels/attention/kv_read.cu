@@ -27,14 +27,13 @@ template <class T>
 __device__ __forceinline__ void read(const KvReadParameters& p) {
     const KvNumbers& part = blockIdx.y == 0 ? p.keys : p.values;
     const CachePart& source = part.source;
-    const i64 place = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int chunks = (source.dim + CHUNK - 1) / CHUNK;
-    const i64 row = place / chunks;
-    const int token = static_cast<int>(row / p.heads), head = static_cast<int>(row % p.heads);
+    const u32 place = blockIdx.x * blockDim.x + threadIdx.x, chunks = static_cast<u32>(source.dim + CHUNK - 1) / CHUNK;
+    const u32 of_heads = place / chunks, heads = static_cast<u32>(p.heads);
+    const i64 row = of_heads;
+    const int token = static_cast<int>(of_heads / heads), head = static_cast<int>(of_heads % heads);
     if (token >= p.tokens) return;
     const int first = static_cast<int>(place % chunks) * CHUNK, left = source.dim - first, count = left < CHUNK ? left : CHUNK;
-    const i64 slot = p.slots[token];
-    const Cell cell{slot / source.page_size, static_cast<int>(slot % source.page_size), head};
+    const Cell cell = cell_of(p.slots[token], source.page_size, head);
     const float scale = part.scale == nullptr ? 1.0f : part.scale[p.scale_of_heads ? head : 0];
     float v[CHUNK] = {};
     if (source.format == CACHE_FP8 && source.element == 1 && source.chunk % CHUNK == 0 && count == CHUNK) {

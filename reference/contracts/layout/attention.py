@@ -7,7 +7,7 @@ factor cancels in the quotient by the sum of the weights. All intervals are thos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,8 @@ _EXPONENTIAL = 5 * UNIT
 _POWER = 2.0**-14
 """Distance from an integer, in base 2, up to which a factor counts as a power of two: less than half of the distance
 from a power of two to the next tie of float16."""
+_LAG = 8 * math.log(2)
+"""How far a maximum may lag behind, in base e: FlashAttention-4, flash_attn/cute/softmax.py at 0251105."""
 _TINY = 2.0**-100
 """A weight from which a sum of others does not round: it moves the sum by its own size at most."""
 
@@ -57,13 +59,53 @@ WEIGHTS = {
 """Dtypes of weights by the names of `narrowgauge.spec.program.WEIGHT_DTYPES`."""
 
 
-def segments(lengths: torch.Tensor, part: str) -> Interval:
-    """The number of the request of each row, or the place of the row in its request: (queries, 1, 1)."""
+Index = Callable[[torch.Tensor, int], torch.Tensor]
+OTHER_INDICES: Mapping[str, tuple[str, Index]] = {
+    "next": ("the next {}", lambda index, count: (index + 1) % count),
+    "previous": ("the {} before", lambda index, count: (index - 1) % count),
+    "first": ("{} 0", lambda index, count: index * 0),
+    "last": ("the last {}", lambda index, count: index * 0 + count - 1),
+    "reversed": ("the {}s in reverse order", lambda index, count: count - 1 - index),
+    "modulo": ("the {} i modulo their number for i", lambda index, count: torch.arange(len(index)).to(index) % count),
+}
+"""Numbers in place of those of an index, with a phrase: from the right ones, and how many there are."""
+
+
+def other_index(index: torch.Tensor, count: int, to: str | Sequence[int] | None) -> torch.Tensor:
+    """An index with other numbers: by a name of `OTHER_INDICES`, or with `to[1]` in place of `to[0]`."""
+    if to is None:
+        return index
+    if isinstance(to, str):
+        return OTHER_INDICES[to][1](index, count)
+    return torch.where(index == to[0], min(to[1], count - 1), index)
+
+
+def segments(lengths: torch.Tensor, rows: int, part: str, to: str | Sequence[int] | None = None) -> Interval:
+    """The number of the request of each row, or the place of the row in its request: (queries, 1, 1).
+
+    Raises ValueError for lengths that are less than 1 or whose sum is not the number of rows.
+    """
+    if int(lengths.sum()) != rows or bool((lengths < 1).any()):
+        raise ValueError(f"the requests have {lengths.tolist()} rows, and the batch has {rows}")
     request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     if part == "place":
         first = lengths.cumsum(0) - lengths
         request = torch.arange(len(request), device=lengths.device) - first[request]
-    number = request.double().view(-1, 1, 1)
+    number = other_index(request, len(lengths), to).double().view(-1, 1, 1)
+    return Interval(number, number, bits=24)
+
+
+def shared_heads(q: Interval, lengths: torch.Tensor, rows: int, to: str | Sequence[int] | None = None) -> Interval:
+    """The head of the tokens (rows = tokens·heads) of each head of q (queries, q_heads, dim): (q_heads,).
+
+    Raises ValueError if heads do not share equally.
+    """
+    count, tokens = q.shape[1], int(lengths.sum())
+    heads = rows // max(1, tokens)
+    if heads * tokens != rows or not heads or count % heads:
+        raise ValueError(f"{count} heads of rows do not share {heads} heads of {tokens} tokens equally")
+    index = torch.arange(count, device=lengths.device) // (count // heads)
+    number = other_index(index, heads, to).double()
     return Interval(number, number, bits=24)
 
 
@@ -95,27 +137,30 @@ class _Group:
 
 
 def _groups(
-    x: Interval, tokens: Interval, request: torch.Tensor, lengths: torch.Tensor
+    tokens: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[int, Iterator[_Group]]:
-    """Heads of the tokens, and the groups of all requests. Raises ValueError if heads do not share equally."""
-    count, total = x.shape[1], int(lengths.sum())
-    heads = tokens.shape[0] // max(1, total)
-    if heads * total != tokens.shape[0] or not heads or count % heads:
-        raise ValueError(f"{count} heads of rows do not share {heads} heads of {total} tokens equally")
-    return heads, _each(request, lengths, heads, count // heads)
+    """Heads of the tokens, and the groups of all requests. Raises ValueError for other tokens than the lengths say."""
+    if not int(lengths.sum()) or tokens.shape[0] % int(lengths.sum()):
+        raise ValueError(f"{tokens.shape[0]} rows of tokens and heads are no heads of {int(lengths.sum())} tokens")
+    return tokens.shape[0] // int(lengths.sum()), _each(request, head, lengths)
 
 
-def _each(request: torch.Tensor, lengths: torch.Tensor, heads: int, size: int) -> Iterator[_Group]:
+def _each(request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor) -> Iterator[_Group]:
     ends = lengths.cumsum(0).tolist()
     for number in sorted(set(request.tolist())):
         rows = (request == number).nonzero()
         tokens = slice(ends[number] - int(lengths[number]), ends[number])
-        for head in range(heads):
-            yield _Group(rows, torch.arange(head * size, (head + 1) * size, device=rows.device), tokens, head)
+        for shared in sorted(set(head.tolist())):
+            yield _Group(rows, (head == shared).nonzero()[:, 0], tokens, shared)
 
 
 def scores(
-    q: Interval, k: Interval, request: torch.Tensor, lengths: torch.Tensor, order: str | None = None
+    q: Interval,
+    k: Interval,
+    request: torch.Tensor,
+    head: torch.Tensor,
+    lengths: torch.Tensor,
+    order: str | None = None,
 ) -> Interval:
     """Σ q·k of known numbers q (queries, q_heads, dim) and k (tokens·heads, dim): (queries, q_heads, keys).
 
@@ -124,7 +169,7 @@ def scores(
     shape = (*q.shape[:2], int(lengths.max()))
     low, high = (q.low.new_zeros(shape) for _ in range(2))
     nan = torch.zeros(shape, dtype=torch.bool, device=q.low.device)
-    heads, groups = _groups(q, k, request, lengths)
+    heads, groups = _groups(k, request, head, lengths)
     for group in groups:
         pair = group.of_rows(q), group.of_tokens(k, heads)
         factors = products.factors(pair[0], "float32", None), products.factors(pair[1], "float32", None)
@@ -167,7 +212,8 @@ def rescaled(p: Interval, d: Interval, m: Interval) -> Interval:
 
 
 def weights(p: Interval, d: Interval, to: str) -> Interval:
-    """Weights rounded to a dtype, under every factor f that the maximum of some tiles gives."""
+    """Weights rounded to a dtype, under every factor f that the maximum of some tiles gives. Factors that are powers of
+    two change no bit but those of subnormal numbers."""
     if to == "float32":
         return p
     names = [to] if to != "any" else list(WEIGHTS)
@@ -175,8 +221,10 @@ def weights(p: Interval, d: Interval, to: str) -> Interval:
     near = high > _FAR
     powers = [torch.where(near, end, 0.0) / math.log(2) for end in (low, high)]
     whole = powers[1].round()
-    exact = ((powers[0] - whole).abs() < _POWER) & ((powers[1] - whole).abs() < _POWER)
-    exact = (exact | ~near).all(-1, keepdim=True)
+    odd = ((powers[0] - whole).abs() >= _POWER) | ((powers[1] - whole).abs() >= _POWER)
+    # A key is rounded under a maximum that is at most `_LAG` below that of its tile.
+    reached = torch.where(odd & near, high, -math.inf).amax(-1, keepdim=True)
+    exact = (reached < low - _LAG).repeat_interleave(TILE, -1)[..., : p.shape[-1]]
     ends = []
     for name in names:
         weight = WEIGHTS[name]
@@ -209,7 +257,9 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
     return torch.where((number.double() == x) | odd, number, torch.nextafter(number, toward))
 
 
-def weighted_sum(p: Interval, v: Interval, request: torch.Tensor, lengths: torch.Tensor, *, narrow: bool) -> Interval:
+def weighted_sum(
+    p: Interval, v: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor, *, narrow: bool
+) -> Interval:
     """Σ p·v of weights (queries, q_heads, keys) and known numbers v (tokens·heads, v_dim): (queries, q_heads, v_dim).
 
     Error of the sums: that of `reference.bounds.factor_sums.factor_bounds`, with the largest weights. `narrow`: kernels
@@ -218,10 +268,12 @@ def weighted_sum(p: Interval, v: Interval, request: torch.Tensor, lengths: torch
     """
     shape = (*p.shape[:2], v.shape[1])
     low, high = (p.low.new_zeros(shape) for _ in range(2))
-    heads, groups = _groups(p, v, request, lengths)
+    heads, groups = _groups(v, request, head, lengths)
     for group in groups:
         tokens = group.of_tokens(v, heads).low
         keys = slice(0, len(tokens))
+        if len(tokens) > p.shape[2]:
+            raise ValueError(f"a request has {len(tokens)} tokens, and {p.shape[2]} weights")
         own = group.of_rows(p).arranged(partial(_first, keys))
         for whole, part in zip((low, high), _sums(own, tokens, narrow=narrow), strict=True):
             whole[group.rows, group.heads] = part.view(len(group.rows), -1, shape[2])

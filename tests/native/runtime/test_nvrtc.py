@@ -80,7 +80,7 @@ FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_o
 FUSED |= {"produced_mx", "produced_nvfp4", "produced_rows", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
-    "attention": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},  # rcp: of tanhf
+    "attention": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},  # rcp.approx is part of tanhf
     "attention_tensor": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "activation_quantize": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "norm_quantize": {"rsqrt.approx.f32"},

@@ -22,7 +22,7 @@ from narrowgauge.reference.contracts.evaluate import (
 )
 from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.program import HALF, INDEX, Program
+from narrowgauge.spec.program import HALF, INDEX, SCORES, Program
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR
@@ -131,7 +131,8 @@ class Evidence:
         strong = part.wrong & far
         self.wrong += int(part.wrong.count_nonzero())
         self.strong += int(strong.count_nonzero())
-        by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
+        rows = strong.shape[:-1].numel() if strong.dim() > 2 else strong.shape[:1].numel()
+        by_row = strong.reshape(rows, -1).any(1) if strong.dim() else strong.reshape(1)
         self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
         self.share += float(part.wrong.float().mean())
         self.distance += float(distance.double().add_(1).log2_().mean())
@@ -162,7 +163,11 @@ class Replay:
 
     def work(self, program: Program) -> int:
         """Elements times steps that a judgement evaluates at most."""
-        return len(program.steps) * sum(result_elements(result) for result in self.shown.values())
+        elements = sum(result_elements(result) for result in self.shown.values())
+        if any(step.function == SCORES for step in program.steps):  # a logit for each row, head and token
+            q, lengths = (next(a.name for a in program.arguments if a.kind == kind) for kind in ("Heads", "Lengths"))
+            elements = max(elements, self.tensors[q][..., 0].numel() * int(self.tensors[lengths].max()))
+        return len(program.steps) * elements
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
         """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import narrowgauge
+from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, Cache, part_name
 
 Tensor = torch.Tensor
@@ -19,6 +20,13 @@ class Kernels:
     def quantized(self, x: Tensor, recipe: Any, scale: Tensor | None, half: str) -> dict[str, Tensor]:
         """The bytes of the rows, (tokens, heads, …), by the names of the parts."""
         tokens, heads, columns = x.shape
+        if recipe.scale is E4M3:
+            assert scale is not None
+            x = x.float() / scale.expand(heads).view(1, heads, 1)
+            scale = None
+        if scale is not None and len(scale) > 1:  # of each head
+            each = [narrowgauge.quantize(x[:, h], recipe, scale=scale[h : h + 1]).codes for h in range(heads)]
+            return {half: torch.stack(each, 1)}
         q = narrowgauge.quantize(x.reshape(-1, columns), recipe, scale=scale)
         parts = {"codes": q.codes} | (
             {} if scale is not None and q.scales.dtype == torch.float32 else {"scales": q.scales}
@@ -95,6 +103,17 @@ class Kernels:
         codes, scales = parts[half], parts.get(part_name(half, "scales"))
         columns = codes.shape[2] * (2 if recipe.element.bits == 4 else 1)
         flat = codes.flatten(0, 1)
+        if recipe.scale is E4M3:
+            assert scale is not None
+            q = narrowgauge.Quantized(
+                codes.flatten(0, 1), scales.flatten(0, 1), None, recipe, (codes[..., 0].numel(), columns)
+            )
+            numbers = narrowgauge.dequantize(q, torch.float32).view(*codes.shape[:2], columns)
+            return (numbers * scale.expand(codes.shape[1]).view(1, -1, 1)).to(dtype)
+        if scale is not None and len(scale) > 1:
+            each = [self.decoded({half: codes[:, h : h + 1]}, half, recipe, scale[h : h + 1], dtype)
+                    for h in range(codes.shape[1])]  # fmt: skip
+            return torch.cat(each, 1)
         if scales is None:
             assert scale is not None
             stored = scale.view(1, 1) if recipe.block_scale == "given" else 1 / scale.view(1, 1)

@@ -15,8 +15,9 @@ from narrowgauge.spec.program import Program
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.cache.kernels import Kernels
 
-RECIPES = ("fp8-static-e4m3", "fp8-static-e4m3@torchao-affine", "fp8-row-e4m3", "mxfp8-e4m3")
-SIZES = {"tokens": 11, "heads": 3, "dim": 32, "v_dim": 64, "pages": 4, "page": 5, "requests": 7, "most": 3}
+NVFP4 = "nvfp4@torchao-one-level"
+RECIPES = ("fp8-static-e4m3", "fp8-static-e4m3@vllm-kv", "fp8-row-e4m3@vllm-kv", "mxfp8-e4m3", NVFP4)
+SIZES = {"tokens": 11, "heads": 3, "dim": 32, "v_dim": 64, "pages": 4, "page": 5, "requests": 7, "most": 3, "scales": 1}
 OTHERS = {"cache": "half", "slots": "int64", "pages": "int64", "lengths": "int64", "k_scale": "float32",
           "v_scale": "float32"}  # fmt: skip
 
@@ -51,18 +52,21 @@ def stored(
 
 @pytest.mark.parametrize("layout", PAGE_LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_kernel_in_plain_loops_passes(recipe: str, layout: str) -> None:
-    if layout == "x-packed" and "static" not in recipe:
-        pytest.skip("the layout holds no scales")
+def test_a_kernel_in_plain_loops_passes(recipe: str, layout: PageLayoutName) -> None:
+    sizes = {**SIZES, "scales": 3 if layout == "hnd" else 1}
+    if (layout == "x-packed" and "static" not in recipe) or (layout == "nvfp4-page") != (recipe == NVFP4):
+        pytest.skip("the layout has no such scales")
+    if recipe == NVFP4:
+        sizes |= {"v_dim": 64, "page": 8}
     steps = program("kv-write", recipe)
-    tensors = contract_inputs(steps, SIZES, "normal", Draw("sound"))
+    tensors = contract_inputs(steps, sizes, "normal", Draw("sound"))
     shown = stored(steps, tensors, Kernels(), layout)
     parts = dict(judged(steps, tensors, shown))
     assert not [name for name, part in parts.items() if bool(part.wrong.any())]
     held = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("cache."))
     kept = sum(part.actual.numel() for name, part in parts.items() if "other" in name)
     tokens = int((tensors["slots"] >= 0).sum())
-    assert kept == held * (1 - tokens / (SIZES["pages"] * SIZES["page"]))
+    assert kept == held * (1 - tokens / (sizes["pages"] * sizes["page"]))
 
 
 def test_any_changed_byte_of_the_cache_is_wrong() -> None:
@@ -93,10 +97,13 @@ def test_any_changed_byte_of_the_cache_is_wrong() -> None:
     assert seen == tensors["cache.keys"].numel() - 2 * 2
 
 
-@pytest.mark.parametrize("recipe", ["fp8-static-e4m3@torchao-affine", "fp8-row-e4m3", "mxfp8-e4m3"])
-def test_rows_that_are_read_are_those_of_plain_loops(recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "scales"),
+    [("fp8-static-e4m3@torchao-affine", 1), ("fp8-static-e4m3", 3), ("fp8-row-e4m3", 1), ("mxfp8-e4m3", 1), (NVFP4, 3)],
+)
+def test_rows_that_are_read_are_those_of_plain_loops(recipe: str, scales: int) -> None:
     steps = program("kv-read", recipe)
-    tensors = contract_inputs(steps, SIZES, "normal", Draw("read"))
+    tensors = contract_inputs(steps, {**SIZES, "scales": scales}, "normal", Draw("read"))
     cache = cache_of(tensors, recipe, "nhd")
     given = {name: tensors[name] for name in ("k_scale", "v_scale") if name in tensors}
     k, v = Kernels().kv_read(cache, tensors["pages"], tensors["lengths"], cache.recipe, **given)
