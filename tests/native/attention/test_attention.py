@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from narrowgauge.contracts.attention import SCALE
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
 from narrowgauge.native.attention.attention import Options, attend, merge_attention, takes
 from narrowgauge.native.attention.cache import Pages, pages_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.kv_cache import HALVES, Cache
 from narrowgauge.spec.recipes import find_recipe
-from tests.harness.operations.contracts.test_attention import RECIPE, inputs, program
+from tests.harness.operations.contracts.test_attention import RECIPE, program
 from tests.native.devices import ON_EVERY_DEVICE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Result = tuple[torch.Tensor, torch.Tensor]
+SIZES = {
+    "queries": 3, "q_heads": 4, "dim": 64, "pages": 20, "page": 16, "heads": 2, "v_dim": 64, "requests": 2, "most": 9,
+}  # fmt: skip
+"""Of two heads, and of more keys than one split has."""
+
+
+@cache
+def inputs(family: str, dtype: str) -> dict[str, torch.Tensor]:
+    return contract_inputs(program(dtype), SIZES, family, Draw("native"))
 
 
 def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:

@@ -52,7 +52,7 @@ class Native(Kernels):
 
 def sizes_of(recipe: str, layout: PageLayoutName) -> dict[str, int]:
     """Sizes with a scale for each head, or with a part of a chunk of 16 elements, or with a page of whole words."""
-    two_levels = {"v_dim": 64, "page": 8} if recipe == NVFP4 else {}
+    two_levels = {"v_dim": 128, "page": 8} if recipe == NVFP4 else {}
     uneven = {"dim": 48, "v_dim": 80} if "static" in recipe and layout == "hnd" else {}
     return {**SIZES, "scales": 3 if layout == "hnd" else 1, **uneven, **two_levels}
 
