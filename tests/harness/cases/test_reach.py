@@ -164,7 +164,7 @@ def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callab
     assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
 
 
-def test_a_cpu_has_every_family_of_a_recipe_in_bfloat16_on_aligned_shapes() -> None:
+def test_a_cpu_has_every_family_aligned_in_bfloat16() -> None:
     on_cpu, on_gpu = (
         {
             (case.operation, case.recipe_label, case.inputs)
