@@ -164,6 +164,19 @@ def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callab
     assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
 
 
+def test_a_cpu_has_every_family_aligned_in_bfloat16() -> None:
+    on_cpu, on_gpu = (
+        {
+            (case.operation, case.recipe_label, case.inputs)
+            for case in select(TABLES, tier="quick", device=device)
+            if case.operation in ("quantize", "transform") and case.dtype_label == "bf16" and is_aligned(case)
+        }
+        for device in ("cpu", "cuda")
+    )
+    assert len(on_gpu) > 400
+    assert sorted(on_gpu - on_cpu) == []
+
+
 def test_every_recipe_has_shapes_of_models_in_quick_on_a_gpu() -> None:
     quick = set(select(TABLES, tier="quick"))
     shapes = {(128, 7168), (1, 7168, 2048), (16, 7168, 2048), (128, 7168, 2048)}
