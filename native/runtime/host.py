@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ SANITIZE = "NARROWGAUGE_SANITIZE"
 ORDERS = ("forward", "reverse", "shuffled")
 
 MAX_THREADS = 1024  # of a block, as in simt.h
+
+_STANDARD_HEADER = re.compile(r"^#include <.+>$", re.MULTILINE)
 
 _order: ContextVar[str] = ContextVar("thread_order", default="forward")
 _shuffle: ContextVar[int] = ContextVar("shuffle", default=1)
@@ -126,8 +129,9 @@ SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameter
     kernels = f"{kernels}\nnamespace narrowgauge {{}}\nusing namespace narrowgauge;"
     if sanitized():
         # Static variables of templates have no redzones, because another library could define the same variable. In an
-        # unnamed namespace they have redzones.
-        kernels = f"namespace {{\n{kernels}\n}}"
+        # unnamed namespace they have redzones. Headers of the C++ library come first: they are guarded.
+        headers = "\n".join(_STANDARD_HEADER.findall(kernels))
+        kernels = f"{headers}\nnamespace {{\n{kernels}\n}}"
     simt = (FOLDER / "cpu" / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "\n")
     return f'#line 1 "simt.h"\n{simt}\n{kernels}\n{launchers}'
 

@@ -1,4 +1,5 @@
-"""Conch as a backend: its Triton GEMM of FP8 operands with a scale for each tensor or each row, on a GPU."""
+"""Conch as a backend, on a GPU: its Triton GEMM of FP8 operands with a scale for each tensor or each row, its norms and
+SiLU."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ class Backend:
     calls: ClassVar = {"": "conch.ops.quantization.gemm.scaled_gemm"}
     dialects: ClassVar = dict.fromkeys(_RECIPES, "te")
     constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
-    declares: ClassVar = {"gemm": "probe-13", "accumulator": "truncating"}
+    declares: ClassVar = {
+        "gemm": "probe-13", "accumulator": "truncating", "silu-mul": "conch-activation",
+        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "conch"),
+    }  # fmt: skip
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing, ValueError without a GPU."""
@@ -36,4 +40,22 @@ class Backend:
         scales = (q.scales.view(-1, 1) for q in (a, b))
         module = library("conch.ops.quantization.gemm", _INSTALL)
         output: torch.Tensor = module.scaled_gemm(left, right.T, *scales, out_dtype)
+        return output
+
+    def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+        """`rms_norm`."""
+        output: torch.Tensor = library("conch.ops.normalization.rms_norm", _INSTALL).rms_norm(x, weight, eps)
+        return output
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6
+    ) -> dict[str, torch.Tensor]:
+        """`fused_add_rms_norm`, which writes into copies of its operands."""
+        module = library("conch.ops.normalization.rms_norm", _INSTALL)
+        output, total = module.fused_add_rms_norm(x.clone(), residual.clone(), weight, eps)
+        return {"residual": total, "output": output}
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu_and_mul`."""
+        output: torch.Tensor = library("conch.ops.activation.silu_and_mul", _INSTALL).silu_and_mul(x)
         return output

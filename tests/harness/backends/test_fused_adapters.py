@@ -11,7 +11,7 @@ import torch
 
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.harness.backends.adapters import flashinfer, vllm
+from narrowgauge.harness.backends.adapters import conch, flashinfer, vllm
 from narrowgauge.harness.backends.adapters import torch as torch_adapter
 from narrowgauge.spec.recipes import find_recipe
 
@@ -74,7 +74,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         rms_norm=lambda out, x, w, eps: out.copy_(EAGER.rmsnorm(x, w, eps=eps)), fused_add_rms_norm=add_in_place,
         rms_norm_dynamic_per_token_quant=per_token,
     )  # fmt: skip
-    for name, module in (("flashinfer.norm", norms), ("flashinfer.activation", activations), ("vllm._custom_ops", own)):
+    of_conch = SimpleNamespace(
+        rms_norm=norms.rmsnorm, fused_add_rms_norm=lambda x, r, w, eps: (add_in_place(x, r, w, eps), (x, r))[1],
+        silu_and_mul=EAGER.silu_mul,
+    )  # fmt: skip
+    modules = {"flashinfer.norm": norms, "flashinfer.activation": activations, "vllm._custom_ops": own}
+    modules |= dict.fromkeys(("conch.ops.normalization.rms_norm", "conch.ops.activation.silu_and_mul"), of_conch)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name.partition(".")[0], SimpleNamespace())
         monkeypatch.setitem(sys.modules, name, module)
     for adapter in (flashinfer, vllm):
@@ -88,8 +94,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("adapter", [flashinfer, vllm])
+@pytest.mark.parametrize("adapter", [conch, flashinfer, vllm])
 def test_arguments_of_libraries(adapter: Any, operation: str, stand_ins: None) -> None:
+    if not hasattr(adapter.Backend, operation.replace("-", "_")):
+        pytest.skip("the adapter has no such kernel")
     before = [tensor.clone() for tensor in operands(operation)]
     given = operands(operation)
     judge(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.native.runtime import host, sanitizer
-from narrowgauge.native.runtime.sources import ToolchainError
+from narrowgauge.native.runtime.sources import ToolchainError, text
 from tests.paths import ROOT
 
 WRONG = Path(__file__).parents[1] / "wrong" / "memory.cu"
@@ -118,3 +118,9 @@ def test_a_runtime_that_does_not_load_is_one_error(tmp_path: Path) -> None:
     broken.write_text("no library")
     with pytest.raises(ToolchainError, match=r"--sanitize: Python does not run with the sanitizers of .*broken\.so"):
         sanitizer._try(str(broken))
+
+
+def test_headers_of_the_library_lie_outside_of_the_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sanitizer.SANITIZE, "1")
+    program = host._program("norm_quantize", text("norm_quantize"))
+    assert program.index("#include <cmath>") < program.index("\nnamespace {\n")

@@ -12,6 +12,8 @@ import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, outside_contracts
+from narrowgauge.harness.hosts.codec import decode_result, encode_result
+from narrowgauge.harness.operations.contracts.results import result_tensors
 from tests.harness.operations.contracts.serving_kernels import Kernels
 
 
@@ -42,6 +44,23 @@ def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     case = next(case.id for case, _ in OPERATIONS[name].usual(recipes, families=["lattice"]))
     assert narrowgauge.check(kernel, case).passed == 1
     assert case_from_id(case).id == case
+
+
+def test_halves_may_be_stored_as_transposes() -> None:
+    def kernel(x, recipe):
+        row, column = narrowgauge.quantize_both(Kernels().silu_mul(x), recipe)
+        assert column.transposed
+        return {"rowwise": row, "columnwise": column}
+
+    name, recipe = "silu-mul-quantize-both", "mxfp8-e4m3"
+    assert narrowgauge.check(kernel, name, recipe=recipe, shapes=[(32, 64)], families=["position"]).passed == 3
+    x, tensors = narrowgauge.inputs("mxfp8-e4m3", (32, 64), "normal"), []
+    program = CONTRACTS[name].trace({"x": "bfloat16"}, {"recipe": recipe}, {})
+    sent = encode_result(kernel(x, recipe), lambda tensor: tensors.append(tensor) or len(tensors) - 1)
+    received = result_tensors(program, decode_result(sent, tensors.__getitem__))
+    wanted = result_tensors(program, kernel(x, recipe))
+    assert wanted["columnwise.codes"].shape == (32, 32)
+    assert all(torch.equal(received[part], tensor) for part, tensor in wanted.items())
 
 
 def test_a_wrong_kernel_fails_with_its_step_and_a_command() -> None:
