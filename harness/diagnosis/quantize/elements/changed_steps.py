@@ -15,11 +15,8 @@ from narrowgauge.harness.operations.stages.deviation import rows_of
 
 _STEPS = {"x": "the matrix", "blocks": "the matrix of block amaxes", "factors": "the matrix of scales of the elements"}
 """Steps of a replay, and their matrices in sentences."""
-_KNOWN = {
-    ("x", "rows-of-other"): ("the first is the last", "the last is the first"),
-    ("factors", "columns-of-other"): ("the next one", "the previous one"),
-}
-"""Words of places that `element_deviations` has already, as `rows-rolled` and `scales-of-next-block`."""
+OF_EVERY_STEP = frozenset(row.cause for row in PLACE_CHANGES)
+"""Causes of these changes. They count only if no other deviation gives the bytes, such as `nibbles-swapped`."""
 
 
 def changed_step_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:
@@ -30,8 +27,6 @@ def changed_step_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]
     for step, noun in _STEPS.items():
         shape = getattr(plain, step).shape
         for row in rows_of(PLACE_CHANGES, Extents(shape[0], shape[1])):
-            if any(words in row.sentence for words in _KNOWN.get((step, row.cause), ())):
-                continue
             yield replace(
                 row, step=step, sentence=row.sentence.format(of=noun), change=partial(_of_step, row.result, step),
                 stages=frozenset(), optional_stages=frozenset(), row_local=False,
