@@ -13,6 +13,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import OF_EVERY_STEP
 from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, PROOFS, FurtherRun, refutations, separated
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
@@ -84,7 +85,8 @@ def explain_quantize(
         return [_without_proof(each, refuted_by) if refuted_by else each for each in explanations]
     pairs = (str(search.recipe), f"{name} of pairs", False)
     if not search.is_exhausted and history.searches[pairs] < PAIR_SEARCHES:
-        matches = partial_matches(search.matrices, search.deviations, limit)
+        alone = [each for each in search.deviations if each.cause not in OF_EVERY_STEP]
+        matches = partial_matches(search.matrices, alone, limit)
         if (pair := explaining_pair(search.matrices, matches)) is not None:
             return [_explanation_of_pair(*pair, wrong_stage.stage)]
         history.searches[pairs] += not limit.reached
@@ -219,6 +221,7 @@ class _Search:
                 if rank not in tried_ranks and self._explains(deviation, stages, all_stages=all_stages):
                     matching.append((rank, deviation))
             history.searches[(*key, bool(matching))] += not self.limit.reached
+        matching = [match for match in matching if match[1].cause not in OF_EVERY_STEP] or matching
         found = [deviation for _, deviation in sorted(matching, key=lambda match: (not match[1].exact, match[0]))]
         history.remember([deviation.cause for deviation in simplest_of_causes(found)])
         return found

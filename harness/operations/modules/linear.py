@@ -286,8 +286,11 @@ class LinearStages:
         if self.plan.pending and len(found) > 1:  # the first report is that of the forward
             self._reported_forward = self.delayed.forward = found[0][0]
 
-    def share_forward(self, last: LinearStages) -> None:
-        """Take the state of input and weight after the last forward of the autocast for that after this forward."""
+    def share_forward(self, last: Any) -> None:
+        """Take the state of input and weight after the last forward of the autocast for that after this forward.
+
+        `last`: stages of that forward, of the same kind.
+        """
         self._forward, self._reported_forward = last._forward, last._reported_forward
         self._given |= {number: given for number, given in last._given.items() if number == 0}
 

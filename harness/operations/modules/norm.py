@@ -72,8 +72,8 @@ class NormStages:
         """`LinearStages.end_forward` of the layer."""
         self.linear.end_forward(recorded=recorded)
 
-    def share_forward(self, last: NormStages) -> None:
-        """`LinearStages.share_forward` of the layer."""
+    def share_forward(self, last: Any) -> None:
+        """`LinearStages.share_forward` of the layer. `last`: stages of the same kind."""
         self.linear.share_forward(last.linear)
 
     def end(self) -> None:

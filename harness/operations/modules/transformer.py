@@ -82,8 +82,8 @@ class TransformerStages:
         for layer in self._layers:
             layer.end_forward(recorded=recorded)
 
-    def share_forward(self, last: TransformerStages) -> None:
-        """`LinearStages.share_forward` of every layer."""
+    def share_forward(self, last: Any) -> None:
+        """`LinearStages.share_forward` of every layer. `last`: stages of the same kind."""
         for layer, other in zip(self._layers, last._layers, strict=True):
             layer.share_forward(other)
 

@@ -21,6 +21,7 @@ from narrowgauge.spec.formats import E2M1, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.scale_layouts import TILED
 from tests.harness.wrong_steps import (
+    STEPS,
     by_lane,
     bytes_of,
     case,
@@ -488,6 +489,10 @@ TENSORS = [
     ("tensor-scale-ignored", case("fp8-delayed-e4m3"), wrong_tensor(
         lambda s, a: torch.full((1,), 448.0) / s.x.abs().float().amax()
     )),
+    ("tensor-scale-constant:2240", case("nvfp4"), wrong_tensor(lambda s, a: 2240 / a)),
+    ("rows-of-other", case("nvfp4"), {"x": lambda s: s.matrix.flip(0)}),
+    ("rows-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s).roll(1, 0)}),
+    ("columns-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[:, torch.arange(4) ^ 1]}),
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),

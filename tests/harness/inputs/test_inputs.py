@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, generate
-from narrowgauge.harness.inputs.inputs import laid_out
+from narrowgauge.harness.inputs.inputs import earlier_scale, laid_out
 from narrowgauge.harness.operations.contracts.inputs import OWN as CODES_AND_SCALES
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
@@ -318,3 +318,13 @@ def test_lattice_is_exact_at_any_depth(depth, dtype):
     scale = given.x.float().abs().max() / 6
     assert bool((decode(codes(q), E2M1) * scale == given.x.float()).all())  # quantizing lost no bit
     assert scale.frexp().mantissa.item() == 0.5
+
+
+def test_no_given_scale_is_the_own_one() -> None:
+    """A kernel that ignores a given scale then has other bytes."""
+    recipe = find_recipe("fp8-delayed-e4m3")
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    own = torch.tensor(448.0) / x.abs().amax()
+    scales = {float(earlier_scale(Draw(str(number)), x, recipe)) for number in range(64)}
+    assert len(scales) == 4
+    assert float(own) not in scales
