@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, view_problem
@@ -23,12 +23,16 @@ from narrowgauge.harness.cases.keys import (
     RecipeName,
     Shape,
     View,
+    count,
     dims,
     keys_of,
     shown,
 )
+from narrowgauge.spec.arguments import chosen_layout
+from narrowgauge.spec.formats import FP32, INT8
 from narrowgauge.spec.program import CODES, GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, Packing, ScaleLayout
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _OPTION = "option_"
@@ -37,6 +41,8 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
+_STORED = ("layout", "batch", "scales")
+"""Keys of the cases of a contract that takes quantized matrices."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -132,6 +138,10 @@ class ContractCase(Case):
         """The recipes in the order of the parameters."""
         return tuple(getattr(self, field) for _, field in _recipe_fields(self.declared))
 
+    def recipe_of(self, argument: str) -> Recipe:
+        """The recipe of a quantized argument."""
+        return find_recipe(dict(zip(self.declared.recipes, self.recipe_names, strict=True))[f"{argument}_recipe"])
+
     def recipe_of_stage(self, prefix: str) -> Recipe:
         """The recipe of the quantization with this name."""
         number = self.program.outputs.get(prefix or "quantized")
@@ -162,6 +172,12 @@ class ContractCase(Case):
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
         }
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        """Axes of a result: those of the only one, or of the one that the prefix names."""
+        outputs = self.program.outputs
+        number = next(iter(outputs.values())) if len(outputs) == 1 else outputs.get(prefix)
+        return super().axes_of_stage(prefix) if number is None else self.program.steps[number].axes
 
     @property
     def _units(self) -> dict[str, int]:
@@ -260,7 +276,9 @@ class ContractCase(Case):
                     wanted.append((main, few[-1], {"view": view}, True))
                 # The sum of such products overflows or not by its order, so nothing would be judged.
                 product = families is None and cls._has_product(recipe, dtype)
-                wanted = [case for case in wanted if not product or case[1] != _OVERFLOWS]
+                whole = recipe is not None and find_recipe(recipe).element is INT8
+                left_out = (_OVERFLOWS, *(() if whole else ("integer-edge",))) if product else ()
+                wanted = [case for case in wanted if case[1] not in left_out]
                 for shape, family, more, optional in wanted:
                     if wrong := known["shape"].check(list(shape)) or known["inputs"].check(family):
                         raise ValueError(wrong)
@@ -307,6 +325,66 @@ class ContractCase(Case):
         if "dtype" in names:
             given["dtype"] = dtype
         return cls(**(given | dict(fields)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCase(ContractCase):
+    """A contract that takes quantized matrices: how they are stored, and how many products a call has."""
+
+    layout: Annotated[Literal["nt", "nn", "tn", "tt"], Flag.CHANGED] = "nt"
+    """Storage of the first matrix, n: (M, K), t: (K, M); and of the others, t: (N, K), n: (K, N)."""
+    batch: Annotated[int, count("products of a batch", 1 << 16), Flag.NAMED] = 0
+    """Number of products of tensors with a further axis in front, each with its own scales; 0: one of matrices."""
+    scales: Annotated[ScaleLayout, Flag.CHANGED] = LINEAR
+    """Layout of the block scales of every operand whose scales have one byte."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by name, and B of a batch."""
+        return {**super().sizes, **({"B": self.batch} if self.batch else {})}
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """Axes of the tensors of every operand."""
+        return {name: ("B", *axes) if self.batch else axes for name, axes in super().tensors.items()}
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """Axes of the matrices, and the products of a batch."""
+        return {**super().axes, **({"B": Axis(self.batch)} if self.batch else {})}
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        """Axes of the result. A row of a batch is a row of all its results."""
+        axes = super().axes_of_stage(prefix)
+        return ("B*" + axes[0], *axes[1:]) if self.batch else axes
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether an operand is stored as its transpose."""
+        matrices = [other for other, (_, axes, _) in self.declared.tensors.items() if len(axes) == 2]
+        return name in matrices and ("t" if name == matrices[0] else "n") == self.layout[name != matrices[0]]
+
+    def layout_of(self, recipe: Recipe) -> ScaleLayout:
+        """The layout of the scales of an operand."""
+        return LINEAR if recipe.scale is FP32 else self.scales
+
+    def problem(self) -> str | None:
+        """Why the matrices cannot be stored so."""
+        bytes_ = []
+        for name in self.declared.quantized:
+            recipe = self.recipe_of(name)
+            if self.is_transposed(name) and recipe.element.bits < 8:
+                return f"layout is {self.layout!r}, but two elements of a row of {recipe} share a byte; leave it out"
+            if recipe.scale is not FP32:
+                rows, columns = (size_of(axis, self.sizes) for axis in self.declared.tensors[name][1])
+                bytes_.append(name)
+                try:
+                    chosen_layout(self.scales, recipe, swizzled=False)
+                    Packing(LAYOUTS[self.scales], (rows, -(-columns // recipe.block[1])))
+                except ValueError as error:
+                    return f"scales is {self.scales!r}: {error}"
+        if self.scales != LINEAR and not bytes_:
+            return f"scales is {self.scales!r}, a layout of bytes; {', '.join(self.recipe_names)} has float32 scales"
+        return super().problem()
 
 
 def recipes_of(
@@ -370,7 +448,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
         checks = () if isinstance(default, bool) or not values else (_among(values),)
         flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
-    taken = {*_RESERVED, HIDDEN, *(f"{name}_dtype" for name in free[1:])}
+    taken = {*_RESERVED, HIDDEN, *(f"{name}_dtype" for name in free[1:]), *(_STORED if declared.quantized else ())}
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
@@ -383,5 +461,6 @@ def case_class(declared: Declared) -> type[ContractCase]:
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"
     return dataclasses.make_dataclass(
-        name, fields, bases=(ContractCase,), namespace=namespace, frozen=True, kw_only=True
-    )
+        name, fields, bases=(ProductCase if declared.quantized else ContractCase,), namespace=namespace, frozen=True,
+        kw_only=True,
+    )  # fmt: skip

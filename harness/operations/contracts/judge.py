@@ -40,23 +40,33 @@ FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
 
-def judge_contract(
+def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
+    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+
+    Raises ValueError and UndeterminedError as `judge_batch` does.
+    """
+    return judge_batch(program, [(tensors, shown)])
+
+
+def judge_batch(
     program: Program,
-    tensors: Mapping[str, torch.Tensor],
-    shown: Shown,
+    calls: Sequence[tuple[Mapping[str, torch.Tensor], Shown]],
     outcome: Outcome | None = None,
     others: Sequence[Change] = (),
 ) -> Outcome:
-    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+    """Judge arguments and results of each product of a batch, or of a single call, together.
 
-    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps, to which flushed
-    subnormals are added.
+    Causes are those of the first call with a wrong result. `outcome`: gets the stages; None: a new one. `others`:
+    causes beside the changes of the steps, to which flushed subnormals are added.
     Raises ValueError for tensors that do not fit the contract, and UndeterminedError if no element is wrong and more
     than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
-    parts = dict(judged(program, tensors, shown))
+    several = [dict(judged(program, *call)) for call in calls]
+    parts = {name: Part.joined([found[name] for found in several]) for name in several[0]}
+    pairs = zip(calls, several, strict=True)
+    failing = next((call for call, found in pairs if any(bool(p.wrong.any()) for p in found.values())), calls[0])
     others = [*others, *_flushed(program)]
-    ordinary = all(_is_ordinary(tensor, program) for tensor in tensors.values())
+    ordinary = all(_is_ordinary(tensor, program) for tensors, _ in calls for tensor in tensors.values())
     judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
     if outcome is None:
         outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
@@ -72,10 +82,10 @@ def judge_contract(
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
         stage.assumes = assumed(program) if stage.rule == "bound" else stage.assumes
         outcome.stages.append(stage)
-        outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
+        outcome.causes[stage.stage] = partial(changed_causes, program, *failing, others)
     outcome.parts = judged_parts
     outcome.subject = program.name
-    outcome.confirms = partial(confirmed, program, tensors, shown, others)
+    outcome.confirms = partial(confirmed, program, *failing, others)
     _add_figures(outcome)
     return outcome
 

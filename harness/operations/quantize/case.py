@@ -167,6 +167,8 @@ class QuantizeCase(MatrixCase):
         recipe = find_recipe(self.recipe)
         if self.random is not None and recipe.rounding != "stochastic":
             return f"random is {self.random!r}, but recipe {recipe} does not round stochastically; leave it out"
+        if recipe.zero_points:
+            return f"recipe {recipe} has zero points, which no stage judges; products take such weights as they are"
         if self.scales == "swizzled" and recipe.scale is FP32:
             return f"scales is 'swizzled', but recipe {recipe} has float32 scales; the 128×4 layout is of bytes"
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
