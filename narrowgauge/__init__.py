@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
-    "assert_result", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm",
-    "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
+    "assert_result", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
+    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
     "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unpack_scales",
     "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quanti
 from narrowgauge.native.fused.rotary import rope_quantize
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
-from narrowgauge.native.gemm.weight_only import weight_only_gemm
+from narrowgauge.native.gemm.scaled import scaled_gemm, scaled_gemm_bias
+from narrowgauge.native.gemm.weight_only import weight_only_gemm, weight_only_gemm_bias
 from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
@@ -36,13 +37,17 @@ __all__ = [
     "add_rmsnorm_quantize", "amax", "check", "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm",
     "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pack_scales", "pad_sections", "quantize",
     "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize",
-    "silu_mul_quantize", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales", "unpad_sections",
-    "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "scaled_gemm", "scaled_gemm_bias", "silu_mul_quantize", "swiglu_clamped_quantize", "swizzle", "transform",
+    "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "weight_only_gemm_bias",
 ]  # fmt: skip
 
-declares = {"transform": "butterfly"}
-"""Declared orders of summation. A rotation adds in the butterfly order of the reference and gives the same bytes.
-`gemm_order` names the order of a GEMM."""
+_WEIGHT_ONLY = {"decode": "rounded-scale"}
+declares = {
+    "transform": "butterfly", "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
+}  # fmt: skip
+"""Declared orders of summation, and fields of contracts. A rotation adds in the butterfly order of the reference and
+gives the same bytes. `gemm_order` names the order of a GEMM."""
 
 
 def check(device: torch.device) -> None:
