@@ -80,7 +80,7 @@ def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
 
 Fewest = tuple[int, int] | None
 """Fraction bits and products of a step of the tensor cores that keep the fewest bits; None: int32 sums."""
-NARROW: Fewest = (13, 32)
+NARROW = (13, 32)
 """Of 8-bit elements: Ada and Hopper (docs/tolerance.md#declared-order). Others keep more."""
 WIDE = (24, 8)
 """Of 16-bit numbers: Ampere and Ada."""

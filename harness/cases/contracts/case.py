@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
-from narrowgauge.harness.cases.case import Case, view_problem
+from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
 from narrowgauge.harness.cases.families import PRODUCTS, Kind
 from narrowgauge.harness.cases.keys import (
@@ -28,11 +28,10 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.arguments import chosen_layout
 from narrowgauge.spec.formats import FP32, INT8
 from narrowgauge.spec.program import CODES, GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, Packing, ScaleLayout
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _OPTION = "option_"
@@ -377,11 +376,8 @@ class ProductCase(ContractCase):
             if recipe.scale is not FP32:
                 rows, columns = (size_of(axis, self.sizes) for axis in self.declared.tensors[name][1])
                 bytes_.append(name)
-                try:
-                    chosen_layout(self.scales, recipe, swizzled=False)
-                    Packing(LAYOUTS[self.scales], (rows, -(-columns // recipe.block[1])))
-                except ValueError as error:
-                    return f"scales is {self.scales!r}: {error}"
+                if wrong := scales_problem(self.scales, self.scales, recipe, (rows, columns)):
+                    return wrong
         if self.scales != LINEAR and not bytes_:
             return f"scales is {self.scales!r}, a layout of bytes; {', '.join(self.recipe_names)} has float32 scales"
         return super().problem()

@@ -20,12 +20,15 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
 from narrowgauge.reference.contracts.accepted import Part, order_of
+from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.products import NARROW
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.program import FLUSHED, GEMM, SUBNORMALS, Program
+from narrowgauge.spec.program import DECODE, FLUSHED, GEMM, SUBNORMALS, Program
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 Shown = Mapping[str, torch.Tensor | Quantized]
@@ -80,7 +83,8 @@ def judge_batch(
         )
     for name, part in parts.items():
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
-        stage.assumes = assumed(program) if stage.rule == "bound" else stage.assumes
+        if stage.rule == "bound":
+            stage.assumes = "; ".join(filter(None, [assumed(program), _narrow_sums(program, part)]))
         outcome.stages.append(stage)
         outcome.causes[stage.stage] = partial(changed_causes, program, *failing, others)
     outcome.parts = judged_parts
@@ -131,6 +135,27 @@ def assumed(program: Program) -> str:
                 f"{step.function} as {' or '.join(f'{form} ({function.forms[form].source})' for form in forms)}"
             )
     return "; ".join(dict.fromkeys(found))
+
+
+def _narrow_sums(program: Program, part: Part) -> str:
+    """That a result rests on the fewest bits of FP8 tensor cores, and how many numbers that accepts; else empty."""
+    products = [step for step in program.steps if step.function == GEMM and step.options["order"] is None]
+    if not any(all(_is_narrow(program, number) for number in step.operands) for step in products):
+        return ""
+    width = int(width_of(part).amax())
+    return (
+        f"sums of {NARROW[0]} fraction bits, as FP8 tensor cores of Hopper and Ada keep: intervals of up to {width} "
+        "ulps, which a declared accumulator narrows"
+    )
+
+
+def _is_narrow(program: Program, number: int) -> bool:
+    """Whether an operand of a product has 8-bit elements that are not rounded and no whole numbers."""
+    step = program.steps[number]
+    if step.function != DECODE or step.dtype in DTYPES:
+        return False
+    recipe = find_recipe(program.steps[step.operands[0]].options["recipe"])
+    return recipe.element.bits <= 8 and not recipe.integer
 
 
 def width_of(part: Part) -> torch.Tensor:
