@@ -40,7 +40,7 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
-_STORED = ("layout", "batch", "scales")
+_STORED = ("stored", "batch", "scales")
 """Keys of the cases of a contract that takes quantized matrices."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
@@ -330,7 +330,7 @@ class ContractCase(Case):
 class ProductCase(ContractCase):
     """A contract that takes quantized matrices: how they are stored, and how many products a call has."""
 
-    layout: Annotated[Literal["nt", "nn", "tn", "tt"], Flag.CHANGED] = "nt"
+    stored: Annotated[Literal["nt", "nn", "tn", "tt"], Flag.CHANGED] = "nt"
     """Storage of the first matrix, n: (M, K), t: (K, M); and of the others, t: (N, K), n: (K, N)."""
     batch: Annotated[int, count("products of a batch", 1 << 16), Flag.NAMED] = 0
     """Number of products of tensors with a further axis in front, each with its own scales; 0: one of matrices."""
@@ -360,7 +360,7 @@ class ProductCase(ContractCase):
     def is_transposed(self, name: str) -> bool:
         """Whether an operand is stored as its transpose."""
         matrices = [other for other, (_, axes, _) in self.declared.tensors.items() if len(axes) == 2]
-        return name in matrices and ("t" if name == matrices[0] else "n") == self.layout[name != matrices[0]]
+        return name in matrices and ("t" if name == matrices[0] else "n") == self.stored[name != matrices[0]]
 
     def layout_of(self, recipe: Recipe) -> ScaleLayout:
         """The layout of the scales of an operand."""
@@ -372,7 +372,7 @@ class ProductCase(ContractCase):
         for name in self.declared.quantized:
             recipe = self.recipe_of(name)
             if self.is_transposed(name) and recipe.element.bits < 8:
-                return f"layout is {self.layout!r}, but two elements of a row of {recipe} share a byte; leave it out"
+                return f"stored is {self.stored!r}, but two elements of a row of {recipe} share a byte; leave it out"
             if recipe.scale is not FP32:
                 rows, columns = (size_of(axis, self.sizes) for axis in self.declared.tensors[name][1])
                 bytes_.append(name)

@@ -15,6 +15,7 @@ import torch
 from narrowgauge import contract as c
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.backends.adapters.conch import packed_words
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged, parts_of
 from narrowgauge.spec.quantized import Quantized
@@ -177,6 +178,15 @@ PRODUCTS = (
             ({"epilogue": "scales-first"},)),
     Product("humming_fp8_gemm", humming, _SCALED, "humming-fp8", {"format": "mxfp4"}),
 )  # fmt: skip
+
+
+def test_an_adapter_packs_the_recorded_words_of_conch() -> None:
+    for vector in vectors("conch_mixed_precision_gemm"):
+        for _, b, _ in conch(vector):
+            assert isinstance(b, Quantized)
+            words, offset = packed_words(b)
+            assert torch.equal(words, vector["tensors"]["packed"].view(torch.int32))
+            assert offset == (0 if vector["zero_points"] else 8)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)

@@ -21,6 +21,7 @@ from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES
 from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.program import (
     CODES,
     COLUMNS,
@@ -243,6 +244,12 @@ def _readings(site: Site) -> list[tuple[str, str]]:
     """Wrong readings of a quantized argument, but for those that its recipe does not have."""
     name, recipe = site.option("name"), find_recipe(site.option("recipe"))
     without = {"nibbles"} if recipe.element.bits != 4 else set[str]()
+    if not recipe.zero_points:
+        without |= {view for view in CHANGED_CODES if view.startswith("zeros-")}
+    if recipe.element is not INT4 or recipe.scale is not FP32 or recipe.spans_k:
+        without.add("extended")
+    if not recipe.element.signed:
+        without.add("unsigned")
     if recipe.spans_k:
         without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
     return [(view, phrase.format(name)) for view, (phrase, _) in CHANGED_CODES.items() if view not in without]
