@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from narrowgauge.spec.version import VERSION
+from narrowgauge.spec import VERSION
 
 project = "narrowgauge"
 version = release = VERSION

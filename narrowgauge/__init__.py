@@ -10,7 +10,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.spec.version import VERSION as __version__
+from narrowgauge.spec import VERSION as __version__
 
 if TYPE_CHECKING:
     from pathlib import Path

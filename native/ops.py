@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from narrowgauge.native.attention.attention import attention, merge_attention
+from narrowgauge.native.attention.cache import kv_read, kv_write
 from narrowgauge.native.fused.activation import (
     gelu_mul_quantize,
     relu_squared_quantize,
@@ -34,12 +36,12 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
-    "add_rmsnorm_quantize", "amax", "check", "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm",
-    "gemm_grouped", "gemm_order", "gemm_quantized", "layernorm_quantize", "pack_scales", "pad_sections", "quantize",
-    "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize",
-    "scaled_gemm", "scaled_gemm_bias", "silu_mul_quantize", "swiglu_clamped_quantize", "swizzle", "transform",
-    "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
-    "weight_only_gemm_bias",
+    "add_rmsnorm_quantize", "amax", "attention", "check", "declares", "dequantize", "find_recipe",
+    "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "kv_read", "kv_write",
+    "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections", "quantize", "quantize_both",
+    "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "scaled_gemm",
+    "scaled_gemm_bias", "silu_mul_quantize", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales",
+    "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm", "weight_only_gemm_bias",
 ]  # fmt: skip
 
 _WEIGHT_ONLY = {"decode": "rounded-scale"}

@@ -26,6 +26,7 @@ from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import every_method
 from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
 from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class LocalHost:
         try:
             with _autograd_mode(self.autograd):
                 arguments, options = _with_autograd(self.autograd, (arguments, options))
+                # A kernel changes a cache in place: each call has a copy.
+                arguments = tuple(one.copy() if isinstance(one, Cache) else one for one in arguments)
                 return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error

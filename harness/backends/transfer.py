@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
+from narrowgauge.spec.kv_cache import Cache
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, Cache):
+        yield from value.parts().values()
     elif hasattr(value, "codes"):
         yield from tensors_in([getattr(value, name, None) for name in (*QUANTIZED_PARTS, "sizes")])
 
@@ -110,7 +113,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return {name: inner(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(inner, value))
-    if is_dataclass(value) and hasattr(value, "codes"):
+    if isinstance(value, Cache) or (is_dataclass(value) and hasattr(value, "codes")):
         members = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(
             value, **{name: function(member) for name, member in members.items() if isinstance(member, torch.Tensor)}

@@ -160,6 +160,19 @@ PRODUCTS = (
 """Families of contracts that take quantized matrices, beside the shared ones."""
 
 
+SEQUENCES = (
+    Family("normal", "standard normal: what everybody tests with"),
+    Family("one-hot", "one key has all the weight, and its values tell page, offset, head and dimension: what is read"),
+    Family("one-hot-ends", "the same key is the first or the last one, or lies at an end of a page: lengths and masks"),
+    Family("two-level", "up to 32 keys have equal weights, the other keys none: rescaling, splits, their merge"),
+    Family("geometric", "weights of 1, 1/2, 1/4, 1/8: scales of the softmax and of k, a lagging maximum"),
+    Family("equal", "all keys have equal weights: the length, the sum of the weights"),
+    Family("pinned", "normal, and every 16 keys hold the largest logit, so that no maximum grows: the width of sums"),
+    Family("nan-pages", "equal weights, lengths beside ends of pages, unused cells are NaN: what is read besides"),
+)
+"""Families of contracts with sequences in pages. Cells that no token has are NaN or the most negative number."""
+
+
 EXACT_SUMS = ("lattice", "one-hot-k", "integer-edge")
 """Families of products whose sums are exact in any order at any K."""
 

@@ -31,7 +31,7 @@ from narrowgauge.harness.cli.show import show
 from narrowgauge.harness.cli.soak import soak_cases
 from narrowgauge.harness.cli.tolerance import tolerance_table
 from narrowgauge.harness.cli.train import train_layers
-from narrowgauge.spec.version import VERSION
+from narrowgauge.spec import VERSION
 
 
 class Command(TyperCommand):

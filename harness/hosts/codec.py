@@ -17,6 +17,7 @@ from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign, dtype_name
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.spec.formats import FORMATS, FP32
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
 from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe
@@ -26,7 +27,7 @@ TEXT = 1 << 16
 """Largest length of a text of a backend in characters."""
 _DEPTH = 32
 _ARGUMENTS = {
-    cls.__name__: cls for cls in (Quantized, BatchedQuantized, GroupedQuantized, Plan, Layer, Hadamard, Delayed)
+    cls.__name__: cls for cls in (Quantized, BatchedQuantized, GroupedQuantized, Cache, Plan, Layer, Hadamard, Delayed)
 }
 _RESULTS = {Step.__name__: Step}
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in {**_ARGUMENTS, **_RESULTS}.items()}
@@ -43,7 +44,7 @@ def encode_argument(value: Any, tensor: Encoder) -> Any:
 
 
 def encode_result(value: Any, tensor: Encoder) -> Any:
-    """A result of a method as JSON. An object with codes becomes a mapping of its parts.
+    """A result of a method as JSON. A cache, and an object with codes, becomes a mapping of its parts.
 
     Raises ValueError for a result that is nested too deep.
     """
@@ -74,6 +75,8 @@ def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) 
         return {"recipe": _recipe(value)}
     if isinstance(value, TrainingRecipe):
         return {"training": str(value)}
+    if isinstance(value, Cache):
+        return _encode(value.parts(), tensor, classes, depth)
     if hasattr(value, "codes"):
         found = {part: getattr(value, part, None) for part in QUANTIZED_PARTS}
         return _encode(found, tensor, classes, depth)

@@ -88,7 +88,7 @@ class watch:
         if adapter is None and assertion is not assert_quantized:
             raise TypeError("an assertion other than assert_quantized needs an adapter, which names its arguments")
         judge = judge_of(assertion)
-        self._parameters = frozenset(inspect.signature(judge).parameters)
+        self._parameters = inspect.signature(judge).parameters
         self._name = judge.__name__
         self._check(options)
         self._function, self._adapter = function, adapter or _default_adapter
@@ -265,7 +265,9 @@ class watch:
         self._errors[text if text in self._errors or len(self._errors) < MOST_ERRORS else "other errors"] += 1
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
-        if unknown := arguments.keys() - self._parameters:
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()):
+            return  # the tensors of a contract
+        if unknown := arguments.keys() - self._parameters.keys():
             known = ", ".join(sorted(self._parameters))
             raise TypeError(f"{self._name} has no argument {', '.join(sorted(unknown))}; it has {known}")
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, overload
 
-from narrowgauge.contract.values import Trace, Value
+from narrowgauge.contract.values import CachedHalves, Trace, Value
+from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     BITS,
     CODES,
     GEMM,
+    HALF,
     INDEX,
     KEPT,
     SUBNORMALS,
@@ -25,6 +27,7 @@ from narrowgauge.spec.program import (
     ContractError,
     Program,
     Tensor,
+    tensors_of_cache,
     tensors_of_codes,
 )
 from narrowgauge.spec.recipes import recipes
@@ -85,6 +88,63 @@ class Codes(Argument):
     dtypes = (CODES,)
 
 
+class Scales(Argument):
+    """Scales of a cache, one of all rows or one for each head: float32 (scales,), 1 or as many as heads."""
+
+    own_axes = ("scales",)
+    dtypes = ("float32",)
+
+
+class Slots(Argument):
+    """Slots of tokens in a cache, page · (tokens of a page) + offset; a negative slot is no place: int64 (tokens,)."""
+
+    own_axes = ("tokens",)
+    dtypes = (INDEX,)
+
+
+class Pages(Argument):
+    """Numbers of the pages of each request, in the order of its tokens: int64 (requests, most pages)."""
+
+    own_axes = ("requests", "most")
+    dtypes = (INDEX,)
+
+
+class Lengths(Argument):
+    """Tokens of each request in a cache: int64 (requests,). Their sum is the number of tokens."""
+
+    own_axes = ("requests",)
+    dtypes = (INDEX,)
+
+
+class QueryLengths(Argument):
+    """Rows of each request in a batch, at least 1: int64 (requests,). Their sum is the number of rows."""
+
+    own_axes = ("requests",)
+    dtypes = (INDEX,)
+
+
+class Heads(Argument):
+    """Rows of numbers for the heads of each token of a batch, such as queries: (queries, q_heads, dim)."""
+
+    own_axes = ("queries", "q_heads", "dim")
+
+
+class Sinks(Argument):
+    """A logit of each head without a token: float32 (q_heads,)."""
+
+    own_axes = ("q_heads",)
+    dtypes = ("float32",)
+
+
+class Cache(Argument):
+    """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
+    page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
+    `cache.values` are its halves."""
+
+    own_axes = ("pages", "page", "heads", "dim", "v_dim")
+    dtypes = (HALF,)
+
+
 class Bits(Argument):
     """Random bits of the elements of a matrix (M, K), for stochastic rounding: words, int32 (M, K/4). Element 4j + i of
     a row takes byte i of word j, the lowest byte first."""
@@ -93,7 +153,10 @@ class Bits(Argument):
     dtypes = (BITS,)
 
 
-TYPES = (Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes)
+TYPES = (
+    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Sinks,
+    Cache,
+)  # fmt: skip
 """Types of tensors."""
 
 
@@ -136,6 +199,9 @@ class Contract:
     """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Named sets of values of the options with choices."""
+    by_name: tuple[str, ...] = ()
+    """Tensors that are passed by name: parameters behind the `*` with the default None. A kernel is given those that
+    the steps use."""
 
     @property
     def name(self) -> str:
@@ -160,7 +226,7 @@ class Contract:
             "parameters": list(inspect.signature(self.function).parameters),
             "tensors": {name: [kind.__name__, axes, kind.dtypes] for name, (kind, axes) in self.tensors.items()},
             "recipes": dict(self.recipes), "options": dict(self.options), "choices": dict(self.choices),
-            "flags": list(self.flags), "rows": self.rows,
+            "flags": list(self.flags), "rows": self.rows, "by_name": list(self.by_name),
             "dialects": {name: dict(fields) for name, fields in self.dialects.items()},
         }  # fmt: skip
 
@@ -195,16 +261,6 @@ class Contract:
         Raises ContractError, with file and line, for a function that is no contract, and TypeError for arguments that
         the contract does not take.
         """
-        trace, given = Trace(self.file), {}
-        arguments = []
-        for name, (kind, axes) in self.tensors.items():
-            dtype = dtypes.get(name, "")
-            if dtype not in kind.dtypes:
-                raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
-            if kind is not Codes:
-                arguments.append(Tensor(name, kind.__name__, axes, dtype))
-                given[name] = trace.add("argument", (), axes, dtype, name=name)
-                trace.steps[-1] = replace(trace.steps[-1], line=self.line)
         for wanted, known, what in ((recipes, self.recipes, "recipe"), (options, self.options, "option")):
             unknown = set(wanted) - set(known)
             if unknown:
@@ -213,13 +269,38 @@ class Contract:
         missing = set(self.recipes) - set(chosen)
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(sorted(missing))}, the name of a recipe")
+        program = self._traced(dtypes, chosen, {**self.options, **options}, ())
+        absent = [name for name in self.by_name if name not in program.used]
+        return self._traced(dtypes, chosen, {**self.options, **options}, absent) if absent else program
+
+    def _traced(
+        self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any], absent: Sequence[str]
+    ) -> Program:
+        """The steps. `absent`: tensors that are None."""
+        trace, given = Trace(self.file), dict[str, Any].fromkeys(absent)
+        arguments, chosen = [], dict(recipes)
+        for name, (kind, axes) in self.tensors.items():
+            dtype = dtypes.get(name, "")
+            if dtype not in kind.dtypes:
+                raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
+            if kind not in (Codes, Cache) and name not in absent:
+                arguments.append(Tensor(name, kind.__name__, axes, dtype))
+                given[name] = trace.add("argument", (), axes, dtype, name=name)
+                trace.steps[-1] = replace(trace.steps[-1], line=self.line)
         for name, (kind, axes) in self.tensors.items():
             if kind is Codes:
                 recipe = chosen.pop(f"{name}_recipe")
                 arguments += tensors_of_codes(name, axes, recipe)
                 given[name] = trace.add(CODES, (), axes, CODES, name=name, recipe=recipe)
                 trace.steps[-1] = replace(trace.steps[-1], line=self.line)
-        options = {**self.options, **options}
+            elif kind is Cache:
+                recipe, halves = chosen["recipe"], []
+                arguments += tensors_of_cache(name, axes, recipe)
+                for half, columns in zip(HALVES, axes[3:], strict=True):
+                    rows = "*".join(axes[:3])
+                    halves.append(trace.add(HALF, (), (rows, columns), HALF, name=name, half=half, recipe=recipe))
+                    trace.steps[-1] = replace(trace.steps[-1], line=self.line)
+                given[name] = CachedHalves(*halves)
         result = self.function(**given, **chosen, **options)
         product = next((step for step in trace.steps if step.function == GEMM), None)
         if product is not None and SUBNORMALS in options:
@@ -274,10 +355,12 @@ def contract(
     `dialects`: names of libraries and their values of the options with few values. A recipe takes such a name behind
     @, and a backend declares it. Options that the contract does not have are left out.
 
-    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`) or
-    `Recipe`, which may have a default. Keyword parameters are options with a default. A number, a `Flag` and a `Passed`
-    are arguments of the kernel too; a bool and a Literal say how kernels differ, and are not passed. The option
-    `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may flush subnormal numbers.
+    Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`,
+    `Slots`, `Pages`, `Lengths`, `Cache`) or `Recipe`, which may have a default. A keyword parameter `Scales | None` is
+    a tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
+    number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels differ, and
+    are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may
+    flush subnormal numbers. The option `page_layout` is told to a kernel by its cache.
     The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
     order. Raises ContractError for another signature.
     """
@@ -289,15 +372,19 @@ def contract(
     options: dict[str, Any] = {}
     choices: dict[str, tuple[Any, ...]] = {}
     flags: list[str] = []
+    by_name: list[str] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         annotation = parameter.annotation
         axes: Axes = ()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is None:
+            annotation = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+            by_name.append(name)
         if get_origin(annotation) is Annotated and get_args(annotation)[1] == _PASSED:
             flags.append(name)
             annotation = get_args(annotation)[0]
         elif get_origin(annotation) is Annotated:
             annotation, axes = get_args(annotation)
-        if parameter.kind is parameter.KEYWORD_ONLY:
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in by_name:
             if parameter.default is parameter.empty:
                 raise ContractError(f"{at} has the option {name} without a default; give it one")
             options[name] = parameter.default
@@ -332,7 +419,7 @@ def contract(
             raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
-    return Contract(function, tensors, recipes, options, choices, tuple(flags))
+    return Contract(function, tensors, recipes, options, choices, tuple(flags), by_name=tuple(by_name))
 
 
 def _with(contract: Contract, rows: str, dialects: Mapping[str, Mapping[str, Any]]) -> Contract:

@@ -15,12 +15,18 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HALF,
+    INDEX,
     JOINED,
+    OF_HEADS,
     ONCE,
     PROMOTIONS,
     QUANTIZE,
+    READ,
     ROTATED,
+    SLOTS,
     TRANSPOSED,
+    WRITTEN,
 )
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
@@ -115,6 +121,11 @@ def exp2(x: Value, *forms: str) -> Value:
     return _function("exp2", x, forms)
 
 
+def log(x: Value, *forms: str) -> Value:
+    """Natural logarithm of x."""
+    return _function("log", x, forms)
+
+
 def rsqrt(x: Value, *forms: str) -> Value:
     """1/√x."""
     return _function("rsqrt", x, forms)
@@ -144,9 +155,11 @@ def any_of(*values: Value) -> Value:
     return first.trace.add("any_of", (first, *others), axes, "float32")
 
 
-def roundings(x: Value, count: int) -> Value:
-    """`x` with up to `count` further roundings, such as those of another order of products."""
-    return x.trace.add("roundings", (in_float32(x),), x.axes, "float32", count=count)
+def roundings(x: Value, count: int, of: Value | None = None) -> Value:
+    """`x` with up to `count` further roundings, such as those of another order of products. `of`: larger numbers that
+    round, such as those whose difference x is."""
+    operands = (in_float32(x),) if of is None else (in_float32(x), in_float32(of))
+    return x.trace.add("roundings", operands, x.axes, "float32", count=count)
 
 
 def once(x: Value) -> Value:
@@ -212,7 +225,7 @@ def layer_norm(x: Value, weight: Value | None = None, bias: Value | None = None,
     d = x - m
     r = rsqrt(_merged(mean(square(d)), x, squares=True) + eps)
     of_parts = (abs(x) + abs(m)) * r
-    y = _weighted(x.trace.add("roundings", (d * r, of_parts), x.axes, "float32", count=3), weight)
+    y = _weighted(roundings(d * r, 3, of_parts), weight)
     return y if bias is None else y + float32(bias)
 
 
@@ -371,18 +384,13 @@ def quantize(x: Value, recipe: str, scale: Value | None = None, *, random: Value
         rule = find_recipe(recipe)
     except ValueError as error:
         x.trace.fail(str(error))
-    given, drawn = rule.tensor_scale == "given", rule.rounding == "stochastic"
+    drawn = rule.rounding == "stochastic"
     if drawn != (random is not None):
         x.trace.fail(
             f"recipe {recipe} takes {'random bits' if drawn else 'no random bits'}; c.quantize has "
             f"{'none: c.quantize(y, recipe, random=bits), with an argument of the type Bits' if drawn else 'some'}"
         )
-    if given != (scale is not None):
-        x.trace.fail(
-            f"recipe {recipe} takes {'a' if given else 'no'} scale; c.quantize has {'none' if given else 'one'}"
-        )
-    if scale is not None and (scale.step.function, scale.axes) != ("argument", ("1",)):
-        x.trace.fail("the scale of c.quantize is an argument of the type Scale")
+    _check_given(x, recipe, scale, "c.quantize")
     if random is not None and (random.dtype != BITS or random.axes != (x.axes[0], f"{x.axes[1]}/4")):
         x.trace.fail(
             f"the random bits of c.quantize of ({', '.join(x.axes)}) are an argument of the type Bits, "
@@ -416,6 +424,66 @@ def quantize_both(x: Value, recipe: str, *, random: tuple[Value, Value] | None =
     }
 
 
+def write(q: Value, half: Value, slots: Value) -> Value:
+    """A half of a cache, `cache.keys` or `cache.values`, with the rows of a quantization of (tokens·heads, columns) in
+    the slots of their tokens. A token with a negative slot is not stored, and tokens with one slot may overwrite one
+    another. All other bytes stay."""
+    if q.step.recipe is None or half.dtype != HALF or slots.dtype != INDEX:
+        q.trace.fail("c.write takes a result of c.quantize, cache.keys or cache.values, and an argument of type Slots")
+    rows = f"{slots.axes[0]}*{half.axes[0].rpartition('*')[2]}"
+    if q.axes != (rows, half.axes[1]):
+        q.trace.fail(
+            f"rows of ({', '.join(q.axes)}) do not fit the cache: declare k: Annotated[c.Matrix, "
+            f'("{rows}", "{half.axes[1]}")]'
+        )
+    recipe = q.step.options["recipe"]
+    if recipe != half.step.options["recipe"]:
+        q.trace.fail(f"the cache has the recipe {half.step.options['recipe']}, and c.quantize has {recipe}")
+    if find_recipe(recipe).tensor_scale not in ("none", "given"):
+        q.trace.fail(f"recipe {recipe} has an amax of the tensor, which a cache does not hold; take a given scale")
+    return q.trace.add(WRITTEN, (q, half, slots), half.axes, HALF)
+
+
+def read(half: Value, slots: Value, scale: Value | None = None) -> Value:
+    """The rows in slots of a half of a cache, as a quantized matrix (tokens·heads, columns). `scale`: an argument of
+    the type Scales, for a recipe whose scale is given."""
+    if half.dtype != HALF or slots.dtype != INDEX:
+        half.trace.fail("c.read takes cache.keys or cache.values, and slots: an argument of type Slots, or c.slots_of")
+    recipe = half.step.options["recipe"]
+    _check_given(half, recipe, scale, "c.read")
+    operands = (half, slots) if scale is None else (half, slots, scale)
+    axes = f"{slots.axes[0]}*{half.axes[0].rpartition('*')[2]}", half.axes[1]
+    return half.trace.add(READ, operands, axes, CODES, recipe=recipe)
+
+
+def slots_of(pages: Value, lengths: Value, tokens: str = "tokens") -> Value:
+    """Slots of the tokens of all requests, one request behind another, by the page numbers of each request and its
+    length: (tokens,)."""
+    return pages.trace.add(SLOTS, (pages, lengths), (tokens,), INDEX)
+
+
+def of_heads(scale: Value, rows: str = "tokens*heads") -> Value:
+    """The scale of each row of (tokens·heads, columns), of an argument of the type Scales: (tokens·heads, 1)."""
+    return scale.trace.add(OF_HEADS, (scale,), (rows, "1"), "float32")
+
+
+def takes_scale(recipe: str) -> bool:
+    """Whether the scale of a recipe is given."""
+    return find_recipe(recipe).tensor_scale == "given"
+
+
+def _check_given(x: Value, recipe: str, scale: Value | None, function: str) -> None:
+    if takes_scale(recipe) != (scale is not None):
+        x.trace.fail(
+            f"recipe {recipe} takes {'no' if scale is not None else 'a'} scale; {function} has "
+            f"{'none' if scale is None else 'one'}"
+        )
+    axes = [("1",)] if "*" not in x.axes[0] else [("1",), ("scales",)]
+    if scale is not None and (scale.step.function != "argument" or scale.axes not in axes):
+        kind = "Scale" if len(axes) == 1 else "Scales"
+        x.trace.fail(f"the scale of {function} is an argument of the type {kind}")
+
+
 def _function(name: str, x: Value, forms: tuple[str, ...]) -> Value:
     return x.trace.add(name, (in_float32(x),), x.axes, "float32", **({"forms": list(forms)} if forms else {}))
 
@@ -442,4 +510,4 @@ def _check_quantized(x: Value, function: str) -> None:
 
 
 def _is_quantized(x: Value) -> bool:
-    return x.step.recipe is not None or x.step.function == CODES
+    return x.step.recipe is not None or x.dtype == CODES

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.spec.program import BEHIND, BITS, CODES, INDEX, QUANTIZE, TAKE, Axes, ContractError, Step
+from narrowgauge.spec.program import (
+    BEHIND,
+    BITS,
+    CODES,
+    HALF,
+    INDEX,
+    QUANTIZE,
+    READ,
+    SEQUENCES,
+    SLOTS,
+    TAKE,
+    WRITTEN,
+    Axes,
+    ContractError,
+    Step,
+)
 
 _FOLDER = str(Path(__file__).parent / "_")[:-1]
 """Beginning of the paths of this package, with the separator: a folder beside it may begin with its name."""
@@ -26,8 +42,10 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-            if operand.dtype == INDEX and function != TAKE:
+            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS, *SEQUENCES):
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
+            if operand.dtype == HALF and function not in (WRITTEN, READ):
+                self.fail("a cache has no arithmetic; c.write stores a quantization in it, and c.read reads rows")
             if operand.dtype == CODES and function not in BEHIND:
                 self.fail("codes have no arithmetic; c.decode and c.dequantize give the numbers that they stand for")
             if operand.dtype == BITS and function != QUANTIZE:
@@ -119,6 +137,8 @@ class Value:
     def __getitem__(self, index: Value) -> Value:
         if not isinstance(index, Value) or index.dtype != INDEX:
             self.trace.fail("a tensor is indexed by an argument of the type Index, which takes its rows: table[index]")
+        if self.step.function == "argument" and self.dtype == INDEX and len(self.axes) == 1:
+            return self.trace.add(TAKE, (self, index), index.axes, "float32")
         rows, first = self.axes[:1], self.trace.steps[0].axes[:1]
         if self.step.function != "argument" or len(self.axes) != 2 or rows in (index.axes, first):
             self.trace.fail(
@@ -142,6 +162,14 @@ class Value:
         value = next(value for value in args if isinstance(value, Value))
         name = getattr(function, "__name__", str(function))
         value.trace.fail(f"torch.{name} is no step of a contract; use a function of narrowgauge.contract")
+
+
+@dataclass(frozen=True)
+class CachedHalves:
+    """A cache of a contract."""
+
+    keys: Value
+    values: Value
 
 
 def in_float32(value: Value) -> Value:

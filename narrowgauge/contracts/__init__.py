@@ -5,10 +5,12 @@ libraries. This package does not import torch.
 """
 
 from narrowgauge.contract import Contract
-from narrowgauge.contracts import activation, gemm, norm, rotary, training
+from narrowgauge.contracts import activation, attention, cache, gemm, norm, rotary, training
 
 CONTRACTS = {
-    value.name: value for module in (norm, activation, rotary, gemm, training) for value in vars(module).values()
+    value.name: value
+    for module in (norm, activation, rotary, gemm, cache, attention, training)
+    for value in vars(module).values()
     if isinstance(value, Contract)
 }  # fmt: skip
 """All of them by name, in the order of the lists of operations."""

@@ -89,3 +89,14 @@ WEIGHT_ONLY: Mapping[str, Mapping[str, Any]] = {
     "marlin-zero-points": {"decode": "zero-apart", "bias_added": "rounded"},
     "marlin-reduce": {"reduce": "output"},
 }
+
+ATTENTION: Mapping[str, Mapping[str, Any]] = {
+    # vLLM 0.33.0, vllm/v1/attention/ops/triton_unified_attention.py, with 16-bit q.
+    "vllm-attention": {"p": "input", "l": "exact", "exponential": "accurate", "decode": "rounded"},
+    # FlashInfer 0.7.2.post1, include/flashinfer/attention: decode on CUDA cores; prefill and decode by FA2.
+    "flashinfer-decode": {"p": "float32", "l": "exact", "exponential": "accurate", "output": "two", "base": "2"},
+    "flashinfer-fa2": {"p": "input", "l": "rounded", "exponential": "accurate", "output": "two", "base": "2"},
+    # Dao-AILab/flash-attention at 0251105: hopper/softmax.h with FP8; flash_attn/cute/softmax.py on Blackwell.
+    "flash-attention-3": {"p": "e4m3", "l": "exact", "exponential": "accurate"},
+    "flash-attention-4": {"p": "input", "l": "exact"},
+}

@@ -242,6 +242,10 @@ _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "sglang-group": (("block",), _FUSED | _BY_AMAX),
     "sglang-group-fp16": (("block",), _FUSED | _BY_AMAX | _NAN_IS_448),
     "sglang-row": (("row",), _FUSED | _TRITON | _NAN_IS_448 | {"smallest_amax": 0.0}),
+    # vLLM 0.33.0, triton_reshape_and_cache_flash_per_token_head_quant: scales are at least 1e-6.
+    "vllm-kv": (("row",), _FUSED | _NAN_IS_448 | {
+        "block_scale": "amax*(1/max)", "smallest_amax": float.fromhex("0x1.d5c314p-12"), "element_scale": "x*(1/s)",
+    }),
     # FlashInfer 0.7.2.post1, fused_add_rmsnorm_fp8_block_quant.
     "flashinfer-block": (("block",), _FUSED | _BY_AMAX | {"smallest_amax": 1e-4}),
     # humming-kernels 0.1.19, process_input: amax/448 is at least 1e-30.
@@ -265,6 +269,11 @@ FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {
             "block_scale": "given", "element_scale": "x/s", "zero_scale": "infinity", "negative_zero": "rounded",
         },
         "vllm": _GIVEN,
+        # Writes to a cache (narrowgauge.contracts.cache): vLLM 0.33.0 in CUDA, csrc/cache_kernels.cu, and in Triton;
+        # conch-triton-kernels 1.3.
+        "vllm-kv": _GIVEN | {"element_scale": "x/s"},
+        "vllm-triton-kv": _GIVEN | {"approximate": True},
+        "conch-kv": _GIVEN | {"approximate": True},
         # Fused norms and activations (narrowgauge.contracts.dialects): NaN is clamped to 448, or is NaN.
         "vllm-static": _GIVEN | _NAN_IS_448,
         "flashinfer": _GIVEN | {"approximate": True},

@@ -110,6 +110,8 @@ INT4 = Format("INT4", bits=4, exponent_bits=0, mantissa_bits=3, bias=-2, max_cod
 INT8 = Format("INT8", bits=8, exponent_bits=0, mantissa_bits=7, bias=-6, max_code=0x7F, complement=True)
 UINT4 = Format("UINT4", bits=4, exponent_bits=0, mantissa_bits=4, bias=-3, max_code=0xF, signed=False)
 
+BYTE = Format("BYTE", bits=8, exponent_bits=0, mantissa_bits=8, bias=-7, max_code=0xFF, signed=False)
+"""A byte as a number, of memory that a kernel must keep."""
 FP32 = Format(
     "FP32", bits=32, exponent_bits=8, mantissa_bits=23, bias=127, max_code=0x7F7FFFFF, inf_code=0x7F800000,
     nan_code=0x7FC00000,
@@ -123,4 +125,4 @@ FORMATS = {
 
 
 def _format_called(name: str) -> Format:
-    return FP32 if name == FP32.name else FORMATS[name]
+    return {FP32.name: FP32, BYTE.name: BYTE}.get(name) or FORMATS[name]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.kv_cache import HALVES, part_name
 from narrowgauge.spec.recipes import find_recipe
 
 T = TypeVar("T")
@@ -31,6 +32,21 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
+SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
+"""The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
+sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
+PLACES = "places"
+"""The step that gives 0, 1, … along the last axis of a tensor."""
+WEIGHTS, RESCALED = "weights", "rescaled"
+"""The steps that round the weights of a softmax to the dtype of the second product, under any maximum that a kernel may
+have seen, and that rescale them when the maximum grows or splits are merged."""
+WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
+"""Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
+TILE = 16
+"""Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
+SQUEEZED, UNSQUEEZED = "squeezed", "unsqueezed"
+"""The steps that leave out and that add a last axis of one element."""
 COLUMNS = "columns"
 """The step that gives the columns of a tensor in another order, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
@@ -42,6 +58,21 @@ JOINED = "joined"
 """The step that joins two matrices along the last axis: they are its halves."""
 ROTATED = "rotated"
 """The step that rotates groups of the last axis, with the options `group` and `signs` of a Hadamard transform."""
+HALF = "half"
+"""The step that gives the keys or the values of a cache, with the options `name`, `half` and `recipe`, and its kind of
+dtype."""
+WRITTEN = "written"
+"""The step that gives a half of a cache in which rows lie in the slots of an index: a quantization, the half, and the
+index. Other rows keep their bytes."""
+READ = "read"
+"""The step that gives the rows in the slots of an index: a half of a cache, and the index. It is a quantized matrix,
+with the option `recipe`; a last operand is a given scale."""
+SLOTS = "slots"
+"""The step that gives the slots of the tokens of all requests: page numbers of each request, and lengths."""
+OF_HEADS = "of_heads"
+"""The step that gives the scale of each row: those of the heads, or one of all rows."""
+RENUMBERED = "renumbered"
+"""The step that gives other slots than the right ones, with the option `to`. No contract has it."""
 INDEX = "int64"
 """Dtype of an index."""
 BITS = "int32"
@@ -53,6 +84,8 @@ ONCE = "once"
 """The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
 
 
+PAGE_LAYOUT = "page_layout"
+"""The reserved option of a contract: the order in memory of a cache, which the cache tells a kernel."""
 SUBNORMALS = "subnormals"
 """The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
@@ -88,6 +121,11 @@ class Tensor:
         """Name of the quantized argument that this tensor is a part of; empty for other tensors."""
         return self.name.partition(".")[0] if self.kind == "Codes" else ""
 
+    @property
+    def of_cache(self) -> str:
+        """Name of the cache that this tensor is a part of; empty for other tensors."""
+        return self.name.partition(".")[0] if self.kind == "Cache" else ""
+
 
 def tensors_of_codes(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
     """The tensors of a quantized argument (rows, columns): `name.codes`, `name.scales`, `name.amax` and
@@ -108,6 +146,23 @@ def tensors_of_codes(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
     if rule.zero_points:
         parts["zeros"] = (scales, "uint8")
     return tuple(Tensor(f"{name}.{part}", "Codes", shape, dtype) for part, (shape, dtype) in parts.items())
+
+
+def tensors_of_cache(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
+    """The tensors of a cache (pages, page, heads, columns of keys, columns of values): `name.keys` and `name.values`,
+    and `name.key_scales` and `name.value_scales` if the recipe stores scales; uint8 or float32 (pages, page, heads, …).
+    """
+    rule, found = find_recipe(recipe), list[Tensor]()
+    for half, columns in zip(HALVES, axes[3:], strict=True):
+        parts = {"codes": (f"{columns}/2" if rule.element.bits == 4 else columns, "uint8")}
+        if rule.tensor_scale != "given" or rule.scale is not FP32:
+            scales = "1" if rule.spans_k else f"{columns}/{rule.block[1]}"
+            parts["scales"] = scales, "float32" if rule.scale is FP32 else "uint8"
+        found += [
+            Tensor(f"{name}.{part_name(half, part)}", "Cache", (*axes[:3], last), dtype)
+            for part, (last, dtype) in parts.items()
+        ]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -134,6 +189,11 @@ class Step:
     def recipe(self) -> str | None:
         """Name of the recipe of a quantization; None of every other step."""
         return self.options.get("recipe") if self.function == QUANTIZE else None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the result is judged by its bytes: a quantization, or a cache that holds one."""
+        return self.function in (QUANTIZE, WRITTEN)
 
     @property
     def random(self) -> int | None:
@@ -172,16 +232,61 @@ class Program:
             data.append(self.hidden)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
+    def cone(self, *numbers: int) -> set[int]:
+        """Numbers of the steps from which some steps are computed, and of these."""
+        found, waiting = set[int](), list(numbers)
+        while waiting:
+            number = waiting.pop()
+            if number not in found:
+                found.add(number)
+                waiting += self.steps[number].operands
+        return found
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the arguments that the results are computed from."""
+        steps = (self.steps[number] for number in self.cone(*self.outputs.values()))
+        return {str(step.options["name"]) for step in steps if "name" in step.options}
+
+    def beside(self, output: str) -> Program:
+        """The program with the results that have numbers in common with an output; an index has none. A mistake in
+        another result changes nothing here."""
+        indexes = {number for number, step in enumerate(self.steps) if step.dtype == INDEX}
+        cones = {name: self.cone(number) - indexes for name, number in self.outputs.items()}
+        joined, found = cones[output], {output}
+        while more := [name for name in self.outputs if name not in found and cones[name] & joined]:
+            found |= set(more)
+            joined = joined.union(*(cones[name] for name in more))
+        return replace(self, outputs={name: n for name, n in self.outputs.items() if name in found})
+
     @property
     def tables(self) -> dict[str, str]:
         """The axis whose elements each index names, by the name of the index."""
         taken = (step.operands for step in self.steps if step.function == TAKE)
-        return {self.steps[index].options["name"]: self.steps[table].axes[0] for table, index in taken}
+        return {
+            self.steps[index].options["name"]: self.steps[table].axes[0]
+            for table, index in taken
+            if self.steps[index].function == "argument"
+        }
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""
         given = step.operands[1:] and not step.options.get("statistics") and step.random is None
         return tensors[self.steps[step.operands[1]].options["name"]] if given else None
+
+    def sizes(self, tensors: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of the axes of the arguments, those of a product of axes apart from each other."""
+        found = {"1": 1}
+        for argument in self.arguments:
+            found |= dict(zip(argument.axes, tensors[argument.name].shape, strict=True))
+        for step in self.steps:
+            if step.function == SLOTS:
+                found[step.axes[0]] = int(tensors[self.steps[step.operands[1]].options["name"]].sum())
+        for axis in [axis for axis in found if "*" in axis]:
+            outer, inner = axis.split("*")
+            if inner in found:
+                found.setdefault(outer, found[axis] // max(1, found[inner]))
+        return found
 
     def to_json(self) -> str:
         """The program as JSON; `from_json` reads it."""

@@ -6,7 +6,7 @@ FP8 codes, 4-bit codes and scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -72,6 +72,11 @@ class Ends:
             apart |= elements.nan
         return Ends(low, high, nan, places[apart] if self.point and self.nan is None else None)
 
+    def rows(self, some: torch.Tensor) -> Ends:
+        """The ends of some rows, by their numbers."""
+        low = self.low[some]
+        return Ends(low, low if self.point else self.high[some], None if self.nan is None else self.nan[some])
+
     @staticmethod
     def of(x: Interval, dtype: torch.dtype) -> Ends:
         """The ends of an interval of numbers that the kernel holds in `dtype`."""
@@ -116,6 +121,8 @@ class Part:
     """Format of the codes; None for floats."""
     again: Callable[[torch.Tensor, Ends], Part] | None = None
     """Judges elements with other ends (N,), by their numbers, int64."""
+    place: Callable[[int, int], Mapping[str, int]] | None = None
+    """Where an element (row, column) lies in the result of the kernel, by the names of its axes; None: there."""
 
     @staticmethod
     def joined(parts: Sequence[PartT]) -> PartT:

@@ -5,7 +5,7 @@ The harness puts them in place of a step of a contract to explain wrong bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +47,17 @@ def kept(x: Interval, columns: tuple[float, float | None, int], period: int | No
     return x.arranged(lambda t: t.masked_fill(mask, 0))
 
 
+def moved(x: Interval, pairs: Sequence[Sequence[int]]) -> Interval:
+    """Other columns in place of some: pairs (right, other)."""
+    index = torch.arange(x.shape[-1], device=x.low.device)
+    for right, other in pairs:
+        index[right] = other
+    return x.arranged(lambda t: t[..., index])
+
+
 CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
     "expanded": expanded, "rolled": rolled, "amax_of_all": amax_of_all,
-    "kept": kept,
+    "kept": kept, "moved": moved,
 }  # fmt: skip
 """Functions of intervals and options by the name of the step."""
 
@@ -68,9 +76,29 @@ def divisor(rule: tuple[str, float], size: int) -> int:
     return int(size * number) if kind == "times" else -(-size // int(number)) * int(number)
 
 
-def other_row(x: torch.Tensor, row: int | str) -> torch.Tensor:
-    """The rows of `x` (M, …), each replaced by the row so many rows below it, or by the "first" row."""
-    return x[:1].expand_as(x) if isinstance(row, str) else x.roll(-row, 0)
+OtherRow = int | str | Sequence[Any]
+"""Rows in place of the right ones: so many rows below, the "first" row, in reverse order ("reversed"), or pairs (right,
+other) of single rows. Of rows that are a product of axes, such as tokens·heads, (axis, one of these)."""
+
+
+def other_row(x: torch.Tensor, row: OtherRow, shape: Mapping[str, int]) -> torch.Tensor:
+    """The rows of `x` (M, …), each replaced by another. `shape`: the axes whose product M is."""
+    of, change = row if isinstance(row, list | tuple) and isinstance(row[0], str) else (next(iter(shape), ""), row)
+    sizes = tuple(shape.values()) or (x.shape[0],)
+    at = list(shape).index(of) if shape else 0
+    count = sizes[at]
+    index = torch.arange(count, device=x.device)
+    if isinstance(change, int):
+        index = index.roll(-change)
+    elif change == "first":
+        index = torch.zeros_like(index)
+    elif change == "reversed":
+        index = index.flip(0)
+    else:
+        for right, other in change:
+            index[right] = other
+    found: torch.Tensor = x.view(*sizes, *x.shape[1:]).index_select(at, index)
+    return found.view(x.shape)
 
 
 # ---- quantize --------------------------------------------------------------------------------------------------------
@@ -123,6 +151,17 @@ OTHER_BITS: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "inverted": ("the random bits are inverted", torch.bitwise_not),
 }
 """Sentences and functions of the random words (M, K/4) of stochastic rounding by name."""
+OTHER_SCALES: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "inverted": ("the given scale is inverted", torch.reciprocal),
+    "left-out": ("the given scale is left out", torch.ones_like),
+    "twice": ("the given scale is a factor twice", torch.square),
+    "first": ("the given scale is that of head 0", lambda scale: scale[:1].expand_as(scale)),
+    "next": ("the given scale is that of the next head", lambda scale: scale.roll(-1)),
+    "previous": ("the given scale is that of the previous head", lambda scale: scale.roll(1)),
+    "in-bfloat16": ("the given scale is rounded to bfloat16", lambda scale: scale.bfloat16().float()),
+    "in-float16": ("the given scale is rounded to float16", lambda scale: scale.half().float()),
+}
+"""Sentences and functions of a scale that a kernel is given."""
 VIEWS: Mapping[str, Callable[[Quantized], Quantized]] = {
     "inverse scales": _inverse_scales,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,10 +27,20 @@ from narrowgauge.reference.contracts.changed_steps import (
     other_row,
     some_columns,
 )
-from narrowgauge.reference.contracts.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
+from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
+from narrowgauge.reference.contracts.layout.pages import (
+    Stored,
+    check_slots,
+    given_scale,
+    judge_stored,
+    read_rows,
+    slots,
+)
 from narrowgauge.reference.contracts.quantized import judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
@@ -42,7 +52,8 @@ from narrowgauge.reference.contracts.scopes import (
 )
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import (
     BEHIND,
     CODES,
@@ -52,11 +63,24 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HEADS,
     JOINED,
+    OF_HEADS,
     ONCE,
+    PLACES,
+    READ,
+    RENUMBERED,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
+    SQUEEZED,
     TAKE,
     TRANSPOSED,
+    UNSQUEEZED,
+    WEIGHTED,
+    WEIGHTS,
+    WRITTEN,
     Program,
     Step,
 )
@@ -65,7 +89,7 @@ from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL, UNIT
 
 Tensors = Mapping[str, torch.Tensor]
-Shown = Mapping[str, torch.Tensor | Quantized]
+Shown = Mapping[str, torch.Tensor | Quantized | Stored]
 """Results of a kernel by the names of the outputs; absent: hidden."""
 
 
@@ -98,11 +122,19 @@ class Evaluation:
 
     def slabs(self) -> Iterator[Evaluation]:
         """Evaluations of some rows each."""
+        if self.single:
+            yield self
+            return
         for rows in slabs_of_rows(self.program, self.tensors):
             known = {n: x[rows] if self.has_rows(n) else x for n, x in self.known.items()}
             slab = Evaluation(self.program, of_rows(self.program, self.tensors, rows), known, self, rows)
             slab.replaced = self.replaced
             yield slab
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether all rows are one slab."""
+        return self.rows is not None or len(slabs_of_rows(self.program, self.tensors)) == 1
 
     def has_rows(self, number: int) -> bool:
         """Whether a step has numbers for each row of the first argument."""
@@ -175,13 +207,13 @@ class _Values(dict[int, Any]):
             return closed(here.program, i.exactly(here.known[number]))
         if step.recipe is not None:
             return here.whole.values[number] if here.whole is not None else _quantized(here, step)
-        if step.function == CODES:
+        if step.function in (CODES, READ):
             return evaluated(here, step)
         matrix = len(step.axes) > 1 and step.axes[-1] != "1"
         if here.whole is not None and step.dtype != "bool" and (not matrix or number in here.replaced):
             value: Interval = here.whole.values[number]
             return value.arranged(lambda t: t[here.rows]) if here.has_rows(number) else value
-        if here.rows is None and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
+        if not here.single and here.has_rows(number) and (matrix or step.function in _REDUCTIONS):
             return Interval.joined([evaluated(slab, step) for slab in here.slabs()])
         return evaluated(here, step)
 
@@ -214,6 +246,8 @@ def judged(
         own, sources = shown[name], judged_numbers(program, number)
         scopes = [partial(_scope, evaluation, once) for once in scopes_of(program, sources[0])]
         scopes += [partial(_division, evaluation, division) for division in divisions_of(program, sources[0])]
+        if isinstance(own, Stored):  # its rows are those of some tokens
+            scopes = []
         ends = evaluation.ends if known is not None and evaluation.ends else _ends(evaluation, number, sources)
         if known is not None:
             evaluation.ends = ends
@@ -426,7 +460,7 @@ def _turned(program: Program, number: int) -> set[int]:
 
 
 def judge_output(
-    program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized, tensors: Tensors
+    program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized | Stored, tensors: Tensors
 ) -> Iterator[tuple[str, Part]]:
     """What is accepted of the result of step `number`, given the ends of what it shows or quantizes.
 
@@ -434,15 +468,28 @@ def judge_output(
     """
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
-    if not isinstance(result, Quantized):
+    if isinstance(result, torch.Tensor):
+        if ends[0].low.shape != result.shape:
+            raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
         yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
         return
-    scale = program.scale_of(step, tensors)
-    rounding, view = changed_quantize(step.options)
-    random = bits_of(program, step, tensors)
-    for part, judgement in judge_quantized(
-        ends[0], view(result), scale, statistics=ends[-1], rounding=rounding, flushes=program.flushes, random=random
-    ):
+    quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
+    scale = given_scale(program, quantization, tensors)
+    rounding, view = changed_quantize(quantization.options)
+    random = bits_of(program, quantization, tensors)
+
+    def judge(ends: Sequence[Ends], q: Quantized, scale: torch.Tensor | None) -> Iterator[tuple[str, Part]]:
+        if scale is not None and "given" in quantization.options and q.recipe.scale is FP32:
+            q = replace(q, scales=block_scales(scale.view(1, 1), scale, q.recipe, ends[0].low.dtype))
+        return judge_quantized(
+            ends[0], view(q), scale, statistics=ends[1] if len(ends) > 1 else ends[0], rounding=rounding,
+            flushes=program.flushes, random=random,
+        )  # fmt: skip
+
+    parts = judge(ends, result, scale) if isinstance(result, Quantized) else judge_stored(
+        program, step, ends, result, tensors, judge
+    )  # fmt: skip
+    for part, judgement in parts:
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
@@ -450,6 +497,8 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
     """The steps whose ends judge an output: its own, or what is quantized, and another matrix whose amaxes give the
     scales, if there is one."""
     step = program.steps[number]
+    if step.function == WRITTEN:
+        return judged_numbers(program, step.operands[0])
     if step.recipe is None:
         return (number,)
     return step.operands[: 2 if step.options.get("statistics") else 1]
@@ -486,7 +535,7 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    together = any(axis in step.axes[1:] or step.function in BEHIND for step in program.steps)
+    together = any(axis in step.axes[1:] or step.function in (*BEHIND, WRITTEN) for step in program.steps)
     if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
@@ -503,8 +552,10 @@ def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, know
         tensor = tensors[argument.name]
         found[argument.name] = tensor[rows] if argument.axes[:1] == axis else tensor
     for step in program.steps:
-        if "row" in step.options and _key(step) not in found:
-            other = other_row(tensors[step.options["name"]], step.options["row"])
+        if step.function == "argument" and "row" in step.options and _key(step) not in found:
+            sizes = program.sizes(tensors) if "*" in step.axes[0] else {}
+            shape = {part: sizes[part] for part in step.axes[0].split("*")} if sizes else {}
+            other = other_row(tensors[step.options["name"]], step.options["row"], shape)
             found[_key(step)] = other[rows] if step.axes[:1] == axis else other
     return found
 
@@ -541,6 +592,12 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
             fits = size == -(-sizes[name][0] // divisor)
         if not fits:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
+    for axis in [axis for axis in sizes if "*" in axis]:
+        parts, (size, owner) = axis.split("*"), sizes[axis]
+        if all(part in sizes for part in parts) and math.prod(sizes[part][0] for part in parts) != size:
+            each = " and ".join(f"{part} has {sizes[part][0]}" for part in parts)
+            raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {each}")
+    check_slots(program, tensors)
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
         wrong = index[(index < 0) | (index >= count)]
@@ -558,7 +615,7 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     operand = step.operands[0]
     if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
         raise ValueError("a changed quantization is judged where it is shown")
-    scale = evaluation.program.scale_of(step, evaluation.tensors)
+    scale = given_scale(evaluation.program, step, evaluation.tensors)
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     random = bits_of(evaluation.program, step, evaluation.tensors)
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
@@ -640,12 +697,54 @@ def _argument(evaluation: Evaluation, step: Step) -> Interval:
 
 def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
     """The rows of a table that an index names."""
-    return table[evaluation.tensors[_key(evaluation.program.steps[step.operands[1]])]]
+    return table[_index(evaluation, step.operands[1])]
+
+
+def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
+    """The numbers of an index, int64."""
+    step = evaluation.program.steps[number]
+    index: torch.Tensor = (
+        evaluation.values[number].low if step.function != "argument" else evaluation.tensors[_key(step)]
+    )
+    return index.long()
+
+
+def _segments(evaluation: Evaluation, step: Step) -> Interval:
+    lengths, rows = step.operands
+    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+
+
+def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
+
+
+def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
+    q, lengths, k = step.operands
+    rows = evaluation.values[k].shape[0]
+    return attention.shared_heads(evaluation.values[q], _index(evaluation, lengths), rows, **step.options)
+
+
+def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
+    """A step of the numbers of each row and the tokens of its request."""
+
+    def found(evaluation: Evaluation, step: Step) -> Interval:
+        rows, tokens = (evaluation.values[number] for number in step.operands[:2])
+        return function(rows, tokens, *(_index(evaluation, n).flatten() for n in step.operands[2:]), **step.options)
+
+    return found
 
 
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     return value.arranged(lambda t: _taken(evaluation, step, t))
+
+
+def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
+    """A number for each row, of one number for each head, or of one number."""
+    value: Interval = evaluation.values[step.operands[0]]
+    sizes = evaluation.program.sizes(evaluation.tensors)
+    tokens, heads = (sizes[part] for part in step.axes[0].split("*"))
+    return value.arranged(lambda t: t.expand(heads).repeat(tokens).unsqueeze(1))
 
 
 def _constant(evaluation: Evaluation, step: Step) -> Interval:
@@ -697,13 +796,16 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
     if len(step.operands) > 1:  # of numbers of another size
         of = i.absolute(evaluation.values[step.operands[1]])
         error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
+        error = torch.where(of.high == 0, 0.0, error)
         nan = value.may_be_nan | of.may_be_nan
         low, high = (
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
         return Interval(low, high, nan)
-    low, high = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    zero = (value.low == 0) & (value.high == 0)
+    ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
+    low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
     return replace(value, low=low, high=high, nan=value.may_be_nan)
 
 
@@ -761,10 +863,17 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
+    SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
+    RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
+    SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
+    UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
     DEQUANTIZE: lambda evaluation, step: products.values_of(
         evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
     ),
-    CODES: _codes, DECODE: _decoded, FACTOR: _factor, GEMM: _product,
+    OF_HEADS: _of_heads, CODES: _codes,
+    READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
+    DECODE: _decoded, FACTOR: _factor, GEMM: _product,
     **dict.fromkeys(("float32", ONCE), lambda evaluation, step: evaluation.values[step.operands[0]]),
     "cast": lambda evaluation, step: cast(evaluation.values[step.operands[0]], step.dtype, **step.options),
     "add": _plain(i.add), "subtract": _plain(i.subtract), "multiply": _plain(i.multiply), "divide": _divide,
@@ -772,7 +881,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     "maximum": _plain(i.maximum), "minimum": _plain(i.minimum), "compare": _plain(i.compare),
     "sum": _reduced(sums.total), "mean": _reduced(sums.mean), "amax": _reduced(sums.amax),
     "largest": _reduced(sums.largest), "merged": _plain(sums.merged),
-    **{name: _plain(function) for name, function in CHANGED_STEPS.items()},
+    **{name: _plain(function) for name, function in {**CHANGED_STEPS, **CHANGED_ATTENTION}.items()},
+    RENUMBERED: _renumbered,
     **{name: _function(name) for name in FUNCTIONS},
 }  # fmt: skip
 """The steps of contracts by name. `quantize` is judged, not evaluated."""

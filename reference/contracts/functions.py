@@ -68,9 +68,21 @@ FUNCTIONS: dict[str, Function] = {
         {
             "expf": Form(ulps=2, source=f"{_GUIDE}: expf"),
             "exp2": Form(ulps=2, argument=2 * UNIT, source=f"{_PTX}: ex2.approx of fl(x·log2 e), as Triton's tl.exp"),
+            "polynomial": Form(
+                relative=2.0**-13.4, argument=2 * UNIT, source="FlashAttention-4, flash_attn/cute/utils.py at 0251105: "
+                "ex2_emulation of degree 3",
+            ),
             "__expf": Form(ulps=2, ulps_of_argument=1.173, source=f"{_INTRINSICS}: 2 + floor(abs(1.173·x)) ulp"),
         },
         ("expf", "exp2"), range=(0.0, math.inf), exact_at=(0.0, math.inf, -math.inf),
+    ),
+    "log": Function(
+        torch.log, True,
+        {
+            "logf": Form(ulps=1, source=f"{_GUIDE}: logf"),
+            "lg2": Form(absolute=2.0**-22, relative=2.0**-22, source=f"{_PTX}: lg2.approx times ln 2"),
+        },
+        ("logf", "lg2"), exact_at=(1.0, math.inf),
     ),
     "exp2": Function(
         torch.exp2, True, {"exp2f": Form(ulps=2, source=f"{_GUIDE}: exp2f; {_PTX}: ex2.approx")}, ("exp2f",),

@@ -22,6 +22,7 @@ from narrowgauge.reference.numbers.exact import float32_ends, fma, lowest_bit
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import PROMOTIONS
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -56,7 +57,8 @@ def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Int
     below 2^-126 times the largest code and, of two scales, the largest block scale.
     """
     values = exactly(dequantize(q, dtype))
-    largest = 1.0 if q.recipe.tensor_scale == "none" else q.recipe.scale.max
+    two_levels = q.recipe.tensor_scale != "none" and q.recipe.scale is not FP32
+    largest = q.recipe.scale.max if two_levels else 1.0
     return flushed(values, SMALLEST_NORMAL * q.recipe.element.max * largest) if flushes else values
 
 

@@ -182,8 +182,11 @@ def merged(statistic: Interval, x: Interval, *, squares: bool = False) -> Interv
 
 
 def largest(x: Interval) -> Interval:
-    """The largest number of each row, (…, K) to (…, 1). NaN is ignored, or makes the result NaN; of two zeros a kernel
-    may take either."""
+    """The largest number of each row, (…, K) to (…, 1), −∞ of none. NaN is ignored, or makes the result NaN; of two
+    zeros a kernel may take either."""
+    if x.shape[-1] == 0:
+        least = x.low.new_full((*x.shape[:-1], 1), -torch.inf)
+        return Interval(least, least)
     low, high = (torch.where(end.isnan(), -torch.inf, end) for end in (x.low, x.high))
     found, most = low.amax(-1, keepdim=True), high.amax(-1, keepdim=True)
     nan = x.may_be_nan.any(-1, keepdim=True)

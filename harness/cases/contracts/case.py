@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, Kind
+from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -29,7 +29,18 @@ from narrowgauge.harness.cases.keys import (
     shown,
 )
 from narrowgauge.spec.formats import FP32, INT8
-from narrowgauge.spec.program import CODES, GEMM, HIDDEN, PER_ELEMENT, QUANTIZE, ContractError, Program
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
+from narrowgauge.spec.program import (
+    CODES,
+    GEMM,
+    HALF,
+    HIDDEN,
+    PAGE_LAYOUT,
+    PER_ELEMENT,
+    QUANTIZE,
+    ContractError,
+    Program,
+)
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
@@ -42,6 +53,18 @@ _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
 _STORED = ("stored", "batch", "scales")
 """Keys of the cases of a contract that takes quantized matrices."""
+_FEW = ("ladder", "position", "one-hot", "geometric")
+"""Families of the usual cases of further shapes, beside `normal`."""
+_CACHES = tuple(
+    dict(zip(("tokens", "heads", "dim", "v_dim", "pages", "page", "scales", "requests", "most"), sizes, strict=True))
+    for sizes in ((40, 4, 64, 64, 5, 16, 1, 7, 3), (1, 1, 128, 64, 2, 1, 1, 1, 1), (33, 3, 192, 128, 9, 8, 3, 3, 4))
+)
+"""Shapes of the usual cases of a cache: whole pages and a part of one, a single row, and keys wider than values."""
+_SEQUENCES = tuple(
+    dict(zip(("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most"), sizes, strict=True))
+    for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
+)
+"""Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -125,7 +148,13 @@ class ContractCase(Case):
         """Options that a kernel is given: those that differ from their defaults."""
         given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
         fields = self.declared.fields
-        return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in fields}
+        own = (*fields, PAGE_LAYOUT) if self.declared.caches else fields
+        return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in own}
+
+    @property
+    def page_layout(self) -> str:
+        """Name of the order in memory of a cache; "nhd" without one."""
+        return str(getattr(self, f"{_OPTION}{PAGE_LAYOUT}", "nhd"))
 
     @property
     def recipe_label(self) -> str:
@@ -159,7 +188,7 @@ class ContractCase(Case):
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
-        if not self.declared.quantized:
+        if not self.declared.quantized and not self.declared.caches:
             return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
         return {argument.name: argument.axes for argument in self.program.arguments}
 
@@ -168,6 +197,8 @@ class ContractCase(Case):
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
         named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
+        if self.declared.caches:
+            named = set(self.extents)
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
         }
@@ -184,10 +215,12 @@ class ContractCase(Case):
         units: dict[str, int] = {}
         for step in self.program.steps:
             blocks = (1,) * len(step.axes)
-            if step.function in (QUANTIZE, CODES):
+            if step.function in (QUANTIZE, CODES, HALF):
                 recipe = find_recipe(step.options["recipe"])
                 blocks = (block_rows(recipe), block_columns(recipe))
             for axis, block in zip(step.axes, blocks, strict=True):
+                if "*" in axis:
+                    continue
                 name, _, divisor = axis.partition("/")
                 units[name] = math.lcm(
                     units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else []))
@@ -200,12 +233,41 @@ class ContractCase(Case):
             axes = {axis for step in self.program.steps for axis in step.axes}
         except ContractError as error:
             return str(error)
-        for axis in sorted(axes):
+        for axis in sorted(axis for axis in axes if "*" not in axis):
             name, *divisors = axis.split("/")
             parts = math.prod(map(int, divisors))
             if parts > 1 and self.extents[name] % parts:
                 return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        if self.declared.caches and (wrong := self._cache_problem()):
+            return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
+
+    def _cache_problem(self) -> str | None:
+        """Why a cache of these sizes does not hold the tokens, or has no rows of its recipe or page layout."""
+        sizes, units, held = self.sizes, self._units, self.sizes["pages"] * self.sizes["page"]
+        for half in (step for step in self.program.steps if step.function == HALF):
+            columns = half.axes[1]
+            if sizes[columns] % units.get(columns, 1):
+                recipe = half.options["recipe"]
+                return f"{columns} is {sizes[columns]}; a row of {recipe} has whole blocks of {units[columns]}"
+        if sizes.get("scales", 1) not in (1, sizes["heads"]):
+            return f"there are {sizes['scales']} scales; a cache has 1, or {sizes['heads']}, one for each head"
+        if sizes.get("tokens", 0) > held:
+            return f"the cache has {held} slots, and there are {sizes['tokens']} tokens"
+        parts = {a.name.partition(".")[2]: size_of(a.axes[-1], sizes) for a in self.program.arguments if a.of_cache}
+        return PAGE_LAYOUTS[self.page_layout].problem(parts, sizes["page"]) or (
+            self._batch_problem() if self.declared.sequences else None
+        )
+
+    def _batch_problem(self) -> str | None:
+        """Why rows and tokens of these sizes do not fit together."""
+        sizes = self.sizes
+        rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
+        if not requests <= rows <= requests * most * sizes["page"]:
+            return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"
+        if sizes["pages"] < requests * most:
+            return f"{requests} requests of {most} pages need {requests * most} pages, not {sizes['pages']}"
+        return f"{sizes['q_heads']} heads of q do not share {heads} heads equally" if sizes["q_heads"] % heads else None
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
@@ -225,6 +287,12 @@ class ContractCase(Case):
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
+        if cls.declared.caches:
+            rounded = [
+                {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
+                for sizes in (_SEQUENCES if cls.declared.sequences else _CACHES)
+            ]
+            return [tuple(sizes[name] for name in names) for sizes in rounded]
 
         def shape(rows: int, columns: int, other: int) -> tuple[int, ...]:
             wanted = {names[0]: rows, names[-1]: columns} if len(names) > 1 else {names[0]: columns}
@@ -264,7 +332,7 @@ class ContractCase(Case):
         for recipe in names:
             for dtype in dtypes:
                 main, *others = shapes or cls.shapes_of(recipe, dtype)
-                few = [name for name in ("normal", "ladder", "position") if name in every] or every[:1]
+                few = [name for name in ("normal", *_FEW) if name in every] or every[:1]
                 wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]]
                 wanted = [(main, family, {}, False) for family in every]
                 wanted += [(shape, family, {}, not shapes) for shape in others for family in (every if shapes else few)]
@@ -404,7 +472,8 @@ def _free(declared: Declared) -> tuple[str, ...]:
 
 def _sizes(declared: Declared) -> list[str]:
     """Names of the sizes of a case, in the order of the tensors."""
-    axes = [axis.partition("/")[0] for _, axes, _ in declared.tensors.values() for axis in axes if not axis.isdecimal()]
+    axes = [part.partition("/")[0] for _, axes, _ in declared.tensors.values() for axis in axes
+            for part in axis.split("*") if not part.isdecimal()]  # fmt: skip
     return list(dict.fromkeys(axes)) or ["K"]
 
 
@@ -422,6 +491,13 @@ def _among(values: tuple[Any, ...]) -> Check:
         return None if right else f"is {shown(value)}; it can be {', '.join(map(str, values))}"
 
     return check
+
+
+def _families(declared: Declared) -> dict[str, tuple[Kind, ...] | tuple[Family, ...]]:
+    """The kinds of inputs of a contract, and its own families."""
+    if declared.sequences:
+        return {"kinds": (), "own_families": SEQUENCES}
+    return {"own_families": PRODUCTS if declared.quantized else ()}
 
 
 def case_class(declared: Declared) -> type[ContractCase]:
@@ -444,7 +520,8 @@ def case_class(declared: Declared) -> type[ContractCase]:
         checks = () if isinstance(default, bool) or not values else (_among(values),)
         flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
-    taken = {*_RESERVED, HIDDEN, *(f"{name}_dtype" for name in free[1:]), *(_STORED if declared.quantized else ())}
+    taken = {*(_RESERVED if free else set(_RESERVED) - {"dtype"}), HIDDEN, *(f"{name}_dtype" for name in free[1:])}
+    taken |= {*_STORED} if declared.quantized else set()
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
@@ -452,7 +529,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
     texts += tuple(f"{{{name!r}: {' or '.join(map(repr, declared.choices[name]))}}}" for name in declared.fields)
     namespace = {
         "operation": declared.name, "declared": declared, "__doc__": declared.about, "__module__": __name__,
-        "own_families": PRODUCTS if declared.quantized else (),
+        **_families(declared),
         "declarations": {declared.name: (*texts, f"{{{HIDDEN!r}: {PER_ELEMENT!r}}}")},
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"

@@ -76,6 +76,8 @@ class Declared:
     tracer: Tracer
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the options by the names of dialects."""
+    by_name: tuple[str, ...] = ()
+    """Tensors that are passed by name, if the steps use them."""
 
     @cached_property
     def _answers(self) -> dict[str, Answer]:
@@ -104,9 +106,19 @@ class Declared:
         return tuple(name for name in self.choices if name not in self.flags)
 
     @property
+    def sequences(self) -> bool:
+        """Whether rows attend to the tokens of their requests, so that all inputs fit together."""
+        return any(kind == "QueryLengths" for kind, _, _ in self.tensors.values())
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The arguments that are caches."""
+        return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Cache")
 
     @cached_property
     def digest(self) -> str:
@@ -137,7 +149,7 @@ def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
     """The contract of a description. `tracer`: gives its steps."""
     tensors = {name: (kind, tuple(axes), tuple(dtypes)) for name, (kind, axes, dtypes) in entry["tensors"].items()}
     choices = {name: tuple(values) for name, values in entry["choices"].items()}
-    names = {key: tuple(entry[key]) for key in ("parameters", "flags")}
+    names = {key: tuple(entry.get(key, ())) for key in ("parameters", "flags", "by_name")}
     values = {**entry, **names, "tensors": tensors, "choices": choices}
     return Declared(**values, tracer=tracer)
 

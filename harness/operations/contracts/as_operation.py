@@ -11,12 +11,13 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guarded_memory import dense
+from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.harness.operations.contracts.judge import Shown, UndeterminedError, accepted_table, judge_batch
+from narrowgauge.harness.operations.contracts.judge import UndeterminedError, accepted_table, judge_batch
 from narrowgauge.harness.operations.contracts.results import (
     has_rows,
     named_results,
@@ -32,8 +33,11 @@ from narrowgauge.harness.operations.contracts.stored_operands import (
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.harness.operations.stages.rows import rows_stage
-from narrowgauge.spec.program import ContractError
+from narrowgauge.harness.operations.stages.rows import prefill_stage, rows_stage
+from narrowgauge.reference.contracts.evaluate import Shown
+from narrowgauge.reference.contracts.layout.pages import written_slots
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, Cache
+from narrowgauge.spec.program import WRITTEN, ContractError
 from narrowgauge.spec.recipes import find_recipe
 
 
@@ -62,7 +66,11 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     program, others = case.declared_program(fields), list(_other_fields(case, fields))
     try:
         calls = zip(products_of(case, inputs.tensors), shown, strict=True)
-        return judge_batch(program, list(calls), outcome, others)
+        outcome = judge_batch(program, list(calls), outcome, others)
+        stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
+        if stores and all(stage.passed for stage in outcome.stages):
+            outcome.stages.append(_prefill(case, inputs, backend, shown[0]))
+        return outcome
     except UndeterminedError as error:
         if any(stage.mismatches for stage in outcome.stages):
             return outcome
@@ -98,6 +106,20 @@ def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) ->
     return rows_stage(backend, by_row, others, whole, run)
 
 
+def _prefill(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:
+    """The stage of a second run, whose cache held other bytes before."""
+    cache = {a.name for a in case.program.arguments if a.of_cache}
+    before = {name: inputs.tensors[name] for name in cache}
+    others = {name: tensor for name, tensor in inputs.tensors.items() if name not in cache}
+    first = stored_results(case.program, shown)
+    written = dict.fromkeys(first, written_slots(case.program, inputs.tensors))
+
+    def run(given: Tensors) -> Tensors:
+        return stored_results(case.program, named_results(case.program, given, _call(case, backend, given)))
+
+    return prefill_stage(backend, before, others, first, written, run)
+
+
 def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[Shown], Outcome]:
     """The results of the method with the name of the contract, of each product of a batch, and the stages of its
     repeated and guarded calls.
@@ -120,12 +142,35 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[S
 def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     """The tensors that the method gives for these tensors."""
     recipes = dict(zip(case.declared.recipes, map(find_recipe, case.recipe_names), strict=True))
-    operands = {name: stored_operand(case, given, name) for name in case.declared.quantized}
-    known: dict[str, Any] = {**given, **recipes, **operands}
-    arguments = [known[name] for name in case.declared.parameters if name in known]
-    result = backend.call(next(iter(case.all_methods())), *arguments, **case.passed)
+    known: dict[str, Any] = {**given, **recipes}
+    for argument in case.program.arguments:
+        if "*" in argument.axes[0]:
+            rows = tuple(size_of(part, case.sizes) for part in argument.axes[0].split("*"))
+            known[argument.name] = torch.unflatten(given[argument.name], 0, rows)
+    for name in case.declared.quantized:
+        known[name] = stored_operand(case, given, name)
+    for name in case.declared.caches:
+        known[name] = _cache(case, name, given)
+    by_name = case.declared.by_name
+    arguments = [known[name] for name in case.declared.parameters if name in known and name not in by_name]
+    named = {name: known[name] for name in by_name if name in known}
+    result = backend.call(next(iter(case.all_methods())), *arguments, **named, **case.passed)
     with _form_of(case):
-        return result_tensors(case.program, result)
+        found = result_tensors(case.program, result)
+        layout = PAGE_LAYOUTS[case.page_layout]
+        return {n: layout.logical(t, n) if n in _STORED and case.declared.caches else t for n, t in found.items()}
+
+
+_STORED = ("keys", "values", "key_scales", "value_scales")
+
+
+def _cache(case: ContractCase, name: str, given: Tensors) -> Cache:
+    """The cache that a kernel gets, in the page layout of the case."""
+    layout = PAGE_LAYOUTS[case.page_layout]
+    parts = {part: layout.stored(given[f"{name}.{part}"], part) for part in _STORED if f"{name}.{part}" in given}
+    scales = parts.get("key_scales"), parts.get("value_scales")
+    recipe, page = find_recipe(case.recipe_names[0]), given[f"{name}.keys"].shape[1]
+    return Cache(parts["keys"], parts["values"], *scales, recipe, layout.name, page)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ A matrix has the numbers of a generator (`harness.inputs.generators`), and a row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,10 +21,11 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
 from narrowgauge.harness.inputs.inputs import earlier_scale
 from narrowgauge.harness.operations.contracts.operand_inputs import plain_operand, quantized_operand
+from narrowgauge.harness.operations.contracts.sequence_inputs import sequences
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import CODES, Program, Tensor
+from narrowgauge.spec.program import CODES, SCORES, Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -187,6 +189,7 @@ class _Wanted:
     """The matrices before it, float32."""
     rows: int
     """Rows that an index can name."""
+    sizes: Mapping[str, int]
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
@@ -213,6 +216,10 @@ def _number(want: _Wanted) -> torch.Tensor:
     return torch.full(want.shape, want.rule.number(want.draw))
 
 
+def _scales(want: _Wanted) -> torch.Tensor:
+    return torch.tensor([want.rule.number(want.draw) for _ in range(want.shape[0])], dtype=torch.float32)
+
+
 def _index(want: _Wanted) -> torch.Tensor:
     """Any rows in any order, with the last row first."""
     index = want.draw.below(want.rows, *want.shape).long()
@@ -222,16 +229,56 @@ def _index(want: _Wanted) -> torch.Tensor:
 
 def _column(want: _Wanted) -> torch.Tensor:
     """Positive, as the saved statistics of rows are."""
-    return _positive(want.draw, want.shape[0]).view(want.shape)
+    return _positive(want.draw, math.prod(want.shape)).view(want.shape)
+
+
+def _heads(want: _Wanted) -> torch.Tensor:
+    """A matrix with a row for each token and head."""
+    rows, heads, columns = want.shape
+    return _matrix(replace(want, shape=(rows * heads, columns))).view(want.shape)
 
 
 def _bits(want: _Wanted) -> torch.Tensor:
     return want.draw.words(*want.shape)
 
 
+def _slots(want: _Wanted) -> torch.Tensor:
+    """Slots in any order, each once. The first token lies in the last slot, the second in the first slot of a page; one
+    token in 8 has no place."""
+    count, page = want.sizes["pages"] * want.sizes["page"], want.sizes["page"]
+    order = want.draw.words(count).argsort(stable=True)
+    first = torch.tensor([count - 1, page * want.draw.index(want.sizes["pages"])])
+    order = torch.cat([first, order[~torch.isin(order, first)]])[: want.shape[0]]
+    return torch.where(torch.arange(len(order)) % 8 == 5, -1 - want.draw.index(3), order)
+
+
+def _lengths(want: _Wanted) -> torch.Tensor:
+    """Tokens of requests: full, none, and one less, as many and one more than a page has, then any number."""
+    page, most = want.sizes["page"], want.sizes["page"] * want.sizes["most"]
+    some = torch.tensor([most, 0, page - 1, page, page + 1]).clamp(0, most)
+    return torch.cat([some, want.draw.below(most + 1, *want.shape).long()])[: want.shape[0]]
+
+
+def _pages(want: _Wanted) -> torch.Tensor:
+    """Page numbers in any order, each once as far as there are pages."""
+    count, pages = want.shape[0] * want.shape[1], want.sizes["pages"]
+    orders = [want.draw.words(pages).argsort(stable=True) for _ in range(-(-count // max(1, pages)))]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *orders])[:count].view(want.shape)
+
+
+def _cached(want: _Wanted) -> torch.Tensor:
+    """Bytes of a cache: any codes, and scales of middling numbers."""
+    if want.argument.dtype == "float32":
+        return power_of_two(want.draw.below(9, *want.shape) - 4) * (1 + want.draw.below(128, *want.shape) / 128)
+    scales = want.argument.name.endswith("scales")
+    found = want.draw.below(32, *want.shape) + 48 if scales else want.draw.below(256, *want.shape)
+    return found.to(torch.uint8)
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number,
-    "Index": _index, "Bits": _bits,
+    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number, "Scales": _scales,
+    "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
+    "Cache": _cached,
 }  # fmt: skip
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
@@ -244,6 +291,8 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
     some families have others (`RULES`). An aimed family has the same bytes for every draw. Raises ValueError for an
     unknown family and an axis without a size.
     """
+    if any(step.function == SCORES for step in program.steps):
+        return sequences(program, sizes, family, draw)
     aimed = _aimed(family)
     product = any(step.function == CODES for step in program.steps)
     direct = product and family in (*OWN, "lattice")
@@ -265,7 +314,7 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
                 continue
             argument = Tensor(name, "Matrix", step.axes, "bfloat16")
             before = matrices or {"": torch.zeros(0, 0)}
-            x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1)).bfloat16()
+            x = _matrix(_Wanted(argument, (rows, columns), family, rule, draw, aimed, before, 1, sizes)).bfloat16()
             scale = earlier_scale(draw, x, recipe).view(1) if recipe.tensor_scale == "given" else None
             found |= parts_of(program, {argument.name: quantize(x, recipe, scale=scale)})
     for argument in program.arguments:
@@ -276,8 +325,8 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
         if direct and argument.kind == "Matrix":
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
-        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows))
+        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes))
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
-        if argument.kind == "Matrix":
-            matrices[argument.name] = made
+        if argument.kind in ("Matrix", "Heads"):
+            matrices[argument.name] = made.flatten(0, -2)
     return found

@@ -21,17 +21,14 @@ from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
 from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.products import NARROW
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import DECODE, FLUSHED, GEMM, SUBNORMALS, Program
-from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
-
-Shown = Mapping[str, torch.Tensor | Quantized]
 
 
 class UndeterminedError(ValueError):
@@ -180,6 +177,9 @@ def stage_of(name: str, part: Part) -> StageResult:
     distances = measure(wrong, distance, Comparison(nearer, actual, fmt))
     noun = name if name in ("codes", "scales") else f"elements of {name}"
     text = sentence(wrong, distances, noun)
+    if part.place is not None:
+        first = wrong.nonzero()[0].tolist()
+        text += f"; first in {', '.join(f'{axis} {at}' for axis, at in part.place(*first).items())}"
     if rule == "bound":
         text += "; no order of summation and no rounding of hidden steps gives them"
 
@@ -189,6 +189,8 @@ def stage_of(name: str, part: Part) -> StageResult:
         if views[0][1] == views[1][1]:
             views = [("expected", views[0][1]), views[2]]
         element: dict[str, Any] = {"row": row, "column": column}
+        if part.place is not None:
+            element |= part.place(row, column)
         for label, (value, raw) in views:
             element |= {label: value, f"{label}_bits": raw}
         return element

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch
 from narrowgauge import adapt
 from narrowgauge.harness.backends.results import type_name
 from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.contracts.evaluate import Shown
+from narrowgauge.reference.contracts.layout.pages import Stored, parts_before
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.reference.quantize.scaling import block_scales
-from narrowgauge.spec.program import Program, Step
+from narrowgauge.spec.kv_cache import DATA, SCALES, Cache, part_name
+from narrowgauge.spec.program import WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 def named_results(
     program: Program, tensors: Mapping[str, torch.Tensor], result: Any
-) -> dict[str, torch.Tensor | Quantized]:
+) -> dict[str, torch.Tensor | Quantized | Stored]:
     """The outputs that a kernel shows, by name.
 
     `result`: a tensor; a tuple of all outputs in the order of the contract; or a mapping by name, which may leave out
@@ -27,10 +31,18 @@ def named_results(
     and ValueError for results that the contract does not have, with the name of the result.
     """
     given = _given(program, result)
-    found: dict[str, torch.Tensor | Quantized] = {}
+    found: dict[str, torch.Tensor | Quantized | Stored] = {}
     device = next(iter(tensors.values())).device
     for output, number in program.outputs.items():
         step = program.steps[number]
+        if step.function == WRITTEN:
+            before = parts_before(program, tensors, program.steps[step.operands[1]])
+            stored = _parts(program, output)
+            found[output] = Stored({
+                part: _tensor(name, given.pop(name), of.dtype, tuple(of.shape), device)
+                for name, (part, of) in zip(stored, before.items(), strict=True)
+            })  # fmt: skip
+            continue
         shape = _shape(program, tensors, step)
         whole = given.pop(output, None)
         names = [name for name in _parts(program, output) if name != output]
@@ -46,7 +58,8 @@ def named_results(
             scale = program.scale_of(step, tensors)
             found[output] = _quantized(output, whole, parts, step, shape, scale)
         else:
-            found[output] = _tensor(output, whole, DTYPES[step.dtype], shape, device)
+            own = _tensor(output, whole, DTYPES[step.dtype], _apart(program, tensors, step, shape), device)
+            found[output] = own.reshape(shape)
     if given:
         raise ValueError(f"{program.name} has no result {', '.join(given)}; its results are {_named(program)}")
     if not found:
@@ -60,6 +73,8 @@ def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:
     Raises TypeError for anything but a tensor, and ValueError for another number of results.
     """
     found: dict[str, torch.Tensor] = {}
+    if isinstance(result, Cache):
+        result = result.parts()
     for name, value in _given(program, result).items():
         parts = {name: value}
         if isinstance(value, Quantized) or hasattr(value, "codes"):
@@ -98,7 +113,7 @@ def _named(program: Program) -> str:
     return ", ".join(name for output in program.outputs for name in _parts(program, output))
 
 
-def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
+def stored_results(program: Program, shown: Shown) -> dict[str, torch.Tensor]:
     """Tensors by name from which `named_results` makes these outputs again."""
     found: dict[str, torch.Tensor] = {}
     for output, result in shown.items():
@@ -107,6 +122,8 @@ def stored_results(program: Program, shown: Mapping[str, torch.Tensor | Quantize
             values = {"codes": codes, "scales": linear_scales(result), "amax": result.amax}
             names = {name.rpartition(".")[2]: name for name in _parts(program, output)}
             found |= {name: tensor for part, name in names.items() if (tensor := values[part]) is not None}
+        elif isinstance(result, Stored):
+            found |= dict(zip(_parts(program, output), result.parts.values(), strict=True))
         else:
             found[output] = result
     return found
@@ -132,6 +149,12 @@ def _shared_by_rows(recipe: Recipe) -> bool:
 def _parts(program: Program, output: str) -> Iterator[str]:
     """Names of the tensors of an output."""
     step = program.steps[program.outputs[output]]
+    if step.function == WRITTEN:
+        half = program.steps[step.operands[1]].options
+        parts = [argument.name for argument in program.arguments if argument.of_cache == half["name"]]
+        yield from (name for part in (DATA, SCALES)
+                    if f"{half['name']}.{(name := part_name(half['half'], part))}" in parts)  # fmt: skip
+        return
     if step.recipe is None:
         yield output
         return
@@ -146,15 +169,25 @@ def _parts(program: Program, output: str) -> Iterator[str]:
 
 def _shape(program: Program, tensors: Mapping[str, torch.Tensor], step: Step) -> tuple[int, ...]:
     """Shape of the result of a step."""
-    sizes = {"1": 1}
-    for argument in program.arguments:
-        sizes |= dict(zip(argument.axes, tensors[argument.name].shape, strict=True))
+    sizes = program.sizes(tensors)
 
     def size(axis: str) -> int:
+        if "*" in axis and axis not in sizes:
+            return math.prod(map(size, axis.split("*")))
         name, _, divisor = axis.rpartition("/")
         return sizes[axis] if not name else size(name) // int(divisor)
 
     return tuple(size(axis) for axis in step.axes)
+
+
+def _apart(
+    program: Program, tensors: Mapping[str, torch.Tensor], step: Step, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape with a product of axes as its axes."""
+    sizes = program.sizes(tensors)
+    each = [[sizes[part] for part in axis.split("*")] if "*" in axis else [size]
+            for axis, size in zip(step.axes, shape, strict=True)]  # fmt: skip
+    return tuple(size for sizes in each for size in sizes)
 
 
 def _tensor(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -34,8 +34,12 @@ def products_of(case: ContractCase, tensors: Tensors) -> Sequence[Tensors]:
 def stored_inputs(case: ContractCase, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """The tensors of the arguments in the memory that the case asks for."""
     codes = {argument.name: argument.of_codes for argument in case.program.arguments if argument.of_codes}
+    caches = {argument.name for argument in case.program.arguments if argument.of_cache}
     found = {}
     for name, tensor in tensors.items():
+        if name in caches:
+            found[name] = tensor
+            continue
         of = codes.get(name, name)
         transposed = isinstance(case, ProductCase) and case.is_transposed(of)
         if name not in codes:

@@ -1,7 +1,7 @@
-"""Rows by themselves: a row has the same bytes in another place, beside other rows, and alone.
+"""Stages that compare two runs of a kernel, so that no reference is needed.
 
-No reference is needed: two runs of the kernel are compared. Operations whose rows are declared independent have this
-stage.
+Rows by themselves: a row has the same bytes in another place, beside other rows, and alone. Operations whose rows are
+declared independent have this stage. Memory that a kernel changes in part: other bytes before the run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ ROWS = "rows"
 """Name of the stage."""
 DEPENDENT = "rows-dependent"
 """The cause."""
+PREFILL = "prefill"
+"""Name of the stage of memory with other bytes before the run."""
+PREFILL_DEPENDENT = "prefill-dependent"
+"""Its cause."""
 _ALONE = (1, 2, 7, 128)
 """Numbers of rows that run alone: a single one, and numbers at which kernels take another path."""
 _PADDING = 3
@@ -78,3 +82,35 @@ def _padded(rows: torch.Tensor, number: float | None) -> torch.Tensor:
         number = 0.0  # an index
     value = torch.finfo(rows.dtype).max if number == torch.inf else number
     return torch.cat([rows, rows.new_full((_PADDING, *rows.shape[1:]), value)])
+
+
+def prefill_stage(
+    backend: Backend, memory: Tensors, others: Tensors, first: Tensors, written: Tensors,
+    run: Callable[[Tensors], Tensors],
+) -> StageResult:  # fmt: skip
+    """Run again with the inverted bytes of the inputs `memory`, which the kernel changes in part.
+
+    others: further inputs. first: results of the first run, each behind the memory. written: int8 of their leading
+    axes, 1 where the kernel writes, 0 where bytes stay, −1 where nothing is compared. run: from inputs to results.
+    """
+    result = StageResult(PREFILL, "repeat", compared=0)
+    inverted = {name: (~tensor.view(torch.uint8)).view(tensor.dtype) for name, tensor in memory.items()}
+    prepared = backend.host.prepare(inverted | others, next(iter(memory.values())).device, POISON[0])
+    with backend.host.lock(), prepared.running(0) as passed:
+        found = run(passed)
+    for name, tensor in prepared.keep(found).items():
+        axes = written[name].dim()
+        one, other = (element_bytes(t.contiguous()).view(*t.shape[:axes], -1) for t in (first[name], tensor))
+        mask = written[name].unsqueeze(-1).to(one.device)
+        wrong = (mask >= 0) & (other != torch.where(mask == 1, one, ~one))
+        result.compared += one.numel()
+        result.mismatches += int(wrong.count_nonzero())
+        if bool(wrong.any()) and not result.sentence:
+            place = wrong.any(-1).nonzero()[0].tolist()
+            keeps = "are written" if int(mask[tuple(place)]) == 1 else "stay"
+            result.causes = [PREFILL_DEPENDENT]
+            result.sentence = (
+                f"{format_count(int(wrong.count_nonzero()))} of {format_count(one.numel())} bytes of {name} follow the "
+                f"bytes before the call in another way than bytes that {keeps}; first in {place}"
+            )
+    return result

@@ -13,7 +13,8 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.operations.contracts.as_operation import called
 from narrowgauge.harness.operations.registry import make_inputs
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.evaluate import Shown, judged
+from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.program import HIDDEN, Program
 from narrowgauge.spec.quantized import Quantized
 
@@ -30,7 +31,7 @@ class Called:
 
     case: ContractCase
     tensors: dict[str, torch.Tensor]
-    shown: Mapping[str, torch.Tensor | Quantized]
+    shown: Shown
 
     def wrong(self, program: Program) -> int:
         """Elements that the steps do not explain."""
@@ -129,6 +130,9 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
     return Fit(cls.operation, fields, others, compared, wrong(fields, ran), changed, len(ran), unsupported, dialects)
 
 
-def _tensors(shown: Mapping[str, torch.Tensor | Quantized]) -> Iterator[torch.Tensor]:
+def _tensors(shown: Shown) -> Iterator[torch.Tensor]:
     for result in shown.values():
-        yield from (result.codes, result.scales) if isinstance(result, Quantized) else (result,)
+        if isinstance(result, Stored):
+            yield from result.parts.values()
+        else:
+            yield from (result.codes, result.scales) if isinstance(result, Quantized) else (result,)

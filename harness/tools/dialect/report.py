@@ -15,8 +15,8 @@ from narrowgauge.harness.report.text import number, plural, share
 from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
 from narrowgauge.harness.tools.dialect.rules import Score
 from narrowgauge.harness.tools.dialect.versions import versions
+from narrowgauge.spec import VERSION
 from narrowgauge.spec.recipes import DEFAULT_DIALECT, RULE_FIELDS, Recipe, RuleError, own_rules, save_rule
-from narrowgauge.spec.version import VERSION
 
 _FEW = 3
 """Largest number of changed fields with which a rule still counts as a dialect."""

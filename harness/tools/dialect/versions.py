@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 
 from narrowgauge.harness.backends.loading import backend_file
-from narrowgauge.spec.version import VERSION
+from narrowgauge.spec import VERSION
 
 _DISTRIBUTIONS = {
     "conch": ("conch-triton-kernels",), "deepgemm": ("sgl-deep-gemm",), "flashinfer": ("flashinfer-python",),

@@ -18,7 +18,6 @@ INSTALLED = PLUGIN == "narrowgauge"
 MODULES = (
     "narrowgauge", "narrowgauge.harness", "narrowgauge.harness.pytest_plugin",
     "narrowgauge.harness.pytest_plugin.options", "narrowgauge.harness.pytest_plugin.plugin", "narrowgauge.spec",
-    "narrowgauge.spec.version",
 )  # fmt: skip
 """Modules of narrowgauge in a session without cases."""
 

@@ -319,3 +319,24 @@ def test_the_example() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "watch nvfp4_quantize: 8 calls, 2 judged, 0 failed" in done.stdout, done.stdout + done.stderr
+
+
+def test_attention_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from narrowgauge.examples import cached_attention
+
+    cached_attention.main()
+    assert "watch paged_attention: 4 calls, 2 judged, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_wrong_attention_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from narrowgauge.examples import cached_attention
+
+    right = cached_attention.paged_attention
+
+    def paged_attention(q, keys, values, pages, lengths, *others):
+        return right(q, keys, values, pages.flip(1), lengths, *others)
+
+    monkeypatch.setattr(cached_attention, "paged_attention", paged_attention)
+    cached_attention.main()
+    assert "watch paged_attention: 4 calls, 2 judged, 2 failed" in capsys.readouterr().out

@@ -76,9 +76,10 @@ HOPPERS = {"gemm_wgmma", "gemm_wgmma_grouped", "gemm_wgmma_fp8", "gemm_fused_nvf
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Sources with documented fma: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and for an
 exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
-FUSED |= {"activation_quantize", "gemm_weight_only", "norm_quantize", "rope_quantize"}
+FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_only", "norm_quantize", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
+    **dict.fromkeys(("attention", "attention_tensor"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),  # rcp: of tanhf
     "activation_quantize": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "norm_quantize": {"rsqrt.approx.f32"},
 }

@@ -10,10 +10,11 @@ from typing import Any
 
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
-from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, Site
-from narrowgauge.reference.contracts.changed_steps import OTHER_BITS, ROUNDINGS
+from narrowgauge.harness.operations.contracts.causes.edits import Site, other_rows
+from narrowgauge.reference.contracts.changed_steps import OTHER_BITS, OTHER_SCALES, ROUNDINGS, OtherRow
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.formats import E8M0, FP32, Format
+from narrowgauge.spec.program import Axes
 from narrowgauge.spec.recipe import Recipe, field_choices
 from narrowgauge.spec.recipes import find_recipe, recipes
 
@@ -43,17 +44,20 @@ def changed_quantizations(site: Site) -> Iterator[Quantization]:
     if site.step.random is not None:
         for name, (sentence, _) in OTHER_BITS.items():
             yield f"bits-{name}", sentence, partial(_with_options, bits=name)
-        for row, name, phrase in OTHER_ROWS:
+        for row, name, phrase in other_rows(site.step.axes):
             yield f"bits-of-{name}", f"the random bits are those of {phrase}", partial(_bits_of_row, row)
     yield "signs-lost", "the signs of the elements are lost", lambda s: _of(s, abs(s.a))
     if recipe.tensor_scale == "given":
+        for name, (sentence, _) in OTHER_SCALES.items():
+            yield f"scale-{name}", sentence, partial(_with_options, given=name)
+    if recipe.tensor_scale == "given" and recipe.scale is FP32:
         return
     stored = (recipe, *(other for name, _, other in _changed_recipes(recipe) if name.startswith("block_scale")))
     if recipe.scale in (FP32, E8M0):
         for number, other in enumerate(stored):
             edit = partial(_with_options, recipe=other, view="inverse scales")
             yield f"inverse-scales-{number}", f"the inverse of each scale is stored{_rule(recipe, other)}", edit
-    yield from _other_amaxes(recipe)
+    yield from _other_amaxes(recipe, site.step.axes)
 
 
 def _rule(recipe: Recipe, other: Recipe) -> str:
@@ -127,7 +131,7 @@ def _other_names(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
             yield f"recipe:{other}", f"the recipe is {other}", other
 
 
-def _other_amaxes(recipe: Recipe) -> Iterator[Quantization]:
+def _other_amaxes(recipe: Recipe, axes: Axes) -> Iterator[Quantization]:
     """Scales from other amaxes than those of the tensor that is coded."""
 
     def amaxes(name: str, phrase: str, of: Callable[[Site, Value], Value | None]) -> Quantization:
@@ -157,7 +161,7 @@ def _other_amaxes(recipe: Recipe) -> Iterator[Quantization]:
             yield amaxes(f"{name}-block", f"the {name} block", partial(_rolled, columns))
     if not recipe.whole:
         yield amaxes("tensor", "the tensor", lambda s, x: s.made("amax_of_all", x))
-        for row, name, phrase in OTHER_ROWS:
+        for row, name, phrase in other_rows(axes):
             yield f"amax-row-{name}", f"the amaxes are those of {phrase}", partial(_amax_of_row, row)
     whole = "a row" if block is None else "a block"
     some: tuple[tuple[str, str, tuple[float, float | None, int]], ...] = (
@@ -182,11 +186,11 @@ def _kept(columns: tuple[float, float | None, int], period: int | None, site: Si
     return site.made("kept", x, columns=columns, period=period)
 
 
-def _bits_of_row(row: int | str, site: Site) -> Value:
+def _bits_of_row(row: OtherRow, site: Site) -> Value:
     *operands, bits = site.operands
     other = Site(site.editor, bits.number).in_row(row)
     return site.editor.add(site.step.function, (*operands, other), site.step.axes, site.dtype, **site.step.options)
 
 
-def _amax_of_row(row: int | str, site: Site) -> Value:
+def _amax_of_row(row: OtherRow, site: Site) -> Value:
     return _of(site, site.a, Site(site.editor, site.a.number).in_row(row))

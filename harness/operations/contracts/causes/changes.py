@@ -6,6 +6,7 @@ one. It may run over several values, such as the dtypes of a rounding.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ import torch
 from narrowgauge.contract import steps as c
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changed_recipes import changed_quantizations
-from narrowgauge.harness.operations.contracts.causes.edits import OTHER_ROWS, OUTPUT, Editor, Scope, Site
+from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site, other_rows
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES
+from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
+from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
 from narrowgauge.spec.formats import FP32, INT4
+from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     CODES,
     COLUMNS,
@@ -29,11 +33,22 @@ from narrowgauge.spec.program import (
     DIVISIONS,
     FACTOR,
     GEMM,
+    HALF,
+    HEADS,
     INDEX,
     INTEGERS,
     JOINED,
     QUANTIZE,
+    READ,
+    RENUMBERED,
+    RESCALED,
     ROTATED,
+    SCORES,
+    SEGMENTS,
+    SLOTS,
+    WEIGHTED,
+    WEIGHTS,
+    WRITTEN,
     Program,
     Tensor,
 )
@@ -222,7 +237,9 @@ def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Va
 
 
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """Elements of a row, or of a column, that a sum may take alone."""
+    """Elements of a row, or of a column, that a sum may take alone. Of the keys of a request see `_left_out_keys`."""
+    if site.a.axes[-1:] == ("keys",):
+        return []
     row = "column" if site.step.across_rows else "row"
     found: list[tuple[str, str, tuple[float, float | None, int]]] = []
     for count in _LEFT_OUT:
@@ -303,10 +320,16 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
 def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the same axes."""
     kind = site.dtype if site.dtype in INTEGERS else ""
+    rows = (
+        site.step.axes[:1]
+        if site.dtype not in INTEGERS and any(other.of_cache for other in site.editor.program.arguments)
+        else ()
+    )
     others = [
         other
         for other in site.editor.program.arguments
-        if other.axes == site.step.axes
+        # Keys and values of a cache may have as many columns: sizes that differ exclude the change.
+        if (other.axes == site.step.axes or (rows and other.axes[:1] == rows and other.kind == "Matrix"))
         and other.name != site.option("name")
         and (other.dtype if other.dtype in INTEGERS else "") == kind
     ]
@@ -347,10 +370,124 @@ def _other_orders(site: Site) -> list[tuple[str, str, str]]:
     return [(other, f"the order {other} of the columns", other) for other in alike if other != order]
 
 
-def _other_rows(site: Site) -> list[tuple[str, str, int | str]]:
+def _other_rows(site: Site) -> list[tuple[str, str, OtherRow]]:
     """Rows from which a number of each row may be taken."""
     has_rows = (len(site.step.axes) > 1 or site.dtype == INDEX) and site.step.axes[0] != "1"
-    return [(name, phrase, row) for row, name, phrase in OTHER_ROWS] if has_rows else []
+    return [(name, phrase, row) for row, name, phrase in other_rows(site.step.axes)] if has_rows else []
+
+
+def _other_slots(site: Site) -> list[tuple[str, str]]:
+    """Other slots of a step whose slots rows are stored in or read from."""
+    steps, users = site.editor.program.steps, {user for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    if not any(steps[user].function in (WRITTEN, READ) for user in users):
+        return []
+    name = str(site.option("name", "the page numbers"))
+    return [(to, phrase.format(name)) for to, (phrase, _) in OTHER_SLOTS.items()]
+
+
+def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
+    """Other arguments of the type Scale than the given scale."""
+    place = 1 if site.step.function == QUANTIZE else 2
+    if len(site.operands) <= place or site.operands[place].step.function != "argument":
+        return []
+    own = site.operands[place].step.options.get("name")
+    return [
+        (a.name, a.name, a) for a in site.editor.program.arguments if a.kind in ("Scale", "Scales") and a.name != own
+    ]
+
+
+def _with_scale(site: Site, other: tuple[str, str, Tensor]) -> Value:
+    scale = site.editor.add("argument", (), other[2].axes, "float32", name=other[0])
+    place = 1 if site.step.function == QUANTIZE else 2
+    operands = (*site.operands[:place], scale)
+    return site.editor.add(site.step.function, operands, site.step.axes, site.dtype, **site.step.options)
+
+
+def _stored_scales(site: Site) -> list[tuple[str, str, OtherRow]]:
+    """Rows whose scales a kernel may store in place of the right ones."""
+    recipe = find_recipe(site.a.step.recipe or "")
+    return [] if recipe.whole else [(name, phrase, row) for row, name, phrase in other_rows(site.a.axes)]
+
+
+def _other_half(site: Site) -> list[str]:
+    return [half for half in HALVES if half != site.option("half")]
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+_TILES = (16, 32, 64, 128)
+_SPLITS = (2, 3, 4, 5, 7, 8)
+_INDEX_NAMES = {SEGMENTS: "request", HEADS: "head"}
+_KEYS = 64
+"""Keys of which each may be left out alone."""
+_INDICES = 4
+"""Numbers of an index of which each may be taken in place of each other."""
+
+
+def _other_indices(site: Site) -> list[tuple[str, str, str]]:
+    """Other numbers of an index, by a rule."""
+    name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
+    return [] if name is None else [(to, phrase.format(name), to) for to, (phrase, _) in OTHER_INDICES.items()]
+
+
+def _single_indices(site: Site) -> list[tuple[str, str, tuple[int, int]]]:
+    """One number of an index in place of another."""
+    name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
+    pairs = itertools.permutations(range(_INDICES), 2) if name else ()
+    return [(f"{other}-for-{right}", f"{name} {other} is read for {name} {right}", (right, other))
+            for right, other in pairs]  # fmt: skip
+
+
+def _left_out_keys(site: Site) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Keys that a mask may leave out, of logits that are −∞ where it does."""
+    if site.operands[2].step.options.get("value") != -math.inf:
+        return []
+    found: list[tuple[str, str, tuple[Any, ...]]] = []
+    for count in (1, *_LEFT_OUT[1:]):
+        keys = f"{count} keys" if count > 1 else "key"
+        found += [(f"last-{count}", f"the last {keys} of a row", ("last", count)),
+                  (f"first-{count}", f"the first {keys} of a row", ("first", count))]  # fmt: skip
+    for size in _TILES:
+        found += [(f"last-tile-{size}", f"the last tile of {size} keys", ("tile", size, -1)),
+                  (f"from-tile-{size}", f"the first key of each tile of {size} but the first", ("border", size, 0)),
+                  (f"to-tile-{size}", f"the last key of each tile of {size}", ("border", size, -1))]  # fmt: skip
+    for splits in _SPLITS:
+        found += [
+            (f"split-{number}-of-{splits}", f"split {number} of {splits}", ("split", splits, number))
+            for number in (range(splits) if splits < 4 else (0, splits - 1))
+        ]
+    for size, number in itertools.product(_TILES[:1], range(1, 8)):
+        keys = f"keys {number * size} to {number * size + size - 1}"
+        found.append((f"tile-{number}-of-{size}", keys, ("tile", size, number)))
+    return [*found, *((f"key-{key}", f"key {key}", ("key", key)) for key in range(_KEYS))]
+
+
+def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
+    """Masks that end a few keys, or tiles, before or behind the right one."""
+    if not any(step.function == SCORES for step in site.editor.program.steps):
+        return []
+    moves = (1, -1, 2, -2, 15, -15, 16, -16, 32, -32)
+    return [(str(by), f"{abs(by)} {'more' if by > 0 else 'fewer'}", float(by)) for by in moves]
+
+
+def _not_rescaled(site: Site, tile: int) -> Value | None:
+    """A sum of weights that are not rescaled when the maximum grows."""
+    step = next((s for s in site.editor.program.steps if s.function == WEIGHTS), None)
+    if step is None or site.a.step.function not in (WEIGHTS, RESCALED):
+        return None
+    d = Value(site.editor, step.operands[1])
+    return site.changed_operand(site.made("of_running", site.a, d, tile=tile))
+
+
+def _of_splits(site: Site, splits: int) -> Value | None:
+    return site.changed_operand(site.made("averaged", site.a, splits=splits))
+
+
+def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
+    """Wrong lengths of an argument that says how many tokens are read."""
+    users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    read = SLOTS in users and len(site.step.axes) == 1
+    return [(to, phrase.format(site.option("name"))) for to, (phrase, _) in OTHER_LENGTHS.items()] if read else []
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
@@ -550,6 +687,17 @@ ROWS: tuple[Row, ...] = (
     Row((ROTATED,), "group", "groups of {v} elements are rotated in {self}", lambda s, v: s.changed(group=v),
         lambda s: [group for group in RHT_GROUPS if group != s.option("group")]),
     Row((QUANTIZE,), "as", "{v}", lambda s, v: v[2](s), changed_quantizations),
+    # caches
+    Row(("argument", SLOTS), "slots", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_slots, apart=True),
+    Row((WRITTEN,), "rest", "{v}", lambda s, v: s.changed(rest=v[0]), lambda s: REST.items()),
+    Row((READ,), "scale", "{v}", lambda s, v: s.changed(given=v[0]),
+        lambda s: [(n, phrase) for n, (phrase, _) in OTHER_SCALES.items()] if len(s.operands) > 2 else []),
+    Row((QUANTIZE, READ), "scale-of", "the scale is {v}", _with_scale, _scales_of_others),
+    Row((WRITTEN,), "scales", "the stored scales are those of {v}",
+        lambda s, v: s.changed(scales=v[2]), _stored_scales),
+    Row((READ,), "of-row", "{a} are those of {v}", lambda s, v: s.changed(row=v[2]), _other_rows),
+    Row((HALF,), "other", "the {v} are in place of the {self}", lambda s, v: s.changed(half=v), _other_half),
     # quantized arguments and products
     Row((CODES,), "as", "{v}", lambda s, v: s.changed(view=v[0]), _readings),
     Row((DECODE,), "to", "{a} is decoded to {v} in place of {dtype}", lambda s, v: s.made(DECODE, s.a, dtype=v),
@@ -557,6 +705,20 @@ ROWS: tuple[Row, ...] = (
     Row((FACTOR, GEMM), "in", "{self} is rounded to {v}", _narrowed, lambda s: _NARROW),
     Row((FACTOR,), "inverted", "{self} is inverted", lambda s, _: 1.0 / s.old),
     Row((GEMM,), "over", "the sum of {self} {v}", lambda s, v: s.changed_operand(_some_of_operand(s, v[2])), _slices),
+    # sequences
+    Row((SEGMENTS, HEADS), "of", "{v} is read in place of the right one", lambda s, v: s.changed(to=v[2]),
+        _other_indices, apart=True),
+    Row((SEGMENTS, HEADS), "of", "{v}", lambda s, v: s.changed(to=v[2]), _single_indices),
+    Row(("argument",), "length", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _lengths_of_tokens),
+    Row(("where",), "leaves-out", "{v} is left out", lambda s, v: s.made("left_out", s.old, keys=v[2]),
+        _left_out_keys),
+    Row(("compare",), "moved", "rows see {v} keys than they do", lambda s, v: s.changed_second(s.b + v[2]),
+        _moved_masks),
+    Row((WEIGHTED, "sum"), "not-rescaled",
+        "the sum of {self} is not rescaled when the maximum of tiles of {v} keys grows", _not_rescaled,
+        lambda s: _TILES),
+    Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
     Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
         lambda s: _NARROW),
 )  # fmt: skip

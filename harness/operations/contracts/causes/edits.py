@@ -10,16 +10,28 @@ from typing import Any
 
 from narrowgauge.contract.values import Trace, Value
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
-from narrowgauge.spec.program import JOINED, QUANTIZE, TRANSPOSED, Axes, Program, Step
+from narrowgauge.reference.contracts.changed_steps import OtherRow
+from narrowgauge.spec.program import JOINED, QUANTIZE, READ, TRANSPOSED, Axes, Program, Step
 
 OUTPUT = -1
 """The user of a result that a kernel shows."""
 KEEPING_DTYPE = (QUANTIZE, TRANSPOSED, JOINED)
 """Steps whose dtype is that of their first operand."""
-OTHER_ROWS = ((1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0"))
-"""Rows from which a number of each row may be taken: offset, name and phrase."""
+
 Use = tuple[int, int]
 """A step that takes a value, and the place of the value among its operands; `OUTPUT` and the number of an output."""
+
+
+def other_rows(axes: Axes) -> list[tuple[OtherRow, str, str]]:
+    """Rows from which a number of each row may be taken: `OtherRow`, name and phrase."""
+    if "*" not in axes[0]:
+        return [(1, "next", "the next row"), (-1, "previous", "the previous row"), ("first", "first", "row 0")]
+    changes = ((1, "next", "the next {}"), (-1, "previous", "the previous {}"), ("first", "first", "{} 0"),
+               ("reversed", "reversed", "the {}s in reverse order"))  # fmt: skip
+    return [
+        ((axis, row), f"{name}-{axis}", phrase.format(axis.removesuffix("s")))
+        for axis in axes[0].split("*") for row, name, phrase in changes
+    ]  # fmt: skip
 
 
 class Editor(Trace):
@@ -51,7 +63,8 @@ class Editor(Trace):
         """The uses of a value. The conversion of a narrow value to float32 is no use; the uses of its result are."""
         found: list[Use] = []
         for user, place in self._users[number]:
-            if user != OUTPUT and self.program.steps[user].recipe is not None and place:
+            function = "" if user == OUTPUT else self.program.steps[user].function
+            if (function == QUANTIZE and place) or (function == READ and place == 2):
                 continue  # a scale that the kernel is given
             converts = user != OUTPUT and self.program.steps[user].function == "float32"
             found += self.uses(user) if converts else [(user, place)]
@@ -201,7 +214,12 @@ class Site:
         operands = (value, *self.operands[1:])
         return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
 
-    def in_row(self, row: int | str) -> Value:
+    def changed_second(self, value: Value) -> Value:
+        """The step with another second operand."""
+        operands = (self.operands[0], value, *self.operands[2:])
+        return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
+
+    def in_row(self, row: OtherRow) -> Value:
         """The value computed from other rows of the arguments: `reference.contracts.changed_steps.other_row`."""
         axis, known = self.step.axes[0], dict[int, Value]()
 
@@ -216,22 +234,11 @@ class Site:
 
         return copy(self.number)
 
-    def cone(self, value: int) -> set[int]:
-        """The steps from which a value is computed, and itself."""
-        found: set[int] = set()
-        waiting = [value]
-        while waiting:
-            number = waiting.pop()
-            if number not in found:
-                found.add(number)
-                waiting += self.editor.program.steps[number].operands
-        return found
-
     @cached_property
     def inner(self) -> tuple[Value, set[str]] | None:
         """The matrix that the step is a function of alone, beside constants, and the functions between."""
         steps = self.editor.program.steps
-        for number in sorted(self.cone(self.number) - {self.number}, reverse=True):
+        for number in sorted(self.editor.program.cone(self.number) - {self.number}, reverse=True):
             if steps[number].axes != self.step.axes or steps[number].dtype != "float32":
                 continue
             between, waiting = set[int](), [self.number]

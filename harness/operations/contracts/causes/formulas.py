@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from narrowgauge.spec.program import CODES, COLUMNS, DECODE, JOINED, ONCE, TAKE, TRANSPOSED, Program, Step
+from narrowgauge.spec.program import (
+    CODES,
+    COLUMNS,
+    DECODE,
+    HALF,
+    HEADS,
+    JOINED,
+    ONCE,
+    PLACES,
+    READ,
+    RESCALED,
+    SCORES,
+    SEGMENTS,
+    SLOTS,
+    SQUEEZED,
+    TAKE,
+    TRANSPOSED,
+    WEIGHTED,
+    WEIGHTS,
+    Program,
+    Step,
+)
 
 _LONGEST = 44
 _SUM, _PRODUCT, _ATOM = 1, 2, 3
@@ -11,6 +32,11 @@ _INFIX = {
     "divide": ("{}/{}", _PRODUCT),
 }  # fmt: skip
 _ORDINALS = ("first", "second")
+_SHORT = {
+    SCORES: "q·k", WEIGHTED: "Σ p·v", RESCALED: "p", WEIGHTS: "the rounded p", SEGMENTS: "request", HEADS: "head",
+    PLACES: "key", SLOTS: "slots",
+}  # fmt: skip
+"""Formulas of the steps of sequences."""
 
 
 def formula(program: Program, number: int) -> str:
@@ -26,10 +52,16 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE, DECODE):
+    if step.function in ("float32", "cast", "merged", ONCE, DECODE, READ, SQUEEZED):
         return _text(program, step.operands[0], depth)
+    if step.function == HALF:
+        return str(step.options["half"]), _ATOM
     if step.function in ("argument", CODES):
         return str(step.options["name"]), _ATOM
+    if step.function == HALF:
+        return str(step.options["half"]), _ATOM
+    if step.function in _SHORT:
+        return _SHORT[step.function], _ATOM
     if step.function == "constant":
         return f"{step.options['value']:.6g}", _ATOM
     if step.function == "part":

@@ -13,19 +13,20 @@ from narrowgauge.reference.contracts.accepted import Ends, Part, is_nan_of, orde
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import (
     Evaluation,
+    Shown,
     evaluated,
     handed_on,
     judge_output,
     judged_numbers,
     of_rows,
 )
+from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.program import Program
+from narrowgauge.spec.program import HALF, INDEX, SCORES, Program
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR
 
-Shown = Mapping[str, torch.Tensor | Quantized]
 Tensors = Mapping[str, torch.Tensor]
 WRONG, SCOPES = 10, 8
 """Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
@@ -119,7 +120,8 @@ class Evidence:
         strong = part.wrong & far
         self.wrong += int(part.wrong.count_nonzero())
         self.strong += int(strong.count_nonzero())
-        by_row = strong.reshape(strong.shape[0], -1).any(1) if strong.dim() else strong.reshape(1)
+        rows = strong.shape[:-1].numel() if strong.dim() > 2 else strong.shape[:1].numel()
+        by_row = strong.reshape(rows, -1).any(1) if strong.dim() else strong.reshape(1)
         self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
         self.share += float(part.wrong.float().mean())
         self.distance += float(distance.double().add_(1).log2_().mean())
@@ -148,7 +150,11 @@ class Replay:
 
     def work(self, program: Program) -> int:
         """Elements times steps that a judgement evaluates at most."""
-        return len(program.steps) * sum(result_elements(result) for result in self.shown.values())
+        elements = sum(result_elements(result) for result in self.shown.values())
+        if any(step.function == SCORES for step in program.steps):  # a logit for each row, head and token
+            q, lengths = (next(a.name for a in program.arguments if a.kind == kind) for kind in ("Heads", "Lengths"))
+            elements = max(elements, self.tensors[q][..., 0].numel() * int(self.tensors[lengths].max()))
+        return len(program.steps) * elements
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
         """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
@@ -172,7 +178,7 @@ class Replay:
         evaluation = Evaluation(program, self.inputs, rows=slice(0, 0))
         for number, step in enumerate(program.steps):
             name = names.get(number, "")
-            if step.recipe is not None:
+            if step.is_stored or step.function == HALF or step.dtype == INDEX:
                 if name in shown:
                     numbers = judged_numbers(program, number)
                     ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
@@ -203,22 +209,25 @@ def as_shown(program: Program, shown: Shown) -> Shown:
     return found
 
 
-def result_elements(result: torch.Tensor | Quantized) -> int:
+def result_elements(result: torch.Tensor | Quantized | Stored) -> int:
     """Elements of a result."""
+    if isinstance(result, Stored):
+        return sum(part.numel() for part in result.parts.values())
     return result.numel() if isinstance(result, torch.Tensor) else math.prod(result.shape)
 
 
-def has_rows(result: torch.Tensor | Quantized) -> bool:
+def has_rows(result: torch.Tensor | Quantized | Stored) -> bool:
     """Whether rows of a result are the result of rows, given its amax."""
-    if isinstance(result, torch.Tensor):
-        return True
+    if not isinstance(result, Quantized):
+        return isinstance(result, torch.Tensor)
     alone = result.recipe.whole or result.recipe.block[0] == 1
     scaled = result.recipe.tensor_scale in ("none", "given") or result.amax is not None
     return alone and scaled and not result.transposed and result.scale_layout == LINEAR
 
 
-def rows_of(result: torch.Tensor | Quantized, rows: torch.Tensor) -> torch.Tensor | Quantized:
-    """Some rows of a result."""
+def rows_of(result: torch.Tensor | Quantized | Stored, rows: torch.Tensor) -> torch.Tensor | Quantized:
+    """Some rows of a result that has rows."""
+    assert not isinstance(result, Stored)
     if isinstance(result, torch.Tensor):
         return result[rows]
     scales = result.scales if result.recipe.whole else result.scales[rows]

@@ -16,19 +16,19 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
 from narrowgauge.harness.operations.contracts.causes.equal_programs import equal_programs
+from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
 from narrowgauge.harness.operations.contracts.causes.replay import (
     WRONG,
     Evidence,
     Keys,
     Replay,
-    Shown,
     as_shown,
     has_rows,
     rows_of,
 )
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
-from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, Program
 
 _ROWS = 16
@@ -51,8 +51,11 @@ def changed_causes(
 
     `others`: further changes, such as other values of the fields of the contract.
     """
+    program, shown = _of_stage(program, shown, stage.stage)
     search = _Search(program, tensors, shown, stage, limit)
     search.try_singles(others)
+    if not search.found:
+        search.try_singles(moved_changes(program, tensors, shown), alone=True)
     if not search.found:
         search.try_pairs(search.nearest())
     else:
@@ -64,11 +67,18 @@ def changed_causes(
 def confirmed(
     program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown, others: Sequence[Change], cause: str
 ) -> str:
-    """The sentence of the change with this name, or of the pair with these names, if it accepts all results of a
-    kernel; else empty."""
+    """The sentence of the change with this name, or of the pair with these names, if it accepts all wrong results of a
+    kernel that have numbers in common; else empty."""
+    for output in program.outputs:
+        part, own = _of_stage(program, shown, output)
+        if len(part.outputs) < len(program.outputs):
+            wrong = any(bool(each.wrong.any()) for _, each in judged(part, tensors, own))
+            if wrong and (sentence := confirmed(part, tensors, own, others, cause)):
+                return sentence
     sentences = []
     for name in cause.split(","):
-        change = next((change for change in (*others, *changes(program)) if change.name == name), None)
+        known = itertools.chain(others, changes(program), moved_changes(program, tensors, shown))
+        change = next((change for change in known if change.name == name), None)
         if change is None:
             return ""
         program = change.program
@@ -78,6 +88,13 @@ def confirmed(
     except ValueError:  # the change hides the amax of the tensor
         return ""
     return "" if wrong else ", and ".join(sentences)
+
+
+def _of_stage(program: Program, shown: Shown, stage: str) -> tuple[Program, Shown]:
+    """The results that a mistake in the result of a stage may change, and the program of these."""
+    output = next((name for name in program.outputs if stage == name or stage.startswith(f"{name}.")), None)
+    part = program if output is None else program.beside(output)
+    return part, {name: result for name, result in shown.items() if name in part.outputs}
 
 
 _LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
@@ -121,10 +138,11 @@ class _Search:
         found.remember(self.program)
         return found
 
-    def try_singles(self, others: Sequence[Change]) -> None:
-        """Judge the results under every single change, the others first."""
-        self.others = others
-        for change in itertools.chain(self._new(others), self._new(changes(self.program))):
+    def try_singles(self, others: Iterable[Change], *, alone: bool = False) -> None:
+        """Judge the results under every single change, the others first. `alone`: the others alone."""
+        others = list(others)
+        self.others = [*self.others, *others]
+        for change in itertools.chain(self._new(others), [] if alone else self._new(changes(self.program))):
             if not self.limit.may_try(self.some.work(change.program)):
                 break
             evidence = self._evidence(change.program)

@@ -15,9 +15,10 @@ from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, bits_of, of_rows
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.layout.pages import Stored, given_scale, store
 from narrowgauge.reference.contracts.products import of_rotated
 from narrowgauge.reference.contracts.quantized import problem
-from narrowgauge.spec.program import ONCE, TAKE, Program, Step
+from narrowgauge.spec.program import HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
@@ -48,22 +49,29 @@ class Kernel:
         """
         return stored_results(self.program, self.results(tensors))
 
-    def results(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Quantized]:
+    def results(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Quantized | Stored]:
         """The results by the names of the outputs; a quantization is a `Quantized` by the recipe of its step."""
         draw = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         given = of_rows(self.program, tensors, slice(None))
         values: list[Any] = []
         for step in self.program.steps:
+            if step.function == HALF or step.dtype == INDEX:  # the steps that store and read take them from the tensors
+                values.append(None)
+                continue
+            if step.function == WRITTEN:
+                values.append(store(self.program, step, values[step.operands[0]], given))
+                continue
             if step.recipe is None:
                 values.append(self._value(step, values, given, draw))
                 continue
-            scale, random = self.program.scale_of(step, tensors), bits_of(self.program, step, given)
+            scale, random = given_scale(self.program, step, tensors), bits_of(self.program, step, given)
             y = _in(values[step.operands[0]], step.dtype)
             values.append(of_rotated(y, find_recipe(step.recipe), scale, random))
-        found: dict[str, torch.Tensor | Quantized] = {}
+        found: dict[str, torch.Tensor | Quantized | Stored] = {}
         for name, number in self.program.outputs.items():
             value = values[number]
-            found[name] = value if isinstance(value, Quantized) else _in(value, self.program.steps[number].dtype)
+            stored = isinstance(value, Quantized | Stored)
+            found[name] = value if stored else _in(value, self.program.steps[number].dtype)
         return found
 
     def _value(

@@ -1,0 +1,282 @@
+"""Inputs of attention over sequences in pages.
+
+The families but `normal` and `pinned` have one right result for every order of sums, every running maximum, every
+dtype of the weights and every form of the exponential: the logits of a row are the largest one, less 1, 2 or 3 in base
+2, or so low that their weights vanish, and the values are small integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.inputs.generators import power_of_two
+from narrowgauge.reference.contracts.casts import DTYPES
+from narrowgauge.reference.contracts.evaluate import Evaluation
+from narrowgauge.reference.contracts.interval import Interval, exactly
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.spec.formats import E4M3
+from narrowgauge.spec.kv_cache import DATA, part_name
+from narrowgauge.spec.program import SCORES, Program
+
+_NAN, _LOWEST = 0x7F, 0xFE
+"""E4M3 codes of NaN and of −448, which cells without a token hold."""
+_FAR = -448.0
+"""A logit in base 2 whose weight is 0 in float32, an E4M3 number."""
+_WHOLE = 2.0**-20
+"""Distance of a logit in base 2 from an integer, relative, that a scale of float32 may have."""
+_DIGITS = 126
+"""Positive codes of E4M3 but NaN."""
+_PINNED = 16
+"""Keys that hold the largest logit of a row once."""
+
+
+# ---- weights of a row ------------------------------------------------------------------------------------------------
+
+
+Keys = list[int]
+"""The keys that a row sees, in order."""
+
+
+def _top(draw: Draw) -> float:
+    """The logit of a single key, which is the log-sum-exp in base 2."""
+    return (1.0, 4.0, -8.0)[draw.index(3)]
+
+
+def _one_hot(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
+    return {keys[draw.index(len(keys))]: _top(draw)}
+
+
+def _ends(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
+    """The first and the last key, and those on both sides of the ends of the first and of the last page."""
+    last = keys[-1] // page * page
+    some = [key for key in (keys[-1], keys[0], last, last - 1, page - 1, page) if keys[0] <= key <= keys[-1]]
+    return {some[draw.index(len(some))]: _top(draw)}
+
+
+def _some(draw: Draw, keys: Keys, count: int) -> Keys:
+    """Different keys, with the last one."""
+    return [keys[-1], *(keys[place] for place in draw.words(len(keys) - 1).argsort()[: count - 1].tolist())]
+
+
+def _two_level(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
+    return dict.fromkeys(_some(draw, keys, 1 << (min(32, len(keys)).bit_length() - 1)), 0.0)
+
+
+def _geometric(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
+    """Weights 1, 1/2, 1/4, 1/8, 1/8, whose sum is 2, several times; of fewer than five keys 1, or 1 and 1."""
+    logits = [0.0, -1.0, -2.0, -3.0, -3.0] if len(keys) >= 5 else [0.0, 0.0][: len(keys)]
+    times = 1 << max(1, min(16, len(keys)) // len(logits)).bit_length() - 1
+    return dict(zip(_some(draw, keys, times * len(logits)), times * logits, strict=True))
+
+
+def _equal(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
+    return dict.fromkeys(keys, 0.0)
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def _any_lengths(requests: int, page: int, most: int) -> list[int]:
+    """Lengths that end inside, at the end and at the beginning of a page."""
+    return [most - (3, 0, page - 1, page, 1)[request % 5] for request in range(requests)]
+
+
+def _power_lengths(requests: int, page: int, most: int) -> list[int]:
+    largest = 1 << (most.bit_length() - 1)
+    return [largest >> request % 3 for request in range(requests)]
+
+
+def _page_lengths(requests: int, page: int, most: int) -> list[int]:
+    return [most - (page + 1, page, page - 1)[request % 3] for request in range(requests)]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The inputs of a family."""
+
+    logits: Callable[[Draw, Keys, int], Mapping[int, float]] | None = None
+    """Logits in base 2 of some keys, from those that a row sees and the tokens of a page; other weights are 0. None:
+    normal queries and keys."""
+    whole: bool = False
+    """Whether logits are integers in base 2 that are not all 0."""
+    tells_cell: bool = False
+    """Whether values are codes of their page, offset, head and dimension, in place of small integers."""
+    unused: int = _NAN
+    """Code of the cells that no token has."""
+    lengths: Callable[[int, int, int], list[int]] = _any_lengths
+    pinned: bool = False
+    sinks: float = 0.0
+    """Deviation of the logits without a token. 0: they are 0, as the largest logit of a row."""
+
+
+RULES: Mapping[str, _Rule] = {
+    "normal": _Rule(sinks=1.0),
+    "one-hot": _Rule(_one_hot, tells_cell=True),
+    "one-hot-ends": _Rule(_ends, tells_cell=True, unused=_LOWEST),
+    "two-level": _Rule(_two_level),
+    "geometric": _Rule(_geometric, whole=True),
+    "equal": _Rule(_equal, unused=_LOWEST, lengths=_power_lengths),
+    "pinned": _Rule(pinned=True, sinks=1.0),
+    "nan-pages": _Rule(_equal, lengths=_page_lengths),
+}
+"""Rules by the names of `narrowgauge.harness.cases.families.SEQUENCES`."""
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor]:
+    """The arguments of a contract with sequences in pages by name, contiguous on the CPU.
+
+    Raises ValueError for an unknown family, and for a scale that gives no integers in base 2, which `geometric` needs.
+    """
+    if family not in RULES:
+        raise ValueError(f"{family!r} is no input family of {program.name}{nearest(family, RULES)}: {', '.join(RULES)}")
+    rule, kinds = RULES[family], {argument.kind: argument for argument in program.arguments}
+    q, table, lengths, q_lengths = (kinds[kind] for kind in ("Heads", "Pages", "Lengths", "QueryLengths"))
+    rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
+    power, scales = draw.index(4), [a.name for a in program.arguments if a.kind == "Scale"]
+    found = {name: torch.full((1,), 2.0 ** (power - 3 * number)) for number, name in enumerate(scales)}
+    found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
+    own = _split(draw, rows, requests, most * page)
+    of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
+    found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}
+    found[table.name] = draw.words(pages).argsort()[: requests * most].view(requests, most)
+    unit, seen = _unit(program, found, q.dtype), _seen(program, found, rows, (pages, page, heads))
+    if rule.logits is None:
+        queries, keys = draw.normal(rows, q_heads, width), draw.normal(requests, most * page, heads, width)
+        if rule.pinned:
+            _pin(queries, keys)
+    else:
+        queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page))
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, most * page - keys.shape[1]))
+    found[q.name] = queries.to(DTYPES[q.dtype])
+    name = kinds["Cache"].of_cache
+    parts = {
+        part_name("keys", DATA): _in_pages(encode(keys.float(), E4M3), found[table.name], (pages, page, heads, width)),
+        part_name("values", DATA): _values(rule, draw, (pages, page, heads, last)),
+    }
+    held = (torch.arange(most * page) < found[lengths.name].unsqueeze(1)).view(requests, -1, 1, 1)
+    used = _in_pages(held, found[table.name], (pages, page, 1, 1))
+    for part, codes in parts.items():
+        found[f"{name}.{part}"] = torch.where(used, codes, rule.unused).to(torch.uint8)
+    return {a.name: found[a.name].contiguous() for a in program.arguments}
+
+
+_SIZES = ("queries", "q_heads", "dim", "requests", "most", "pages", "page", "heads", "v_dim")
+
+
+def _split(draw: Draw, rows: int, requests: int, most: int) -> list[int]:
+    """Rows of each request: at least 1 and at most `most`, together `rows`, which fit."""
+    cuts = sorted((draw.words(rows - 1).argsort()[: requests - 1] + 1).tolist()) if rows > requests else range(1, rows)
+    found = [last - first for first, last in zip([0, *cuts], [*cuts, rows], strict=True)]
+    if max(found) > most:
+        found = [rows // requests + (request < rows % requests) for request in range(requests)]
+    return found
+
+
+def _logits(program: Program) -> tuple[int, int]:
+    """The steps of the products of q and k, and of the logits, whose maximum is subtracted."""
+    products = next(number for number, step in enumerate(program.steps) if step.function == SCORES)
+    return products, next(step.operands[0] for step in program.steps[products:] if step.function == "largest")
+
+
+def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> float:
+    """The logit in base 2 of q = k = 1, of one dimension."""
+    one, code = torch.ones(1, 1, 1, dtype=DTYPES[dtype]), torch.full((1, 1, 1, 1), 0x38, dtype=torch.uint8)
+    single = torch.ones(1, dtype=torch.int64)
+    of_kind = {"Heads": one, "Cache": code, "Pages": single.view(1, 1) - 1, "Lengths": single, "QueryLengths": single}
+    small = {a.name: of_kind[a.kind] if a.kind in of_kind else found[a.name] for a in program.arguments}
+    return float(Evaluation(program, small).values[_logits(program)[1]].low) / math.log(2)
+
+
+def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]) -> torch.Tensor:
+    """Which tokens of its request each row sees: bool (queries, keys)."""
+    products, logits = _logits(program)
+    lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
+    zeros = {a.name: torch.zeros(*sizes, 1, dtype=torch.uint8) for a in program.arguments if a.kind == "Cache"}
+    zeros |= {a.name: torch.zeros(rows, 1, 1) for a in program.arguments if a.kind == "Heads"}
+    evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
+    evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
+    values: Interval = evaluation.values[logits]
+    return values.low[:, 0] > -torch.inf
+
+
+def _of_logits(
+    rule: _Rule, draw: Draw, own: list[int], seen: torch.Tensor, unit: float, sizes: tuple[int, int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries (M, H, D) and keys (B, S, G, D), float32, with the logits of a rule.
+
+    A pattern of logits has dimensions of its own. The rows and heads that share a head of the keys have different
+    patterns, as far as there are dimensions. The first dimension of a pattern gives the logit, and the others cancel
+    each other in pairs.
+    """
+    q_heads, heads, width, page = sizes
+    group, power = q_heads // heads, 2.0 ** -round(math.log2(unit))
+    if rule.whole and abs(unit * power - 1) > _WHOLE:
+        raise ValueError(
+            f"logits in base 2 are multiples of {unit * power:.6g} under this scale; geometric needs integers: a scale "
+            "of ln 2 times a power of two"
+        )
+    queries = torch.zeros(len(seen), q_heads, width)
+    keys = torch.zeros(len(own), seen.shape[1], heads, width)
+    first = 0
+    for request, rows in enumerate(own):
+        patterns = min(rows * group, max(1, width // 4))
+        wide = width // patterns
+        pairs = (wide - 1) // 2
+        for head in range(heads):
+            for pattern in range(patterns):
+                here = slice(pattern * wide, (pattern + 1) * wide)
+                alike = torch.arange(pattern, rows * group, patterns)
+                some, heads_of = first + alike // group, head * group + alike % group
+                sees = seen[some].all(0)
+                row = torch.zeros(wide)
+                row[0] = power
+                row[1 : 1 + 2 * pairs] = (power * power_of_two(draw.below(2, pairs)) * draw.signs(pairs)).repeat(2)
+                queries[some.view(-1, 1), heads_of.view(-1, 1), torch.arange(wide) + here.start] = row
+                own_keys = keys[request, :, head, here]
+                cancelling = (1 + draw.below(7, seen.shape[1], pairs)).float()
+                own_keys[:, 1 : 1 + 2 * pairs] = torch.cat([cancelling, -cancelling], 1)
+                # A key that no row may see would take all weight.
+                own_keys[:, 0] = torch.where(seen[some].any(0), _FAR, 0.0)
+                visible = sees.nonzero()[:, 0].tolist()
+                assert rule.logits is not None
+                logits = rule.logits(draw, visible, page)
+                for key, logit in logits.items():
+                    own_keys[key, 0] = logit or float(len(logits) == 1)  # a log-sum-exp of 0 has no relative error
+        first += rows
+    return queries, keys
+
+
+def _pin(queries: torch.Tensor, keys: torch.Tensor) -> None:
+    """Let one key of every `_PINNED` have the largest logit of every row: q and this key share a part."""
+    width = min(32, queries.shape[-1])
+    queries[..., :width] = queries[..., :width].abs().clamp(min=0.5)
+    keys[..., :width] = -keys[..., :width].abs()
+    keys[:, ::_PINNED] = 0.0
+    keys[:, ::_PINNED, :, :width] = 1.0
+
+
+def _values(rule: _Rule, draw: Draw, sizes: tuple[int, int, int, int]) -> torch.Tensor:
+    """Codes of values (N, P, G, E)."""
+    if rule.logits is None:
+        return encode(draw.normal(*sizes), E4M3)
+    if not rule.tells_cell:
+        return encode((1 + draw.below(7, *sizes)).float() * draw.signs(sizes[3]), E4M3)
+    page, place, head, column = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    digits = torch.stack([page, page // _DIGITS, place, head, column // 5])
+    return 1 + digits.gather(0, (column % 5).unsqueeze(0))[0] % _DIGITS
+
+
+def _in_pages(x: torch.Tensor, table: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
+    """Tokens of requests (B, S, G, D) in the pages of a table (B, W); 0 elsewhere."""
+    cells = torch.zeros(sizes, dtype=x.dtype)
+    cells[table] = x.reshape(*table.shape, *sizes[1:3], x.shape[3])
+    return cells

@@ -1,0 +1,1 @@
+"""Attention over a paged, quantized cache, and the cache's writes and reads."""

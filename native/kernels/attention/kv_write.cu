@@ -1,0 +1,162 @@
+// kv_write: quantizes rows of keys and of values, and stores them in the slots of a paged cache.
+//
+//   rows     (tokens, heads, columns) of float32, bfloat16 or float16, any strides; slots (tokens,) int64, negative: not stored
+//   target   CACHE_FP8 in any layout of cache.cuh
+//   codes    E4M3 of x / s or of x * fl(1/s), nearest even, saturating; s is the decode scale of the tensor, or of each head.
+//            With an encode scale: of x * scale
+//   Launch: kv_write_TYPE with a thread for 16 elements of a row, 256 threads, grid (ceil(tokens * heads * chunks / 256), 2): keys, values
+//   kv_store: the bytes of rows that are quantized already, in the same way
+#include "attention/cache.cuh"
+
+// On a GPU macros have the values of these parameters.
+#ifndef USE
+#define USE p.use
+#endif
+#ifndef HEADS
+#define HEADS static_cast<u32>(p.heads)
+#endif
+#ifndef CHUNKS
+#define CHUNKS static_cast<u32>(p.chunks)
+#endif
+#ifndef PAGE_SIZE
+#define PAGE_SIZE p.keys.target.page_size
+#endif
+
+namespace narrowgauge {
+
+enum ScaleUse : int { DIVIDE = 0, TIMES_RECIPROCAL = 1, TIMES = 2 };
+
+struct KvRows {
+    const void* rows;
+    i64 token, head, column;  // strides of rows, elements
+    const float* scale;       // (1,) or (heads,)
+    CachePart target;
+};
+
+struct KvWriteParameters {
+    KvRows keys, values;
+    const i64* slots;
+    int tokens, heads;
+    int chunks;               // of the longer rows
+    bool scale_of_heads;
+    ScaleUse use;
+};
+
+constexpr int CHUNK = 16;
+
+// A thread's elements of a row, and where they go. `count`: 0 if they are not stored.
+struct Chunk {
+    int token, head, column, count;
+    i64 slot;
+};
+
+__device__ __forceinline__ Chunk chunk_of(const KvWriteParameters& p, int columns) {
+    const u32 place = blockIdx.x * blockDim.x + threadIdx.x, row = place / CHUNKS, heads = HEADS;
+    const int column = static_cast<int>(place % CHUNKS) * CHUNK, left = columns - column;
+    Chunk chunk{static_cast<int>(row / heads), static_cast<int>(row % heads), column, 0, -1};
+    if (chunk.token < p.tokens) chunk.slot = p.slots[chunk.token];
+    if (chunk.slot >= 0) chunk.count = left < CHUNK ? left : CHUNK;
+    return chunk;
+}
+
+// Stores `count` of 16 bytes, the first in the low byte of the first word.
+__device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const CachePart& target, const Chunk& chunk,
+                                            const u32 (&words)[CHUNK / 4]) {
+    const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
+#ifdef __CUDA_ARCH__
+    if (target.element == 1 && target.chunk % CHUNK == 0 && chunk.count == CHUNK) {
+        struct alignas(16) Words {
+            u32 words[CHUNK / 4];
+        };
+        u8* const place = target.codes + code_index(target, cell, chunk.column);
+        if (reinterpret_cast<u64>(place) % 16 == 0) {
+            *reinterpret_cast<Words*>(place) = {{words[0], words[1], words[2], words[3]}};
+            return;
+        }
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        if (i < chunk.count) target.codes[code_index(target, cell, chunk.column + i)] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
+    }
+}
+
+// v / s, rounded once, for a quotient from 2^-20 to 2^20; others are up to 2 ulp off, which changes no code of E4M3. The steps of the
+// division that compilers make: Markstein, Computation of elementary functions on the IBM RISC System/6000 (1990).
+__device__ __forceinline__ void divide(float (&v)[CHUNK], float s) {
+    if (!(s >= 0x1p-40f && s <= 0x1p40f)) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) v[i] /= s;
+        return;
+    }
+    const float r = 1.0f / s;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        const float q = v[i] * r;
+        const float once = __fmaf_rn(__fmaf_rn(-s, q, v[i]), r, q), twice = __fmaf_rn(__fmaf_rn(-s, once, v[i]), r, once);
+        const float magnitude = __uint_as_float(__float_as_uint(q) & 0x7FFFFFFFu);
+        v[i] = magnitude >= 0x1p-20f && magnitude <= 0x1p20f ? twice : q;
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void write(const KvWriteParameters& p, const KvRows& rows) {
+    const Chunk chunk = chunk_of(p, rows.target.dim);
+    if (chunk.count <= 0) return;
+    const T* source = static_cast<const T*>(rows.rows) + chunk.token * rows.token + chunk.head * rows.head + chunk.column * rows.column;
+    float v[CHUNK] = {};
+    if (rows.column == 1 && chunk.count == CHUNK) {
+        load_elements(source, v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            if (i < chunk.count) v[i] = to_float(source[i * rows.column]);
+        }
+    }
+    const float scale = rows.scale[p.scale_of_heads ? chunk.head : 0];
+    if (USE == DIVIDE) {
+        divide(v, scale);
+    } else {
+        const float factor = USE == TIMES_RECIPROCAL ? 1.0f / scale : scale;
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
+    }
+    u32 words[CHUNK / 4];
+#pragma unroll
+    for (int w = 0; w < CHUNK / 4; ++w) {
+        words[w] = pair_from_float<E4M3>(v[4 * w], v[4 * w + 1]) |
+                   static_cast<u32>(pair_from_float<E4M3>(v[4 * w + 2], v[4 * w + 3])) << 16;
+    }
+    store_chunk(p, rows.target, chunk, words);
+}
+
+template <class T>
+__device__ __forceinline__ void write(const KvWriteParameters& p) {
+    if (blockIdx.y == 0) {
+        write<T>(p, p.keys);
+    } else {
+        write<T>(p, p.values);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) kv_write_fp32(const __grid_constant__ KvWriteParameters p) { write<float>(p); }
+
+extern "C" __global__ void __launch_bounds__(256) kv_write_bf16(const __grid_constant__ KvWriteParameters p) { write<bf16>(p); }
+
+extern "C" __global__ void __launch_bounds__(256) kv_write_fp16(const __grid_constant__ KvWriteParameters p) { write<fp16>(p); }
+
+// Rows of `rows` are bytes here. `target.dim` counts them.
+extern "C" __global__ void __launch_bounds__(256) kv_store(const __grid_constant__ KvWriteParameters p) {
+    const KvRows& rows = blockIdx.y == 0 ? p.keys : p.values;
+    const Chunk chunk = chunk_of(p, rows.target.dim);
+    if (chunk.count <= 0) return;
+    const u8* source = static_cast<const u8*>(rows.rows) + chunk.token * rows.token + chunk.head * rows.head + chunk.column * rows.column;
+    u32 words[CHUNK / 4] = {};
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        if (i < chunk.count) words[i / 4] |= static_cast<u32>(source[i * rows.column]) << i % 4 * 8;
+    }
+    store_chunk(p, rows.target, chunk, words);
+}
+
+}  // namespace narrowgauge

@@ -1,0 +1,1 @@
+"""Numbers in another arrangement: columns of a matrix, the places of rows in a cache, and the attention to them."""

@@ -1,0 +1,145 @@
+"""Wrong kernels of a cache fail, and the cause names the wrong cell; right kernels of other forms pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge
+from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.api.verdict import Verdict
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.inputs import contract_inputs
+from narrowgauge.spec.kv_cache import PageLayoutName
+from tests.harness.operations.contracts.cache.kernels import Kernels
+from tests.harness.operations.contracts.cache.test_sound import cache_of, program
+
+SIZES = {"tokens": 16, "heads": 4, "dim": 32, "v_dim": 32, "pages": 5, "page": 8, "requests": 6, "most": 2, "scales": 1}
+STATIC = "fp8-static-e4m3@torchao-affine"
+Method = Callable[..., Any]
+
+
+def verdict(operation: str, kernel: Kernels, recipe: str = STATIC, layout: PageLayoutName = "nhd") -> Verdict:
+    """The verdict on a kernel, with its causes."""
+    tensors = contract_inputs(program(operation, recipe), SIZES, "normal", Draw("wrong"))
+    before = cache_of(tensors, recipe, layout)
+    scales = {name: tensors[name] for name in ("k_scale", "v_scale") if name in tensors}
+    if operation == "kv-write":
+        given = [tensors[name].view(SIZES["tokens"], SIZES["heads"], -1) for name in ("k", "v")]
+        given += [before, tensors["slots"]]
+    else:
+        given = [before, tensors["pages"], tensors["lengths"]]
+    copies = [one.copy() if one is before else one for one in given]
+    result = getattr(kernel, operation.replace("-", "_"))(*copies, before.recipe, **scales)
+    contract = CONTRACTS[operation]
+    return narrowgauge.explain(narrowgauge.assert_result, contract, result, *given, diagnose="full", **scales)
+
+
+def place(function: Callable[[int, int, int, int], tuple[int, int]]) -> dict[str, Method]:
+    """Another page and offset, of page, offset, pages and tokens of a page."""
+
+    def method(self: Kernels, slot: int, cache: Any, half: str) -> tuple[int, int] | None:
+        right = Kernels.place(self, slot, cache, half)
+        return None if right is None else function(*right, cache.keys.shape[0], cache.page)
+
+    return {"place": method}
+
+
+def head(function: Callable[[int, int], int]) -> dict[str, Method]:
+    return {"head": lambda self, head, heads, half: function(head, heads)}
+
+
+def rows(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Method]:
+    """Other rows (tokens, heads, columns) before they are quantized."""
+
+    def method(self: Kernels, x: torch.Tensor, recipe: Any, scale: Any, half: str) -> dict[str, torch.Tensor]:
+        return Kernels.quantized(self, change(x), recipe, scale, half)
+
+    return {"quantized": method}
+
+
+def parts(change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, Method]:
+    """Other bytes of the parts of the rows."""
+
+    def method(self: Kernels, x: torch.Tensor, recipe: Any, scale: Any, half: str) -> dict[str, torch.Tensor]:
+        found = Kernels.quantized(self, x, recipe, scale, half)
+        return {name: change(name, part) for name, part in found.items()}
+
+    return {"quantized": method}
+
+
+def scaled(change: Callable[[dict[str, Any], str], Any]) -> dict[str, Method]:
+    return {"scale_of": lambda self, half, scales: change(scales, half)}
+
+
+def swapped(one: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Two columns exchanged."""
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[..., [one, other]] = x[..., [other, one]]
+        return x
+
+    return change
+
+
+def of_first_head(name: str, part: torch.Tensor) -> torch.Tensor:
+    return part[:, :1].expand_as(part) if name.endswith("scales") else part
+
+
+ROW = "fp8-row-e4m3"
+WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
+    # of serving.md
+    "page and offset exchanged": ("kv-write", STATIC, "page and offset are exchanged",
+                                  place(lambda n, t, pages, page: divmod(t * pages + n, page))),
+    "scale of head 0 for all heads": ("kv-write", ROW, "stored scales are those of head 0", parts(of_first_head)),
+    "scale inverted": ("kv-write", STATIC, "the given scale is inverted", scaled(lambda s, half: 1 / s[half])),
+    "negative slot to slot 0": ("kv-write", STATIC, "a negative slot is slot 0",
+                                {"place": lambda self, slot, cache, half: divmod(max(slot, 0), cache.page)}),
+    "scales of the token before": ("kv-write", ROW, "scales are those of the previous token",
+                                   parts(lambda name, x: x.roll(1, 0) if name.endswith("scales") else x)),
+    # more
+    "head 3 for head 1": ("kv-write", STATIC, "head 1 of k is that of head 3", rows(
+        lambda x: x[:, [0, 3, 2, 3]])),
+    "heads in reverse order": ("kv-write", STATIC, "the heads in reverse order", head(lambda h, n: n - 1 - h)),
+    "next head": ("kv-write", STATIC, "the previous head", head(lambda h, n: (h + 1) % n)),
+    "page 2 in place of page 4": ("kv-write", STATIC, "pages 2, 4 lie in pages 4, 2",
+                                  place(lambda n, t, pages, page: ({2: 4, 4: 2}.get(n, n), t))),
+    "next slot": ("kv-write", STATIC, "slots is the next slot",
+                  place(lambda n, t, pages, page: divmod((n * page + t + 1) % (pages * page), page))),
+    "offsets backwards": ("kv-write", STATIC, "offsets of a page run backwards",
+                          place(lambda n, t, pages, page: (n, page - 1 - t))),
+    "pages backwards": ("kv-write", STATIC, "pages run backwards", place(lambda n, t, pages, page: (pages - 1 - n, t))),
+    "two columns exchanged": ("kv-write", STATIC, "columns 5, 9 of k are those of columns 9, 5", rows(swapped(5, 9))),
+    "token 3 for token 7": ("kv-write", STATIC, "token 7 of k is that of token 3", rows(
+        lambda x: torch.cat([x[:7], x[3:4], x[8:]]))),
+    "k_scale for values": ("kv-write", STATIC, "the scale is k_scale", scaled(lambda s, half: s["keys"])),
+    "scale left out": ("kv-write", STATIC, "scale is left out", scaled(lambda s, half: torch.ones(1))),
+    "last token not stored": ("kv-write", STATIC, "last token of slots is not stored",
+                              {"token": lambda self, token: token if token < 15 else 5}),
+    "last offset of a page not stored": ("kv-write", STATIC, "stored in the last slot of a page",
+        {"place": lambda self, slot, cache, half: None if slot < 0 or slot % cache.page == cache.page - 1
+                  else divmod(slot, cache.page)}),
+    "cache cleared": ("kv-write", STATIC, "becomes 0", {"before": lambda self, logical, name: logical.zero_()}),
+    "MXFP8 codes of the next head": ("kv-write", "mxfp8-e4m3", "the next head", rows(lambda x: x.roll(-1, 1))),
+    "reads head 3 for head 1": ("kv-read", STATIC, "head 1 of keys is that of head 3", head(
+        lambda h, n: 3 if h == 1 else h)),
+    "reads the next head": ("kv-read", ROW, "the next head", head(lambda h, n: (h + 1) % n)),
+    "reads the first page alone": ("kv-read", STATIC, "of keys are those of tokens", {"page_of": lambda *token: 0}),
+    "reads with the other scale": ("kv-read", STATIC, "the scale is v_scale", scaled(lambda s, half: s[
+        "values" if half == "keys" else "keys"])),
+    "reads with the inverse scale": ("kv-read", STATIC, "the given scale is inverted", scaled(lambda s, h: 1 / s[h])),
+}  # fmt: skip
+"""Operation, recipe, words of the cause and methods; without words the mistake is outside of the list."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_fails_and_its_cause_is_named(name: str) -> None:
+    operation, recipe, words, methods = WRONG[name]
+    found = verdict(operation, type("Wrong", (Kernels,), methods)(), recipe)
+    assert not found.passed
+    if words:
+        assert any(words in str(each["sentence"]) for each in found.explanations), found.explanations

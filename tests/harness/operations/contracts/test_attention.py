@@ -1,0 +1,119 @@
+"""Attention over a cache in pages: right kernels of many schedules pass."""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge
+from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.inputs import contract_inputs
+from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
+from narrowgauge.reference.contracts.accepted import Ends, judge_range
+from narrowgauge.reference.contracts.evaluate import Evaluation, judged
+from narrowgauge.spec.kv_cache import Cache
+from narrowgauge.spec.program import Program
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.operations.contracts.attention_kernels import RIGHT, Attention
+
+RECIPE = "fp8-static-e4m3@vllm"
+NAMES = ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
+SHAPE, SHARED = (5, 2, 64, 9, 16, 1, 64, 2, 4), (5, 4, 64, 9, 16, 2, 64, 2, 4)
+"""A single head of the cache; two heads, each of which two heads of q share."""
+TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
+
+
+@cached
+def program(dtype: str = "bfloat16", contract: str = "attention", **options: Any) -> Program:
+    dtypes = {name: kind.dtypes[0] for name, (kind, _) in CONTRACTS[contract].tensors.items()}
+    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": RECIPE}, options)
+
+
+@cached
+def inputs(
+    family: str, dtype: str = "bfloat16", shape: tuple[int, ...] = SHAPE, contract: str = "attention", **options: Any
+) -> dict[str, torch.Tensor]:
+    steps = program(dtype, contract, **options)
+    return contract_inputs(steps, dict(zip(NAMES, shape, strict=True)), family, Draw(""))
+
+
+def run(kernel: Attention, given: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    held = Cache(given["cache.keys"], given["cache.values"], None, None, find_recipe(RECIPE), "nhd", 16)
+    pages, lengths, q_lengths, k_scale, v_scale = (given[name] for name in TENSORS)
+    options |= {"sinks": given["sinks"]} if "sinks" in given else {}
+    found = kernel.attention(
+        given["q"], held, pages, lengths, q_lengths, find_recipe(RECIPE), k_scale=k_scale, v_scale=v_scale, **options
+    )
+    return dict(zip(("output", "lse"), found, strict=True))
+
+
+def test_a_right_kernel_passes_by_the_name_of_the_operation() -> None:
+    kernel, keys = RIGHT["plain"].attention, {"causal": False}
+    found = narrowgauge.check(kernel, "attention", recipe=RECIPE, shapes=[SHAPE], keys=keys)
+    assert found.passed >= 6
+    assert narrowgauge.check(merge, "merge-attention", shapes=[(9, 4, 64)]).passed >= 10
+
+
+def merge(o_a, lse_a, o_b, lse_b):
+    m = torch.maximum(lse_a, lse_b)
+    weights = [torch.exp(lse - m).unsqueeze(-1) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    output = (o_a.float() * weights[0] + o_b.float() * weights[1]) / total
+    return output.to(o_a.dtype), m + total.squeeze(-1).log()
+
+
+@pytest.mark.parametrize("family", RULES)
+def test_no_right_kernel_fails(family: str) -> None:
+    given = inputs(family)
+    evaluation = Evaluation(program(), given)
+    ends = {
+        name: Ends.of(evaluation.values[number], torch.bfloat16 if name == "output" else torch.float32)
+        for name, number in program().outputs.items()
+    }
+    for name, kernel in RIGHT.items():
+        for part, result in run(kernel, given).items():
+            judgement = judge_range(result, ends[part].low, ends[part].high, ends[part].nan)
+            assert not judgement.wrong.any(), (name, part)
+
+
+OPTIONS = (
+    {"window": 5}, {"window": 17, "causal": False}, {"softcap": 20.0}, {"contract": "attention-sinks"},
+    {"contract": "attention-sinks", "window": 20},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("family", [name for name in RULES if name != "geometric"])
+def test_options_of_right_kernels(family: str, options: dict[str, Any]) -> None:
+    given = inputs(family, shape=SHARED, **options)
+    passed = {name: value for name, value in options.items() if name != "contract"}
+    for name in ("plain", "lag 8, bf16", "polynomial, bf16, splits", "e4m3"):
+        for part, judgement in judged(program(**options), given, run(RIGHT[name], given, **passed)):
+            assert not judgement.wrong.any(), (name, part)
+            # Under a soft cap no weight vanishes, and 8-bit weights are undetermined.
+            told = part == "lse" or RULES[family].logits is None or "softcap" in options
+            assert told or judgement.determined >= 0.8 * judgement.actual.numel()
+
+
+@pytest.mark.parametrize("family", [name for name, rule in RULES.items() if rule.logits is not None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_structured_results_are_determined(family: str, dtype: str) -> None:
+    given = inputs(family, dtype)
+    judgement = dict(judged(program(dtype), given, run(RIGHT["plain"], given)))["output"]
+    assert judgement.determined >= 0.9 * judgement.actual.numel()
+
+
+@pytest.mark.parametrize(("p", "widest"), [("float32", 4), ("bfloat16", 16), ("float16", 8)])
+def test_a_declared_dtype_of_the_weights_judges_pinned_inputs(p: str, widest: int) -> None:
+    given, declared = inputs("pinned"), {"p": p, "l": "exact", "exponential": "accurate"}
+    kernel = Attention(p=getattr(torch, p), tile=1 << 20)
+    judgement = dict(judged(program(**declared), given, run(kernel, given)))["output"]
+    assert not judgement.wrong.any()
+    assert not judgement.undetermined
+    ulp = 2.0**-8 * judgement.actual.float().abs()
+    width = ((judgement.upper.float() - judgement.lower.float()) / ulp).quantile(0.5)
+    assert width <= widest

@@ -1,0 +1,194 @@
+"""Attention kernels over a paged cache, judged by the contract and by sums in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.contracts.attention import SCALE
+from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
+from narrowgauge.native.attention.attention import Options, attend, merge_attention, takes
+from narrowgauge.native.attention.cache import Pages, pages_of
+from narrowgauge.reference.contracts.evaluate import judged
+from narrowgauge.spec.kv_cache import HALVES, Cache
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.operations.contracts.test_attention import RECIPE, inputs, program
+from tests.native.devices import ON_EVERY_DEVICE
+
+BF16, FP16 = torch.bfloat16, torch.float16
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("family", RULES)
+def test_contract(family: str, tensor_cores: bool, dtype: str, device: str) -> None:
+    given = inputs(family, dtype)
+    q, keys, values, pages, lengths, counts, k_scale, v_scale = on(device, *(given[name] for name in (
+        "q", "cache.keys", "cache.values", "pages", "lengths", "q_lengths", "k_scale", "v_scale")))  # fmt: skip
+    held = Cache(keys, values, None, None, find_recipe(RECIPE), "nhd", 16)
+    k, v = (pages_of(held, held.recipe, half) for half in HALVES)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    for splits in (1, 2):
+        found = attend(
+            q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
+            options=Options(tensor_cores=tensor_cores, splits=splits),
+        )  # fmt: skip
+        results = dict(zip(("output", "lse"), on("cpu", *found), strict=True))
+        for part, judgement in judged(program(dtype), given, results):
+            assert not judgement.wrong.any(), (splits, part)
+
+
+def cache_of(name: str, pages: int, page: int, heads: int, dim: int, seed: int) -> tuple[Pages, torch.Tensor]:
+    """Pages of a format, and their numbers in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    if name == "CACHE_FP8":
+        codes = torch.randn(pages, page, heads, dim, generator=draw).to(torch.float8_e4m3fn)
+        return Pages(codes.view(torch.uint8), None, name), codes.double()
+    codes = torch.randint(0, 256, (pages, page, heads, dim // 2), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand(pages, page, heads, dim // 16, generator=draw) + 0.25).to(torch.float8_e4m3fn)
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
+    numbers = torch.where(nibbles > 7, -1.0, 1.0) * E2M1[nibbles % 8] * scales.double().repeat_interleave(16, -1)
+    if name == "swizzled":  # digits T, s, r, t of the layout kv-v-swizzled
+        columns = dim // 16
+        digits = scales.permute(0, 2, 1, 3).reshape(pages, heads, page // 4, 4, 4, columns // 4)
+        packed = digits.permute(0, 1, 2, 4, 5, 3).reshape(pages, heads, page, columns)
+        return Pages(codes, packed.permute(0, 2, 1, 3).view(torch.uint8), "CACHE_NVFP4", True), numbers
+    return Pages(codes, scales.view(torch.uint8), name), numbers
+
+
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: list[int], counts: list[int],
+    scale: float, causal: bool, options: Options,
+) -> Result:  # fmt: skip
+    """Attention in float64, one row after the other."""
+    group, page = q.shape[1] // k.shape[2], k.shape[1]
+    out = torch.zeros(*q.shape[:2], v.shape[3], dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    row = 0
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        places = torch.arange(length)
+        pages = table[request][places // page].long()
+        keys, values = (x[pages, places % page].repeat_interleave(group, 1) for x in (k, v))
+        for query in range(count):
+            last = length - count + query + 1 if causal else length
+            first = max(0, last - options.window) if options.window else 0
+            s = torch.einsum("hd,khd->hk", q[row].double(), keys[first:last]) * scale
+            s = options.softcap * torch.tanh(s / options.softcap) if options.softcap else s
+            if options.sinks is not None:
+                s = torch.cat([s, options.sinks.double()[:, None]], 1)
+            if s.shape[1]:
+                lse[row] = torch.logsumexp(s, 1)
+                weights = torch.softmax(s, 1)[:, : last - first]
+                out[row] = torch.einsum("hk,khd->hd", weights, values[first:last])
+            row += 1
+    return out, lse
+
+
+SINKS = torch.linspace(-1, 1, 16)
+SHAPES = {
+    # name: (format of k, of v, dims, heads, group, page, lengths, rows of requests, causal, options)
+    "decode": ("CACHE_FP8", "CACHE_FP8", (64, 64), 2, 4, 16, [37, 5, 128], [1, 1, 1], True, Options()),
+    "group 8": ("CACHE_FP8", "CACHE_FP8", (128, 128), 2, 8, 64, [65, 64], [1, 1], True, Options()),
+    "group 1": ("CACHE_FP8", "CACHE_FP8", (64, 128), 3, 1, 16, [1, 33], [1, 1], True, Options()),
+    "group 16": ("CACHE_FP8", "CACHE_FP8", (128, 64), 1, 16, 16, [40], [2], True, Options()),
+    "prefill": ("CACHE_FP8", "CACHE_FP8", (64, 64), 1, 3, 32, [40, 17, 3], [40, 0, 3], True, Options()),
+    "ragged window": ("CACHE_FP8", "CACHE_FP8", (64, 64), 2, 2, 16, [70, 33], [5, 2], True, Options(window=20)),
+    "no mask": ("CACHE_FP8", "CACHE_FP8", (64, 64), 1, 2, 16, [70, 33], [3, 2], False, Options(splits=2)),
+    "sinks": ("CACHE_FP8", "CACHE_FP8", (64, 64), 2, 4, 16, [70, 1], [1, 1], True, Options(sinks=SINKS[:8])),
+    "sinks, splits": (
+        "CACHE_FP8", "CACHE_FP8", (64, 64), 1, 4, 16, [150], [1], True, Options(sinks=SINKS[:4], splits=2),
+    ),
+    "softcap": ("CACHE_FP8", "CACHE_FP8", (64, 64), 2, 2, 16, [50, 20], [1, 1], True, Options(softcap=2.0)),
+    "no keys": ("CACHE_FP8", "CACHE_FP8", (64, 64), 1, 2, 16, [0, 9], [1, 1], True, Options()),
+    "dims 192 and 256": ("CACHE_FP8", "CACHE_FP8", (192, 256), 1, 4, 16, [50], [1], True, Options()),
+    "nvfp4": ("CACHE_NVFP4", "CACHE_NVFP4", (128, 128), 2, 4, 16, [37, 5, 70], [1, 1, 2], True, Options()),
+    "nvfp4, swizzled": ("CACHE_NVFP4", "swizzled", (128, 128), 2, 3, 16, [70, 33], [3, 2], True, Options(splits=2)),
+    "nvfp4, 64 and 128": ("CACHE_NVFP4", "swizzled", (64, 128), 1, 3, 16, [70, 33], [3, 2], True, Options()),
+    "nvfp4, 64": ("CACHE_NVFP4", "CACHE_NVFP4", (128, 64), 1, 8, 32, [70, 33], [3, 0], False, Options()),
+    "nvfp4, 192": ("CACHE_NVFP4", "swizzled", (192, 192), 1, 2, 16, [33], [1], True, Options()),
+}  # fmt: skip
+"""Cases of kernels with tensor cores and without."""
+SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in SHAPES]
+)
+def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, device: str) -> None:
+    k_format, v_format, (k_dim, v_dim), heads, group, page, lengths, counts, causal, options = SHAPES[name]
+    most = max(1, *(-(-length // page) for length in lengths))
+    k, k_numbers = cache_of(k_format, len(lengths) * most, page, heads, k_dim, 1)
+    v, v_numbers = cache_of(v_format, len(lengths) * most, page, heads, v_dim, 2)
+    draw = torch.Generator().manual_seed(3)
+    table = torch.randperm(len(lengths) * most, generator=draw).reshape(-1, most).int()
+    q = torch.randn(sum(counts), heads * group, k_dim, generator=draw).to(dtype)
+    starts = None if len(set(counts)) == 1 else torch.tensor([0, *counts]).cumsum(0).int()
+    k, v = (Pages(*on(device, part.codes, part.scales), part.format, part.swizzled) for part in (k, v))
+    assert takes(k, v)
+    chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=options.splits,
+                     tensor_cores=tensor_cores)  # fmt: skip
+    at = on(device, q, table, torch.tensor(lengths).int(), starts)
+    found = attend(at[0], k, v, at[1], at[2], starts=at[3], scale=k_dim**-0.5, causal=causal, options=chosen)
+    right = expected(q, k_numbers, v_numbers, table, lengths, counts, k_dim**-0.5, causal, options)
+    out, lse = on("cpu", *found)
+    # A weight of float16 is off by 2^-11, the result by half an ulp; a wrong key or element is off by far more.
+    assert (out.double() - right[0]).abs().max() <= 2.0**-7 * right[0].abs().max()
+    assert (lse - right[1]).nan_to_num(0.0).abs().max() <= 1e-5
+    assert (lse.isinf() == right[1].isinf()).all()
+
+
+@ON_EVERY_DEVICE
+def test_codes_of_a_result(device: str) -> None:
+    k, _ = cache_of("CACHE_FP8", 2, 16, 1, 64, 1)
+    q = torch.randn(1, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
+    table, length, scale = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int(), torch.tensor([0.125])
+    pages = Pages(k.codes.to(device), None, k.format)
+    for tensor_cores in (False, True):
+        plain, codes = (
+            attend(*on(device, q), pages, pages, *on(device, table, length), starts=None, scale=0.125,
+                   options=Options(out_scale=out_scale, tensor_cores=tensor_cores))[0].cpu()
+            for out_scale in (None, scale.to(device))
+        )  # fmt: skip
+        numbers = codes.view(torch.float8_e4m3fn).float() * 0.125
+        assert ((numbers - plain.float()).abs() <= 2.0**-4 * plain.float().abs() + 2.0**-10).all()
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_merge_of_two_sets_of_keys(dtype: torch.dtype, device: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(3, 2, 48, generator=draw).to(dtype) for _ in range(2))
+    lse_a, lse_b = torch.randn(3, 2, generator=draw), torch.randn(3, 2, generator=draw)
+    lse_a[0, 0], lse_b[0, 1], lse_a[2, 1], lse_b[2, 1] = -math.inf, math.inf, -math.inf, math.inf
+    out, lse = on("cpu", *merge_attention(*on(device, a, lse_a, b, lse_b)))
+    usable = torch.stack([lse_a, lse_b]).double()
+    usable[usable == math.inf] = -math.inf
+    right = torch.logsumexp(usable, 0)
+    weights = (usable - right).exp().nan_to_num(0.0)[..., None]
+    merged = weights[0] * a.double() + weights[1] * b.double()
+    assert (out.double() - merged).abs().max() <= 2.0**-7 * merged.abs().max()
+    assert (lse - right).nan_to_num(0.0).abs().max() <= 1e-5
+    assert lse[2, 1] == -math.inf
+    assert torch.equal(out[0, 0], b[0, 0])
+    assert torch.equal(out[0, 1], a[0, 1])
+
+
+def test_a_cache_that_tensor_cores_do_not_take() -> None:
+    k, _ = cache_of("CACHE_FP8", 2, 16, 1, 64, 1)
+    assert not takes(k, Pages(k.codes[..., :48], None, k.format))
+    assert not takes(Pages(k.codes[:, :8], None, k.format), k)
+    assert not takes(Pages(k.codes.view(torch.int16).view(torch.uint8)[..., ::2], None, k.format), k)
+    assert not takes(k, Pages(k.codes, k.codes, "CACHE_MXFP8"))
