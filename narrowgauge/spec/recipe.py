@@ -452,7 +452,7 @@ def mismatch(a: Recipe, b: Recipe) -> str:
     if a.block[1] != b.block[1]:
         return f"block is {_block(a)} and {_block(b)}"
     if a.integer or b.integer:
-        return f"element is {a.element.name} and {b.element.name}; products of whole numbers are those of scaled_gemm"
+        return f"element is {a.element.name} and {b.element.name}; whole numbers have a contract, scaled-gemm, alone"
     if a.scale is FP32 and a.element.negative_zero != b.element.negative_zero:
         return f"element is {a.element.name} and {b.element.name}; both or none of them has to be fnuz"
     if a.scale is FP32 and a.element.exponent_bits == b.element.exponent_bits == 5:

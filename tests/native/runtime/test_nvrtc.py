@@ -79,7 +79,8 @@ exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
 FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_only", "norm_quantize", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
-    **dict.fromkeys(("attention", "attention_tensor"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),  # rcp: of tanhf
+    "attention": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},  # rcp: of tanhf
+    "attention_tensor": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "activation_quantize": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "norm_quantize": {"rsqrt.approx.f32"},
 }
