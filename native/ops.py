@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 _WEIGHT_ONLY = {"decode": "rounded-scale"}
-declares = {
+declares: dict[str, Any] = {
     "transform": "butterfly", "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
 }  # fmt: skip
 """Declared orders of summation, and fields of contracts. A rotation adds in the butterfly order of the reference and
