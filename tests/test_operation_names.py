@@ -20,8 +20,11 @@ HOMONYMS = {
     ("narrowgauge/spec/scale_layouts.py", "linear"),
     ("narrowgauge/spec/program.py", "gemm"),
     ("narrowgauge/spec/program.py", "quantize"),
+    ("harness/diagnosis/formulas/explain_formula.py", "attention"),
+    ("harness/diagnosis/formulas/wrong_forwards.py", "attention"),
 }
-"""Words of users that mean something else: the layout of scales `linear`, and steps of a contract."""
+"""Words of users that mean something else: the layout of scales `linear`, steps of a contract, and the attention of a
+transformer layer."""
 
 
 def named(text: str) -> Iterator[str]:

@@ -165,7 +165,9 @@ SEQUENCES = (
     Family("one-hot", "one key has all the weight, and its values tell page, offset, head and dimension: what is read"),
     Family("one-hot-ends", "the same key is the first or the last one, or lies at an end of a page: lengths and masks"),
     Family("two-level", "up to 32 keys have equal weights, the other keys none: rescaling, splits, their merge"),
-    Family("geometric", "weights of 1, 1/2, 1/4, 1/8: scales of the softmax and of k, a lagging maximum"),
+    Family(
+        "geometric", "weights of 1, 1/2, 1/4, … 2^-10: scales of the softmax and of k, a lagging maximum, small weights"
+    ),
     Family("equal", "all keys have equal weights: the length, the sum of the weights"),
     Family("pinned", "normal, and every 16 keys hold the largest logit, so that no maximum grows: the width of sums"),
     Family("nan-pages", "equal weights, lengths beside ends of pages, unused cells are NaN: what is read besides"),

@@ -32,23 +32,46 @@ _PORTABLE_THREADS = 32
 def attention(
     q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
     recipe: str | Recipe, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    page_layout: PageLayoutName = "nhd", scale: float = SCALE, causal: bool = True,
+    page_layout: PageLayoutName = "nhd", scale: float = SCALE, causal: bool = True, window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale · q · kᵀ) · v of rows `q` (queries, q_heads, dim), bfloat16 or float16, over a cache.
 
     Request b has q_lengths[b] rows, one request behind another, and lengths[b] tokens in the cache, whose pages are
-    pages[b]. causal: the last row of a request sees all its tokens, and each row before it one token less. Returns
-    (queries, q_heads, v_dim) of the dtype of `q`, and (queries, q_heads) float32, ln of the sum of exponentials. Raises
-    TypeError for another dtype, NotImplementedError for a recipe that the kernels do not read, ToolchainError if
-    kernels cannot be compiled.
+    pages[b]. causal: the last row of a request sees all its tokens, and each row before it one token less. window: a
+    row sees so many of its last tokens; 0: all. softcap: logits s are softcap · tanh(s / softcap); 0: they stay.
+    Returns (queries, q_heads, v_dim) of the dtype of `q`, and (queries, q_heads) float32, ln of the sum of
+    exponentials. Raises TypeError for another dtype, NotImplementedError for a recipe that the kernels do not read,
+    ToolchainError if kernels cannot be compiled.
     """
+    options = Options(window=window, softcap=softcap)
+    return _attention(q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale, scale, causal, options)
+
+
+def attention_sinks(
+    q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
+    sinks: torch.Tensor, recipe: str | Recipe, *, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, page_layout: PageLayoutName = "nhd", scale: float = SCALE,
+    causal: bool = True, window: int = 0, softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention` with a further logit of each head, `sinks` (q_heads,) float32, that has a weight and no value."""
+    check_tensor(sinks, "sinks", (torch.float32,), (q.shape[1],))
+    options = Options(window=window, softcap=softcap, sinks=sinks.contiguous())
+    return _attention(q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale, scale, causal, options)
+
+
+def _attention(
+    q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
+    recipe: str | Recipe, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, scale: float, causal: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     check_tensor(q, "q", (torch.bfloat16, torch.float16), tuple(q.shape))
     k, v = (pages_of(cache, recipe, half) for half in HALVES)
     starts = torch.nn.functional.pad(q_lengths.cumsum(0), (1, 0)).int()
     return attend(
         q, k, v, pages.int().contiguous(), lengths.int().contiguous(), starts=starts, scale=scale, causal=causal,
-        k_scale=decode_scale(recipe, k_scale), v_scale=decode_scale(recipe, v_scale),
+        k_scale=decode_scale(recipe, k_scale), v_scale=decode_scale(recipe, v_scale), options=options,
     )  # fmt: skip
 
 
@@ -128,24 +151,24 @@ def attend(
 
 
 def merge_attention(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, base: str = "e"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over two sets of keys from that over each, (queries, q_heads, v_dim), and their lse, base e.
+    """The attention over two sets of keys from that over each, (queries, q_heads, v_dim), and their log-sum-exps.
 
-    A lse of +∞ counts as −∞: no key. Raises TypeError or ValueError for tensors of another dtype or shape.
+    `base` of these: "e" or "2". A log-sum-exp of +∞ counts as −∞: no key. Raises TypeError or ValueError for tensors of
+    another dtype or shape.
     """
-    check_tensor(out_a, "out_a", (torch.bfloat16, torch.float16), tuple(out_a.shape))
-    check_tensor(out_b, "out_b", (out_a.dtype,), tuple(out_a.shape))
+    check_tensor(o_a, "o_a", (torch.bfloat16, torch.float16), tuple(o_a.shape))
+    check_tensor(o_b, "o_b", (o_a.dtype,), tuple(o_a.shape))
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(lse, name, (torch.float32,), tuple(out_a.shape[:2]))
-    out, lse = (
-        torch.empty_like(out_a, memory_format=torch.contiguous_format),
-        torch.empty(lse_a.shape, device=lse_a.device),
-    )
+        check_tensor(lse, name, (torch.float32,), tuple(o_a.shape[:2]))
+    out = torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device)
+    lse = torch.empty(lse_a.shape, device=lse_a.device)
     if out.numel():
         rows = lse.numel()
-        parameters = _MERGE(out_a=out_a.contiguous(), out_b=out_b.contiguous(), lse_a=lse_a.contiguous(),
-                            lse_b=lse_b.contiguous(), out=out, lse=lse, rows=rows, dims=out.shape[-1])  # fmt: skip
+        parameters = _MERGE(out_a=o_a.contiguous(), out_b=o_b.contiguous(), lse_a=lse_a.contiguous(),
+                            lse_b=lse_b.contiguous(), out=out, lse=lse, rows=rows, dims=out.shape[-1],
+                            base_2=base == "2")  # fmt: skip
         launch("attention", f"merge_results_{suffix(out.dtype)}", (blocks_for(rows, 4),), (128,), [parameters],
                device=out.device)  # fmt: skip
     return out, lse

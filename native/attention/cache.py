@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.kv_cache import HALVES, PAGE_LAYOUTS, SCALES, Cache, PageLayoutName, part_name, slots_of
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _WRITE = KernelStruct("attention/kv_write.cu", "KvWriteParameters")
 _READ = KernelStruct("attention/kv_read.cu", "KvReadParameters")
-_CHUNK, _THREADS = 16, 256
+_CHUNK, _THREADS, _LANES = 16, 256, 32
 _READ_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,14 +56,14 @@ class Pages(NamedTuple):
 
 def pages_of(cache: Cache, recipe: Recipe, half: str) -> Pages:
     """Keys or values of a cache. Raises NotImplementedError for a recipe that the kernels do not read."""
-    layout = PAGE_LAYOUTS[cache.layout]
-    codes, scales = _logical(cache, half), getattr(cache, part_name(half, SCALES))
-    return Pages(codes, None if scales is None else layout.logical(scales, part_name(half, SCALES)), _format(recipe))
+    scales = None if getattr(cache, part_name(half, SCALES)) is None else _logical(cache, part_name(half, SCALES))
+    return Pages(_logical(cache, half), scales, _format(recipe), _swizzled(cache, part_name(half, SCALES)))
 
 
 def decode_scale(recipe: Recipe, scale: torch.Tensor | None) -> torch.Tensor | None:
     """The factor of elements times block scales, from the scale that a kernel is given."""
-    return scale if scale is None or recipe.block_scale == "given" else 1 / scale
+    encodes = recipe.tensor_scale == "given" and recipe.block_scale != "given"
+    return 1 / scale if encodes and scale is not None else scale
 
 
 def kv_write(
@@ -82,18 +84,22 @@ def kv_write(
     check_tensor(slots, "slots", (torch.int64,), (tokens,))
     halves = dict(zip(HALVES, ((k, k_scale), (v, v_scale)), strict=True))
     if _fused(recipe):
-        rows = {half: (x, scale, _logical(cache, half)) for half, (x, scale) in halves.items()}
+        rows: dict[str, _Rows] = {
+            half: (x, scale, pages_of(cache, recipe, half)) for half, (x, scale) in halves.items()
+        }
         _launch_write(f"kv_write_{suffix(k.dtype)}", rows, slots.contiguous(), recipe)
         return cache
-    layout = PAGE_LAYOUTS[cache.layout]
-    codes: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
-    scales: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
+    codes: dict[str, _Rows] = {}
+    scales: dict[str, _Rows] = {}
     for half, (x, scale) in halves.items():
-        q = quantize(x.reshape(tokens * heads, x.shape[2]), recipe, scale=scale)
-        codes[half] = q.codes.view(tokens, heads, -1), None, _logical(cache, half)
-        stored = getattr(cache, part_name(half, SCALES))
-        if stored is not None:
-            target = layout.logical(stored, part_name(half, SCALES)).view(torch.uint8)
+        matrix, encode = x, scale
+        if recipe.tensor_scale != "given" and scale is not None:  # a factor of the scales of blocks
+            matrix, encode = x.float() / scale.view(-1, 1), None
+        q = quantize(matrix.reshape(tokens * heads, -1), recipe, scale=encode)
+        codes[half] = q.codes.view(tokens, heads, -1), None, Pages(_logical(cache, half), None, "CACHE_FP8")
+        name = part_name(half, SCALES)
+        if getattr(cache, name) is not None:
+            target = Pages(_logical(cache, name).view(torch.uint8), None, "CACHE_FP8", _swizzled(cache, name))
             scales[half] = q.scales.view(torch.uint8).view(tokens, heads, -1), None, target
     for parts in (codes, scales):
         if parts:
@@ -129,40 +135,50 @@ def kv_read(
     return outs[0], outs[1]
 
 
-def _launch_write(
-    kernel: str,
-    parts: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
-    slots: torch.Tensor,
-    recipe: Recipe,
-) -> None:
-    """Stores rows (tokens, heads, columns) of both halves, with their scales and the tensors of the cache."""
+_Rows = tuple[torch.Tensor, torch.Tensor | None, Pages]
+"""Rows (tokens, heads, columns), their scale, and where they go."""
+
+
+def _launch_write(kernel: str, parts: Mapping[str, _Rows], slots: torch.Tensor, recipe: Recipe) -> None:
+    """Stores rows of both halves, or of one."""
     fields: list[dict[str, Value]] = []
     longest = page = 0
     for x, scale, target in parts.values():
-        if x.shape[2] != target[0, 0, 0].numel() or x.shape[1] != target.shape[2]:
-            raise ValueError(f"rows of shape {tuple(x.shape)} are stored in a cache of {target.shape[2]} heads and "
-                             f"{target[0, 0, 0].numel()} bytes of a row")  # fmt: skip
-        part, page = Pages(target, None, "CACHE_FP8"), target.shape[1]
+        cells = target.codes
+        if x.shape[2] != target.dim or x.shape[1] != cells.shape[2]:
+            raise ValueError(f"rows of shape {tuple(x.shape)} are stored in a cache of {cells.shape[2]} heads and "
+                             f"{target.dim} bytes of a row")  # fmt: skip
+        page = cells.shape[1]
         fields.append({"rows": x, "token": x.stride(0), "head": x.stride(1), "column": x.stride(2), "scale": scale,
-                       "target": part.fields()})  # fmt: skip
+                       "target": target.fields()})  # fmt: skip
         longest = max(longest, blocks_for(x.shape[2], _CHUNK))
-    x, scale, _ = next(iter(parts.values()))
+    x, scale, target = next(iter(parts.values()))
     use = (
         "TIMES" if recipe.block_scale != "given" else "DIVIDE" if recipe.element_scale == "x/s" else "TIMES_RECIPROCAL"
     )
     tokens, heads, _ = x.shape
+    if target.format == "CACHE_FP8_TOKEN":  # the lanes of a row are neighbours in a warp
+        longest = 1 << (longest - 1).bit_length()
+        if longest > _LANES:
+            raise NotImplementedError(f"rows of up to {_LANES * _CHUNK} elements share a scale, not of {x.shape[2]}")
     parameters = _WRITE(keys=fields[0], values=fields[-1], slots=slots, tokens=tokens, heads=heads, chunks=longest,
-                        scale_of_heads=_of_heads(scale), use=use)  # fmt: skip
-    flags = (f"-DUSE={use}", f"-DHEADS={heads}u", f"-DCHUNKS={longest}u", f"-DPAGE_SIZE={page}")
+                        scale_of_heads=_of_heads(scale), use=use, smallest_amax=recipe.smallest_amax)  # fmt: skip
+    flags = (f"-DUSE={use}", f"-DFORMAT={target.format}", f"-DHEADS={heads}u", f"-DCHUNKS={longest}u",
+             f"-DPAGE_SIZE={page}")  # fmt: skip
     launch("kv_write", kernel, (blocks_for(tokens * heads * longest, _THREADS), len(parts)), (_THREADS,), [parameters],
            device=x.device, extra_flags=flags if x.device.type == "cuda" else ())  # fmt: skip
 
 
 def _fused(recipe: Recipe) -> bool:
-    return (
-        recipe.element is E4M3 and recipe.tensor_scale == "given" and recipe.nan_code == E4M3.nan_code
-        and recipe.rounding == "nearest-even" and recipe.negative_zero == "keep" and recipe.transform is None
-    )  # fmt: skip
+    """Whether a kernel quantizes and stores at once."""
+    if recipe.rounding != "nearest-even" or recipe.negative_zero != "keep" or recipe.transform is not None:
+        return False
+    if recipe.element is E2M1:
+        return recipe.dialect == "torchao-one-level"
+    if recipe.element is not E4M3 or recipe.scale is not FP32:
+        return False
+    given = recipe.tensor_scale == "given" and recipe.nan_code == E4M3.nan_code
+    return given or (recipe.block == (1, WHOLE) and recipe.dialect == "vllm-kv")
 
 
 def _format(recipe: Recipe) -> str:
@@ -181,8 +197,16 @@ def _of_heads(scale: torch.Tensor | None) -> bool:
     return scale is not None and scale.numel() > 1
 
 
-def _logical(cache: Cache, half: str) -> torch.Tensor:
-    """A half of the cache as (pages, tokens of a page, heads, bytes), or (…, bytes/x, x): a view of its memory."""
-    stored: torch.Tensor = getattr(cache, half)
-    digits = [digit.partition(":")[0] for digit in getattr(PAGE_LAYOUTS[cache.layout], half).split()]
+def _swizzled(cache: Cache, part: str) -> bool:
+    return part == "value_scales" and PAGE_LAYOUTS[cache.layout].value_scales != LINEAR
+
+
+def _logical(cache: Cache, part: str) -> torch.Tensor:
+    """A tensor of the cache as (pages, tokens of a page, heads, …), the last axis maybe in two: a view of memory."""
+    stored: torch.Tensor = getattr(cache, part)
+    if _swizzled(cache, part):
+        return stored.transpose(1, 2)
+    layout = PAGE_LAYOUTS[cache.layout]
+    order = layout.keys if part.startswith("key") else layout.values
+    digits = [digit.partition(":")[0] for digit in order.split()]
     return stored.permute([digits.index(digit) for digit in "nthdx" if digit in digits])

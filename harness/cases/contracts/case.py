@@ -28,7 +28,7 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.formats import FP32, INT8
+from narrowgauge.spec.formats import E4M3, FP32, INT8
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
 from narrowgauge.spec.program import (
     CODES,
@@ -261,7 +261,9 @@ class ContractCase(Case):
 
     def _batch_problem(self) -> str | None:
         """Why rows and tokens of these sizes do not fit together."""
-        sizes = self.sizes
+        sizes, recipe = self.sizes, find_recipe(self.recipe_names[0])
+        if recipe.element is not E4M3 or recipe.tensor_scale != "given" or not recipe.whole:
+            return f"attention reads caches of E4M3 codes with a given scale of the tensor, not of {recipe}"
         rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
         if not requests <= rows <= requests * most * sizes["page"]:
             return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"
@@ -350,9 +352,11 @@ class ContractCase(Case):
                     if wrong := known["shape"].check(list(shape)) or known["inputs"].check(family):
                         raise ValueError(wrong)
                     case = cls._made(recipe, dtype, tuple(shape), {**more, **fields, "inputs": family, "file": file})
-                    if wrong := case.problem():
+                    wrong = case.problem()
+                    if wrong and not any(name.startswith(_OPTION) for name in more):
                         raise ValueError(f"{case.id}: {wrong}")
-                    found.setdefault(case, optional)
+                    if not wrong:  # a page layout may be for other recipes
+                        found.setdefault(case, optional)
         return list(found.items())
 
     @classmethod

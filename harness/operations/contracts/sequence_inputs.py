@@ -69,10 +69,11 @@ def _two_level(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
 
 
 def _geometric(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
-    """Weights 1, 1/2, 1/4, 1/8, 1/8, whose sum is 2, several times; of fewer than five keys 1, or 1 and 1."""
-    logits = [0.0, -1.0, -2.0, -3.0, -3.0] if len(keys) >= 5 else [0.0, 0.0][: len(keys)]
-    times = 1 << max(1, min(16, len(keys)) // len(logits)).bit_length() - 1
-    return dict(zip(_some(draw, keys, times * len(logits)), times * logits, strict=True))
+    """Weights 1, 1/2, …, 2^-10, 2^-10, whose sum is 2: the least are 0 as E4M3 codes without a factor. Fewer keys have
+    the first weights, and the last one twice."""
+    count = min(12, len(keys))
+    logits = [-float(number) for number in range(count - 1)]
+    return dict(zip(_some(draw, keys, count), [*logits, logits[-1] if logits else 0.0], strict=True))
 
 
 def _equal(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
@@ -107,6 +108,8 @@ class _Rule:
     """Whether logits are integers in base 2 that are not all 0."""
     tells_cell: bool = False
     """Whether values are codes of their page, offset, head and dimension, in place of small integers."""
+    largest: int = 7
+    """The largest of the small integers. The sum of the weights times it is exact by 13 fraction bits."""
     unused: int = _NAN
     """Code of the cells that no token has."""
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
@@ -120,7 +123,7 @@ RULES: Mapping[str, _Rule] = {
     "one-hot": _Rule(_one_hot, tells_cell=True),
     "one-hot-ends": _Rule(_ends, tells_cell=True, unused=_LOWEST),
     "two-level": _Rule(_two_level),
-    "geometric": _Rule(_geometric, whole=True),
+    "geometric": _Rule(_geometric, whole=True, largest=3),
     "equal": _Rule(_equal, unused=_LOWEST, lengths=_power_lengths),
     "pinned": _Rule(pinned=True, sinks=1.0),
     "nan-pages": _Rule(_equal, lengths=_page_lengths),
@@ -269,7 +272,7 @@ def _values(rule: _Rule, draw: Draw, sizes: tuple[int, int, int, int]) -> torch.
     if rule.logits is None:
         return encode(draw.normal(*sizes), E4M3)
     if not rule.tells_cell:
-        return encode((1 + draw.below(7, *sizes)).float() * draw.signs(sizes[3]), E4M3)
+        return encode((1 + draw.below(rule.largest, *sizes)).float() * draw.signs(sizes[3]), E4M3)
     page, place, head, column = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     digits = torch.stack([page, page // _DIGITS, place, head, column // 5])
     return 1 + digits.gather(0, (column % 5).unsqueeze(0))[0] % _DIGITS

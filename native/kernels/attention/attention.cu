@@ -4,7 +4,7 @@
 //           then attention_merge_TYPE with a warp for each row, 128 threads, grid ceil(T * heads * group / 4).
 //   Numerics: one fused multiply-add for each product of q * k and of p * v, in their order, in float32; p is not rounded. A maximum
 //             that grows scales l and the sums. Splits are added in their order.
-//   attention_merge_partial_TYPE: merges two results with their lse, base e; +infinity counts as minus infinity.
+//   merge_results_TYPE, launched in the same way: merges two results with their lse; +infinity counts as minus infinity.
 #include "attention/attention.cuh"
 
 namespace narrowgauge {
@@ -79,6 +79,7 @@ struct MergeParameters {
     float* lse;
     i64 rows;
     int dims;
+    bool base_2;         // lse is the logarithm to the base 2, else to e
 };
 
 template <class T>
@@ -88,8 +89,9 @@ __device__ __forceinline__ void merge_results(const MergeParameters& p) {
     if (row >= p.rows) return;
     const auto usable = [](float lse) { return lse == -no_score() ? no_score() : lse; };
     const float a = usable(p.lse_a[row]), b = usable(p.lse_b[row]), m = a > b ? a : b, largest = finite_maximum(m);
-    const float of_a = exp2_approx((a - largest) * LOG2_E), of_b = exp2_approx((b - largest) * LOG2_E), sum = of_a + of_b;
-    if (lane == 0) p.lse[row] = sum == 0.0f ? no_score() : m + log2_approx(sum) * LN_2;
+    const float to_2 = p.base_2 ? 1.0f : LOG2_E, from_2 = p.base_2 ? 1.0f : LN_2;
+    const float of_a = exp2_approx((a - largest) * to_2), of_b = exp2_approx((b - largest) * to_2), sum = of_a + of_b;
+    if (lane == 0) p.lse[row] = sum == 0.0f ? no_score() : m + log2_approx(sum) * from_2;
     for (int d = lane; d < p.dims; d += 32) {
         const i64 place = row * p.dims + d;
         const float left = to_float(static_cast<const T*>(p.out_a)[place]), right = to_float(static_cast<const T*>(p.out_b)[place]);

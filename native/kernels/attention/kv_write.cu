@@ -1,9 +1,11 @@
 // kv_write: quantizes rows of keys and of values, and stores them in the slots of a paged cache.
 //
 //   rows     (tokens, heads, columns) of float32, bfloat16 or float16, any strides; slots (tokens,) int64, negative: not stored
-//   target   CACHE_FP8 in any layout of cache.cuh
-//   codes    E4M3 of x / s or of x * fl(1/s), nearest even, saturating; s is the decode scale of the tensor, or of each head.
-//            With an encode scale: of x * scale
+//   target   formats of cache.cuh in any of its layouts:
+//   CACHE_FP8        E4M3 of x / s or of x * fl(1/s), nearest even, saturating; s is the decode scale of the tensor, or of each
+//                    head. With an encode scale: of x * scale
+//   CACHE_FP8_TOKEN  s = max(amax, smallest_amax) * fl(1/448) of a token and head, stored; E4M3 of x * fl(1/s)
+//   CACHE_NVFP4      y = x / s with a given s; block scales max(amax / 6, 2^-6) of y in E4M3; E2M1 of y * fl(1/scale)
 //   Launch: kv_write_TYPE with a thread for 16 elements of a row, 256 threads, grid (ceil(tokens * heads * chunks / 256), 2): keys, values
 //   kv_store: the bytes of rows that are quantized already, in the same way
 #include "attention/cache.cuh"
@@ -11,6 +13,9 @@
 // On a GPU macros have the values of these parameters.
 #ifndef USE
 #define USE p.use
+#endif
+#ifndef FORMAT
+#define FORMAT p.keys.target.format
 #endif
 #ifndef HEADS
 #define HEADS static_cast<u32>(p.heads)
@@ -37,7 +42,8 @@ struct KvWriteParameters {
     KvRows keys, values;
     const i64* slots;
     int tokens, heads;
-    int chunks;               // of the longer rows
+    int chunks;               // of the longer rows; of CACHE_FP8_TOKEN a power of two, at most 32
+    float smallest_amax;      // of CACHE_FP8_TOKEN
     bool scale_of_heads;
     ScaleUse use;
 };
@@ -63,8 +69,8 @@ __device__ __forceinline__ Chunk chunk_of(const KvWriteParameters& p, int column
 __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const CachePart& target, const Chunk& chunk,
                                             const u32 (&words)[CHUNK / 4]) {
     const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
-#ifdef __CUDA_ARCH__
-    if (target.element == 1 && target.chunk % CHUNK == 0 && chunk.count == CHUNK) {
+    const bool swizzled = target.swizzled && target.scales == nullptr;  // the bytes are scales
+    if (!swizzled && target.element == 1 && target.chunk % CHUNK == 0 && chunk.count == CHUNK) {
         struct alignas(16) Words {
             u32 words[CHUNK / 4];
         };
@@ -74,10 +80,14 @@ __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const Ca
             return;
         }
     }
-#endif
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
-        if (i < chunk.count) target.codes[code_index(target, cell, chunk.column + i)] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
+        if (i >= chunk.count) break;
+        const int column = chunk.column + i;
+        const i64 place = !swizzled ? code_index(target, cell, column)
+                                           : cell.page * target.page + cell.head * target.head +
+                                                 swizzled_place(target.dim, cell.offset, column);
+        target.codes[place] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
     }
 }
 
@@ -99,10 +109,66 @@ __device__ __forceinline__ void divide(float (&v)[CHUNK], float s) {
     }
 }
 
+__device__ __forceinline__ void encode_e4m3(const float (&v)[CHUNK], float factor, u32 (&words)[CHUNK / 4]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int w = 0; w < CHUNK / 4; ++w) {
+        words[w] = pair_from_float<E4M3>(v[4 * w] * factor, v[4 * w + 1] * factor) |
+                   static_cast<u32>(pair_from_float<E4M3>(v[4 * w + 2] * factor, v[4 * w + 3] * factor)) << 16;
+    }
+#else
+    u8 codes[CHUNK];
+    encode_row<E4M3>(v, factor, codes);  // vectorized
+    __builtin_memcpy(words, codes, CHUNK);
+#endif
+}
+
+// The scale of a token and head, from all lanes of the row, and the codes. NaN has the code of 448 and counts for no amax.
+__device__ __forceinline__ void encode_token(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk,
+                                             float (&v)[CHUNK], u32 (&words)[CHUNK / 4]) {
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) update_amax(v[i], FLOAT_INF_BITS, amax);
+    for (int apart = 1; apart < static_cast<int>(CHUNKS); apart *= 2) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, amax, apart);
+        amax = other > amax ? other : amax;
+    }
+    const float largest = __uint_as_float(amax), raised = largest < p.smallest_amax ? p.smallest_amax : largest;
+    const float scale = raised * (1.0f / 448.0f);
+    if (chunk.count > 0 && chunk.column == 0) {
+        const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
+        static_cast<float*>(rows.target.scales)[scale_index(rows.target, cell, 0)] = scale;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) v[i] = v[i] != v[i] ? __uint_as_float(FLOAT_INF_BITS) : v[i];
+    encode_e4m3(v, 1.0f / scale, words);
+}
+
+// The scale of a block of NVFP4, and the codes in the first two words. NaN has the code 12, and its block the scale NaN.
+__device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& chunk, const Cell& cell, float scale,
+                                             float (&v)[CHUNK], u32 (&words)[CHUNK / 4]) {
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        v[i] /= scale;
+        update_amax(v[i], amax_limit(true), amax);
+    }
+    const float unrounded = __uint_as_float(amax) / 6.0f;
+    const u8 stored = e4m3_from_float(unrounded < 0x1p-6f ? 0x1p-6f : unrounded);
+    static_cast<u8*>(rows.target.scales)[scale_index(rows.target, cell, chunk.column / CHUNK)] = stored;
+    const float factor = 1.0f / e4m3_to_float(stored);
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        const float scaled = v[i] * factor;
+        const u32 code = scaled != scaled ? 12u : e2m1_from_float(scaled) | (__float_as_uint(scaled) >> 31) << 3;
+        words[i / 8] |= code << i % 8 * 4;
+    }
+}
+
 template <class T>
 __device__ __forceinline__ void write(const KvWriteParameters& p, const KvRows& rows) {
     const Chunk chunk = chunk_of(p, rows.target.dim);
-    if (chunk.count <= 0) return;
+    if (FORMAT != CACHE_FP8_TOKEN && chunk.count <= 0) return;  // all lanes of a row take part in its amax
     const T* source = static_cast<const T*>(rows.rows) + chunk.token * rows.token + chunk.head * rows.head + chunk.column * rows.column;
     float v[CHUNK] = {};
     if (rows.column == 1 && chunk.count == CHUNK) {
@@ -113,21 +179,20 @@ __device__ __forceinline__ void write(const KvWriteParameters& p, const KvRows& 
             if (i < chunk.count) v[i] = to_float(source[i * rows.column]);
         }
     }
-    const float scale = rows.scale[p.scale_of_heads ? chunk.head : 0];
-    if (USE == DIVIDE) {
-        divide(v, scale);
+    const float scale = rows.scale == nullptr ? 1.0f : rows.scale[p.scale_of_heads ? chunk.head : 0];
+    u32 words[CHUNK / 4] = {};
+    Chunk stored = chunk;
+    if (FORMAT == CACHE_FP8_TOKEN) {
+        encode_token(p, rows, chunk, v, words);
+    } else if (FORMAT == CACHE_NVFP4) {
+        encode_nvfp4(rows, chunk, cell_of(chunk.slot, PAGE_SIZE, chunk.head), scale, v, words);
+        stored.column /= 2;
+        stored.count = (chunk.count + 1) / 2;
     } else {
-        const float factor = USE == TIMES_RECIPROCAL ? 1.0f / scale : scale;
-#pragma unroll
-        for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
+        if (USE == DIVIDE) divide(v, scale);
+        encode_e4m3(v, USE == DIVIDE ? 1.0f : USE == TIMES_RECIPROCAL ? 1.0f / scale : scale, words);
     }
-    u32 words[CHUNK / 4];
-#pragma unroll
-    for (int w = 0; w < CHUNK / 4; ++w) {
-        words[w] = pair_from_float<E4M3>(v[4 * w], v[4 * w + 1]) |
-                   static_cast<u32>(pair_from_float<E4M3>(v[4 * w + 2], v[4 * w + 3])) << 16;
-    }
-    store_chunk(p, rows.target, chunk, words);
+    if (stored.count > 0) store_chunk(p, rows.target, stored, words);
 }
 
 template <class T>
@@ -145,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_write_bf16(const __grid_con
 
 extern "C" __global__ void __launch_bounds__(256) kv_write_fp16(const __grid_constant__ KvWriteParameters p) { write<fp16>(p); }
 
-// Rows of `rows` are bytes here. `target.dim` counts them.
+// Rows of `rows` are bytes here, codes or scales. `target.dim` counts them.
 extern "C" __global__ void __launch_bounds__(256) kv_store(const __grid_constant__ KvWriteParameters p) {
     const KvRows& rows = blockIdx.y == 0 ? p.keys : p.values;
     const Chunk chunk = chunk_of(p, rows.target.dim);

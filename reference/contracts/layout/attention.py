@@ -20,7 +20,7 @@ from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.exact import lowest_bit
 from narrowgauge.spec.formats import E4M3, E5M2, Format
-from narrowgauge.spec.program import TILE
+from narrowgauge.spec.program import TILE, WEIGHT_DTYPES
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, SMALLEST_SUBNORMAL, UNIT
 
 _FAR = -85.0
@@ -55,8 +55,11 @@ WEIGHTS = {
     "float16": Weight(2.0**-11, 2.0**-14, torch.float16),
     "e4m3": Weight(2.0**-4, 2.0**-14, E4M3, 8),
     "e5m2": Weight(2.0**-3, 2.0**-21, E5M2, 7),
+    "e4m3 without a factor": Weight(2.0**-4, 2.0**-6, E4M3),
+    "e5m2 without a factor": Weight(2.0**-3, 2.0**-14, E5M2),
 }
-"""Dtypes of weights by the names of `narrowgauge.spec.program.WEIGHT_DTYPES`."""
+"""Dtypes of weights by the names of `narrowgauge.spec.program.WEIGHT_DTYPES`, and 8-bit codes of p, which no contract
+has."""
 
 
 Index = Callable[[torch.Tensor, int], torch.Tensor]
@@ -216,7 +219,7 @@ def weights(p: Interval, d: Interval, to: str) -> Interval:
     two change no bit but those of subnormal numbers."""
     if to == "float32":
         return p
-    names = [to] if to != "any" else list(WEIGHTS)
+    names = [to] if to != "any" else WEIGHT_DTYPES[1:]
     low, high = _tiles(d)
     near = high > _FAR
     powers = [torch.where(near, end, 0.0) / math.log(2) for end in (low, high)]

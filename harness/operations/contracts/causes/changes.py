@@ -23,6 +23,7 @@ from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
+from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
@@ -718,6 +719,8 @@ ROWS: tuple[Row, ...] = (
     Row((WEIGHTED, "sum"), "not-rescaled",
         "the sum of {self} is not rescaled when the maximum of tiles of {v} keys grows", _not_rescaled,
         lambda s: _TILES),
+    Row((WEIGHTS,), "to", "the weights are rounded to {v}", lambda s, v: s.changed(to=v),
+        lambda s: [v for v in ALL_WEIGHTS if v != s.option("to")]),
     Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
     Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
         lambda s: _NARROW),

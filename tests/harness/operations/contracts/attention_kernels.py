@@ -382,7 +382,6 @@ WRONG: dict[str, tuple[Attention, str]] = {
     "row 0": (wrong(row=lambda self, row, rows: 0)(), "row 0"),
     "last dimensions": (_dims(_last_dims_out)(), ""),
     "next dimension": (wrong(tokens=lambda self, *a: Attention.tokens(self, *a).roll(-1, -1))(), ""),
-    "length in whole pages": (wrong(length=lambda self, n: n)(), ""),
     "keys for values": (wrong(values=lambda self, cache: cache.keys)(), "keys are in place"),
     "base 2 for e": (wrong(factor=lambda self, scale, dim: scale / math.log2(math.e))(), "exp2 in place"),
     "last 8 keys": (_keys_out(lambda t, n: (t >= n - 8) & (n > 8))(), "last 8 keys"),

