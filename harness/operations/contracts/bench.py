@@ -203,7 +203,7 @@ def _judge_product(a: torch.Tensor, b: Quantized, y: Any) -> Verdict:
     scales = b.scales if b.recipe.whole else b.scales[columns]
     part = replace(b, codes=b.codes[columns], scales=scales, shape=(len(columns), b.shape[1]))
     dtype = str(a.dtype).removeprefix("torch.")
-    fields = native.declares["weight-only-gemm"]
+    fields = native.declares[weight_only_gemm.name]
     program = weight_only_gemm.trace({"a": dtype, "b": CODES}, {"b_recipe": b.recipe.name}, fields)
     tensors = {"a": a[rows], **parts_of(program, {"b": part})}
     verdict = Verdict(rule=CONTRACT)
