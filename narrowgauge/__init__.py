@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         unswizzle,
         update_scale,
     )
-    from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+    from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
     from narrowgauge.spec.recipes import Recipe, recipes, save_rule, use_rules
     from narrowgauge.spec.recipes import find_recipe as recipe
 
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
     """Folder of the case files of this package."""
 
 __all__ = [
-    "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "accumulation_order",
-    "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_result",
-    "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm",
-    "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
+    "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
+    "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
+    "assert_result", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
+    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
     "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unpack_scales",
     "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {
-    "GroupedQuantized": "spec.quantized", "Quantized": "spec.quantized",
+    "BatchedQuantized": "spec.quantized", "GroupedQuantized": "spec.quantized", "Quantized": "spec.quantized",
     "Recipe": "spec.recipes", "recipe": "spec.recipes", "recipes": "spec.recipes",
     "save_rule": "spec.recipes", "use_rules": "spec.recipes",
     "assert_dequantized": "harness.api.assertions", "assert_gemm": "harness.api.assertions",

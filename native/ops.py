@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ from narrowgauge.native.fused.training import (
 )
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
-from narrowgauge.native.gemm.weight_only import weight_only_gemm
+from narrowgauge.native.gemm.scaled import scaled_gemm, scaled_gemm_bias
+from narrowgauge.native.gemm.weight_only import weight_only_gemm, weight_only_gemm_bias
 from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
@@ -59,15 +61,19 @@ __all__ = [
     "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_backward",
     "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
     "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",
-    "rope_partial_quantize", "rope_quantize", "silu_mul_backward", "silu_mul_backward_quantize_both",
-    "silu_mul_backward_quantize_stochastic", "silu_mul_quantize", "silu_mul_quantize_both",
-    "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales",
-    "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "rope_partial_quantize", "rope_quantize", "scaled_gemm", "scaled_gemm_bias", "silu_mul_backward",
+    "silu_mul_backward_quantize_both", "silu_mul_backward_quantize_stochastic", "silu_mul_quantize",
+    "silu_mul_quantize_both", "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle", "transform",
+    "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "weight_only_gemm_bias",
 ]  # fmt: skip
 
-declares = {"transform": "butterfly"}
-"""Declared orders of summation. A rotation adds in the butterfly order of the reference and gives the same bytes.
-`gemm_order` names the order of a GEMM."""
+_WEIGHT_ONLY = {"decode": "rounded-scale"}
+declares: dict[str, Any] = {
+    "transform": "butterfly", "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
+}  # fmt: skip
+"""Declared orders of summation, and fields of contracts. A rotation adds in the butterfly order of the reference and
+gives the same bytes. `gemm_order` names the order of a GEMM."""
 
 
 def check(device: torch.device) -> None:

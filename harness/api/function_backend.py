@@ -17,7 +17,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
@@ -127,7 +127,8 @@ class FunctionBackend(Backend):
             if name not in self._parameters and name not in self._optional:
                 raise NotImplementedError(f"the function has no parameter {name!r}")
         recipes = [argument for argument in arguments if isinstance(argument, Recipe)]
-        recipes += [argument.recipe for argument in arguments if isinstance(argument, Quantized | GroupedQuantized)]
+        stored = (Quantized, BatchedQuantized, GroupedQuantized)
+        recipes += [argument.recipe for argument in arguments if isinstance(argument, stored)]
         given = tuple(argument for argument in arguments if not isinstance(argument, Recipe))
         return self._run(given, **options, **({"recipe": recipes[0]} if recipes else {}))
 

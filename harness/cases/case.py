@@ -27,7 +27,10 @@ from narrowgauge.harness.cases.keys import (
     sizes_of,
 )
 from narrowgauge.harness.cases.methods import Method
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.quantized import scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, ScaleLayout
 
 SECTION = 1 << 12
 """Work of an additional section, in elements: measured, 1.6 ms compared with 0.4 µs an element."""
@@ -349,6 +352,20 @@ def view_problem(view: str, *dtypes: str) -> str | None:
     if kind == "offset" and int(offset) % 4 and "fp32" in dtypes:
         return f"view is {view!r}, but the elements of fp32 have 4 bytes; it can be offset-4 or offset-8"
     return None
+
+
+def scales_problem(name: str, layout: ScaleLayout, recipe: Recipe, shape: tuple[int, int]) -> str | None:
+    """Why the scales of a matrix of this shape do not have a layout, which the key `scales` calls `name`, or None."""
+    if layout == LINEAR:
+        return None
+    row = LAYOUTS[layout]
+    if recipe.scale is FP32:
+        return f"scales is {name!r}, but recipe {recipe} has float32 scales; the {layout} layout is of bytes"
+    if row.by_group or row.scale not in ("", recipe.scale.name):
+        of = "scales of groups by output columns, which pack-scales packs" if row.by_group else f"{row.scale} scales"
+        return f"scales is {name!r}, a layout of {of}; recipe {recipe} has rows of {recipe.scale.name} scales"
+    problem = row.problem(scales_shape(shape, recipe))
+    return problem and f"scales is {name!r}: {problem}; the scales of {recipe} have shape {scales_shape(shape, recipe)}"
 
 
 _IN_WORDS = str.maketrans({"@": "\u16a0", ",": "\u16a2"})

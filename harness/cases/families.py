@@ -155,6 +155,7 @@ PRODUCTS = (
     Family("one-hot-k", "one number in each row of the first operand is not 0: an output is an element of the second"),
     Family("smallest-scale", "the smallest scales of blocks, and a scale of the tensor of 1: scales that become 0"),
     CODES,
+    Family("integer-edge", "INT8: sums beside 2^24 from K = 1042 on, which float32 rounds; other elements as lattice"),
 )
 """Families of contracts that take quantized matrices, beside the shared ones."""
 
@@ -174,7 +175,7 @@ SEQUENCES = (
 """Families of contracts with sequences in pages. Cells that no token has are NaN or the most negative number."""
 
 
-EXACT_SUMS = ("lattice", "one-hot-k")
+EXACT_SUMS = ("lattice", "one-hot-k", "integer-edge")
 """Families of products whose sums are exact in any order at any K."""
 
 

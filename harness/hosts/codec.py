@@ -19,14 +19,16 @@ from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.spec.formats import FORMATS, FP32
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
 from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe
 from narrowgauge.spec.recipes import find_recipe, own_rules
 
 TEXT = 1 << 16
 """Largest length of a text of a backend in characters."""
 _DEPTH = 32
-_ARGUMENTS = {cls.__name__: cls for cls in (Quantized, GroupedQuantized, Cache, Plan, Layer, Hadamard, Delayed)}
+_ARGUMENTS = {
+    cls.__name__: cls for cls in (Quantized, BatchedQuantized, GroupedQuantized, Cache, Plan, Layer, Hadamard, Delayed)
+}
 _RESULTS = {Step.__name__: Step}
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in {**_ARGUMENTS, **_RESULTS}.items()}
 DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -73,8 +73,10 @@ def crop(case: Case, inputs: Inputs, windows: Mapping[str, Window]) -> tuple[Cas
     Each tensor is cropped along the axes that the case names for it (`harness.cases.axes`). M of a case with sections
     is cropped within each section. Seed and offset of random bits stay, and count the blocks of the part.
     """
-    kept = {name: torch.arange(*windows.get(name, (0, extent))) for name, extent in case.extents.items()}
+    kept = {name: torch.arange(*windows.get(name, (0, extent))) for name, extent in case.sizes.items()}
     changes: dict[str, Any] = {}
+    if "B" in windows:
+        changes["batch"] = len(kept["B"])
     if "G" in windows:
         sections = slice(*windows["G"])
         kept["G"] = torch.arange(sections.start, sections.stop)

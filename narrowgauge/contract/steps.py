@@ -298,17 +298,20 @@ def dequantize(x: Value, dtype: str = "float32") -> Value:
     return x.trace.add(DEQUANTIZE, (x,), x.axes, dtype)
 
 
-def decode(q: Value, dtype: str | None = None, *, scale: str | None = None) -> Value:
+def decode(q: Value, dtype: str | None = None, *, scale: str | None = None, zero: str | None = None) -> Value:
     """Element times the scale of its block, rounded once to `dtype`, or exact without one: (N, K).
 
     A scale that spans K, and the scale of a tensor, are no scales of blocks: `factor`. `scale`: dtype to which kernels
-    round the scale of a block first. An exact product goes into `gemm` alone.
+    round the scale of a block first. `zero`: "rounded" if kernels round the product of zero point and scale to `dtype`
+    before they subtract it. An exact product goes into `gemm` alone.
     """
     _check_quantized(q, "decode")
     for name in (dtype, scale):
         if name is not None and name not in DTYPES:
             q.trace.fail(f"c.decode rounds to one of {', '.join(DTYPES)}, not {name!r}")
-    options = {} if scale is None else {"scale": scale}
+    if zero not in (None, "rounded") or (zero and dtype is None):
+        q.trace.fail(f"zero of c.decode is 'rounded', to a dtype; these are {zero!r} and {dtype!r}")
+    options = {name: value for name, value in (("scale", scale), ("zero", zero)) if value is not None}
     return q.trace.add(DECODE, (q,), q.axes, dtype or EXACT, **options)
 
 

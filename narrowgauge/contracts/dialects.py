@@ -80,8 +80,13 @@ WEIGHT_ONLY: Mapping[str, Mapping[str, Any]] = {
     # humming-kernels 0.1.19: scales of blocks are rounded at load; one scale for a row of weights.
     "humming-weight-only": {"decode": "rounded-scale"},
     "humming-channel": {"epilogue": "sum-first"},
-    # vLLM 0.33.0, csrc/quantization/marlin/marlin_template.h: one group for a column; use_fp32_reduce=False.
-    "marlin-channel": {"epilogue": "sum-first"},
+    # conch-triton-kernels 1.3, mixed_precision_gemm, on Hopper.
+    "conch-mixed": {"accumulator": "fraction-25-16"},
+    # vLLM 0.33.0, csrc/quantization/marlin/marlin_template.h: biases; one group for a column; INT4 with zero points;
+    # use_fp32_reduce=False.
+    "marlin": {"bias_added": "rounded"},
+    "marlin-channel": {"epilogue": "sum-first", "bias_added": "rounded"},
+    "marlin-zero-points": {"decode": "zero-apart", "bias_added": "rounded"},
     "marlin-reduce": {"reduce": "output"},
 }
 

@@ -128,8 +128,9 @@ class Tensor:
 
 
 def tensors_of_codes(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
-    """The tensors of a quantized argument (rows, columns): `name.codes`, `name.scales`, and `name.amax` and
-    `name.tensor_scale` if the recipe has two levels of scales. A size such as K/16 is rounded up.
+    """The tensors of a quantized argument (rows, columns): `name.codes`, `name.scales`, `name.amax` and
+    `name.tensor_scale` if the recipe has two levels of scales, `name.zeros` if it has zero points. A size such as K/16
+    is rounded up.
     """
     rule, (rows, columns) = find_recipe(recipe), axes
     scales: Axes
@@ -142,6 +143,8 @@ def tensors_of_codes(name: str, axes: Axes, recipe: str) -> tuple[Tensor, ...]:
     if rule.scale is not FP32 and rule.tensor_scale != "none":
         of_tensor = (rows,) if rule.granularity == "row" else ("1",)
         parts |= {"amax": (of_tensor, "float32"), "tensor_scale": (of_tensor, "float32")}
+    if rule.zero_points:
+        parts["zeros"] = (scales, "uint8")
     return tuple(Tensor(f"{name}.{part}", "Codes", shape, dtype) for part, (shape, dtype) in parts.items())
 
 

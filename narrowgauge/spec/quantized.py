@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, TILES, ScaleLayout
@@ -96,6 +96,7 @@ class Quantized(_Stored):
     the layout 128x4.
     transposed: codes are stored as (K, M) and linear scales as (⌈K/block⌉, M), like the columnwise MX halves
     (`Recipe.columnwise`).
+    zeros: zero points, codes of the elements, uint8 of the shape of the scales; None for a recipe without them.
     """
 
     codes: torch.Tensor
@@ -106,6 +107,7 @@ class Quantized(_Stored):
     tensor_scale: torch.Tensor | None = None
     scale_layout: ScaleLayout = LINEAR
     transposed: bool = False
+    zeros: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -117,11 +119,12 @@ class Quantized(_Stored):
         tensor_scale: torch.Tensor | None = None,
         scale_layout: ScaleLayout | bool = LINEAR,
         transposed: bool = False,
+        zeros: torch.Tensor | None = None,
         *,
         swizzled: bool | None = None,
     ) -> None:
         self.codes, self.scales, self.amax, self.recipe, self.shape = codes, scales, amax, recipe, shape
-        self.tensor_scale, self.transposed = tensor_scale, transposed
+        self.tensor_scale, self.transposed, self.zeros = tensor_scale, transposed, zeros
         layout = scale_layout if swizzled is None else swizzled
         self.scale_layout = layout if isinstance(layout, str) else TILES if layout else LINEAR
 
@@ -135,6 +138,39 @@ class Quantized(_Stored):
         storage = [] if self.scale_layout == LINEAR else [f"scales {self.scale_layout}"]
         storage += ["transposed"] if self.transposed else []
         return f"Quantized({', '.join([str(self.recipe), _size(self.shape), str(self.codes.device), *storage])})"
+
+
+@dataclass(repr=False)
+class BatchedQuantized(_Stored):
+    """A batch of quantized matrices (B, M, K), each quantized by itself; `matrices()` returns a `Quantized` for each.
+
+    codes, scales, amax, tensor_scale, zeros: those of a `Quantized`, with a further axis B in front. So each matrix has
+    its own amax, and the padding of its own scales.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor | None
+    recipe: Recipe
+    shape: tuple[int, int, int]
+    tensor_scale: torch.Tensor | None = None
+    scale_layout: ScaleLayout = LINEAR
+    transposed: bool = False
+    zeros: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Recipe, shape and device, without the content of a tensor."""
+        return f"BatchedQuantized({self.recipe}, {_size(self.shape)}, {self.codes.device})"
+
+    def matrices(self) -> list[Quantized]:
+        """A `Quantized` for each matrix, as views of the same memory: nothing is copied."""
+        parts = {name: getattr(self, name) for name in (*PARTS, "zeros")}
+        given = {name: part for name, part in parts.items() if part is not None}
+        own: dict[str, Any] = {"scale_layout": self.scale_layout, "transposed": self.transposed, "amax": None}
+        return [
+            Quantized(recipe=self.recipe, shape=self.shape[1:], **own | {name: part[n] for name, part in given.items()})
+            for n in range(self.shape[0])
+        ]
 
 
 @dataclass(repr=False)
@@ -205,7 +241,7 @@ def joined_sections(sections: Sequence[Quantized], half: Half = Half.ROW) -> dic
     return joined
 
 
-def _size(shape: tuple[int, int]) -> str:
+def _size(shape: Sequence[int]) -> str:
     """`128x256`."""
     return "x".join(map(str, shape))
 

@@ -264,6 +264,16 @@ class Recipe:
         return self.block[1] == WHOLE
 
     @property
+    def integer(self) -> bool:
+        """Whether the elements are whole numbers, whose products tensor cores add as int32."""
+        return self.scale is FP32 and not self.element.exponent_bits
+
+    @property
+    def zero_points(self) -> bool:
+        """Whether each scale has a zero point: an element is (c − z)·s, of codes c and z without a sign."""
+        return not self.element.signed
+
+    @property
     def stored_rows(self) -> int:
         """Rows that share a stored scale: the rows of a block for float32 scales; else 1, with repeated scales."""
         return self.block[0] if self.scale is FP32 else 1
@@ -441,6 +451,8 @@ def mismatch(a: Recipe, b: Recipe) -> str:
         return f"element is {a.element.name} and {b.element.name}"
     if a.block[1] != b.block[1]:
         return f"block is {_block(a)} and {_block(b)}"
+    if a.integer or b.integer:
+        return f"element is {a.element.name} and {b.element.name}; whole numbers have a contract, scaled-gemm, alone"
     if a.scale is FP32 and a.element.negative_zero != b.element.negative_zero:
         return f"element is {a.element.name} and {b.element.name}; both or none of them has to be fnuz"
     if a.scale is FP32 and a.element.exponent_bits == b.element.exponent_bits == 5:

@@ -32,7 +32,9 @@ from narrowgauge.spec.formats import (
     E8M0,
     FP32,
     INT4,
+    INT8,
     UE5M3,
+    UINT4,
     Format,
 )
 from narrowgauge.spec.recipe import (
@@ -182,6 +184,21 @@ def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     return recipe, {}
 
 
+# ---- whole numbers with float32 scales -------------------------------------------------------------------------------
+
+
+def _integers(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
+    group = parts["group"] or parts["zeros"]
+    element = UINT4 if parts["zeros"] else INT8 if parts["bits"] == "8" else INT4
+    recipe = Recipe(
+        parts[0], DEFAULT_DIALECT, element=element, block=(1, int(group or WHOLE)), scale=FP32,
+        tensor_scale="none", tensor_limit="none", block_scale="amax/max", element_scale="x/s", scale_rounding="none",
+        zero_scale="zeros", nan_code=0, decode="s", alpha="1" if group else "s_a*s_b",
+        statistics="input" if group else "float32",  # libraries store the scales of groups in the dtype of the model
+    )  # fmt: skip
+    return recipe, {}
+
+
 def _eps_part(parts: re.Match[str]) -> str:
     eps = float(parts["eps"] or 0)
     return f"-eps{eps!r}" if eps else ""
@@ -261,6 +278,13 @@ _FAMILIES = (
         ),
     ),
 )  # fmt: skip
+_INTEGERS = _Family(
+    re.compile(r"int(?:(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))|4-g(?P<zeros>16|32|64|128|256)-zp)"),
+    _integers,
+    {DEFAULT_DIALECT: {}},
+    ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row"),
+)
+"""Operands of products. `recipe_names` leaves them out: no kernel of this package makes them."""
 _NAMES = tuple(name for family in _FAMILIES for name in family.names)
 
 
@@ -292,7 +316,9 @@ def find_recipe(name: str | Recipe) -> Recipe:
       (scales), -eps1e-06 and the like;
     - fp8-row or fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;
     - fp8-static, then -e4m3 or -e5m2;
-    - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk.
+    - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk;
+    - int8-row, int4-row, and int8-g128, int4-g128 with float32 scales of groups of 16, 32, 64, 128 or 256;
+      int4-g128-zp has a zero point for each scale.
 
     FP8 elements may also be -e4m3fnuz or -e5m2fnuz.
 
@@ -336,10 +362,11 @@ def _find(base: str, dialect: str) -> Recipe:
 
 def _family(base: str, dialect: str) -> tuple[_Family, re.Match[str]]:
     """The family of a name, and the parts of the name. Raises ValueError for an unknown name."""
-    match = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
+    match = next(((f, parts) for f in (*_FAMILIES, _INTEGERS) if (parts := f.parts.fullmatch(base))), None)
     if match is None:
         name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
-        raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES, 3)}; narrowgauge.recipes() lists all")
+        close = _nearest(base, (*_NAMES, *_INTEGERS.names), 3)
+        raise ValueError(f"no recipe is called {name!r}{close}; narrowgauge.recipes() lists those of quantize")
     return match
 
 

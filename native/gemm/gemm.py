@@ -32,7 +32,7 @@ from narrowgauge.native.gemm.paths import (
     path_of,
     slices_of,
 )
-from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
+from narrowgauge.native.runtime.arguments import blocks_for, check_tensor, supported
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
 from narrowgauge.spec.formats import E4M3, FP32
@@ -124,6 +124,7 @@ def gemm_grouped(
     """
     check_sections_of_product(a, b)
     (m, k), n = a.shape, b[0].shape[0]
+    supported(a.recipe)
     family = product_family(a.recipe, b[0].recipe)
     for number, matrix in enumerate(b):
         if matrix.recipe != b[0].recipe or matrix.shape != (n, k) or matrix.recipe.granularity == "row":

@@ -12,7 +12,7 @@ from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value,
 from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import WHOLE, Recipe
 from narrowgauge.spec.scale_layouts import LINEAR
 
 _HEADER = "gemm/parameters.cuh"
@@ -23,6 +23,9 @@ _GROUPED_ALPHA = KernelStruct(_HEADER, "GroupedAlpha")
 _LAYOUT = enumerators(_HEADER, "Layout")
 _DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _ALPHA_ORDERS = {"(a*b)/d": "DIVIDE", "(b*a)*(1/d)": "MULTIPLY"}
+
+_ROW = (1, WHOLE)
+"""Block of a recipe with a scale for each row."""
 
 Fields = dict[str, Value]
 
@@ -64,16 +67,16 @@ class Product(NamedTuple):
 
 
 def product_family(a: Recipe, b: Recipe) -> str:
-    """Family of the kernels for two recipes: nvfp4, mx, fp8_block or fp8_tensor.
+    """Family of the kernels for two recipes: nvfp4, mx, fp8_block, or fp8_tensor for scales of tensors and of rows.
 
     Raises ValueError if the recipes cannot be multiplied, NotImplementedError if the kernels lack a recipe.
     """
-    supported(a)
-    supported(b)
+    for recipe in (a, b):
+        supported(recipe, **({"block": (_ROW,)} if recipe.block == _ROW else {}))
     check_pair(a, b)
     if a.scale is E4M3:
         return "nvfp4"
-    return "mx" if a.scale is E8M0 else "fp8_tensor" if a.whole else "fp8_block"
+    return "mx" if a.scale is E8M0 else "fp8_tensor" if a.spans_k else "fp8_block"
 
 
 def kernel_source(family: str, kind: str = "gemm") -> str:
@@ -100,8 +103,8 @@ def product(
     (m, k), n = a.shape, b.shape[0]
     alpha = alpha_fields(a.recipe, b.recipe, family, (a_fields["scales"], b_fields["scales"]), (a_amax, b_amax))
     alpha |= {
-        "a_per_row": a_amax is not None and len(a_amax) != 1,
-        "b_per_row": b_amax is not None and len(b_amax) != 1,
+        f"{name}_per_row": q.recipe.block == _ROW or (amax is not None and len(amax) != 1)
+        for name, q, amax in (("a", a, a_amax), ("b", b, b_amax))
     }
     return Product(family, m, n, k, a_fields, b_fields, epilogue_fields((m, n), out_dtype, c, bias), alpha)
 
@@ -127,6 +130,7 @@ def layout_of(recipe: Recipe, q: Quantized | None = None) -> int:
     Scales of another layout are in the order of the matrix, even if its codes are transposed.
     """
     layout = _LAYOUT["SCALES_OF_128_ROWS"] if recipe.stored_rows == 128 else 0
+    layout |= _LAYOUT["SCALE_OF_ROW"] if recipe.block == _ROW else 0
     if q is not None and q.transposed:
         layout |= _LAYOUT["CODES_TRANSPOSED"] | (_LAYOUT["SCALES_TRANSPOSED"] if q.scale_layout == LINEAR else 0)
     return layout

@@ -7,8 +7,9 @@ FP8 codes, 4-bit codes and scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from narrowgauge.spec.formats import Format
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.uint8: torch.uint8}
 """Integers of the size of a number."""
+PartT = TypeVar("PartT", bound="Part")
 _MANY = 16
 """Codes of a format from which an element counts as undetermined, or a quarter of all codes. A float is undetermined if
 its interval is wider than this part of the largest magnitude of its row."""
@@ -121,6 +123,19 @@ class Part:
     """Judges elements with other ends (N,), by their numbers, int64."""
     place: Callable[[int, int], Mapping[str, int]] | None = None
     """Where an element (row, column) lies in the result of the kernel, by the names of its axes; None: there."""
+
+    @staticmethod
+    def joined(parts: Sequence[PartT]) -> PartT:
+        """The parts of equal results, rows below rows."""
+        first, *others = parts
+        if not others:
+            return first
+        names = ("actual", "lower", "upper", "wrong")
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        if all(part.lower is part.upper for part in parts):
+            tensors["upper"] = tensors["lower"]
+        determined, undetermined = (sum(getattr(p, n) for p in parts) for n in ("determined", "undetermined"))
+        return replace(first, **tensors, determined=determined, undetermined=undetermined, again=None)
 
 
 def judge_range(

@@ -16,6 +16,7 @@ from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -219,6 +220,17 @@ def _unsigned(q: Quantized) -> Quantized:
     return replace(q, codes=q.codes & (0x77 if q.recipe.element.bits == 4 else 0x7F))
 
 
+def _zeros(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantized], Quantized]:
+    """A quantization with other zero points, which may be negative."""
+    return lambda q: q if q.zeros is None else replace(q, zeros=change(q.zeros.to(torch.int16)))
+
+
+def _without_sign(q: Quantized) -> Quantized:
+    """INT4 codes as numbers from 0 to 15."""
+    recipe = find_recipe(f"{q.recipe.name}-zp")
+    return replace(q, recipe=recipe, zeros=torch.zeros_like(q.scales, dtype=torch.uint8))
+
+
 CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "nibbles": ("the two codes of a byte are exchanged in {}", _nibbles),
     "unsigned": ("the signs of the codes are lost in {}", _unsigned),
@@ -234,6 +246,12 @@ CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "scales-one": ("the scales of {} are left out", _scales(_one)),
     "scales-inverse": ("the scales of {} are inverted", _scales(_inverse)),
     "scales-lost": ("the subnormal scales of {} become 0", _scales(_least)),
+    "zeros-left-out": ("the zero points of {} are left out", _zeros(lambda z: 0 * z)),
+    "zeros-eight": ("the zero points of {} are 8", _zeros(lambda z: 0 * z + 8)),
+    "zeros-less-one": ("the zero points of {} are less by 1", _zeros(lambda z: z - 1)),
+    "zeros-more-one": ("the zero points of {} are more by 1", _zeros(lambda z: z + 1)),
+    "zeros-next-row": ("the zero points of {} are those of the next row", _zeros(lambda z: z.roll(-1, 0))),
+    "extended": ("the codes of {} are read from 0 to 15, without a sign", _without_sign),
     "codes-next-row": ("the codes of {} are those of the next row", lambda q: replace(q, codes=q.codes.roll(-1, 0))),
 }  # fmt: skip
 """Wrong readings of a quantized argument, with a sentence."""

@@ -632,12 +632,10 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
 def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:
     """The quantized argument `name` of its tensors: (rows, columns)."""
     sizes = {axis: size for a in program.arguments for axis, size in zip(a.axes, tensors[a.name].shape, strict=True)}
-    parts = {part: tensors.get(f"{name}.{part}") for part in PARTS}
+    parts: dict[str, Any] = {part: tensors.get(f"{name}.{part}") for part in (*PARTS, "zeros")}
     rows, columns = next(s.axes for s in program.steps if s.function == CODES and s.options["name"] == name)
-    assert parts["codes"] is not None
-    assert parts["scales"] is not None
     shape = sizes[rows], sizes[columns]
-    return Quantized(parts["codes"], parts["scales"], parts["amax"], find_recipe(recipe), shape, parts["tensor_scale"])
+    return Quantized(**parts, recipe=find_recipe(recipe), shape=shape)
 
 
 def parts_of(program: Program, quantized: Mapping[str, Quantized]) -> dict[str, torch.Tensor]:
@@ -650,21 +648,22 @@ def parts_of(program: Program, quantized: Mapping[str, Quantized]) -> dict[str, 
     for name, q in quantized.items():
         if name not in recipes or q.recipe != find_recipe(recipes[name]):
             raise ValueError(f"{name} is quantized by {q.recipe}; {program.name} takes {recipes.get(name, 'a tensor')}")
-        parts = {"codes": rowwise_codes(q), "scales": linear_scales(q), "amax": q.amax}
+        parts = {"codes": rowwise_codes(q), "scales": linear_scales(q), "amax": q.amax, "zeros": q.zeros}
         if q.amax is not None:
             parts["tensor_scale"] = used_tensor_scale(q)
         for argument in program.arguments:
             if argument.of_codes == name:
                 part = parts[argument.name.removeprefix(f"{name}.")]
+                if part is None and argument.name.endswith(".zeros"):
+                    raise ValueError(f"{name}.zeros is None; {q.recipe} has a zero point for each scale: set zeros")
                 found[argument.name] = q.required_amax if part is None else part
     return found
 
 
 def _decoded(evaluation: Evaluation, step: Step) -> Interval:
-    scale = step.options.get("scale")
-    return products.decoded(
-        evaluation.values[step.operands[0]], DTYPES.get(step.dtype), None if scale is None else DTYPES[scale]
-    )
+    scale, apart = step.options.get("scale"), step.options.get("zero") == "rounded"
+    q = evaluation.values[step.operands[0]]
+    return products.decoded(q, DTYPES.get(step.dtype), None if scale is None else DTYPES[scale], apart=apart)
 
 
 def _factor(evaluation: Evaluation, step: Step) -> Interval:
@@ -679,12 +678,12 @@ def _product(evaluation: Evaluation, step: Step) -> Interval:
     steps = [evaluation.program.steps[number] for number in step.operands]
     exact = [_codes_of(evaluation, of) for of in steps]
     operands = [products.factors(x, of.dtype, q) for x, of, q in zip(values, steps, exact, strict=True)]
-    narrow = all(q is not None and q.recipe.element.bits <= 8 for q in exact)
+    fewest = products.fewest_bits(exact)
     if any(q is not None and promotes(q.recipe) for q in exact):
         pairs = [x if q is None else q for x, q in zip(values, exact, strict=True)]
-        return products.promoted((pairs[0], pairs[1]), (operands[0], operands[1]), narrow=narrow, **step.options)
+        return products.promoted((pairs[0], pairs[1]), (operands[0], operands[1]), fewest=fewest, **step.options)
     pair = (values[0], values[1]), (operands[0], operands[1])
-    return products.product_of_numbers(*pair, step.options["order"], narrow=narrow)
+    return products.product_of_numbers(*pair, step.options["order"], fewest=fewest)
 
 
 def _codes_of(evaluation: Evaluation, step: Step) -> Quantized | None:

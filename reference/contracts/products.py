@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -91,17 +92,24 @@ def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
     return Interval(low, high, limits.undetermined | nan)
 
 
-NARROW, WIDE = (13, 32), (24, 8)
-"""Fraction bits and products of a step of the tensor cores that keep the fewest bits: of 8-bit elements on Ada and
-Hopper, and of 16-bit numbers on Ampere and Ada (docs/tolerance.md#declared-order). Others keep more."""
+Fewest = tuple[int, int] | None
+"""Fraction bits and products of a step of the tensor cores that keep the fewest bits; None: int32 sums."""
+NARROW = (13, 32)
+"""Of 8-bit elements: Ada and Hopper (docs/tolerance.md#declared-order). Others keep more."""
+WIDE = (24, 8)
+"""Of 16-bit numbers: Ampere and Ada."""
+_INT32_MAX = 2.0**31 - 1
 _FACTOR_ROUNDINGS = 4
 """Roundings of a factor made of an amax, as fl(fl(amax·fl(1/6))·fl(1/448)), or 1/fl(d/amax), and of its constants."""
 
 
-def decoded(q: Quantized, dtype: torch.dtype | None, scale: torch.dtype | None = None) -> Interval:
+def decoded(
+    q: Quantized, dtype: torch.dtype | None, scale: torch.dtype | None = None, *, apart: bool = False
+) -> Interval:
     """Element times the scale of its block (N, K), rounded once to `dtype`; None: exact.
 
-    A scale that spans K is left out. `scale`: dtype to which the scales of blocks are rounded first.
+    A scale that spans K is left out. `scale`: dtype to which the scales of blocks are rounded first. `apart`: the
+    product of zero point and scale is rounded to `dtype` before it is subtracted.
     """
     if q.recipe.spans_k:
         exact = element_values(q)
@@ -109,7 +117,13 @@ def decoded(q: Quantized, dtype: torch.dtype | None, scale: torch.dtype | None =
         scales = scale_values(q)
         if scale is not None:
             scales = nearest(scales, scale).double()
-        exact = multiply_blocks(element_values(q), scales, q.recipe.block[1])
+        width, zeros = q.recipe.block[1], q.zeros
+        if apart and dtype is not None and zeros is not None:
+            exact = multiply_blocks(element_values(replace(q, zeros=torch.zeros_like(zeros))), scales, width)
+            shift = nearest(scales * zeros, dtype).double()
+            exact -= shift.repeat_interleave(width, 1)[:, : q.shape[1]]
+        else:
+            exact = multiply_blocks(element_values(q), scales, width)
     found = exact if dtype is None else nearest(exact, dtype).double()
     return Interval(found, found, bits=24)
 
@@ -149,12 +163,30 @@ def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
     return Factors(finite, power_of_two(finite).clamp_(min=least).mul_(finite != 0))
 
 
+def fewest_bits(codes: Sequence[Quantized | None]) -> Fewest:
+    """The tensor cores with the fewest bits for two operands: quantizations whose elements are multiplied, or None of
+    16-bit numbers."""
+    elements = [q.recipe for q in codes if q is not None]
+    if len(elements) < len(codes) or any(recipe.element.bits > 8 for recipe in elements):
+        return WIDE
+    return None if all(recipe.integer for recipe in elements) else NARROW
+
+
+def _int32_sums(left: Factors, right: Factors, total: torch.Tensor) -> Interval:
+    """Exact sums, converted to float32 or not. A sum that may exceed int32 is free."""
+    rounded = total.float().double()
+    low, high = torch.minimum(total, rounded), torch.maximum(total, rounded)
+    overflow = left.values.abs() @ right.values.abs().T > _INT32_MAX
+    low, high = low.masked_fill(overflow, -torch.inf), high.masked_fill(overflow, torch.inf)
+    return Interval(low, high, overflow)
+
+
 def product_of_numbers(
-    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], order: str | None, *, narrow: bool
+    numbers: tuple[Interval, Interval], operands: tuple[Factors, Factors], order: str | None, *, fewest: Fewest
 ) -> Interval:
     """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
 
-    `narrow`: whether the operands are 8-bit elements, for sums of no declared order.
+    `fewest`: `fewest_bits` of the operands, for sums of no declared order.
     Source: docs/tolerance.md#products-of-known-numbers.
     """
     total = numbers[0].low @ numbers[1].low.T
@@ -162,8 +194,10 @@ def product_of_numbers(
     if (model := declared.aligned) is not None:
         sums = fast_tensor_core_sum(*operands, model, total, split=SplitK.of(declared, torch.float32))
         return exactly(sums.float())
+    if order is None and fewest is None:
+        return _int32_sums(*operands, total)
     if order is None or declared.fraction is not None:
-        model_ = declared.fraction or (NARROW if narrow else WIDE)
+        model_ = declared.fraction or fewest or WIDE
         error, known, overflow = factor_bounds(*operands, total, *model_, joined=order is None)
     else:
         error, known, overflow = _in_order(operands, total, declared)
@@ -198,7 +232,7 @@ def _in_order(
 
 
 def promoted(
-    pair: tuple[Interval | Quantized, Interval | Quantized], operands: tuple[Factors, Factors], *, narrow: bool,
+    pair: tuple[Interval | Quantized, Interval | Quantized], operands: tuple[Factors, Factors], *, fewest: Fewest,
     order: str | None, promotion: str | None = None,
 ) -> Interval:  # fmt: skip
     """The numbers (M, N) of y, to which the sum P of each block is added with the float32 scales of the block.
@@ -218,7 +252,7 @@ def promoted(
         some = slice(start, min(start + width, columns))
         left, right = (operand.columns(some) for operand in operands)
         values = _columns(numbers[0], some), _columns(numbers[1], some)
-        part = product_of_numbers(values, (left, right), order, narrow=narrow)
+        part = product_of_numbers(values, (left, right), order, fewest=fewest)
         s_a, s_b = (
             torch.ones(()) if s is None else s[:, number].view((-1, 1) if side == 0 else (1, -1))
             for side, s in enumerate(scales)

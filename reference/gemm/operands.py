@@ -6,6 +6,7 @@ import torch
 
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
+from narrowgauge.reference.quantize.zero_points import without_zeros
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -24,7 +25,8 @@ def operand(q: Quantized) -> torch.Tensor:
 
 def element_values(q: Quantized) -> torch.Tensor:
     """The elements without scales: float64 (M, K), contiguous."""
-    return decode_stored(rowwise_codes(q), q.recipe.element, q.shape[1], torch.float64).contiguous()
+    values = decode_stored(rowwise_codes(q), q.recipe.element, q.shape[1], torch.float64)
+    return without_zeros(values, q).contiguous()
 
 
 def scale_values(q: Quantized) -> torch.Tensor:

@@ -18,8 +18,9 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
 
     Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
     gives the canonical NaN, or the largest positive value if the format has no NaN. Not saturating: overflow and
-    infinity give infinity, or NaN if the format has no infinity. E8M0 and UE5M3 are unsigned: zero gives the smallest
-    code, a negative number NaN. −0.0 and negative numbers that round to zero keep the sign, if the format has −0.
+    infinity give infinity, or NaN if the format has no infinity. E8M0, UE5M3 and UINT4 are unsigned: zero
+    gives the smallest code, a negative number NaN, or 0 without NaN. −0.0 and negative numbers that round to zero keep
+    the sign, if the format has −0.
     Source: docs/numerics.md#formats.
 
     Raises TypeError for a wrong dtype, ValueError for `saturate=False` and a format with neither infinity nor NaN.

@@ -8,6 +8,7 @@ from narrowgauge.reference.numbers.decode import decode_stored
 from narrowgauge.reference.numbers.slabs import slabs
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import decode_factors, over_elements, per_row
+from narrowgauge.reference.quantize.zero_points import without_zeros
 from narrowgauge.spec.arguments import check_out_dtype
 from narrowgauge.spec.quantized import Quantized
 
@@ -28,6 +29,6 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
         return out
     codes = rowwise_codes(q)
     for part in slabs(out):
-        values = decode_stored(codes[part], q.recipe.element, columns)
+        values = without_zeros(decode_stored(codes[part], q.recipe.element, columns), q, part)
         out[part] = over_elements(values, factors[part], q.recipe, torch.mul)
     return out

@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge.reference.quantize.layout import pack, unpack, with_layout
 from narrowgauge.reference.quantize.steps import quantize_matrix
+from narrowgauge.reference.quantize.zero_points import quantize_with_zeros
 from narrowgauge.spec.arguments import (
     Random,
     as_matrix,
@@ -75,6 +76,8 @@ def _quantize(
     check_scale(scale, 1, recipe)
     check_rotated(x, shape[1], recipe)
     check_amax(amax, amax_shape(shape, recipe), recipe)
+    if recipe.zero_points:
+        return quantize_with_zeros(x, recipe)
     return quantize_matrix(x.contiguous(), recipe, amax=amax, scale=scale, random=random, first=first)
 
 

@@ -17,7 +17,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ML_DTYPES = {
     "E2M1": "float4_e2m1fn", "E2M3": "float6_e2m3fn", "E3M2": "float6_e3m2fn", "E4M3": "float8_e4m3fn",
     "E5M2": "float8_e5m2", "E4M3FNUZ": "float8_e4m3fnuz", "E5M2FNUZ": "float8_e5m2fnuz", "E8M0": "float8_e8m0fnu",
-    "INT4": "int4",
+    "INT4": "int4", "UINT4": "uint4",
 }  # fmt: skip
 EXACT = {
     "INT8": [*range(128), *range(-128, 0)],

@@ -41,6 +41,7 @@ ML_DTYPES = {
     "E8M0": ml_dtypes.float8_e8m0fnu,
     "INT4": ml_dtypes.int4,
     "INT8": np.int8,
+    "UINT4": ml_dtypes.uint4,
 }
 OF_ML_DTYPES = [fmt for fmt in ALL if fmt.name in ML_DTYPES]
 """ml_dtypes 0.6 has neither UE5M3 nor E0M3."""
@@ -262,7 +263,7 @@ def test_all_sixteen_leading_bits_round_to_the_nearest_code(fmt: Format) -> None
         else:
             expected[negative & ((expected > 0) | fmt.negative_zero)] += fmt.sign_code
     else:
-        expected[negative & (magnitude > 0)] = fmt.nan_code
+        expected[negative & (magnitude > 0)] = fmt.nan_code or 0
     nan = np.isnan(magnitude)
     expected[nan] = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     np.testing.assert_array_equal(encode(x, fmt).numpy(), expected)

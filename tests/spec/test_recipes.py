@@ -157,7 +157,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -
     assert unknown in message
     assert nearest in message
     assert ("did you mean" in message) == nearest.startswith("'")
-    assert ("narrowgauge.recipes() lists all" in message) == unknown.startswith("no recipe")
+    assert ("narrowgauge.recipes() lists those of quantize" in message) == unknown.startswith("no recipe")
     assert len(message) < 330
 
 

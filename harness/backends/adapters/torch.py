@@ -1,5 +1,6 @@
-"""torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row, and on a GPU
-`torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128; norms and gated activations, eager and compiled."""
+"""torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row, `torch._int_mm` of
+INT8, on a GPU `torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128; norms and gated activations, eager and
+compiled."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.harness.backends.adapters.common import base_name
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import BatchedQuantized, Quantized
 
 TESTED_VERSION = "2.13.0 on a CPU, 2.11 on an H200"
 _RECIPES = ("fp8-current-e4m3", "fp8-row-e4m3")
 _BLOCKS = {"fp8-block-1x128-e4m3-fp32": "BlockWise1x128", "fp8-block-128x128-e4m3-fp32": "BlockWise128x128"}
 """Recipes of a GPU, and their `ScalingType`."""
+_INT8, _FEW_INT8 = "int8-row", 16
+"""Recipe of `torch._int_mm`, and rows of a that it refuses on a GPU."""
 _WHOLE_K = 1024
 """K up to which no product of blocks had slices of K, on an H200."""
 
@@ -28,7 +31,7 @@ _EAGER = {"rounded": "both"}
 class Backend:
     """On a CPU torch decodes both operands to float32 first. On a GPU the order is that of cuBLAS or CUTLASS."""
 
-    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_BLOCKS), "te")
+    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_BLOCKS, _INT8), "te")
     constraints: ClassVar = {"K": 16, "N": 16, "out": ["bf16", "fp32"], "layout": ["tn"]}
 
     def __init__(self, variant: str = "") -> None:
@@ -44,6 +47,24 @@ class Backend:
             del self.declares["operands"]
             self.declares["gemm"] = "probe-13"
             self.gemm_order = _order_on_gpu
+
+    def scaled_gemm(
+        self, a: Quantized | BatchedQuantized, b: Quantized | BatchedQuantized, *, out_dtype: str = "bfloat16"
+    ) -> torch.Tensor:
+        """`gemm`, and products of INT8 with a scale for each row: R((acc·s_a)·s_b) of the int32 sums. The products of a
+        batch are calls of their own. Raises NotImplementedError as `gemm` does, and for shapes of INT8."""
+        if isinstance(a, BatchedQuantized) and isinstance(b, BatchedQuantized):
+            pairs = zip(a.matrices(), b.matrices(), strict=True)
+            return torch.stack([self.scaled_gemm(*pair, out_dtype=out_dtype) for pair in pairs])
+        assert isinstance(a, Quantized)
+        assert isinstance(b, Quantized)
+        dtype = getattr(torch, out_dtype)
+        if str(a.recipe) != _INT8:
+            return self.gemm(a, b, out_dtype=dtype)
+        if str(b.recipe) != _INT8 or a.transposed or b.transposed or (a.codes.is_cuda and a.shape[0] <= _FEW_INT8):
+            raise NotImplementedError(f"torch._int_mm takes INT8 rows of K, on a GPU more than {_FEW_INT8}; a is {a}")
+        sums = torch._int_mm(a.codes.view(torch.int8), b.codes.view(torch.int8).T)
+        return (sums.float() * a.scales * b.scales.T).to(dtype)
 
     def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
         """`torch.nn.functional.rms_norm` of the rows of `x` (M, K)."""

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
-from narrowgauge.harness.cases.case import Case, view_problem
+from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
 from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
 from narrowgauge.harness.cases.keys import (
@@ -23,11 +23,12 @@ from narrowgauge.harness.cases.keys import (
     RecipeName,
     Shape,
     View,
+    count,
     dims,
     keys_of,
     shown,
 )
-from narrowgauge.spec.formats import E4M3
+from narrowgauge.spec.formats import E4M3, FP32, INT8
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
 from narrowgauge.spec.program import (
     CODES,
@@ -41,6 +42,7 @@ from narrowgauge.spec.program import (
     Program,
 )
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _OPTION = "option_"
@@ -49,6 +51,8 @@ _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
 """Inputs that show a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
 """The family whose products of matrices overflow."""
+_STORED = ("stored", "batch", "scales")
+"""Keys of the cases of a contract that takes quantized matrices."""
 _FEW = ("ladder", "position", "one-hot", "geometric")
 """Families of the usual cases of further shapes, beside `normal`."""
 _CACHES = tuple(
@@ -162,6 +166,10 @@ class ContractCase(Case):
         """The recipes in the order of the parameters."""
         return tuple(getattr(self, field) for _, field in _recipe_fields(self.declared))
 
+    def recipe_of(self, argument: str) -> Recipe:
+        """The recipe of a quantized argument."""
+        return find_recipe(dict(zip(self.declared.recipes, self.recipe_names, strict=True))[f"{argument}_recipe"])
+
     def recipe_of_stage(self, prefix: str) -> Recipe:
         """The recipe of the quantization with this name."""
         number = self.program.outputs.get(prefix or "quantized")
@@ -194,6 +202,12 @@ class ContractCase(Case):
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
         }
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        """Axes of a result: those of the only one, or of the one that the prefix names."""
+        outputs = self.program.outputs
+        number = next(iter(outputs.values())) if len(outputs) == 1 else outputs.get(prefix)
+        return super().axes_of_stage(prefix) if number is None else self.program.steps[number].axes
 
     @property
     def _units(self) -> dict[str, int]:
@@ -331,7 +345,9 @@ class ContractCase(Case):
                     wanted.append((main, few[-1], {"view": view}, True))
                 # The sum of such products overflows or not by its order, so nothing would be judged.
                 product = families is None and cls._has_product(recipe, dtype)
-                wanted = [case for case in wanted if not product or case[1] != _OVERFLOWS]
+                whole = recipe is not None and find_recipe(recipe).element is INT8
+                left_out = (_OVERFLOWS, *(() if whole else ("integer-edge",))) if product else ()
+                wanted = [case for case in wanted if case[1] not in left_out]
                 for shape, family, more, optional in wanted:
                     if wrong := known["shape"].check(list(shape)) or known["inputs"].check(family):
                         raise ValueError(wrong)
@@ -380,6 +396,63 @@ class ContractCase(Case):
         if "dtype" in names:
             given["dtype"] = dtype
         return cls(**(given | dict(fields)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCase(ContractCase):
+    """A contract that takes quantized matrices: how they are stored, and how many products a call has."""
+
+    stored: Annotated[Literal["nt", "nn", "tn", "tt"], Flag.CHANGED] = "nt"
+    """Storage of the first matrix, n: (M, K), t: (K, M); and of the others, t: (N, K), n: (K, N)."""
+    batch: Annotated[int, count("products of a batch", 1 << 16), Flag.NAMED] = 0
+    """Number of products of tensors with a further axis in front, each with its own scales; 0: one of matrices."""
+    scales: Annotated[ScaleLayout, Flag.CHANGED] = LINEAR
+    """Layout of the block scales of every operand whose scales have one byte."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by name, and B of a batch."""
+        return {**super().sizes, **({"B": self.batch} if self.batch else {})}
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """Axes of the tensors of every operand."""
+        return {name: ("B", *axes) if self.batch else axes for name, axes in super().tensors.items()}
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """Axes of the matrices, and the products of a batch."""
+        return {**super().axes, **({"B": Axis(self.batch)} if self.batch else {})}
+
+    def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
+        """Axes of the result. A row of a batch is a row of all its results."""
+        axes = super().axes_of_stage(prefix)
+        return ("B*" + axes[0], *axes[1:]) if self.batch else axes
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether an operand is stored as its transpose."""
+        matrices = [other for other, (_, axes, _) in self.declared.tensors.items() if len(axes) == 2]
+        return name in matrices and ("t" if name == matrices[0] else "n") == self.stored[name != matrices[0]]
+
+    def layout_of(self, recipe: Recipe) -> ScaleLayout:
+        """The layout of the scales of an operand."""
+        return LINEAR if recipe.scale is FP32 else self.scales
+
+    def problem(self) -> str | None:
+        """Why the matrices cannot be stored so."""
+        bytes_ = []
+        for name in self.declared.quantized:
+            recipe = self.recipe_of(name)
+            if self.is_transposed(name) and recipe.element.bits < 8:
+                return f"stored is {self.stored!r}, but two elements of a row of {recipe} share a byte; leave it out"
+            if recipe.scale is not FP32:
+                rows, columns = (size_of(axis, self.sizes) for axis in self.declared.tensors[name][1])
+                bytes_.append(name)
+                if wrong := scales_problem(self.scales, self.scales, recipe, (rows, columns)):
+                    return wrong
+        if self.scales != LINEAR and not bytes_:
+            return f"scales is {self.scales!r}, a layout of bytes; {', '.join(self.recipe_names)} has float32 scales"
+        return super().problem()
 
 
 def recipes_of(
@@ -452,6 +525,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
         flag = Flag.CHANGED if isinstance(default, bool) else Flag.NAMED
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
     taken = {*(_RESERVED if free else set(_RESERVED) - {"dtype"}), HIDDEN, *(f"{name}_dtype" for name in free[1:])}
+    taken |= {*_STORED} if declared.quantized else set()
     for name in [*declared.options, *list(declared.recipes)[1:]]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
@@ -464,5 +538,6 @@ def case_class(declared: Declared) -> type[ContractCase]:
     }  # fmt: skip
     name = "".join(part.capitalize() for part in declared.name.split("-")) + "Case"
     return dataclasses.make_dataclass(
-        name, fields, bases=(ContractCase,), namespace=namespace, frozen=True, kw_only=True
-    )
+        name, fields, bases=(ProductCase if declared.quantized else ContractCase,), namespace=namespace, frozen=True,
+        kw_only=True,
+    )  # fmt: skip

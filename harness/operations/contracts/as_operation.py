@@ -14,21 +14,27 @@ from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs, Maker, laid_out
+from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.harness.operations.contracts.judge import UndeterminedError, accepted_table, judge_contract
+from narrowgauge.harness.operations.contracts.judge import UndeterminedError, accepted_table, judge_batch
 from narrowgauge.harness.operations.contracts.results import (
     has_rows,
     named_results,
     result_tensors,
     stored_results,
 )
+from narrowgauge.harness.operations.contracts.stored_operands import (
+    batch_of,
+    products_of,
+    stored_inputs,
+    stored_operand,
+)
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.harness.operations.stages.rows import prefill_stage, rows_stage
-from narrowgauge.reference.contracts.evaluate import Shown, quantized_argument
+from narrowgauge.reference.contracts.evaluate import Shown
 from narrowgauge.reference.contracts.layout.pages import written_slots
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, Cache
 from narrowgauge.spec.program import WRITTEN, ContractError
@@ -42,21 +48,28 @@ def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:
     case = make.case
-    return Inputs(contract_inputs(case.program, case.sizes, case.inputs, make.draw("contract")))
+    count = batch_of(case)
+    if not count:
+        return Inputs(contract_inputs(case.program, case.sizes, case.inputs, make.draw("contract")))
+    draws = [make.draw(f"contract {number}") for number in range(count)]
+    parts = [contract_inputs(case.program, case.sizes, case.inputs, draw) for draw in draws]
+    return Inputs({name: torch.stack([part[name] for part in parts]) for name in parts[0]})
 
 
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
     fields = case.declared_fields(backend.declares)
     shown, outcome = called(case, inputs, backend)
-    if case.declared.rows and has_rows(case.program) and len(next(iter(inputs.tensors.values()))) > 1:
-        outcome.stages.append(_rows(case, inputs, backend, shown))
+    by_rows = case.declared.rows and has_rows(case.program) and not batch_of(case)
+    if by_rows and len(next(iter(inputs.tensors.values()))) > 1:
+        outcome.stages.append(_rows(case, inputs, backend, shown[0]))
     program, others = case.declared_program(fields), list(_other_fields(case, fields))
     try:
-        outcome = judge_contract(program, inputs.tensors, shown, outcome, others)
+        calls = zip(products_of(case, inputs.tensors), shown, strict=True)
+        outcome = judge_batch(program, list(calls), outcome, others)
         stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
         if stores and all(stage.passed for stage in outcome.stages):
-            outcome.stages.append(_prefill(case, inputs, backend, shown))
+            outcome.stages.append(_prefill(case, inputs, backend, shown[0]))
         return outcome
     except UndeterminedError as error:
         if any(stage.mismatches for stage in outcome.stages):
@@ -107,30 +120,35 @@ def _prefill(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown)
     return prefill_stage(backend, before, others, first, written, run)
 
 
-def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Shown, Outcome]:
-    """The results of the method with the name of the contract, and the stages of its repeated and guarded calls.
+def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[Shown], Outcome]:
+    """The results of the method with the name of the contract, of each product of a batch, and the stages of its
+    repeated and guarded calls.
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
-    bytes_ = {argument.name for argument in case.program.arguments if argument.of_codes or argument.of_cache}
-    given = {n: tensor if n in bytes_ else laid_out(tensor, case.view) for n, tensor in inputs.tensors.items()}
+    given = stored_inputs(case, inputs.tensors)
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
     dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
     with _form_of(case):
-        shown = named_results(case.program, inputs.tensors, dense_outputs)
+        shown: list[Shown] = [
+            named_results(case.program, tensors, part)
+            for tensors, part in zip(
+                products_of(case, inputs.tensors), products_of(case, dense_outputs), strict=True
+            )
+        ]  # fmt: skip
     return shown, Outcome(protection, outputs, seconds=seconds)
 
 
 def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     """The tensors that the method gives for these tensors."""
-    recipes = dict(zip(case.declared.recipes, case.recipe_names, strict=True))
-    known = {**given, **{name: find_recipe(recipe) for name, recipe in recipes.items()}}
+    recipes = dict(zip(case.declared.recipes, map(find_recipe, case.recipe_names), strict=True))
+    known: dict[str, Any] = {**given, **recipes}
     for argument in case.program.arguments:
         if "*" in argument.axes[0]:
             rows = tuple(size_of(part, case.sizes) for part in argument.axes[0].split("*"))
             known[argument.name] = torch.unflatten(given[argument.name], 0, rows)
     for name in case.declared.quantized:
-        known[name] = quantized_argument(case.program, given, name, recipes[f"{name}_recipe"])
+        known[name] = stored_operand(case, given, name)
     for name in case.declared.caches:
         known[name] = _cache(case, name, given)
     by_name = case.declared.by_name

@@ -34,6 +34,7 @@ from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.program import CODES
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 
 Tensor = torch.Tensor
 
@@ -164,14 +165,16 @@ BENCH = OperationBench(
 
 # Products.
 
-_PRODUCT_RECIPES = ("nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-current")
+_PRODUCT_RECIPES = ("nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-current", "int4-g128")
 """Of the second matrix."""
 
 
 def _prepare_product(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     m, k, n = task.shape
     a, w = inputs.new_matrix((m, k)), inputs.new_matrix((n, k))
-    b = native.quantize(w, task.recipe)
+    integer = find_recipe(task.recipe).integer  # no native kernel quantizes to whole numbers, or decodes them to memory
+    b = (reference if integer else native).quantize(w, task.recipe)
+    decode = (reference if integer else native).dequantize
     weights = [replace(b, codes=codes, scales=scales) for codes, scales in inputs.copies(b.codes, b.scales)]
     return PreparedTask(
         native=[partial(native.weight_only_gemm, a, copied) for copied in weights],
@@ -179,7 +182,7 @@ def _prepare_product(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
         judge=partial(_judge_product, a, b),
         ceilings={
             MATMUL: [partial(_matmul, x, y) for x, y in inputs.copies(a, w)],
-            DEQUANTIZED: [partial(_dequantize_and_multiply, a, copied) for copied in weights],
+            DEQUANTIZED: [partial(_dequantize_and_multiply, decode, a, copied) for copied in weights],
         },
         read=nbytes((a, b)), elements=m * n, flop=2 * m * n * k,
     )  # fmt: skip
@@ -189,8 +192,8 @@ def _matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return a @ w.T
 
 
-def _dequantize_and_multiply(a: torch.Tensor, b: Quantized) -> torch.Tensor:
-    return a @ native.dequantize(b, a.dtype).T
+def _dequantize_and_multiply(decode: Callable[..., torch.Tensor], a: torch.Tensor, b: Quantized) -> torch.Tensor:
+    return a @ decode(b, a.dtype).T
 
 
 def _judge_product(a: torch.Tensor, b: Quantized, y: Any) -> Verdict:
@@ -200,7 +203,8 @@ def _judge_product(a: torch.Tensor, b: Quantized, y: Any) -> Verdict:
     scales = b.scales if b.recipe.whole else b.scales[columns]
     part = replace(b, codes=b.codes[columns], scales=scales, shape=(len(columns), b.shape[1]))
     dtype = str(a.dtype).removeprefix("torch.")
-    program = weight_only_gemm.trace({"a": dtype, "b": CODES}, {"b_recipe": b.recipe.name}, {})
+    fields = native.declares[weight_only_gemm.name]
+    program = weight_only_gemm.trace({"a": dtype, "b": CODES}, {"b_recipe": b.recipe.name}, fields)
     tensors = {"a": a[rows], **parts_of(program, {"b": part})}
     verdict = Verdict(rule=CONTRACT)
     for stage in judge_contract(program, tensors, {"output": y[rows][:, columns]}).stages:

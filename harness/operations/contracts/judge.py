@@ -20,11 +20,14 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import code_view
 from narrowgauge.harness.operations.stages.table import Place, Table, neighbours, place_in
 from narrowgauge.reference.contracts.accepted import Part, order_of
+from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.products import NARROW
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
-from narrowgauge.spec.program import FLUSHED, GEMM, SUBNORMALS, Program
+from narrowgauge.spec.program import DECODE, FLUSHED, GEMM, SUBNORMALS, Program
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 
@@ -37,23 +40,33 @@ FREE = 0.01
 """Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
 
 
-def judge_contract(
+def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
+    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+
+    Raises ValueError and UndeterminedError as `judge_batch` does.
+    """
+    return judge_batch(program, [(tensors, shown)])
+
+
+def judge_batch(
     program: Program,
-    tensors: Mapping[str, torch.Tensor],
-    shown: Shown,
+    calls: Sequence[tuple[Mapping[str, torch.Tensor], Shown]],
     outcome: Outcome | None = None,
     others: Sequence[Change] = (),
 ) -> Outcome:
-    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+    """Judge arguments and results of each product of a batch, or of a single call, together.
 
-    `outcome`: gets the stages; None: a new one. `others`: causes beside the changes of the steps, to which flushed
-    subnormals are added.
+    Causes are those of the first call with a wrong result. `outcome`: gets the stages; None: a new one. `others`:
+    causes beside the changes of the steps, to which flushed subnormals are added.
     Raises ValueError for tensors that do not fit the contract, and UndeterminedError if no element is wrong and more
     than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
-    parts = dict(judged(program, tensors, shown))
+    several = [dict(judged(program, *call)) for call in calls]
+    parts = {name: Part.joined([found[name] for found in several]) for name in several[0]}
+    pairs = zip(calls, several, strict=True)
+    failing = next((call for call, found in pairs if any(bool(p.wrong.any()) for p in found.values())), calls[0])
     others = [*others, *_flushed(program)]
-    ordinary = all(_is_ordinary(tensor, program) for tensor in tensors.values())
+    ordinary = all(_is_ordinary(tensor, program) for tensors, _ in calls for tensor in tensors.values())
     judged_parts = {name: part for name, part in parts.items() if not isinstance(part, Scope)}
     if outcome is None:
         outcome = Outcome(outputs={name: part.actual for name, part in judged_parts.items()})
@@ -67,12 +80,13 @@ def judge_contract(
         )
     for name, part in parts.items():
         stage = stage_of_scope(name, part) if isinstance(part, Scope) else stage_of(name, part)
-        stage.assumes = assumed(program) if stage.rule == "bound" else stage.assumes
+        if stage.rule == "bound":
+            stage.assumes = "; ".join(filter(None, [assumed(program), _narrow_sums(program, part)]))
         outcome.stages.append(stage)
-        outcome.causes[stage.stage] = partial(changed_causes, program, tensors, shown, others)
+        outcome.causes[stage.stage] = partial(changed_causes, program, *failing, others)
     outcome.parts = judged_parts
     outcome.subject = program.name
-    outcome.confirms = partial(confirmed, program, tensors, shown, others)
+    outcome.confirms = partial(confirmed, program, *failing, others)
     _add_figures(outcome)
     return outcome
 
@@ -118,6 +132,27 @@ def assumed(program: Program) -> str:
                 f"{step.function} as {' or '.join(f'{form} ({function.forms[form].source})' for form in forms)}"
             )
     return "; ".join(dict.fromkeys(found))
+
+
+def _narrow_sums(program: Program, part: Part) -> str:
+    """That a result rests on the fewest bits of FP8 tensor cores, and how many numbers that accepts; else empty."""
+    products = [step for step in program.steps if step.function == GEMM and step.options["order"] is None]
+    if not any(all(_is_narrow(program, number) for number in step.operands) for step in products):
+        return ""
+    width = int(width_of(part).amax())
+    return (
+        f"sums of {NARROW[0]} fraction bits, as FP8 tensor cores of Hopper and Ada keep: intervals of up to {width} "
+        "ulps, which a declared accumulator narrows"
+    )
+
+
+def _is_narrow(program: Program, number: int) -> bool:
+    """Whether an operand of a product has 8-bit elements that are not rounded and no whole numbers."""
+    step = program.steps[number]
+    if step.function != DECODE or step.dtype in DTYPES:
+        return False
+    recipe = find_recipe(program.steps[step.operands[0]].options["recipe"])
+    return recipe.element.bits <= 8 and not recipe.integer
 
 
 def width_of(part: Part) -> torch.Tensor:

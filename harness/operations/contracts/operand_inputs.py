@@ -10,13 +10,16 @@ import torch
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
 from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.layout import pack_codes
 from narrowgauge.reference.quantize.scaling import used_tensor_scale
-from narrowgauge.spec.formats import E4M3, E8M0, FP32
+from narrowgauge.spec.formats import E8M0, FP32, INT8, Format
 from narrowgauge.spec.quantized import Quantized, amax_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
 
 ONE_HOT = ("one-hot-k", "codes")
 """Families whose first operand has one nonzero number in each row: an output is one product."""
+_EDGE = 2**24
+"""The number of `integer-edge` beside which sums lie: float32 has every whole number up to it."""
 
 
 def plain_operand(family: str, draw: Draw, rows: int, columns: int) -> torch.Tensor:
@@ -29,31 +32,52 @@ def plain_operand(family: str, draw: Draw, rows: int, columns: int) -> torch.Ten
     return (1 + draw.below(2, rows, columns)) * draw.signs(rows, columns)
 
 
+def edge_operand(draw: Draw, element: Format, rows: int, columns: int, *, first: bool) -> torch.Tensor:
+    """Operands (rows, columns) of whole numbers, float32, whose sums are 2^24 + d, d from −4 to 4, and one more for
+    each column that is left, which float32 sums lose. Fewer columns have sums as large as they can be.
+
+    A row of the first operand has 1, the largest number in as many columns as 2^24 needs, and 1 behind them, all with
+    one sign. A row of the second one has the largest number, what is missing in two columns, and 1 behind them.
+    """
+    largest, row, place = element.max, torch.arange(rows).unsqueeze(1), torch.arange(columns)
+    whole, rest = divmod(_EDGE, int(largest) ** 2)
+    more, last = divmod(rest, int(largest))
+    found = torch.where(place < 2 + whole, largest, 1.0).expand(rows, columns).clone()
+    if first:
+        found[:, :1] = 1
+        return found * draw.signs(rows, 1)
+    found[:, 1:2] = more
+    found[:, :1] = last + row % 9 - 4
+    return found
+
+
 def quantized_operand(
     family: str, draw: Draw, recipe: Recipe, rows: int, columns: int, *, first: bool = False
 ) -> Quantized:
     """A quantized operand (rows, columns) of a family. `first`: of the first operand of a product."""
-    if first:
+    if family == "integer-edge" and recipe.element is INT8:
+        codes = encode(edge_operand(draw, recipe.element, rows, columns, first=first), recipe.element)
+    elif first:
         codes = encode(plain_operand(family, draw, rows, columns), recipe.element)
     elif family in ONE_HOT:
         # Neighbours differ, and the codes of a row are all codes of the element that are finite.
         finite = _finite_codes(recipe)
         place = torch.arange(columns) + 5 * torch.arange(rows).unsqueeze(1) + draw.index(len(finite))
         codes = finite[place % len(finite)]
+    elif recipe.zero_points:
+        codes = draw.below(recipe.element.codes, rows, columns).to(torch.uint8)
     else:
         codes = encode(plain_operand(family, draw, rows, columns), recipe.element)
-    if recipe.element.bits == 4:
-        codes = torch.nn.functional.pad(codes, (0, columns % 2))
-        low, high = (
-            (codes[:, ::2], codes[:, 1::2]) if recipe.packing == "low-first" else (codes[:, 1::2], codes[:, ::2])
-        )
-        codes = low | high << 4
-    amax = None
+    amax, zeros = None, None
+    if recipe.zero_points:  # of neighbouring groups the least, the middle and the largest, and others
+        of_scales = scales_shape((rows, columns), recipe)
+        number = torch.arange(of_scales[0]).unsqueeze(1) + torch.arange(of_scales[1]) + draw.index(4)
+        zeros = torch.tensor([0, 8, 15, 5], dtype=torch.uint8)[number % 4]
     if recipe.scale is not FP32 and recipe.tensor_scale != "none":
         factor = 1.0 if family == "smallest-scale" else float(2.0 ** (draw.index(4) + 1))
         amax = torch.full(amax_shape((rows, columns), recipe), recipe.max_product * factor)
     scales = _scales(family, recipe, rows, columns, first=first)
-    found = Quantized(codes, scales, amax, recipe, (rows, columns))
+    found = Quantized(pack_codes(codes, recipe), scales, amax, recipe, (rows, columns), zeros=zeros)
     found.tensor_scale = None if amax is None else used_tensor_scale(found)
     return found
 
@@ -68,17 +92,18 @@ def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool
     """Stored scales: powers of two, or every scale that is finite, or the smallest."""
     shape = scales_shape((rows, columns), recipe)
     row, block = torch.arange(shape[0]).unsqueeze(1), torch.arange(shape[1])
+    with_mantissa = recipe.scale not in (E8M0, FP32)
     if family == "smallest-scale":
-        if recipe.scale is E4M3:
+        if with_mantissa:
             return torch.ones(shape, dtype=torch.uint8)
         power = torch.full(shape, -16)
     elif family == "codes" and not first:
         number = (row * shape[1] + block) * 7
-        if recipe.scale is E4M3:
-            return (1 + number % 126).to(torch.uint8)
+        if with_mantissa:
+            return (1 + number % recipe.scale.max_code).to(torch.uint8)
         power = number % 24 - 12
     else:
         # Neighbouring rows and blocks have other powers, of three: sums of 13 fraction bits stay exact.
         power = (row + block) % 3 - 1 if family != "lattice" else torch.zeros(shape, dtype=torch.int64)
     scales = power_of_two(power.expand(shape))
-    return encode(scales, recipe.scale) if recipe.scale in (E4M3, E8M0) else scales.contiguous()
+    return scales.contiguous() if recipe.scale is FP32 else encode(scales, recipe.scale)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, usual_block, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import Dtype, Layout, OtherRecipeName, RecipeName, Shape, Switch, View, dims
 from narrowgauge.harness.cases.methods import Method
@@ -17,11 +17,11 @@ from narrowgauge.harness.cases.sections import bands_problem
 from narrowgauge.harness.operations.quantize.case import (
     NATIVE_NAMES,
     QUANTIZED,
+    SCALE_LAYOUTS,
     Scales,
     quantized_stages,
     quantizing_sources,
 )
-from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.summation import OPERANDS, ORDERS, Summation, is_order
@@ -181,11 +181,13 @@ class GemmCase(ProductCase):
         if wrong := view_problem(self.view, self.x, self.w, self.out):
             return wrong
         left, right = self.operand_recipes
-        if self.scales == "swizzled":
-            if left.scale is FP32:
-                return f"scales is 'swizzled', but recipe {left} has float32 scales; the 128×4 layout is of bytes"
+        if self.scales != "linear":
+            (m, k, n), layout = self.shape, SCALE_LAYOUTS[self.scales]
+            for recipe, shape in ((left, (m, k)), (right, (n, k))):
+                if wrong := scales_problem(self.scales, layout, recipe, shape):
+                    return wrong
             if self.layout != "tn" and "in-place" in (left.columnwise, right.columnwise):
-                return f"scales is 'swizzled' with layout {self.layout!r}; halves made in place take layout tn"
+                return f"scales is {self.scales!r} with layout {self.layout!r}; halves made in place take layout tn"
         if self.same and (left != right or self.x != self.w or self.shape[0] != self.shape[2] or self.layout != "tn"):
             return "same is true, which multiplies x by itself: leave w_recipe out, give w as x, N as M, and layout tn"
         if self.bands and (wrong := bands_problem(self.shape[0] * self.shape[2]) or self._not_in_bands(left)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,12 @@ from narrowgauge.harness.backends.results import TensorForm, as_quantized, matri
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
+from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
+
+
+def _layout(layout: ScaleLayout) -> dict[str, Any]:
+    """The argument that asks a method for a layout of scales. A method without it does not support the case."""
+    return {"swizzled": True} if layout == TILES else {} if layout == LINEAR else {"scales": layout}
 
 
 def quantize(
@@ -25,7 +31,7 @@ def quantize(
     layout: ScaleLayout = LINEAR,
 ) -> Quantized:
     """Result of `quantize` as a Quantized with checked shapes and dtypes."""
-    options = non_default(amax=amax, scale=scale, random=random, swizzled=layout != LINEAR)
+    options = non_default(amax=amax, scale=scale, random=random, **_layout(layout))
     result = backend.call("quantize", x, recipe, **options)
     return as_quantized(result, x, recipe, layout=layout, method="quantize")
 
@@ -42,7 +48,7 @@ def quantize_halves(
     layout: ScaleLayout = LINEAR,
 ) -> list[Quantized]:
     """Results of `quantize_both` for some halves, in the order of Half, with checked shapes and dtypes."""
-    options = non_default(amax=amax, scale=scale, random=random, swizzled=layout != LINEAR)
+    options = non_default(amax=amax, scale=scale, random=random, **_layout(layout))
     options |= {half.value: False for half in Half if half not in halves}
     result = backend.call("quantize_both", x, recipe, **options)
     if not isinstance(result, tuple | list) or len(result) != 2:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, usual_block, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,
@@ -26,11 +26,17 @@ from narrowgauge.harness.cases.sections import bands_problem, division_problem
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, UE5M3, Format
 from narrowgauge.spec.quantized import Half
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.scale_layouts import LINEAR, TILES, ScaleLayout
+from narrowgauge.spec.scale_layouts import LAYOUTS, TILES, ScaleLayout
 
-Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
+Scales = Annotated[
+    Literal[
+        "linear", "swizzled", "8x4", "ue8m0-int32", "ue8m0-int32-flashinfer", "ue4m3-int32", "hopper-mxfp4",
+        "hopper-mxfp4-4", "cdna4-mxfp4", "blackwell-ragged",
+    ],
+    Flag.CHANGED,
+]  # fmt: skip
 """Layout of block scales."""
-SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {"linear": LINEAR, "swizzled": TILES}
+SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {**dict(zip(LAYOUTS, get_args(ScaleLayout), strict=True)), "swizzled": TILES}
 """The layout of each word of `Scales`."""
 QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 """Stages of a quantized tensor."""
@@ -167,9 +173,13 @@ class QuantizeCase(MatrixCase):
         recipe = find_recipe(self.recipe)
         if self.random is not None and recipe.rounding != "stochastic":
             return f"random is {self.random!r}, but recipe {recipe} does not round stochastically; leave it out"
-        if self.scales == "swizzled" and recipe.scale is FP32:
-            return f"scales is 'swizzled', but recipe {recipe} has float32 scales; the 128×4 layout is of bytes"
+        if recipe.zero_points:
+            return f"recipe {recipe} has zero points, which no stage judges; products take such weights as they are"
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
+        halves = tuple(Half) if self.usage == "both" else (self.half,)
+        for shape in (half.shape((rows, columns)) for half in halves):
+            if wrong := scales_problem(self.scales, SCALE_LAYOUTS[self.scales], recipe, shape):
+                return wrong
         # The columnwise half runs along M: `columnwise` is quantize of the physical transpose.
         extent, axis = (columns, "K") if self.usage == "rowwise" else (rows, "M")
         wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)

@@ -93,7 +93,7 @@ def fit_contract(backend: Backend, cls: type[ContractCase], recipes: Sequence[st
         assert isinstance(case, ContractCase)
         inputs = make_inputs(case, seed=seed)
         try:
-            ran.append(Called(case, inputs.tensors, called(case, inputs, backend)[0]))
+            ran.append(Called(case, inputs.tensors, called(case, inputs, backend)[0][0]))
         except Unsupported:
             unsupported += 1
         except BackendError:  # a kernel may refuse a shape; `run` says why

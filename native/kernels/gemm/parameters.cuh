@@ -16,8 +16,8 @@ enum class Element : int { E2M1 = 0, E2M3 = 1, E3M2 = 2, E4M3 = 3, E5M2 = 4 };
 enum class DType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Flags of an operand (rows, K) in memory: codes stored as (K, rows); scales stored as (blocks of K, rows); 128 rows of the
-// operand share a row of scales.
-enum Layout : int { CODES_TRANSPOSED = 1, SCALES_TRANSPOSED = 2, SCALES_OF_128_ROWS = 4 };
+// operand share a row of scales; a row has one scale for all of K.
+enum Layout : int { CODES_TRANSPOSED = 1, SCALES_TRANSPOSED = 2, SCALES_OF_128_ROWS = 4, SCALE_OF_ROW = 8 };
 
 struct OperandParameters {
     const u8* codes;  // two elements in a byte of E2M1, which is never transposed

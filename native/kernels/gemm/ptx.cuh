@@ -542,6 +542,16 @@ __device__ __forceinline__ u32 mul_rn_f16x2(u32 a, u32 b) {
 #endif
 }
 
+__device__ __forceinline__ u32 sub_rn_f16x2(u32 a, u32 b) {
+#ifdef HAS_CVT_HALF
+    u32 difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+#else
+    return half_pair(low_half(a) - low_half(b), high_half(a) - high_half(b));
+#endif
+}
+
 // Both numbers of a pair times the low number of `factors`.
 __device__ __forceinline__ u32 mul_rn_f16x2_low(u32 pair, u32 factors) {
 #ifdef HAS_CVT_HALF
@@ -600,6 +610,29 @@ __device__ __forceinline__ u32 mul_rn_bf16x2(u32 a, u32 b) {
     from_float(number(a) * number(b), low);
     from_float(number(a >> 16) * number(b >> 16), high);
     return low.bits | static_cast<u32>(high.bits) << 16;
+#endif
+}
+
+__device__ __forceinline__ u32 sub_rn_bf16x2(u32 a, u32 b) {
+#ifdef HAS_MUL_BF16
+    u32 difference;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+#else
+    const auto number = [](u32 bits) { return __uint_as_float(bits << 16); };
+    bf16 low, high;
+    from_float(number(a) - number(b), low);
+    from_float(number(a >> 16) - number(b >> 16), high);
+    return low.bits | static_cast<u32>(high.bits) << 16;
+#endif
+}
+
+// Two float32 numbers that are bfloat16 numbers, the first in the low half.
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+    return prmt_b32(__float_as_uint(low), __float_as_uint(high), 0x7632u);
+#else
+    return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
 #endif
 }
 

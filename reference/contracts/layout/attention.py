@@ -176,7 +176,7 @@ def scores(
     for group in groups:
         pair = group.of_rows(q), group.of_tokens(k, heads)
         factors = products.factors(pair[0], "float32", None), products.factors(pair[1], "float32", None)
-        found = products.product_of_numbers(pair, factors, order, narrow=False)
+        found = products.product_of_numbers(pair, factors, order, fewest=products.WIDE)
         keys = pair[1].shape[0]
         for whole, part in ((low, found.low), (high, found.high), (nan, found.may_be_nan)):
             whole[group.rows, group.heads, :keys] = part.view(len(group.rows), -1, keys)

@@ -201,7 +201,7 @@ MISTAKES = [
     (TRANSFORM | {"recipe": "'nvfp4'"}, "recipe is 'nvfp4', which has no transform; nvfp4-rht and the like have"),
     (TRANSFORM | {"dtype": "'fp16'"}, "recipe nvfp4-rht rotates bf16 alone, not fp16"),
     (QUANTIZE | {"recipe": "'fp8-block-1x128'", "scales": "'swizzled'"},
-     "scales is 'swizzled', but recipe fp8-block-1x128-e4m3-pow2 has float32 scales; the 128×4 layout is of bytes"),
+     "scales is 'swizzled', but recipe fp8-block-1x128-e4m3-pow2 has float32 scales; the 128x4 layout is of bytes"),
     (QUANTIZE | {"inputs": "'normal-1e-28'", "dtype": "['bf16', 'fp16']"},
      "inputs is 'normal-1e-28', which is 0 in fp16; dtype can be fp32 or bf16"),
     (UPDATE | {"recipe": "'fp8-current-e4m3'"},

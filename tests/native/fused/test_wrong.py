@@ -10,17 +10,14 @@ import torch
 
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.contracts.gemm import weight_only_gemm
 from narrowgauge.native import ops
 from narrowgauge.native.runtime.sources import FOLDER, replaced
-from narrowgauge.reference.ops import quantize
 
 pytestmark = pytest.mark.long
 
 NORM, ACTIVATION, ROPE, ROW = (f"fused/{name}" for name in ("norm_quantize.cu", "activation_quantize.cu",
                                                             "rope_quantize.cu", "quantize_row.cuh"))  # fmt: skip
 FUNCTIONS, PRODUCERS, ROWS = "fused/functions.cuh", "fused/producers.cuh", "fused/produced_rows.cu"
-PRODUCT, WEIGHT = "gemm/portable/gemm_weight_only.cu", "gemm/weight_only.cuh"
 WRONG = {
     # name: (operation, recipe, file, text, its replacement)
     "eps-left-out": (
@@ -135,54 +132,15 @@ WRONG = {
         "silu-mul-backward-quantize-both", "mxfp8-e4m3", ROWS, "sums[i][j] += gate[j];",
         "sums[i][j] += rounded<T>(gate[j]);",
     ),
-    "nibbles-exchanged": (
-        "weight-only-gemm", "nvfp4", PRODUCT, "code >> column % 2 * 4 & 0xFu", "code >> (1 - column % 2) * 4 & 0xFu",
-    ),
-    "signs-lost": ("weight-only-gemm", "mxfp4", PRODUCT, "column % 2 * 4 & 0xFu", "column % 2 * 4 & 0x7u"),
-    "scale-of-the-next-block": (
-        "weight-only-gemm", "nvfp4", PRODUCT, "column / width];", "(column / width + 1) % (p.k / width)];",
-    ),
-    "scale-of-the-first-row": (
-        "weight-only-gemm", "mxfp4", PRODUCT, "p.scales[row * ((p.k", "p.scales[0 * ((p.k",
-    ),
-    "block-scale-left-out": (
-        "weight-only-gemm", "mxfp8-e4m3", PRODUCT, "number *= weight == Weight", "number += weight == Weight",
-    ),
-    "columns-behind-the-last-chunk-dropped": (
-        "weight-only-gemm", "nvfp4", PRODUCT, "column < p.k; ++column", "column < p.k / 128 * 128; ++column",
-    ),
-    "first-column-dropped": ("weight-only-gemm", "nvfp4", PRODUCT, "i64 column = 0; column", "i64 column = 1; column"),
-    "sum-in-the-dtype-of-a": (
-        "weight-only-gemm", "nvfp4", PRODUCT, "number_of<T>(p, WEIGHT, x, column), sum);",
-        "number_of<T>(p, WEIGHT, x, column), rounded_to<T>(sum));",
-    ),
-    "row-of-a-exchanged": (
-        "weight-only-gemm", "fp8-row-e4m3", PRODUCT, "(p.a) + y * p.k;", "(p.a) + (y ^ 1) % p.m * p.k;",
-    ),
-    "scale-of-the-tensor-inverted": (
-        "weight-only-gemm", "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor", "divisor / p.factor[0]",
-    ),
-    "scale-of-the-tensor-twice": (
-        "weight-only-gemm", "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor",
-        "p.factor[0] / divisor * (p.factor[0] / divisor)",
-    ),
-    "scale-of-the-first-row-of-b": ("weight-only-gemm", "fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "0"),
-    "scale-of-the-row-of-a": (
-        "weight-only-gemm", "fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "p.factor_of_rows ? y : 0",
-    ),
-    "scale-not-multiplied": ("weight-only-gemm", "nvfp4", WEIGHT, "p.factor != nullptr", "p.factor == nullptr"),
 }  # fmt: skip
 
 
 COLUMNS = {"weight": 256, "bias": 256, "residual": 256, "cos": 128, "sin": 128, "dy": 256, "rs": 1, "scale": 1}
 
 
-def inputs(operation: str, recipe: str) -> tuple[Any, ...]:
-    """x (17, 256), with rows around eps, and further tensors; or a (17, 208) and a quantized b (33, 208)."""
+def inputs(operation: str) -> tuple[Any, ...]:
+    """x (17, 256), with rows around eps, and further tensors."""
     generator = torch.Generator().manual_seed(0)
-    if operation == weight_only_gemm.name:
-        a, w = torch.randn(17, 208, generator=generator), torch.randn(33, 208, generator=generator)
-        return a.bfloat16(), quantize(w * torch.exp2(torch.arange(33.0) % 4).unsqueeze(1), recipe)
     x = torch.randn(17, 256, generator=generator) * torch.exp2(torch.arange(-12.0, 5.0)).unsqueeze(1)
     tensors = {"x": x.bfloat16()}
     for name in CONTRACTS[operation].tensors:
@@ -197,8 +155,8 @@ def inputs(operation: str, recipe: str) -> tuple[Any, ...]:
 
 
 def passes(operation: str, recipe: str) -> bool:
-    tensors = inputs(operation, recipe)
-    named = {"recipe": recipe} if recipe and operation != weight_only_gemm.name else {}
+    tensors = inputs(operation)
+    named = {"recipe": recipe} if recipe else {}
     result = getattr(ops, operation.replace("-", "_"))(*tensors, **named)
     return bool(narrowgauge.explain(narrowgauge.assert_result, CONTRACTS[operation], result, *tensors, **named).passed)
 

@@ -26,6 +26,7 @@ from tests.native.samples import DTYPES, assert_equal, assert_same, matrix
 
 FP32 = torch.float32
 PAIRS = (
+    ("fp8-row-e4m3", "fp8-row-e5m2"),
     ("fp8-current-e4m3", "fp8-current-e4m3"), ("fp8-current-e4m3", "fp8-delayed-e5m2"),
     ("fp8-delayed-e5m2", "fp8-current-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3"),
     ("fp8-block-1x128-e5m2", "fp8-block-128x128-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e5m2"),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import narrowgauge
+from narrowgauge.contracts import CONTRACTS
 from narrowgauge.native.gemm import weight_only
+from narrowgauge.native.runtime.sources import FOLDER, replaced
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.operands import operand
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import PARTS, BatchedQuantized, Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.native.devices import ON_EVERY_DEVICE, ops
 from tests.native.samples import assert_equal
 
 DTYPES = (torch.bfloat16, torch.float16)
-RECIPES = ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-current-e4m3")
+INT4 = ("int4-g128", "int4-g32-zp")
+RECIPES = ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-current-e4m3", *INT4)
 SHAPES = ((1, 1, 256), (17, 70, 768), (3, 9, 40), (2, 130, 1024), (2, 3, 0), (0, 4, 256))
 """M, N and K: of tensor cores with tails, one chunk, and chunks of some teams alone; and of the portable kernel."""
 
@@ -28,17 +34,29 @@ def lattice(recipe: str, dtype: torch.dtype, m: int, n: int, k: int) -> tuple[to
     """Small integers, and blocks with scales of their own: every sum is a float32 number in any order."""
     generator = torch.Generator().manual_seed(m + n + k)
     a = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
+    if recipe in INT4:
+        return a, of_codes(find_recipe(recipe), n, k, generator)
     w = torch.randint(-3, 4, (n, k), generator=generator).float()
     w *= torch.exp2(torch.randint(0, 3, (n, -(-k // 16)), generator=generator)).repeat_interleave(16, 1)[:, :k]
     amax = torch.full((n if recipe.endswith("rowscaled") else 1,), 2688.0) if recipe.startswith("nvfp4") else None
     return a, reference.quantize(w, recipe, amax=amax)
 
 
+def of_codes(recipe: Recipe, n: int, k: int, generator: torch.Generator) -> Quantized:
+    """Any codes, scales of groups of other powers of two, and any zero points."""
+    shape = scales_shape((n, k), recipe)
+    scales = torch.exp2(torch.randint(-1, 2, shape, generator=generator).float())
+    zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8) if recipe.zero_points else None
+    codes = torch.randint(0, 256, codes_shape((n, k), recipe), generator=generator).to(torch.uint8)
+    return Quantized(codes, scales, None, recipe, (n, k), zeros=zeros)
+
+
 def expected(a: torch.Tensor, b: Quantized) -> torch.Tensor:
     """The exact sums, times the scale of a row or of the tensor, rounded to float32 and to the dtype of a."""
-    sums = a.double() @ operand(b).T
+    integer = b.recipe.integer
+    sums = a.double() @ (reference.dequantize(b, torch.float32).double() if integer else operand(b)).T
     assert torch.equal(sums, sums.float().double())
-    scales = 1.0 if b.recipe.scale.name != "FP32" else b.scales.view(1, -1)
+    scales = b.scales.view(1, -1) if b.recipe.scale.name == "FP32" and not integer else 1.0
     return (sums.float() * scales).to(a.dtype)
 
 
@@ -51,8 +69,27 @@ def test_products_are_the_rounded_exact_sums(recipe: str) -> None:
             assert_equal(ops.weight_only_gemm(a, b), expected(a, b))
 
 
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-row-e4m3", "fp8-current-e4m3", "int4-g32-zp"])
+def test_batches_and_biases(recipe: str) -> None:
+    """Each product of a batch has scales of its own; the bias of a product is added before the rounding."""
+    pairs = [lattice(recipe, torch.bfloat16, 5, 66 + 0 * n, 256 + 0 * n) for n in range(2)]
+    pairs = [pairs[0], (pairs[1][0].flip(0), lattice(recipe, torch.bfloat16, 6, 66, 256)[1])]
+    a, matrices = torch.stack([x for x, _ in pairs]), [b for _, b in pairs]
+    parts = {name: [getattr(b, name) for b in matrices] for name in (*PARTS, "zeros")}
+    stacked = {name: None if part[0] is None else torch.stack(part) for name, part in parts.items()}
+    b = BatchedQuantized(**stacked, recipe=matrices[0].recipe, shape=(2, 66, 256))
+    bias = torch.arange(132).view(2, 66).bfloat16()
+    right = torch.stack([expected(x, matrix) for x, matrix in pairs])
+    assert_equal(ops.weight_only_gemm(a, b), right)
+    sums = torch.stack([expected(x.float(), matrix) for x, matrix in pairs])
+    assert_equal(ops.weight_only_gemm_bias(a, b, bias), (sums + bias.float().unsqueeze(1)).bfloat16())
+    one = ops.weight_only_gemm_bias(a[1], matrices[1], bias[1])
+    assert_equal(one, (sums[1] + bias[1].float()).bfloat16())
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", *INT4, "mxfp8-e4m3", "fp8-row-e4m3"])
 def test_tensor_cores_on_a_cpu_by_their_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_only, "_portable", weight_only._skinny)
     for dtype in DTYPES:
@@ -118,7 +155,7 @@ def test_special_numbers_of_a_reach_every_output_of_their_row() -> None:
 
 def test_operands_that_the_kernels_do_not_have() -> None:
     a = torch.zeros(2, 64, dtype=torch.float16)
-    for recipe in ("mxfp4", "mxfp8-e5m2", "fp8-block-1x128", "mxfp4-1x16"):
+    for recipe in ("mxfp4", "mxfp8-e5m2", "fp8-block-1x128", "mxfp4-1x16", "int8-row"):
         with pytest.raises(NotImplementedError, match=f"b is Quantized.*{recipe}"):
             weight_only.weight_only_gemm(
                 a.bfloat16() if "1x16" in recipe else a, reference.quantize(torch.ones(4, 64), recipe)
@@ -127,3 +164,80 @@ def test_operands_that_the_kernels_do_not_have() -> None:
         weight_only.weight_only_gemm(a, reference.quantize(torch.ones(4, 32), "nvfp4"))
     with pytest.raises(TypeError, match="a is bfloat16, float16, not float32"):
         weight_only.weight_only_gemm(a.float(), reference.quantize(torch.ones(4, 64), "nvfp4"))
+
+
+# ---- wrong kernels, each by one change of the source -----------------------------------------------------------------
+
+PRODUCT, WEIGHT = "gemm/portable/gemm_weight_only.cu", "gemm/weight_only.cuh"
+WRONG = {
+    # name: (recipe, file, text, its replacement)
+    "nibbles-exchanged": (
+        "nvfp4", PRODUCT, "code >> column % 2 * 4 & 0xFu", "code >> (1 - column % 2) * 4 & 0xFu",
+    ),
+    "signs-lost": ("mxfp4", PRODUCT, "column % 2 * 4 & 0xFu", "column % 2 * 4 & 0x7u"),
+    "scale-of-the-next-block": (
+        "nvfp4", PRODUCT, "+ column / scale_columns(weight)];",
+        "+ (column / 16 + 1) % (p.k / 16)];",
+    ),
+    "scale-of-the-first-row": (
+        "mxfp4", PRODUCT, "scale = p.scales[row * scales_of_row", "scale = p.scales[0 * scales_of_row",
+    ),
+    "block-scale-left-out": (
+        "mxfp8-e4m3", PRODUCT, "number *= weight == Weight", "number += weight == Weight",
+    ),
+    "columns-behind-the-last-chunk-dropped": (
+        "nvfp4", PRODUCT, "column < p.k; ++column", "column < p.k / 128 * 128; ++column",
+    ),
+    "first-column-dropped": ("nvfp4", PRODUCT, "i64 column = 0; column", "i64 column = 1; column"),
+    "sum-in-the-dtype-of-a": (
+        "nvfp4", PRODUCT, "number_of<T>(p, WEIGHT, x, column), sum);",
+        "number_of<T>(p, WEIGHT, x, column), rounded_to<T>(sum));",
+    ),
+    "row-of-a-exchanged": (
+        "fp8-row-e4m3", PRODUCT, "(p.a) + y * p.k;", "(p.a) + (y ^ 1) % p.m * p.k;",
+    ),
+    "scale-of-the-tensor-inverted": (
+        "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor", "divisor / p.factor[0]",
+    ),
+    "scale-of-the-tensor-twice": (
+        "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor",
+        "p.factor[0] / divisor * (p.factor[0] / divisor)",
+    ),
+    "scale-of-the-first-row-of-b": ("fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "0"),
+    "scale-of-the-row-of-a": (
+        "fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "p.factor_of_rows ? y : 0",
+    ),
+    "zero-point-left-out": ("int4-g32-zp", PRODUCT, "nibble - p.zeros[place]", "nibble"),
+    "zero-point-less-one": ("int4-g32-zp", PRODUCT, "nibble - p.zeros[place]", "nibble - p.zeros[place] - 1"),
+    "int4-without-its-sign": ("int4-g32", PRODUCT, "(nibble ^ 8) - 8", "nibble"),
+    "group-of-the-next-columns": (
+        "int4-g32", PRODUCT, "+ column / p.group;", "+ (column / p.group + 1) % (p.k / p.group);",
+    ),
+    "scale-not-multiplied": ("nvfp4", WEIGHT, "p.factor != nullptr", "p.factor == nullptr"),
+}  # fmt: skip
+
+
+def passes(recipe: str) -> bool:
+    """a (17, 208) by a quantized b (33, 208)."""
+    generator = torch.Generator().manual_seed(0)
+    a, w = (torch.randn(rows, 208, generator=generator).bfloat16() for rows in (17, 33))
+    b = reference.quantize((w.float() * torch.exp2(torch.arange(33.0) % 4).unsqueeze(1)).bfloat16(), recipe)
+    found = ops.weight_only_gemm(a, b)
+    assertion = narrowgauge.assert_result, CONTRACTS["weight-only-gemm"]
+    return bool(narrowgauge.explain(*assertion, found, a, b, decode="rounded-scale").passed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", sorted({row[0] for row in WRONG.values()}))
+def test_the_contract_accepts_the_kernel(recipe: str) -> None:
+    assert passes(recipe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WRONG)
+def test_the_contract_refuses_a_wrong_kernel(name: str, tmp_path: Path) -> None:
+    recipe, file, text, replacement = WRONG[name]
+    source = (FOLDER / file).read_text(encoding="utf-8")
+    assert source.count(text) == 1, text
+    with replaced(file, source.replace(text, replacement), tmp_path):
+        assert not passes(recipe)

@@ -15,6 +15,7 @@ import torch
 from narrowgauge import contract as c
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.backends.adapters.conch import packed_words
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged, parts_of
 from narrowgauge.spec.quantized import Quantized
@@ -36,7 +37,10 @@ def plain_gemm(
     return c.cast(c.gemm(a, b, accumulator), a.dtype)
 
 
-def quantized(codes: torch.Tensor, scales: torch.Tensor, recipe: str, scale: torch.Tensor | None = None) -> Quantized:
+def quantized(
+    codes: torch.Tensor, scales: torch.Tensor, recipe: str, scale: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
+) -> Quantized:  # fmt: skip
     rule = find_recipe(recipe)
     columns = codes.shape[1]
     if rule.element.bits == 4:
@@ -44,7 +48,15 @@ def quantized(codes: torch.Tensor, scales: torch.Tensor, recipe: str, scale: tor
     if rule.spans_k:
         scales = scales.float().reshape(-1, 1)
     amax = None if scale is None else scale * 2688
-    return Quantized(codes, scales, amax, rule, (codes.shape[0], columns), scale)
+    return Quantized(codes, scales, amax, rule, (codes.shape[0], columns), scale, zeros=zeros)
+
+
+def four_bits(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
+    """Codes from 0 to 15, of which the zero point is subtracted: 8 without one."""
+    group, scales = codes.shape[1] // scales.shape[1], scales.float().contiguous()
+    if zeros is None:
+        return quantized(codes ^ 8, scales, f"int4-g{group}")
+    return quantized(codes, scales, f"int4-g{group}-zp", zeros=zeros.to(torch.uint8).contiguous())
 
 
 def rows(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
@@ -80,8 +92,20 @@ _FORMATS = {
 }
 
 
+def conch(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t = vector["tensors"]
+    yield (
+        t["x"],
+        four_bits(*(None if name not in t else t[name].T for name in ("weights", "scales", "zeros"))),
+        t["out"],
+    )
+
+
 def humming(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
     t = vector["tensors"]
+    if vector["format"].startswith("int4"):
+        yield t["x"], four_bits(t["w_codes"], t["w_scales"], t.get("w_zeros")), t["out"]
+        return
     b = quantized(t["w_codes"], t["w_scales"], _FORMATS[vector["format"]], t.get("w_scale_2"))
     a = quantized(t["x_codes"], t["x_scales"], "fp8-row-e4m3") if "x_codes" in t else t["x"]
     yield a, b, t["out"]
@@ -142,10 +166,27 @@ PRODUCTS = (
     Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-channel", {"format": "fp8-channel"}),
     Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "fp8-block"},
             ({"decode": "rounded"},)),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "int4-g128"},
+            ({"decode": "exact"},)),
+    Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "int4-g64-zp"},
+            ({"decode": "exact"}, {"decode": "zero-apart"})),
+    Product("conch_mixed_precision_gemm", conch, _WEIGHT_ONLY, "conch-mixed", {"zero_points": False},
+            ({"decode": "exact"},)),
+    Product("conch_mixed_precision_gemm", conch, _WEIGHT_ONLY, "conch-mixed", {"zero_points": True},
+            ({"decode": "exact"}, {"decode": "zero-apart"})),
     Product("humming_fp8_gemm", humming, _SCALED, "humming-fp8", {"format": "fp8-channel"},
             ({"epilogue": "scales-first"},)),
     Product("humming_fp8_gemm", humming, _SCALED, "humming-fp8", {"format": "mxfp4"}),
 )  # fmt: skip
+
+
+def test_an_adapter_packs_the_recorded_words_of_conch() -> None:
+    for vector in vectors("conch_mixed_precision_gemm"):
+        for _, b, _ in conch(vector):
+            assert isinstance(b, Quantized)
+            words, offset = packed_words(b)
+            assert torch.equal(words, vector["tensors"]["packed"].view(torch.int32))
+            assert offset == (0 if vector["zero_points"] else 8)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_blocks_of_16_under_e8m0(name: str) -> None:
     assert torch.equal(ops.gemm(a, b, out_dtype=torch.float32), exact.float())
 
 
-NAMES = ["nvfp4-e0m3", "nvfp4-int4", "nvfp4-ue5m3", "mxfp4-1x16"]
+NAMES = ["nvfp4-e0m3", "nvfp4-int4", "nvfp4-ue5m3", "mxfp4-1x16", "int4-g32", "int8-row"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,3 +119,45 @@ def test_the_harness_judges_the_recipe(name: str, inputs: str) -> None:
     record = run_case(case, backend(quantize=wrong))
     assert record.verdict == "fail"
     assert next(entry["stage"] for entry in record.stages if entry["sentence"]) == "codes"
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int8-g32", "int8-row", "int4-row"])
+def test_whole_numbers(name: str) -> None:
+    """amax/max, in groups rounded to bfloat16, and the nearest whole number of x/s, ties to even."""
+    x = samples(E2M1)
+    q = ops.quantize(x, name)
+    width, largest = min(64, q.recipe.block[1]), int(q.recipe.element.max)
+    for row in range(8):
+        for group in range(64 // width):
+            part = x[row, width * group : width * (group + 1)].float()
+            scale = f32(part.abs().max()) / f32(largest)
+            scale = scale if q.recipe.spans_k else f32(torch.tensor(scale).bfloat16().float())
+            assert f32(q.scales[row, group]) == scale
+            quotients = [0.0 if scale == 0 else f32(number) / scale for number in part.numpy()]
+            expected = [min(max(round(Fraction(float(n))), -largest - 1), largest) for n in quotients]
+            codes = codes_of(q)[row, width * group : width * (group + 1)].tolist()
+            assert codes == [number % q.recipe.element.codes for number in expected]
+            values = ops.dequantize(q)[row, width * group : width * (group + 1)]
+            assert values.tolist() == [float(f32(number) * scale) for number in expected]
+
+
+def test_zero_points() -> None:
+    """The range of a group and 0 in 15 steps; every number of a group is within a step of its element."""
+    x = samples(E2M1)
+    x[4], x[5] = x[4].abs() + 1, -x[5].abs() - 1
+    q = ops.quantize(x, "int4-g32-zp")
+    assert q.zeros is not None
+    for row in range(8):
+        for group in range(2):
+            part = x[row, 32 * group : 32 * group + 32].float()
+            least, most = min(float(part.min()), 0.0), max(float(part.max()), 0.0)
+            scale = f32(torch.tensor((f32(most) - f32(least)) / f32(15)).bfloat16().float()) or f32(1)
+            zero = min(round(Fraction(float(f32(-least) / scale))), 15)
+            assert (f32(q.scales[row, group]), int(q.zeros[row, group])) == (scale, zero)
+            sums = [f32(f32(number) / scale) + f32(zero) for number in part.numpy()]
+            expected = [min(max(round(Fraction(float(number))), 0), 15) for number in sums]
+            assert codes_of(q)[row, 32 * group : 32 * group + 32].tolist() == expected
+            values = ops.dequantize(q)[row, 32 * group : 32 * group + 32]
+            assert values.tolist() == [float(f32(number - zero) * scale) for number in expected]
+    with pytest.raises(ValueError, match="zeros is None; recipe int4-g32-zp has a zero point for each scale"):
+        ops.dequantize(replace(q, zeros=None))

@@ -25,6 +25,7 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     CODES,
@@ -261,6 +262,12 @@ def _readings(site: Site) -> list[tuple[str, str]]:
     """Wrong readings of a quantized argument, but for those that its recipe does not have."""
     name, recipe = site.option("name"), find_recipe(site.option("recipe"))
     without = {"nibbles"} if recipe.element.bits != 4 else set[str]()
+    if not recipe.zero_points:
+        without |= {view for view in CHANGED_CODES if view.startswith("zeros-")}
+    if recipe.element is not INT4 or recipe.scale is not FP32 or recipe.spans_k:
+        without.add("extended")
+    if not recipe.element.signed:
+        without.add("unsigned")
     if recipe.spans_k:
         without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
     return [(view, phrase.format(name)) for view, (phrase, _) in CHANGED_CODES.items() if view not in without]

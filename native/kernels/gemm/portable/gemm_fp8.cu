@@ -1,8 +1,8 @@
 // gemm_fp8_block: out = a @ b.T (+ bias) (+ c), a and b FP8 with a float32 scale for 128 elements of K, of one row or 128.
-// gemm_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 tensor scale.
+// gemm_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 scale of the tensor or of each row.
 // gemm_grouped_fp8_block, gemm_grouped_fp8_tensor: the same for every section of a, with its own matrix b.
 //
-//   a.codes  (M, K); a.scales float32 (M, ceil(K/128)), (ceil(M/128), ceil(K/128)) of tiles, or (1,) of a tensor; b
+//   a.codes  (M, K); a.scales float32 (M, ceil(K/128)), (ceil(M/128), ceil(K/128)) of tiles, (M, 1), or (1,) of a tensor; b
 //            likewise with N rows. Codes and scales may be stored transposed (Layout)
 //   Launch: 64 threads for every 64x64 tile of the output, grid (ceil(N/64), ceil(M/64)). Any M, N and K.
 //   Grouped: the scales of a are the concatenated scales of the sections. A section has its own rows of tiles, or a tensor
@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_fp8_tensor(GemmParame
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_fp8_tensor(GroupedGemmParameters p) {
     const auto* a_scales = static_cast<const float*>(p.a.scales);
-    const Fp8TensorScaling scaling = {a_scales + blockIdx.z, static_cast<const float*>(p.b.scales[blockIdx.z])};
+    const Fp8TensorScaling scaling = {a_scales + blockIdx.z, static_cast<const float*>(p.b.scales[blockIdx.z]), false,
+                                      false};
     multiply_section(scaling, p);
 }
 

@@ -24,14 +24,18 @@ struct Fp8TensorScaling {
     static constexpr int WIDTH = 0, FACTORS = 1;
     static constexpr bool CAST_BEFORE_C = false;
 
-    const float* a_scale;
-    const float* b_scale;
+    const float* a_scales;
+    const float* b_scales;
+    bool a_per_row, b_per_row;
 
-    __device__ __forceinline__ float scale_output(float sum, i64, i64) const { return *a_scale * *b_scale * sum; }
+    __device__ __forceinline__ float scale_output(float sum, i64 y, i64 x) const {
+        return a_scales[a_per_row ? y : 0] * b_scales[b_per_row ? x : 0] * sum;
+    }
 };
 
 __device__ __forceinline__ Fp8TensorScaling tensor_scaling(const GemmParameters& p) {
-    return {static_cast<const float*>(p.a.scales), static_cast<const float*>(p.b.scales)};
+    return {static_cast<const float*>(p.a.scales), static_cast<const float*>(p.b.scales), (p.a.layout & SCALE_OF_ROW) != 0,
+            (p.b.layout & SCALE_OF_ROW) != 0};
 }
 
 }  // namespace narrowgauge

@@ -1,7 +1,8 @@
 // gemm_skinny_weight_only: out = alpha * (a @ w.T) with few rows of a. Operands and alpha: weight_only.cuh.
 //
-//   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes
-//   Launch: `early`, 512 threads for 16 rows of a and 64 of b, grid (ceil(M/16), ceil(N/64)),
+//   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes. Groups of INT4 are 32 columns
+//            or a multiple that divides 256
+//   Launch: `early`, 512 threads for 16 rows of a and 64 of b, grid (ceil(M/16), ceil(N/64), products of a batch),
 //   sizeof(WeightOnlyShared) of dynamic shared memory
 //   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. Four teams of
 //   warps take chunks of 256 columns in turn; the sums of the teams are added in their order, one float32 rounding each.
@@ -22,13 +23,21 @@ constexpr int WEIGHT_ROWS = TEAM_WARPS * STRIP_ROWS, WEIGHT_STRIDE = WEIGHT_ROWS
 constexpr int PIECES = DEPTH * TOKENS / UNIT / TEAM;                                   // of 16 bytes of a, that a thread brings
 
 __device__ constexpr int scales_of(Weight weight) { return LANE_COLUMNS / scale_columns(weight); }
-__device__ constexpr int vectors_of(Weight weight) { return is_e2m1(weight) ? 2 : 4; }
+__device__ constexpr int vectors_of(Weight weight) { return has_nibbles(weight) ? 2 : 4; }
 
-// A thread's codes of a row in a chunk, and the codes of their scales.
+// A thread's codes of a row in a chunk, and its scales: codes, or float32 numbers of INT4 and zero points.
 template <Weight W>
 struct WeightRow {
     Vector4 codes[vectors_of(W)];
-    u32 scales;
+    u32 scales[is_integer(W) ? 2 : 1];
+    u32 zeros;
+};
+
+// A thread's factors of its columns in both halves of a register each, and what is subtracted from its codes first.
+template <Weight W>
+struct Factors {
+    u32 scales[scales_of(W)];
+    u32 shifts[scales_of(W)];
 };
 
 struct alignas(128) WeightOnlyShared {
@@ -67,48 +76,60 @@ __device__ __forceinline__ u32 small_e2m1(u32 word, int j) {
     return (shifted(word, 12 - 4 * j) & 0x80008000u) | (shifted(word, SHIFT - 4 * j) & 0x00070007u << SHIFT);
 }
 
+// A whole number below 16 in the low bits of BASE, of which T has every whole number up to 2 * BASE.
 template <class T>
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-    if constexpr (ptx::is_bf16<T>) {
-        bf16 numbers[2];
-        from_float(low, numbers[0]);
-        from_float(high, numbers[1]);
-        return numbers[0].bits | static_cast<u32>(numbers[1].bits) << 16;
-    } else {
-        return ptx::half_pair(low, high);
-    }
-}
+struct IntegerIn {
+    static constexpr float BASE = ptx::is_bf16<T> ? 128.0f : 1024.0f;
+    static constexpr u32 BITS = ptx::is_bf16<T> ? 0x43004300u : 0x64006400u;
+};
 
-// Scales of a thread's columns, in both halves of a register each.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_scales(u32 codes, u32 (&factors)[scales_of(W)]) {
+__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, Factors<W>& factors) {
     if constexpr (W == Weight::NVFP4) {
         constexpr float RESTORE = E2m1In<T>::RESTORE / E2m1In<T>::REST;
         u32 pairs[2];
-        ptx::cvt_rn_f16x2_e4m3x2(codes, pairs[0], pairs[1]);
+        ptx::cvt_rn_f16x2_e4m3x2(row.scales[0], pairs[0], pairs[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float low, high;
             ptx::cvt_f32_f16(pairs[i], low, high);
-            factors[2 * i] = both<T>(low * RESTORE);
-            factors[2 * i + 1] = both<T>(high * RESTORE);
+            factors.scales[2 * i] = both<T>(low * RESTORE);
+            factors.scales[2 * i + 1] = both<T>(high * RESTORE);
+        }
+    } else if constexpr (is_integer(W)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 zero = W == Weight::UINT4 ? row.zeros >> 8 * i & 0xFFu : 8u;
+            factors.scales[i] = both<T>(__uint_as_float(row.scales[i]));
+            factors.shifts[i] = both<T>(IntegerIn<T>::BASE + static_cast<float>(zero));
         }
     } else if constexpr (W != Weight::FP8) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factors[i] = both<T>(e8m0_to_float(static_cast<u8>(codes >> 8 * i)));
+        for (int i = 0; i < 2; ++i) factors.scales[i] = both<T>(e8m0_to_float(static_cast<u8>(row.scales[0] >> 8 * i)));
     }
 }
 
-// Eight columns: columns j and j + 4 of E2M1, neighbours of other codes. As `arrange` has them for a.
+// Columns j and j + 4 of eight codes, as whole numbers of T behind the shift.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit, const u32 (&factors)[scales_of(W)],
-                                              u32 (&pairs)[4]) {
-    if constexpr (is_e2m1(W)) {
+__device__ __forceinline__ u32 integer_pair(u32 word, int j, u32 shift) {
+    const u32 codes = (word >> 4 * j & 0x000F000Fu) ^ (W == Weight::INT4 ? 0x00080008u : 0u);
+    const u32 pair = codes | IntegerIn<T>::BITS;
+    return ptx::is_bf16<T> ? ptx::sub_rn_bf16x2(pair, shift) : ptx::sub_rn_f16x2(pair, shift);
+}
+
+// Eight columns: columns j and j + 4 of 4 bits, neighbours of other codes. As `arrange` has them for a.
+template <class T, Weight W>
+__device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
+    const int part = unit * scales_of(W) / UNITS;
+    if constexpr (has_nibbles(W)) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            u32 pair = small_e2m1<T>(row.codes[unit / 4].words[unit % 4], j);
+            const u32 word = row.codes[unit / 4].words[unit % 4];
+            u32 pair;
+            if constexpr (is_integer(W)) pair = integer_pair<T, W>(word, j, factors.shifts[part]);
+            else pair = small_e2m1<T>(word, j);
             if constexpr (W == Weight::MXFP4) pair = times<T>(pair, both<T>(E2m1In<T>::RESTORE));
-            pairs[j] = times<T>(pair, factors[unit * scales_of(W) / UNITS]);
+            pairs[j] = times<T>(pair, factors.scales[part]);
         }
     } else {
 #pragma unroll
@@ -120,8 +141,8 @@ __device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit,
             for (int j = 0; j < 4; ++j) {
                 float low, high;
                 ptx::cvt_f32_f16(pairs[j], low, high);
-                pairs[j] = pair_of<T>(low, high);
-                if constexpr (W == Weight::MXFP8) pairs[j] = times<T>(pairs[j], factors[unit * scales_of(W) / UNITS]);
+                pairs[j] = ptx::bf16_pair(low, high);
+                if constexpr (W == Weight::MXFP8) pairs[j] = times<T>(pairs[j], factors.scales[part]);
             }
         }
     }
@@ -130,7 +151,7 @@ __device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit,
 template <Weight W>
 __device__ __forceinline__ void arrange(const Vector4& a, u32 (&pairs)[4]) {
     const u32(&w)[4] = a.words;
-    if constexpr (is_e2m1(W)) {
+    if constexpr (has_nibbles(W)) {
         pairs[0] = (w[0] & 0xFFFFu) | w[2] << 16;
         pairs[1] = w[0] >> 16 | (w[2] & 0xFFFF0000u);
         pairs[2] = (w[1] & 0xFFFFu) | w[3] << 16;
@@ -144,8 +165,9 @@ __device__ __forceinline__ void arrange(const Vector4& a, u32 (&pairs)[4]) {
 __device__ __forceinline__ i64 clamped(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
 
 template <class T, Weight W>
-__device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters& p) {
+__device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters& batch) {
     constexpr int CODE_BYTES = vectors_of(W) * 16, SCALES = scales_of(W);  // of a thread's columns of a row
+    const WeightOnlyParameters p = product_of<T>(batch, blockIdx.z);
 #ifdef __CUDA_ARCH__
     alignas(16) extern __shared__ u8 dynamic_shared[];
     WeightOnlyShared& shared = *reinterpret_cast<WeightOnlyShared*>(dynamic_shared);
@@ -174,9 +196,20 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
             for (int v = 0; v < vectors_of(W); ++v) {
                 rows[row].codes[v] = ptx::ld_global_nc_v4_u32(codes[row] + chunk * 4 * CODE_BYTES + 16 * v);
             }
-            const u8* scale = scales[row] + chunk * 4 * SCALES;
-            if constexpr (W == Weight::NVFP4) rows[row].scales = *reinterpret_cast<const u32*>(scale);
-            else if constexpr (W != Weight::FP8) rows[row].scales = ptx::ld_global_nc_u16(scale);
+            if constexpr (is_integer(W)) {
+                const i64 of_row = clamped(first + strip + 8 * row + g, p.n) * (p.k / p.group);
+                rows[row].zeros = 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const i64 place = of_row + (chunk * DEPTH + t * LANE_COLUMNS + i * (LANE_COLUMNS / 2)) / p.group;
+                    rows[row].scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
+                    if constexpr (W == Weight::UINT4) rows[row].zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
+                }
+            } else {
+                const u8* scale = scales[row] + chunk * 4 * SCALES;
+                if constexpr (W == Weight::NVFP4) rows[row].scales[0] = *reinterpret_cast<const u32*>(scale);
+                else if constexpr (W != Weight::FP8) rows[row].scales[0] = ptx::ld_global_nc_u16(scale);
+            }
         }
     };
     const auto load_a = [&](int chunk, Vector4(&pieces)[PIECES]) {
@@ -209,9 +242,9 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
             ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
             if (current + TEAMS < chunks) store_a(next, 1 - turn);
             if (current + 2 * TEAMS < chunks) load_a(current + 2 * TEAMS, next);
-            u32 factors[2][SCALES];
+            Factors<W> factors[2];
 #pragma unroll
-            for (int row = 0; row < 2; ++row) decode_scales<T, W>(b[turn][row].scales, factors[row]);
+            for (int row = 0; row < 2; ++row) decode_scales<T, W>(b[turn][row], factors[row]);
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
                 u32 top[4], bottom[4];
@@ -250,6 +283,8 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
         case Weight::NVFP4: return multiply_weight_only<T, Weight::NVFP4>(p);
         case Weight::MXFP4: return multiply_weight_only<T, Weight::MXFP4>(p);
         case Weight::MXFP8: return multiply_weight_only<T, Weight::MXFP8>(p);
+        case Weight::INT4: return multiply_weight_only<T, Weight::INT4>(p);
+        case Weight::UINT4: return multiply_weight_only<T, Weight::UINT4>(p);
         default: return multiply_weight_only<T, Weight::FP8>(p);
     }
 }

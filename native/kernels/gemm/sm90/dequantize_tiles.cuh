@@ -88,15 +88,6 @@ __device__ __forceinline__ float load_scale(const Operand& from, i64 row, i64 st
     }
 }
 
-// Two float32 numbers that are bfloat16 numbers, the first in the low half.
-__device__ __forceinline__ u32 bf16_pair(float low, float high) {
-#ifdef __CUDA_ARCH__
-    return ptx::prmt_b32(__float_as_uint(low), __float_as_uint(high), 0x7632u);
-#else
-    return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
-#endif
-}
-
 template <class F>
 __device__ __forceinline__ float element_of(const ChunkCodes& codes, int j) {
     if constexpr (F::BITS == 4) {
@@ -134,13 +125,13 @@ __device__ __forceinline__ void decode_chunk(const ChunkCodes& codes, u32 (&pair
             }
             float low, high;
             ptx::cvt_f32_f16(halves, low, high);
-            pairs[j] = bf16_pair(low, high);
+            pairs[j] = ptx::bf16_pair(low, high);
         }
         return;
     }
 #endif
 #pragma unroll
-    for (int j = 0; j < CHUNK / 2; ++j) pairs[j] = bf16_pair(element_of<F>(codes, 2 * j), element_of<F>(codes, 2 * j + 1));
+    for (int j = 0; j < CHUNK / 2; ++j) pairs[j] = ptx::bf16_pair(element_of<F>(codes, 2 * j), element_of<F>(codes, 2 * j + 1));
 }
 
 // A bfloat16 pair times a scale. The result of a refused chunk is not used.
@@ -148,7 +139,7 @@ __device__ __forceinline__ u32 scale_pair(u32 pair, float scale) {
 #ifdef HAS_WGMMA
     return ptx::mul_rn_bf16x2(pair, __byte_perm(__float_as_uint(scale), 0u, 0x3232));
 #else
-    return bf16_pair(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xFFFF0000u) * scale);
+    return ptx::bf16_pair(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xFFFF0000u) * scale);
 #endif
 }
 

@@ -172,8 +172,8 @@ struct MxCodes {
                 ptx::cvt_f32_f16(low, numbers[0], numbers[1]);
                 ptx::cvt_f32_f16(high, numbers[2], numbers[3]);
                 const u32 scale = bf16_scales(scales[row].words[step / 2], step % 2 * 2 + i / 2);
-                fragments[i][row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[0], numbers[2]), scale);
-                fragments[i][2 + row] = ptx::mul_rn_bf16x2(bf16_pair(numbers[1], numbers[3]), scale);
+                fragments[i][row] = ptx::mul_rn_bf16x2(ptx::bf16_pair(numbers[0], numbers[2]), scale);
+                fragments[i][2 + row] = ptx::mul_rn_bf16x2(ptx::bf16_pair(numbers[1], numbers[3]), scale);
             }
         }
     }

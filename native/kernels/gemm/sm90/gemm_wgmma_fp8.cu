@@ -1,4 +1,4 @@
-// gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 tensor scale.
+// gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 scale of the tensor or of each row.
 // gemm_wgmma_fp8_block: out = a @ b.T (+ bias) (+ c), a FP8 with a float32 scale for 128 elements of K of a row, b with
 //                       tiles of 128x128.
 // gemm_wgmma_fp8_grouped_tensor, gemm_wgmma_fp8_grouped_block: the same for every section of a, with its own matrix b.
@@ -7,7 +7,7 @@
 //   a.codes  (M, K), contiguous, aligned to 16 bytes, K a multiple of 16; b.codes (N, K) likewise. Both through tensor maps,
 //            of sections with a map of each matrix in memory
 //   a.scales as in gemm_fp8.cu, in any Layout
-//   alpha    from tensor scales; its a is null for block scales
+//   alpha    from scales of tensors or rows; its a is null for block scales
 //   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
 //   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns
 //   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the

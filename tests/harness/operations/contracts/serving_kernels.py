@@ -11,7 +11,9 @@ import narrowgauge
 Tensor = torch.Tensor
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """Magnitudes of E2M1 by code."""
-FP8 = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
+INT4 = [float(x) for x in (*range(8), *range(-8, 0))]
+"""Numbers of INT4 by code."""
+DTYPES = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "INT8": "int8"}
 
 
 class Kernels:
@@ -134,16 +136,23 @@ class Kernels:
 
     def elements(self, b: Any) -> Tensor:
         """The elements of a quantized matrix, float32."""
+        stored, name = b.codes.T if b.transposed else b.codes, b.recipe.element.name
         if b.recipe.element.bits != 4:
-            return b.codes.view(getattr(torch, FP8[b.recipe.element.name])).float()
-        codes = torch.stack([b.codes & 15, b.codes >> 4], -1).flatten(1)[:, : b.shape[1]].long()
-        return torch.tensor(E2M1 + [-x for x in E2M1])[codes]
+            return stored.contiguous().view(getattr(torch, DTYPES[name])).float()
+        codes = torch.stack([stored & 15, stored >> 4], -1).flatten(1)[:, : b.shape[1]].long()
+        if name == "UINT4":
+            zeros = b.zeros.repeat_interleave(b.recipe.block[1], 1)[:, : b.shape[1]]
+            return (codes - zeros).float()
+        return torch.tensor(INT4 if name == "INT4" else E2M1 + [-x for x in E2M1])[codes]
 
     def block_scales(self, b: Any) -> Tensor:
         """The scale of the block of each element, float32: 1 if a scale spans K."""
         if b.recipe.spans_k:
             return torch.ones(b.shape)
-        scales = b.scales
+        scales = b.scales.T if b.transposed else b.scales
+        if b.scale_layout != "linear":
+            shape = b.shape[0], -(-b.shape[1] // b.recipe.block[1])
+            scales = narrowgauge.unpack_scales(scales, shape, b.scale_layout)
         if scales.dtype == torch.uint8:
             fmt = torch.float8_e8m0fnu if b.recipe.block[1] == 32 else torch.float8_e4m3fn
             scales = scales.view(fmt).float()
@@ -154,7 +163,7 @@ class Kernels:
     def outer_scale(self, b: Any) -> Tensor:
         """What multiplies a sum over K: the scale of the tensor, or the scales of the rows of b, or 1."""
         if b.recipe.spans_k:
-            return b.scales.T
+            return b.scales if b.transposed else b.scales.T
         return torch.ones(1) if b.amax is None else b.amax / 2688
 
     def decoded(self, b: Any, dtype: torch.dtype) -> Tensor:
@@ -163,13 +172,32 @@ class Kernels:
     def product(self, a: Tensor, w: Tensor) -> Tensor:
         return a.float() @ w.float().T
 
+    def unrounded(self, a, b):
+        if a.dim() == 3:
+            return torch.stack([self.unrounded(*pair) for pair in zip(a, b.matrices(), strict=True)])
+        return self.product(a, self.decoded(b, a.dtype)) * self.outer_scale(b)
+
     def weight_only_gemm(self, a, b):
-        return (self.product(a, self.decoded(b, a.dtype)) * self.outer_scale(b)).to(a.dtype)
+        return self.unrounded(a, b).to(a.dtype)
+
+    def with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
+        return y + (bias.float() if y.dim() == 2 else bias.float().unsqueeze(1))
+
+    def weight_only_gemm_bias(self, a, b, bias):
+        return self.with_bias(self.unrounded(a, b), bias).to(a.dtype)
+
+    def scaled(self, a, b):
+        if len(a.shape) == 3:
+            return torch.stack([self.scaled(*pair) for pair in zip(a.matrices(), b.matrices(), strict=True)])
+        left, right = (self.elements(x) * self.block_scales(x) for x in (a, b))
+        scales = torch.ones(1) if not a.recipe.spans_k else a.scales.T if a.transposed else a.scales
+        return self.product(left, right) * scales * self.outer_scale(b)
 
     def scaled_gemm(self, a, b, *, out_dtype="bfloat16"):
-        left, right = (self.elements(x) * self.block_scales(x) for x in (a, b))
-        scales = a.scales if a.recipe.spans_k else torch.ones(1)
-        return (self.product(left, right) * scales * self.outer_scale(b)).to(getattr(torch, out_dtype))
+        return self.scaled(a, b).to(getattr(torch, out_dtype))
+
+    def scaled_gemm_bias(self, a, b, bias, *, out_dtype="bfloat16"):
+        return self.with_bias(self.scaled(a, b), bias).to(getattr(torch, out_dtype))
 
     # ---- training ----
 

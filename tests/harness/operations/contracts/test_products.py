@@ -183,3 +183,99 @@ def test_a_result_is_judged_with_its_quantized_argument() -> None:
         narrowgauge.assert_result(contract, -right, a, b)
     with pytest.raises(ValueError, match="b is quantized by mxfp4; weight-only-gemm takes nvfp4"):
         narrowgauge.assert_result(program, right, a, narrowgauge.quantize(a, "mxfp4"))
+
+
+# ---- batches, operands in other memory, whole numbers and biases -----------------------------------------------------
+
+
+def judged(method: Callable[..., Any], operation: str, recipe: str, keys: dict[str, Any], *families: str) -> str:
+    """The report of the check of a function on cases of one shape; empty if it passes."""
+    shape = (9, 1100, 10) if recipe == "int8-row" else (9, 96, 10)
+    more = {"b_recipe": recipe} if operation.startswith("scaled") else {}
+    try:
+        narrowgauge.check(
+            method, operation, recipe=recipe, shapes=[shape], families=families, keys={**keys, **more}, dtypes=DTYPES
+        )
+    except AssertionError as failed:
+        return str(failed)
+    return ""
+
+
+DTYPES = (torch.bfloat16,)
+EXACT = Kernel(product=lambda self, a, w: (a.double() @ w.double().T).float())
+WEIGHT_ONLY, SCALED = "weight-only-gemm", "scaled-gemm"
+STORED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (WEIGHT_ONLY, "nvfp4", {"batch": 3, "scales": "128x4"}),
+    (WEIGHT_ONLY, "mxfp4", {"scales": "ue8m0-int32"}),
+    (WEIGHT_ONLY, ROW, {"stored": "tn", "batch": 2}),
+    (SCALED, ROW, {"stored": "tt"}),
+    (WEIGHT_ONLY, "int4-g32", {}),
+    (WEIGHT_ONLY, "int4-g32-zp", {"batch": 2}),
+    (f"{WEIGHT_ONLY}-bias", "nvfp4", {"batch": 2}),
+    (f"{SCALED}-bias", ROW, {"stored": "nn"}),
+    (SCALED, "int8-row", {"out_dtype": "float32"}),
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("operation", "recipe", "keys"), STORED)
+def test_operands_in_any_memory(operation: str, recipe: str, keys: dict[str, Any]) -> None:
+    method = getattr(EXACT, operation.replace("-", "_"))
+    assert judged(method, operation, recipe, keys, "scales-distinct", "integer-edge", "codes") == ""
+
+
+def shifted(a: Any, b: Any) -> Tensor:
+    """Each product of a batch has the scales of b that lie behind unpadded rows of the products before it."""
+    rows = [part.flatten() for part in b.scales]
+    flat, size = torch.cat([*rows, torch.zeros(4096, dtype=torch.uint8)]), rows[0].numel() - 64
+    scales = torch.stack([flat[n * size :][: rows[0].numel()].view(b.scales.shape[1:]) for n in range(len(rows))])
+    return EXACT.weight_only_gemm(a, replace(b, scales=scales))
+
+
+def before_scale(a: Any, b: Any, bias: Tensor) -> Tensor:
+    return ((EXACT.product(a, EXACT.decoded(b, a.dtype)) + bias.float()) * EXACT.outer_scale(b)).to(a.dtype)
+
+
+def with_zeros(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b: EXACT.weight_only_gemm(a, replace(b, zeros=change(b.zeros.short())))
+
+
+WRONG_STORED: dict[str, tuple[str, str, dict[str, Any], Callable[..., Any], str]] = {
+    "zero point left out": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(torch.zeros_like), "are left out"),
+    "zero point less one": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: z - 1), "less by 1"),
+    "zero point of 8": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: 0 * z + 8), "are 8"),
+    "no sign": (WEIGHT_ONLY, "int4-g32", {}, lambda a, b: EXACT.weight_only_gemm(a, unsigned(b)), "without a sign"),
+    "products exchanged": (WEIGHT_ONLY, "nvfp4", {"batch": 2}, lambda a, b: EXACT.weight_only_gemm(a, b).flip(0), ""),
+    "batch stride": (WEIGHT_ONLY, "nvfp4", {"batch": 2, "scales": "128x4"}, shifted, ""),
+    "bias before the scale": (f"{WEIGHT_ONLY}-bias", ROW, {}, before_scale, ""),
+    "float32 sums": (SCALED, "int8-row", {"out_dtype": "float32"}, Kernels().scaled_gemm, "fraction-24-8"),
+}
+
+
+def unsigned(b: Quantized) -> Quantized:
+    """INT4 codes as numbers from 0 to 15."""
+    recipe = narrowgauge.recipe("int4-g32-zp")
+    return replace(b, recipe=recipe, zeros=torch.zeros(b.scales.shape, dtype=torch.uint8))
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", WRONG_STORED)
+def test_a_wrong_kernel_of_stored_operands_fails(name: str) -> None:
+    operation, recipe, keys, method, words = WRONG_STORED[name]
+    found = judged(method, operation, recipe, keys, "integer-edge" if recipe == "int8-row" else "scales-distinct")
+    assert found
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "words"),
+    [
+        ("nvfp4", {"stored": "nn"}, "two elements of a row of nvfp4 share a byte"),
+        (ROW, {"scales": "128x4"}, "scales is '128x4', a layout of bytes"),
+        ("nvfp4", {"scales": "ue8m0-int32"}, "a layout of E8M0 scales; recipe nvfp4 has rows of E4M3 scales"),
+        ("mxfp4", {"scales": "cdna4-mxfp4"}, "layout cdna4-mxfp4 has no padding"),
+    ],
+)
+def test_memory_that_operands_cannot_have(recipe: str, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        judged(Kernels().weight_only_gemm, WEIGHT_ONLY, recipe, keys, "lattice")
