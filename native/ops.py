@@ -14,10 +14,28 @@ from narrowgauge.native.fused.activation import (
     gelu_mul_quantize,
     relu_squared_quantize,
     silu_mul_quantize,
+    silu_mul_quantize_static,
     swiglu_clamped_quantize,
 )
-from narrowgauge.native.fused.norm import add_rmsnorm_quantize, layernorm_quantize, rmsnorm_quantize
-from narrowgauge.native.fused.rotary import rope_quantize
+from narrowgauge.native.fused.norm import (
+    add_rmsnorm_quantize,
+    add_rmsnorm_quantize_static,
+    layernorm_quantize,
+    rmsnorm_quantize,
+    rmsnorm_quantize_static,
+)
+from narrowgauge.native.fused.rotary import rope_partial_quantize, rope_quantize
+from narrowgauge.native.fused.training import (
+    rmsnorm_backward,
+    rmsnorm_backward_quantize_both,
+    rmsnorm_quantize_both,
+    rmsnorm_quantize_both_stochastic,
+    rmsnorm_quantize_stochastic,
+    silu_mul_backward,
+    silu_mul_backward_quantize_both,
+    silu_mul_backward_quantize_stochastic,
+    silu_mul_quantize_both,
+)
 from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
 from narrowgauge.native.gemm.weight_only import weight_only_gemm
@@ -35,12 +53,16 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
-    "add_rmsnorm_quantize", "amax", "attention", "attention_sinks", "check", "declares", "dequantize", "find_recipe",
-    "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "kv_read", "kv_write",
-    "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "relu_squared_quantize", "rmsnorm_quantize", "rope_quantize", "silu_mul_quantize",
-    "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales", "unpad_sections", "unswizzle", "update_scale",
-    "variations", "weight_only_gemm",
+    "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "amax", "attention", "attention_sinks", "check",
+    "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order",
+    "gemm_quantized", "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections",
+    "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_backward",
+    "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
+    "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",
+    "rope_partial_quantize", "rope_quantize", "silu_mul_backward", "silu_mul_backward_quantize_both",
+    "silu_mul_backward_quantize_stochastic", "silu_mul_quantize", "silu_mul_quantize_both",
+    "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle", "transform", "unpack_scales",
+    "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

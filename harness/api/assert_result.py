@@ -16,6 +16,7 @@ from narrowgauge.reference.contracts.evaluate import check_tensors, parts_of
 from narrowgauge.spec.kv_cache import Cache, logical_parts
 from narrowgauge.spec.program import CODES, HALF
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 
 
 @assertion
@@ -30,7 +31,8 @@ def assert_result(
     inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`; a `Quantized` for
     an argument of the type Codes, and a `Cache` for one of the type Cache, as it was before the kernel. The result of a
     kernel that changes a cache is a `Cache` too.
-    arguments: recipes and options of the contract by name.
+    arguments: recipes and options of the contract by name. A dialect of the contract behind the name of the first
+    recipe gives the options that are left out.
     diagnose: as of `assert_quantized`.
 
     Source of the rules: docs/contracts.md. Raises WrongResult for a wrong result, ContractError for a function that is
@@ -85,8 +87,10 @@ def _bound(
     if caches:
         chosen["recipe"] = str(next(iter(caches.values())).recipe)
     known = {name: kind.dtypes[0] for name, (kind, _) in program.tensors.items() if name in optional}
+    first = next(iter({**program.recipes, **chosen}.values()), "")
+    of_dialect = program.dialects.get(find_recipe(first).dialect, {}) if first else {}
     program = program.trace(
-        known | dtypes | dict.fromkeys(quantized, CODES) | dict.fromkeys(caches, HALF), chosen, given
+        known | dtypes | dict.fromkeys(quantized, CODES) | dict.fromkeys(caches, HALF), chosen, {**of_dialect, **given}
     )
     for argument in program.arguments:  # tokens and heads are rows
         if argument.name in tensors and "*" in argument.axes[0] and tensors[argument.name].dim() > len(argument.axes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class Plan:
     or with weights that are changed in place before the probe and changed back in place after it. frozen-weight: the
     weights need no gradient. frozen-input: x needs no gradient. reloaded: between two steps a new module continues with
     the state dict of the old one. pending, pending-reversed: two forwards, then their backwards in the same or in the
-    reversed order.
+    reversed order. microbatches: as pending, with both forwards in one autocast.
     """
 
     @property
@@ -76,9 +77,14 @@ class Plan:
         return self.use in ("no-grad", "rewritten")
 
     @property
+    def pending(self) -> bool:
+        """Whether two forwards run before their backwards."""
+        return self.use.startswith("pending") or self.use == "microbatches"
+
+    @property
     def groups(self) -> list[list[int]]:
         """Numbers of the steps whose forwards run before the backward of any of them, in the order of the forwards."""
-        size = 2 if self.use.startswith("pending") else 1
+        size = 2 if self.pending else 1
         return [list(range(first, min(first + size, self.steps))) for first in range(0, self.steps, size)]
 
     def backwards(self, group: list[int]) -> list[int]:
@@ -267,15 +273,16 @@ class _Running:
         """Run the steps of a group, and where another may follow, move the parameters by their gradients."""
         plan, found = self.plan, []
         pending: dict[int, _Pending] = {}
-        for number in numbers:
-            if plan.probed:
-                found.append(self._probe(number, x[number]))
-            leaf = x[number].detach().requires_grad_(plan.use != "frozen-input")
-            step = Step(number, x[number], dy[number], self._now())
-            y = self._observed_forward(step, leaf)
-            self._check("y", y, (*leaf.shape[:-1], dy.shape[-1]))
-            pending[number] = _Pending(step, leaf, y)
-            found.append(step)
+        with autocast(plan.training) if plan.use == "microbatches" else nullcontext():
+            for number in numbers:
+                if plan.probed:
+                    found.append(self._probe(number, x[number]))
+                leaf = x[number].detach().requires_grad_(plan.use != "frozen-input")
+                step = Step(number, x[number], dy[number], self._now())
+                y = self._observed_forward(step, leaf)
+                self._check("y", y, (*leaf.shape[:-1], dy.shape[-1]))
+                pending[number] = _Pending(step, leaf, y)
+                found.append(step)
         order = [pending[number] for number in plan.backwards(numbers)]
         self._run_backwards(order)
         if plan.delay_wgrad:

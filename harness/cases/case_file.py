@@ -7,19 +7,21 @@ key `rules` above the tables names files of rules. cases/README.md describes the
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import recipes_of
-from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, Tier, keys_of, nearest, one_of, shown
+from narrowgauge.harness.cases.keys import TABLE_TIERS, Key, TableTier, Tier, keys_of, nearest, one_of, shown
 from narrowgauge.harness.cases.operations import (
     OPERATIONS,
     case_from_id,
@@ -169,7 +171,7 @@ class _Table:
     where: str
     """File and number of the table, for messages."""
     operation: str
-    tier: Tier
+    tier: TableTier
     values: dict[str, list[Any]]
     """Values of each key. Their product is the cases of the table."""
 
@@ -184,10 +186,10 @@ class _Table:
         fields = {key.name: key.field for key in keys_of(cls)}
         names = [fields[name] for name in self.values]
         outside = outside_operations()
-        for values in itertools.product(*self.values.values()):
+        for values, tier in zip(itertools.product(*self.values.values()), self._tiers(), strict=True):
             point = dict(zip(names, values, strict=True))
             point["shape"] = tuple(point["shape"])
-            case = cls(**point, tier=self.tier, file=file)
+            case = cls(**point, tier=tier, file=file)
             if wrong := case.problem():
                 raise CaseFileError(f"{self.where}: {wrong}")
             if self.operation in outside and case_from_id(case.id) != replace(case, tier="quick", file=""):
@@ -196,6 +198,41 @@ class _Table:
                     "names and words that no other key has, without / and +"
                 )
             yield case
+
+    def _tiers(self) -> Iterator[Tier]:
+        """The tier of each case, in order."""
+        if self.tier != "quick-pairs":
+            return itertools.repeat(self.tier, self.count)
+        quick = with_every_pair(tuple(map(len, self.values.values())))
+        return ("quick" if number in quick else "quick-cuda" for number in range(self.count))
+
+
+@cache
+def with_every_pair(lengths: tuple[int, ...]) -> frozenset[int]:
+    """Numbers of few points of the product of lists, the last list fastest, that have every pair of values of two
+    lists. All points of a product of at most two lists.
+
+    Greedy: the next point is the first one with the most new pairs. A point whose new pairs are counted again has
+    at most as many as before, so the points wait in a heap with their last counts.
+    """
+    points = list(itertools.product(*map(range, lengths)))
+    if len(lengths) < 3:
+        return frozenset(range(len(points)))
+    pairs = [set(itertools.combinations(enumerate(point), 2)) for point in points]
+    uncovered = set().union(*pairs)
+    waiting = [(-len(found), number) for number, found in enumerate(pairs)]
+    heapq.heapify(waiting)
+    chosen = set()
+    while uncovered:
+        before, number = waiting[0]
+        if new := len(pairs[number] & uncovered):
+            if new < -before:
+                heapq.heapreplace(waiting, (-new, number))
+                continue
+            chosen.add(number)
+            uncovered -= pairs[number]
+        heapq.heappop(waiting)
+    return frozenset(chosen)
 
 
 @dataclass(frozen=True)

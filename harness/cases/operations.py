@@ -333,7 +333,8 @@ def _outside() -> Iterator[tuple[str, _Place]]:
 
 def is_composed(name: str) -> bool:
     """Whether an operation of a record is composed of others (`Case.composed`); an unknown operation is not."""
-    return name in OPERATIONS and OPERATIONS[name].composed
+    case_class = OPERATIONS.get(name)
+    return case_class is not None and case_class.composed
 
 
 def is_own(name: str) -> bool:

@@ -53,27 +53,23 @@ def which_dialect(
     if contract:
         _of_contracts(backend, contract, [name] if name else [], device, seed, form)
     name = name or "nvfp4"
-    import torch
     from rich.console import Console
 
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
     from narrowgauge.harness.backends.host import HostLost
     from narrowgauge.harness.hosts.remote_host import hosted_backend
+    from narrowgauge.harness.machine.process import one_thread
     from narrowgauge.harness.tools.dialect import report
     from narrowgauge.harness.tools.dialect.fit import fit
     from narrowgauge.harness.tools.dialect.issue import issue as issue_text
     from narrowgauge.harness.tools.dialect.versions import line
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices: two threads beside a busy core take four times as long
     try:
-        with hosted_backend(backend, device) as loaded:
+        with one_thread(), hosted_backend(backend, device) as loaded:
             result = fit(loaded, name, device=device, seed=seed)
             text = issue_text(result, loaded, backend, seed=seed) if form is Form.ISSUE else ""
     except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
-    finally:
-        torch.set_num_threads(threads)
     console = Console(highlight=False)
     if form is Form.ISSUE:
         typer.echo(text)

@@ -52,6 +52,9 @@ _MODULES = {
     "Several causes": (f"{_QUANTIZE}.explain_quantize",),
     "Operands of a GEMM, and matrices that are decoded": (f"{_GEMM}.operands",),
     "Decoding": ("diagnosis.explain_decoding",),
+    "Operands and results of every product and formula": (
+        "diagnosis.formulas.matrix_changes", f"{_GEMM}.changed_products", "diagnosis.formulas.explain_formula",
+    ),
     "Sums and outputs of a GEMM": tuple(
         f"{_GEMM}.{name}" for name in (
             "epilogues", "scale_products", "accumulators", "partial_sums", "other_declarations", "wider_format", "gain",

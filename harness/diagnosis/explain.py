@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
 from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import Explanation, gives_every_byte
 from narrowgauge.harness.diagnosis.formulas.explain_formula import explain_formula
 from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fused_output
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
@@ -21,6 +22,12 @@ from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYT
 
 VARIATIONS = frozenset({"order-of-threads", "not-repeatable"})
 """Observed causes that are symptoms: a kernel with a wrong step may vary too."""
+_FURTHER = ("normal", "uniform", "outliers", "lattice", "rounding")
+"""Families on which an exact cause of a product or formula gives the bytes too: the first that shows the mistake."""
+_RUN = 1 << 21
+"""Work of a run and a judgement on further inputs."""
+_PROOFS = 2
+"""Cases of a backend in which further inputs confirm a cause."""
 _SEARCHES = 2
 """Searches of all pairs of changes, seconds each, that find no exact cause."""
 
@@ -41,7 +48,7 @@ def explain(
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
     the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations;
     afterwards its `note` says what was left out, and no deviation is exact if it left out any. None: no limit.
-    `further`: runs the case on inputs of other families, which an exact deviation of a quantizer must explain too.
+    `further`: runs the case on inputs of other families, which an exact deviation must explain too.
     """
     limit = WorkLimit() if limit is None else limit
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
@@ -67,13 +74,67 @@ def _deviations(
 ) -> list[Explanation]:
     """Deviations that give the kernel's bytes of a wrong stage."""
     found = explain_quantize(outcome, wrong_stage, history, limit, further)
-    found += explain_fused_output(outcome, wrong_stage)
+    if not any(each.exact for each in found):
+        others = _other_deviations(outcome, wrong_stage, history, limit)
+        if further is not None and outcome.confirms is None and not limit.note:
+            others = _confirmed(others, history, limit, further)
+        found += others
+    # Deviations that were not tried may give the bytes too.
+    return [each.with_untried_rivals() for each in found] if limit.note else found
+
+
+def _other_deviations(
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
+) -> list[Explanation]:
+    """Deviations of products, formulas and decoding, and mistakes that the operation knows."""
+    found = explain_fused_output(outcome, wrong_stage, limit)
     found += explain_gemm(outcome, wrong_stage, history, limit)
     found += _known_mistakes(outcome, wrong_stage, history, limit)
     found += explain_formula(outcome, wrong_stage, limit)
-    found += explain_decoding(outcome, wrong_stage, limit)
-    # Deviations that were not tried may give the bytes too.
-    return [each.with_untried_rivals() for each in found] if limit.note else found
+    return found + explain_decoding(outcome, wrong_stage, limit)
+
+
+def _confirmed(
+    explanations: list[Explanation], history: SearchHistory, limit: WorkLimit, further: FurtherRun
+) -> list[Explanation]:
+    """The explanations without those that other inputs refute. If they refute all: the explanations, not exact.
+
+    The case runs on inputs of the first family of `_FURTHER` on which the kernel is wrong at the same stage, or in the
+    same fused matrix. A cause that does not give the bytes there is refuted. A cause is confirmed `_PROOFS` times.
+    """
+    exact = [each for each in explanations if each.exact and history.confirmed[each.cause] < _PROOFS]
+    for family in _FURTHER if exact else ():
+        if not limit.may_compare(_RUN) or (outcome := further(family)) is None:
+            continue
+        wrong = next((stage for stage in outcome.stages if not stage.passed), None)
+        if wrong is None or _subject(wrong.stage) != _subject(exact[0].stage):
+            continue
+        there = _other_deviations(outcome, wrong, SearchHistory(), limit)
+        if limit.note:
+            break
+        given = {_kind(each.cause) for each in there if gives_every_byte(each.to_dict())}
+        history.confirmed.update(each.cause for each in exact if _kind(each.cause) in given)
+        refuted = [each for each in exact if _kind(each.cause) not in given]
+        kept = [each for each in explanations if each not in refuted]
+        if any(each.exact for each in kept):
+            return kept
+        words = f"; does not give the bytes of inputs {family}"
+        return [
+            replace(each, sentence=each.sentence + words, exact=False) if each in refuted else each
+            for each in explanations
+        ]
+    return explanations
+
+
+def _kind(cause: str) -> str:
+    """The cause without its variable part: a range of columns follows from the inputs."""
+    return cause.partition(":")[0]
+
+
+def _subject(stage: str) -> str:
+    """The quantized matrix of a stage, or the stage itself."""
+    matrix, point, _ = stage.rpartition(".")
+    return matrix if point else stage
 
 
 def _known_mistakes(

@@ -56,6 +56,7 @@ MODULE_CAUSES = {
         "use:frozen-input": "it is wrong only if x needs no gradient",
         "use:reloaded": "it is wrong only after its state dict was saved and loaded",
         "use:pending": "it is wrong only if two forwards run before their backwards",
+        "use:microbatches": "it is wrong only if two forwards run in one autocast before their backwards",
         "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
         "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
         "padding-not-zeroed": "rows of the padding of a section are not 0",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from narrowgauge.harness.cases.contracts.traces import contracts_of
 from narrowgauge.harness.records.environment import CONTRACT, RULE, kernel_hash, source_hashes
-from narrowgauge.harness.records.journal import JOURNAL_NAME, RecordedRun, UntrustedRunError, read
+from narrowgauge.harness.records.journal import JOURNAL_NAME, Lines, RecordedRun, UntrustedRunError, read_with_lines
 from narrowgauge.harness.records.loaded_sources import differences
 from narrowgauge.harness.records.record_check import DEVICES
 from narrowgauge.harness.records.typed import shown
@@ -27,8 +27,6 @@ _IN_RECORDS = ("backend", "device", "seed")
 """Fields of the header that every record repeats."""
 _IN_ENVIRONMENT = (*_IN_RECORDS, "schedules")
 """Fields of the header that its environment repeats."""
-_ELAPSED_LINE = 101
-"""Length in bytes of a line of elapsed time with its end, at most. A complete record is longer."""
 _GPU = re.compile(r".+, compute capability \d+\.\d+")
 
 
@@ -37,8 +35,8 @@ def read_trusted(path: Path) -> RecordedRun:
 
     Raises UntrustedRunError if the run contradicts itself, JournalError if there is no journal, or no readable journal.
     """
-    run = read(path)
-    problems = [*_line_problems(path, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
+    run, lines = read_with_lines(path)
+    problems = [*_line_problems(path, lines, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
     if problems:
         raise UntrustedRunError(path, problems, run.command)
     return run
@@ -125,17 +123,11 @@ def _contract_now(file: Path, name: str) -> str:
     return "" if contract is None else contract.digest
 
 
-def _line_problems(path: Path, records: int) -> Iterator[str]:
+def _line_problems(path: Path, lines: Lines, records: int) -> Iterator[str]:
     """Times that are no times, and cases with several lines. `records`: number of cases that have a record."""
-    times, count = [], 0
-    for line in _lines(path):
-        if len(line) <= _ELAPSED_LINE and set(entry := json.loads(line)) == {"elapsed"}:
-            times.append(entry["elapsed"])
-        else:
-            count += not line.startswith(b'{"loaded"')
-    if wrong := [elapsed for elapsed in times if not 0 <= elapsed < math.inf]:
+    if wrong := [elapsed for elapsed in lines.elapsed if not 0 <= elapsed < math.inf]:
         yield f"elapsed is {wrong[0]}, not a finite number ≥ 0"
-    if count > records:
+    if lines.records > records:
         cases = Counter(entry["case"] for entry in map(json.loads, _lines(path)) if "case" in entry)
         for case, count in cases.items():
             if count > 1:

@@ -77,6 +77,8 @@ def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) 
         return _encode(value.parts(), tensor, classes, depth)
     if hasattr(value, "codes"):
         found = {part: getattr(value, part, None) for part in QUANTIZED_PARTS}
+        if getattr(value, "transposed", False):
+            found["transposed"] = True
         return _encode(found, tensor, classes, depth)
     return {"foreign": name}
 

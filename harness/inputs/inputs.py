@@ -153,9 +153,10 @@ def default_inputs(make: Maker[Case]) -> Inputs:
 def earlier_scale(draw: Draw, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """A finite max/amax of an earlier step: the scale of `x` times a power of two, so that ties stay ties.
 
-    One scale of four is twice as large, and the elements near the amax saturate.
+    One scale of four is twice as large, and the elements near the amax saturate. None is the scale of `x`, so that a
+    kernel that ignores its given scale is wrong.
     """
-    factor = (2.0, 1.0, 0.5, 0.0625)[draw.index(4)]
+    factor = (2.0, 0.25, 0.5, 0.0625)[draw.index(4)]
     amax = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax() if x.numel() else torch.zeros(())
     scale = torch.full_like(amax, recipe.element.max) / amax * factor
     return torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max), factor)

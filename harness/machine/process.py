@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from narrowgauge.harness.machine.processors import cores
@@ -35,6 +36,20 @@ def prepare_process(workers: int, device: str = "cpu") -> None:
     limit = os.environ.get("OMP_NUM_THREADS", "")
     share = cores() // (workers * (2 if device == "cuda" else 1))
     torch.set_num_threads(max(1, min(share, int(limit)) if limit.isdigit() else share))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the context torch has one thread: operations on small matrices take longer on several threads, which also
+    keep their cores busy while they wait."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _keep_memory() -> None:

@@ -469,11 +469,11 @@ class Session:
         if not self.records:
             return
         from narrowgauge.harness.report.github import publish
-        from narrowgauge.harness.report.text import not_compared, note_counts
+        from narrowgauge.harness.report.text import remarks
 
         if not self.compared:
             terminalreporter.line("nothing was compared", red=True, bold=True)
-        for line in filter(None, (not_compared(self.records), note_counts(self.records))):
+        for line in remarks(self.records):
             terminalreporter.line(line)
         for name, reason in self.journal.sources.unverified.items():
             terminalreporter.line(f"not verified: {name}: {reason}", yellow=True)

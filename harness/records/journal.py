@@ -9,6 +9,7 @@ of a case counts, and the last line of another kind. Numbers are written by Pyth
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import stat
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.harness.machine.collection import paused_collection
 from narrowgauge.harness.machine.plain_text import plain_text
@@ -104,6 +105,17 @@ class RecordedRun:
         return [case for case in self.cases if case not in recorded]
 
 
+class Lines(NamedTuple):
+    """The complete lines of a journal."""
+
+    size: int
+    """Number of bytes."""
+    records: int
+    """Number of lines with a record."""
+    elapsed: list[float]
+    """Value of each line of elapsed time."""
+
+
 def new_run(
     cases: Iterable[str],
     *,
@@ -134,12 +146,12 @@ def read(path: Path) -> RecordedRun:
     A truncated last line is ignored. Raises JournalError if there is no journal, a journal of another version, or a
     line that is no record; UntrustedRunError if a record contradicts itself (`harness.records.record_check`).
     """
-    return _read(path)[0]
+    return read_with_lines(path)[0]
 
 
 @paused_collection()
-def _read(path: Path) -> tuple[RecordedRun, int]:
-    """The run, and the number of bytes in complete lines of its journal."""
+def read_with_lines(path: Path) -> tuple[RecordedRun, Lines]:
+    """The run as of `read`, and the lines of its journal. Raises as `read` does."""
     from narrowgauge.harness.records.json_line import parse_record, share_words
     from narrowgauge.harness.records.record_check import contradictions, has_record_type, record_problems
     from narrowgauge.harness.records.typed import type_problem
@@ -160,7 +172,8 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
         raise JournalError(f"{file}: line 1 is no header of a run: {problem}")
     latest: dict[str, dict[str, Any]] = {}
     contradicting: dict[str, list[str]] = {}
-    elapsed, sources = 0.0, LoadedSources()
+    elapsed: list[float] = []
+    count, sources = 0, LoadedSources()
     for number, (line, end) in enumerate(lines, 2):
         size = end
         entry = parse_record(line)
@@ -171,22 +184,25 @@ def _read(path: Path) -> tuple[RecordedRun, int]:
         if complete:
             share_words(entry)
         elif set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
-            elapsed = entry["elapsed"]
+            elapsed.append(entry["elapsed"])
             continue
         elif set(entry) == _LOADED and not type_problem(entry, _line_type("Loaded")):
             sources = LoadedSources(entry["loaded"], entry["unverified"])
             continue
         elif problem := type_problem(entry, _line_type("Record"), "column"):
             raise JournalError(f"{file}: line {number} is no record: {problem}")
+        count += 1
         latest[entry["case"]] = entry
         contradicting[entry["case"]] = contradictions(entry) if complete else record_problems(entry)
     records = list(latest.values())
+    seconds = elapsed[-1] if elapsed else 0.0
     run = RecordedRun(
-        **header, records=records, elapsed=elapsed, loaded=sources.entries, unverified=sources.unverified
+        **header, records=records, elapsed=seconds, loaded=sources.entries, unverified=sources.unverified
     )  # fmt: skip
+    gc.freeze()  # records stay until the process ends: no collection needs to look at their millions of objects
     if problems := [f"record {case!a}: {problem}" for case, found in contradicting.items() for problem in found]:
         raise UntrustedRunError(path, problems, run.command)
-    return run, size
+    return run, Lines(size, count, elapsed)
 
 
 def _lines(path: Path, file: Path) -> Iterator[tuple[bytes, int]]:
@@ -285,7 +301,8 @@ class Journal:
         """
         journal = cls(directory, lambda: header, clock=clock)
         try:
-            run, journal._size = _read(journal.path)
+            run, lines = read_with_lines(journal.path)
+            journal._size = lines.size
             if differences := list(_differences(run, header)):
                 raise JournalError(
                     f"{journal.path}: is of another run: {'; '.join(differences)}. Run without --resume to begin anew, "

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import itemgetter
 from typing import Any, TypedDict
 
 import msgspec
@@ -29,18 +30,23 @@ FULL_BUDGET = 1 + 2.0**-30
 """Largest budget of a correct kernel. Budgets are evaluated in float64, and their last bits depend on the machine."""
 _LAST_BITS = 1e-9
 """Tolerance for shares and means, which are rounded quotients of whole numbers."""
+_WHOLE = 1 + _LAST_BITS
+"""Largest share."""
 _COUNTS = ("compared", "mismatches", "max_ulp", "draws", "interval_ulps_max", "bytes_peak")
 _SHARES = ("exact_share", "ordered_share", "excused_share", "outside_share", "p_value")
 _SECONDS = ("seconds", *(f"seconds_{phase}" for phase in (*PHASES, "total", "core")))
 _BUDGETS = ("budget_max", "budget_p99")
 _AMOUNTS = (*_BUDGETS, "interval_ulps_mean", *_SECONDS)
 _FINITE = (*_COUNTS, *_AMOUNTS)
+_finite_of, _shares_of = itemgetter(*_FINITE), itemgetter(*_SHARES)
 _OF_OUTPUTS = ("exact_share", "ordered_share", *_BUDGETS, "interval_ulps_max", "interval_ulps_mean")
 """Figures of outputs with the rule `bound`."""
+_of_outputs = itemgetter(*_OF_OUTPUTS)
 _OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "baseline")
 """Columns that are empty in the record of a pass."""
 _IN_ID = ("operation", "recipe", "shape", "dtype", "inputs", "flags")
 """Columns that make the id of a case."""
+_id_parts_of = itemgetter(*_IN_ID)
 _COLUMN_WORDS = {"verdict": VERDICTS, "tier": TIERS, "device": DEVICES}
 _ENTRY_WORDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("stages", "rule", RULES), ("accuracy", "tensor", ("y", "dx", "dw"))
@@ -110,15 +116,15 @@ def _nested(make: Callable[[str, dict[str, Any]], Any]) -> Any:
 
 def _ranges(record: dict[str, Any]) -> Iterator[str]:
     """Figures that are negative, NaN, infinite, or outside of their range."""
-    for name in _FINITE:
-        value = record[name]
-        # A wrong kernel can use an infinite budget, if the bound of an output is 0.
-        infinite = value == math.inf and name in _BUDGETS and record["verdict"] != "pass"
-        if value is not None and not 0 <= value < math.inf and not infinite:
+    for name, value in zip(_FINITE, _finite_of(record), strict=True):
+        if value is not None and not 0 <= value < math.inf:
+            # A wrong kernel can use an infinite budget, if the bound of an output is 0.
+            if value == math.inf and name in _BUDGETS and record["verdict"] != "pass":
+                continue
             yield f"{name} is {value}, not a finite number ≥ 0"
-    shares = [("sweep", value) for value in record["sweep"]] + [(name, record[name]) for name in _SHARES]
-    for name, value in shares:
-        if value is not None and not 0 <= value <= 1 + _LAST_BITS:
+    sweep = record["sweep"]
+    for name, value in zip(("sweep",) * len(sweep) + _SHARES, (*sweep, *_shares_of(record)), strict=True):
+        if value is not None and not 0 <= value <= _WHOLE:
             yield f"{name} is {value}, not a share from 0 to 1"
     if record["sqnr_db"] is not None and math.isnan(record["sqnr_db"]):
         yield "sqnr_db is nan"
@@ -140,13 +146,13 @@ def _labels(record: dict[str, Any]) -> Iterator[str]:
         if record[name] not in words:
             yield f"{name} is {shown(record[name])}, not {', '.join(words)}"
     for column, key, words in _ENTRY_WORDS:
-        for number, entry in enumerate(record[column]):
-            if entry[key] not in words:
-                yield f"{column}[{number}].{key} is {shown(entry[key])}, not {', '.join(words)}"
+        for number, word in enumerate([entry[key] for entry in record[column]]):
+            if word not in words:
+                yield f"{column}[{number}].{key} is {shown(word)}, not {', '.join(words)}"
     for name in ("input_digest", "output_digest"):
         if not _DIGEST.fullmatch(record[name]):
             yield f"{name} is {shown(record[name])}, not 16 hexadecimal digits"
-    made = "/".join([record[name] for name in _IN_ID if record[name]])
+    made = "/".join(filter(None, _id_parts_of(record)))
     if made != record["case"]:
         yield f"case is {shown(record['case'])}, and its columns are those of {shown(made)}"
     if not _SHAPE.fullmatch(record["shape"]):
@@ -158,7 +164,8 @@ def _verdict(record: dict[str, Any]) -> Iterator[str]:
     yield from _sums(record)
     yield from _outputs(record)
     wrong = [stage for stage in record["stages"] if stage["sentence"]]
-    if {finding["stage"] for finding in record["findings"]} - {stage["stage"] for stage in wrong}:
+    found = {finding["stage"] for finding in record["findings"]}
+    if found and found - {stage["stage"] for stage in wrong}:
         yield "findings has a stage that is not wrong"
     if record["device"] == "cpu" and record["bytes_peak"] is not None:
         yield f"bytes_peak is {record['bytes_peak']}, GPU memory of a run on a CPU"
@@ -168,28 +175,30 @@ def _verdict(record: dict[str, Any]) -> Iterator[str]:
 def _sums(record: dict[str, Any]) -> Iterator[str]:
     """Columns that are computed from the stages, and stages that contradict themselves."""
     stages = record["stages"]
+    rules = [stage["rule"] for stage in stages]
     wrong = [stage for stage in stages if stage["sentence"]]
-    bounded = [stage for stage in stages if stage["rule"] == "boundary"]
+    bounded = [stage for stage in stages if stage["rule"] == "boundary"] if "boundary" in rules else []
     of_bounded = sum([stage["compared"] for stage in bounded])
-    computed = {
-        "compared": sum([stage["compared"] for stage in stages]),
-        "mismatches": sum([stage["mismatches"] for stage in stages]),
-        "max_ulp": max([stage["max_ulp"] for stage in wrong if stage["max_ulp"] is not None], default=None),
-        "stage": wrong[0]["stage"] if wrong else "",
-        "excused_share": sum([stage["excused"] for stage in bounded]) / of_bounded if of_bounded else None,
-    }
-    for name, value in computed.items():
+    computed = (
+        ("compared", sum([stage["compared"] for stage in stages])),
+        ("mismatches", sum([stage["mismatches"] for stage in stages])),
+        ("max_ulp", max([stage["max_ulp"] for stage in wrong if stage["max_ulp"] is not None], default=None)),
+        ("stage", wrong[0]["stage"] if wrong else ""),
+        ("excused_share", sum([stage["excused"] for stage in bounded]) / of_bounded if of_bounded else None),
+    )
+    for name, value in computed:
         if record[name] != value:
             yield f"{name} is {shown(record[name])}, and {shown(value)} by its stages"
-    if (record["draws"] is None) == ("statistics" in [stage["rule"] for stage in stages]):
+    if (record["draws"] is None) == ("statistics" in rules):
         yield f"draws is {record['draws']}, which contradicts the rules of its stages"
     for number, stage in enumerate(stages):
         if not stage["sentence"] and (stage["mismatches"] or stage["max_ulp"] is not None):
             yield f"stages[{number}] ({shown(stage['stage'])}) has wrong elements, and no sentence"
-        counts = stage["mismatches"], stage["excused"], stage["unbounded"] or 0
-        if any(counts) and max(counts) > stage["compared"] and stage["rule"] not in PROTECTING:
-            what = "more wrong, excused or unbounded elements than compared elements"
-            yield f"stages[{number}] ({shown(stage['stage'])}) has {what}"
+        if stage["mismatches"] or stage["excused"] or stage["unbounded"]:
+            counts = stage["mismatches"], stage["excused"], stage["unbounded"] or 0
+            if max(counts) > stage["compared"] and stage["rule"] not in PROTECTING:
+                what = "more wrong, excused or unbounded elements than compared elements"
+                yield f"stages[{number}] ({shown(stage['stage'])}) has {what}"
         if stage["unbounded"] is not None and stage["rule"] not in _BOUNDING:
             yield f"stages[{number}] ({shown(stage['stage'])}) has unbounded elements, and the rule {stage['rule']}"
         if not stage["stage"]:
@@ -199,7 +208,8 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
 def _outputs(record: dict[str, Any]) -> Iterator[str]:
     """Figures of the outputs of a GEMM that contradict one another."""
     outputs = outputs_of(record)
-    given = {name: record[name] for name in _OF_OUTPUTS if record[name] is not None}
+    figures = _of_outputs(record)
+    given = {name: value for name, value in zip(_OF_OUTPUTS, figures, strict=True) if value is not None}
     if given and not outputs:
         name, value = next(iter(given.items()))
         yield f"{name} is {value}, and no stage has the rule bound"

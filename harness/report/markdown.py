@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from narrowgauge.harness.machine import plain_text
@@ -28,14 +28,15 @@ def render(
     environment: dict[str, str],
     elapsed: float | None,
     *,
+    remarks: Sequence[str] | None = None,
     link: str = "",
     budget: int = BUDGET,
 ) -> str:
     """The verdict, the worst groups of failing cases, a table per operation, recipe and dtype, and the environment.
 
-    The last line links to `link`, or to the page beside the summary. Content above `budget` bytes is omitted, first
-    from the end of the groups, then from the table, and the omitted groups and rows are counted. The result is empty if
-    verdict and link alone exceed the budget.
+    `remarks`: result of `text.remarks`, or None to make it here. The last line links to `link`, or to the page beside
+    the summary. Content above `budget` bytes is omitted, first from the end of the groups, then from the table, and the
+    omitted groups and rows are counted. The result is empty if verdict and link alone exceed the budget.
     """
     mark = text.GLYPHS["pass" if succeeded(records) else "fail"]
     title = f"# {mark} narrowgauge: {escape(text.verdict_line(records, elapsed))}"
@@ -44,9 +45,8 @@ def render(
     page = _Page(budget, title, last)
     if not page.holds:
         return ""
-    page.add("", escape(text.not_compared(records)))
-    if notes := text.note_counts(records):
-        page.add("", escape(notes))
+    for remark in text.remarks(records) if remarks is None else remarks:
+        page.add("", escape(remark))
     own = {"commit": "commit of narrowgauge"}
     facts = ["", *(f"- {escape(own.get(label, label))}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []

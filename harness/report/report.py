@@ -34,18 +34,19 @@ def write(
     its inputs do not show (`harness.cli.contract`). The summary ends with `link`, or with a link to the
     page. An earlier report is replaced only when the new report is complete. Further files in the folder stay.
     """
-    from narrowgauge.harness.report import markdown, tables
+    from narrowgauge.harness.report import markdown, tables, text
     from narrowgauge.harness.report.page import page
     from narrowgauge.harness.report.replace_files import replace_files
 
     if declared := sorted({record["declares"] for record in records} - {""}):
         environment = environment | {"declares": "; ".join(declared)}
+    remarks = text.remarks(records)
+    summary = markdown.render(records, environment, elapsed, remarks=remarks, link=link)
+    html = page.render(records, environment, elapsed, past, strength, remarks)
     with replace_files(directory, last=PAGE) as new_files:
         tables.write(records, new_files)
-        (new_files / "summary.md").write_text(
-            markdown.render(records, environment, elapsed, link=link), encoding="utf-8"
-        )
-        (new_files / PAGE).write_text(page.render(records, environment, elapsed, past, strength), encoding="utf-8")
+        (new_files / "summary.md").write_text(summary, encoding="utf-8")
+        (new_files / PAGE).write_text(html, encoding="utf-8")
     return directory / PAGE
 
 

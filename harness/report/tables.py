@@ -58,10 +58,6 @@ def _cells(values: Sequence[Any], kind: str) -> Sequence[Any]:
     return [value if value == value else None for value in values] if kind == "float" else values  # noqa: PLR0124 (NaN)
 
 
-def _measured(value: Any) -> bool:
-    return value is not None and value == value  # noqa: PLR0124 (NaN)
-
-
 @contextmanager
 def _parquet_writer(path: Path) -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None]]:
     """A function that writes values of all columns into a new file."""
@@ -132,7 +128,11 @@ def _summary(key: tuple[str, ...], members: Sequence[dict[str, Any]]) -> dict[st
     outcomes = [outcome(record) for record in members]
 
     def of(figure: Callable[[list[Any]], Any], name: str) -> Any:
-        values = [record[name] for record in members if _measured(record[name])]
+        values = [
+            value
+            for record in members
+            if (value := record[name]) is not None and value == value  # noqa: PLR0124 (NaN)
+        ]
         return figure(values) if values else None
 
     return {

@@ -39,7 +39,7 @@ def print_summary(records: list[dict[str, Any]], console: Console, *, details: b
         _print_accuracy(records, console)
         _print_times(records, console)
     _print_groups(records, console, marks, GROUPS if not details else len(records))
-    for line in filter(None, [text.not_compared(records), text.note_counts(records)]):
+    for line in text.remarks(records):
         print_text(line, console)
     verdict = "pass" if succeeded(records) else "fail"
     print_text(f"{marks[verdict]} {text.verdict_line(records)}", console, _style(verdict))

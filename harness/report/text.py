@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.harness.cases.operations import case_from_labels
@@ -35,8 +36,10 @@ def _stages(operation: str, recipe: str, dtype: str, inputs: str, flags: str, ra
 
 def expected_stages(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Stages that a kernel can report of the case of a record."""
-    names = ("operation", "recipe", "dtype", "inputs", "flags")
-    return _stages(*(record[name] for name in names), len(record["shape"].split("x")))
+    return _stages(*_labels_of(record), record["shape"].count("x") + 1)
+
+
+_labels_of = itemgetter("operation", "recipe", "dtype", "inputs", "flags")
 
 
 GLYPHS = {
@@ -161,7 +164,8 @@ def not_compared(records: list[dict[str, Any]]) -> str:
             if record["verdict"] == "unsupported" and record["message"]:
                 reasons[record["message"]] += 1
             continue
-        empty = "0" in record["shape"].split("x")  # a stage of an empty result compares nothing
+        shape = record["shape"]
+        empty = "0" in shape and "0" in shape.split("x")  # a stage of an empty result compares nothing
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
         shown = {entry["stage"] for entry in record["stages"] if empty or entry["compared"]}
@@ -199,6 +203,11 @@ def note_counts(records: Iterable[dict[str, Any]]) -> str:
     counts = Counter(note["cause"] for record in records for note in record["notes"] if note["cause"] != STACK)
     causes = ", ".join(f"{cause} {number(count)}" for cause, count in sorted(counts.items(), key=lambda c: (-c[1], c)))
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
+
+
+def remarks(records: list[dict[str, Any]]) -> list[str]:
+    """Sentences below the verdict: what was not compared, and the number of notes if there are any."""
+    return list(filter(None, [not_compared(records), note_counts(records)]))
 
 
 OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)

@@ -97,7 +97,10 @@ class FurtherCases:
         self._lost = False
 
     def __call__(self, family: str) -> Outcome | None:
-        """The outcome on inputs of `family`. None if the operation has no such inputs, or the backend no result."""
+        """The outcome on inputs of `family`. None for the family of the case, for a family that the operation does not
+        have, and if the backend has no result."""
+        if family == self._case.inputs:
+            return None
         return self._outcome(replace(self._case, inputs=family, repeats=0, concurrency="sequential"))
 
     @property

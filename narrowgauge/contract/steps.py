@@ -368,12 +368,20 @@ def _is_known(x: Value) -> bool:
     return step.function in ("argument", CODES)
 
 
-def quantize(x: Value, recipe: str, scale: Value | None = None, *, random: Value | None = None) -> Value:
+def quantize(
+    x: Value,
+    recipe: str,
+    scale: Value | None = None,
+    *,
+    random: Value | None = None,
+    statistics: Value | None = None,
+) -> Value:
     """`x` quantized by a recipe: codes, scales, and the amax if the recipe has a scale for the tensor.
 
     `scale`: an argument of the type Scale, for a recipe whose scale is given. `random`: an argument of the type Bits,
-    for a recipe that rounds stochastically. A recipe with a rotation rotates `x` first, in any order of summation, and
-    rounds it to bfloat16.
+    for a recipe that rounds stochastically. `statistics`: another matrix of the shape of `x`, whose amaxes give the
+    scales, for a recipe that makes its scales. A recipe with a rotation rotates `x` first, in any order of summation,
+    and rounds it to bfloat16.
     """
     if len(x.axes) != 2:
         x.trace.fail(f"c.quantize takes a matrix, not a tensor of the axes ({', '.join(x.axes)})")
@@ -393,15 +401,21 @@ def quantize(x: Value, recipe: str, scale: Value | None = None, *, random: Value
             f"the random bits of c.quantize of ({', '.join(x.axes)}) are an argument of the type Bits, "
             f"({x.axes[0]}, {x.axes[1]}/4), not {random.dtype} ({', '.join(random.axes)})"
         )
+    makes = rule.tensor_scale != "given" and rule.transform is None
+    if statistics is not None and not (makes and statistics.axes == x.axes):
+        x.trace.fail(
+            f"the statistics of c.quantize are a matrix ({', '.join(x.axes)}), not ({', '.join(statistics.axes)}), "
+            f"for a recipe that makes its scales without a rotation, not {recipe}"
+        )
     rotation = rule.transform
     if rotation is not None:
         if x.dtype != "bfloat16":
             x.trace.fail(f"recipe {recipe} rotates bfloat16, and the operand of c.quantize is {x.dtype}: use c.cast")
         rotated = x.trace.add(ROTATED, (x,), x.axes, "float32", group=rotation.group, signs=rotation.signs)
         x = cast(rotated, "bfloat16")
-    operands = (x, *(operand for operand in (scale, random) if operand is not None))
-    drawn_option = {"random": True} if drawn else {}
-    return x.trace.add(QUANTIZE, operands, x.axes, x.dtype, recipe=recipe, **drawn_option)
+    operands = (x, *(operand for operand in (scale, statistics, random) if operand is not None))
+    options = {name: True for name, operand in (("statistics", statistics), ("random", random)) if operand is not None}
+    return x.trace.add(QUANTIZE, operands, x.axes, x.dtype, recipe=recipe, **options)
 
 
 def quantize_both(x: Value, recipe: str, *, random: tuple[Value, Value] | None = None) -> dict[str, Value]:

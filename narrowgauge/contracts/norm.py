@@ -11,6 +11,7 @@ R a rounding to the dtype of x:
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from narrowgauge import contract as c
@@ -40,11 +41,13 @@ def rmsnorm(
 @c.contract(rows="independent", dialects=NORMS)
 def rmsnorm_quantize(
     x: c.Matrix, weight: c.Row, recipe: c.Recipe, *, eps: float = 1e-6, zero_centered: c.Flag = False,
-    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+    ub: float = math.inf, rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
 ):  # fmt: skip
-    """RMSNorm of the rows of x (M, K), quantized: `rmsnorm`, then quantize."""
+    """RMSNorm of the rows of x (M, K), quantized: `rmsnorm`, then quantize. ub: upper bound of the amaxes that give
+    the scales, scale_ub of vLLM 0.33 (csrc/quantization/fused_kernels/layernorm_utils.cuh).
+    """
     z = c.float32(x)
-    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe)
+    return _quantized(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe, ub)
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -79,14 +82,15 @@ def add_rmsnorm(
 @c.contract(rows="independent", dialects=NORMS)
 def add_rmsnorm_quantize(
     x: c.Matrix, residual: c.Matrix, weight: c.Row, recipe: c.Recipe, *,
-    eps: float = 1e-6, zero_centered: c.Flag = False,
+    eps: float = 1e-6, zero_centered: c.Flag = False, ub: float = math.inf,
     rounded: Rounded = "result", order: Order = "rs-first",
     sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
 ):  # fmt: skip
-    """RMSNorm of the rows of x + residual (M, K), quantized: `add_rmsnorm`, then quantize."""
+    """RMSNorm of the rows of x + residual (M, K), quantized: `add_rmsnorm`, then quantize, with the ub of
+    `rmsnorm_quantize`."""
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
     y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
-    return {"residual": stored, "quantized": c.quantize(y, recipe)}
+    return {"residual": stored, "quantized": _quantized(y, recipe, ub)}
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -116,6 +120,13 @@ def layernorm_quantize(
     """
     y = c.layer_norm(c.float32(x), _factor(weight, zero_centered), bias, eps)
     return c.quantize(c.cast(y, x.dtype), recipe)
+
+
+def _quantized(y, recipe, ub):
+    """`y` quantized with scales of amaxes up to ub."""
+    if ub == math.inf:
+        return c.quantize(y, recipe)
+    return c.quantize(y, recipe, statistics=c.maximum(c.minimum(c.float32(y), ub), -ub))
 
 
 def _sum(x, residual, sum_of, product_of):

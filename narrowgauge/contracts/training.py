@@ -44,6 +44,18 @@ def rmsnorm_quantize_stochastic(
 
 
 @c.contract
+def rmsnorm_quantize_both_stochastic(
+    x: c.Matrix, weight: c.Row, random: c.Bits, random_columnwise: ColumnBits, recipe: c.Recipe = "nvfp4-rht-sr", *,
+    eps: float = 1e-6, zero_centered: c.Flag = False,
+):  # fmt: skip
+    """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized in both orientations with stochastic
+    rounding by given bits."""
+    z = c.float32(x)
+    y = _rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first")
+    return c.quantize_both(y, recipe, random=(random, random_columnwise))
+
+
+@c.contract
 def silu_mul_quantize_both(x: c.Matrix, recipe: c.Recipe):
     """SiLU of the first half of the columns of x (M, 2K) times the second half, rounded once to the dtype of x,
     quantized in both orientations.

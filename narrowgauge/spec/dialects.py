@@ -269,11 +269,6 @@ FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {
             "block_scale": "given", "element_scale": "x/s", "zero_scale": "infinity", "negative_zero": "rounded",
         },
         "vllm": _GIVEN,
-        # Writes to a cache (narrowgauge.contracts.cache): vLLM 0.33.0 in CUDA, csrc/cache_kernels.cu, and in Triton;
-        # conch-triton-kernels 1.3.
-        "vllm-kv": _GIVEN | {"element_scale": "x/s"},
-        "vllm-triton-kv": _GIVEN | {"approximate": True},
-        "conch-kv": _GIVEN | {"approximate": True},
         # Fused norms and activations (narrowgauge.contracts.dialects): NaN is clamped to 448, or is NaN.
         "vllm-static": _GIVEN | _NAN_IS_448,
         "flashinfer": _GIVEN | {"approximate": True},
@@ -289,5 +284,8 @@ ALIASES = {
     "vllm-static-before-0.33": "vllm-static", "vllm-silu-static": "vllm-static", "vllm-triton-silu": "vllm-triton",
     "sglang-triton-silu": "sglang-triton", "sglang-silu": "sglang-group", "sglang-silu-dense": "sglang-group",
     "sglang-silu-fp16": "sglang-group-fp16",
+    # Writes to a cache (narrowgauge.contracts.cache): vLLM 0.33.0 in CUDA, csrc/cache_kernels.cu, and in Triton;
+    # conch-triton-kernels 1.3.
+    "vllm-kv": "torchao-affine", "vllm-triton-kv": "flashinfer", "conch-kv": "flashinfer",
 }  # fmt: skip
 """Dialects of contracts with the quantization of another one: they differ in the steps before it."""

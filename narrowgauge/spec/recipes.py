@@ -313,7 +313,7 @@ def find_recipe(name: str | Recipe) -> Recipe:
 @lru_cache(maxsize=1024)
 def _find(base: str, dialect: str) -> Recipe:
     family, parts = _family(base, dialect)
-    rule = ALIASES.get(dialect, dialect)
+    rule = dialect if dialect in family.dialects else ALIASES.get(dialect, dialect)
     if rule not in family.dialects:
         raise ValueError(
             f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects, 1)}; "

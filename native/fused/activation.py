@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.fused.prepared import PREPARED, form_of
+from narrowgauge.native.fused.produced import produced, quantize_rowwise
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.quantized import Quantized
@@ -12,6 +14,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/activation_quantize.cu", "ActivationQuantizeParameters")
+_STATIC = {"te": "SILU", "vllm-silu-static": "SILU_ROUNDED"}
+"""Dialect of a given scale to the kernel's activation."""
 
 
 def silu_mul_quantize(
@@ -27,10 +31,24 @@ def silu_mul_quantize(
     `x`: float32, bfloat16 or float16, any strides. The product is rounded to the dtype of `x` once. `scale`, float32
     (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax of the result,
     which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of another dtype or
-    shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and for rows longer
+    than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
+    if needs_tiles(recipe) and amax is None and scale is None:
+        return quantize_rowwise(produced("SILU_MUL", x), recipe, scales=scales)
     return _launch(x, recipe, scale, "SILU", amax, scales)
+
+
+def silu_mul_quantize_static(
+    x: torch.Tensor, scale: torch.Tensor, recipe: str | Recipe = "fp8-static-e4m3@vllm-silu-static"
+) -> torch.Tensor:
+    """The codes, uint8 (M, K), of `silu_mul_quantize` by a given `scale`, float32 (1,).
+
+    It is the decode scale, and SiLU is rounded to the dtype of `x` too; without a dialect it is the encode scale, and
+    the product alone is rounded. Raises as `silu_mul_quantize`, and NotImplementedError for another dialect.
+    """
+    recipe = static_recipe(recipe, tuple(_STATIC))
+    return _launch(x, recipe, scale, _STATIC[recipe.dialect], None, LINEAR).codes
 
 
 def gelu_mul_quantize(
@@ -83,6 +101,10 @@ def _launch(
     limit: float = 0.0,
     alpha: float = 0.0,
 ) -> Quantized:
+    operands = (x, amax, scale)
+    form = form_of(operands, activation, recipe, scales, limit, alpha)
+    if form in PREPARED:
+        return PREPARED[form](operands)
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
@@ -96,5 +118,5 @@ def _launch(
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
         "activation_quantize", _PARAMETERS, fields, x, columns // halves, recipe,
-        amax=amax, scale=scale, scales=scales, extra_flags=flags,
+        operands=operands, form=form, amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip

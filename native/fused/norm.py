@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from narrowgauge.native.fused.rows import quantize_rows, row_recipe
+from narrowgauge.native.fused.prepared import PREPARED, form_of
+from narrowgauge.native.fused.produced import quantize_rowwise, rmsnorm
+from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime.arguments import element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -17,6 +21,7 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
+_STATIC = "te", "vllm-static"
 _RESIDENT_THREADS = 1024, 768
 """Threads of a multiprocessor, without and with a residual, which takes more registers. On an H200, rows of 8192
 bfloat16: RMSNorm has 0.90 of the copy rate with 1024 threads and 0.83 with 768; with a residual 0.90 and 0.94."""
@@ -30,18 +35,22 @@ def rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
+    ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
     """RMSNorm of the rows of `x` (M, K), float32, bfloat16 or float16, times `weight` (K,), quantized.
 
     `weight`: any of these dtypes; `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once.
+    `ub`: upper bound of the amaxes that give the scales of groups and rows.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
     of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of
-    another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    another dtype or shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and
+    for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=amax, scales=scales)
+    if needs_tiles(recipe) and amax is None and scale is None and ub == math.inf:
+        return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, scales=scales)
+    return _launch(x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, ub=ub, amax=amax, scales=scales)
 
 
 def add_rmsnorm_quantize(
@@ -53,6 +62,7 @@ def add_rmsnorm_quantize(
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
+    ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> dict[str, torch.Tensor | Quantized]:
@@ -71,12 +81,52 @@ def add_rmsnorm_quantize(
         scale,
         eps=eps,
         zero_centered=zero_centered,
+        ub=ub,
         amax=amax,
         scales=scales,
         residual=residual,
         total=total,
     )
     return {"residual": total, "quantized": quantized}
+
+
+def rmsnorm_quantize_static(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: str | Recipe = "fp8-static-e4m3@vllm-static",
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> torch.Tensor:
+    """The codes, uint8 (M, K), of `rmsnorm_quantize` by a given `scale`, float32 (1,).
+
+    It is the decode scale, or the encode scale if the recipe has no dialect. Raises as `rmsnorm_quantize`, and
+    NotImplementedError for a dialect with another formula.
+    """
+    recipe = static_recipe(recipe, _STATIC)
+    return _launch(
+        x, weight, recipe, scale, eps=eps, zero_centered=zero_centered, amax=None, scales=LINEAR
+    ).codes  # fmt: skip
+
+
+def add_rmsnorm_quantize_static(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: str | Recipe = "fp8-static-e4m3@vllm-static",
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> dict[str, torch.Tensor]:
+    """`residual` and `codes` of `add_rmsnorm_quantize` by a given `scale`, as `rmsnorm_quantize_static` has it."""
+    recipe = static_recipe(recipe, _STATIC)
+    found = add_rmsnorm_quantize(x, residual, weight, recipe, scale, eps=eps, zero_centered=zero_centered)
+    quantized, total = found["quantized"], found["residual"]
+    assert isinstance(quantized, Quantized)
+    assert isinstance(total, torch.Tensor)
+    return {"residual": total, "codes": quantized.codes}
 
 
 def layernorm_quantize(
@@ -108,10 +158,15 @@ def _launch(
     amax: torch.Tensor | None,
     scales: ScaleLayout,
     zero_centered: bool,
+    ub: float = math.inf,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> Quantized:
+    operands = (x, weight, bias, residual, total, amax, scale)
+    form = form_of(operands, "norm", recipe, scales, eps, zero_centered, ub)
+    if form in PREPARED:
+        return PREPARED[form](operands)
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
@@ -130,7 +185,8 @@ def _launch(
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     return quantize_rows(
-        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, amax=amax, scale=scale, scales=scales,
+        "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, ub=ub,
+        amax=amax, scale=scale, scales=scales,
         extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
         resident_threads=_RESIDENT_THREADS[residual is not None],
     )  # fmt: skip

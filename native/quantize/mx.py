@@ -12,7 +12,7 @@ from narrowgauge.native.quantize.sections import check_sizes_of
 from narrowgauge.native.quantize.variants import unit_flags
 from narrowgauge.native.runtime.arguments import GENERAL_THREADS, STRIP, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value
 from narrowgauge.spec.arguments import (
     as_matrix,
     check_amax,
@@ -50,7 +50,7 @@ def up_from(recipe: Recipe) -> int:
 
 
 @dataclass
-class _Output:
+class Output:
     """An orientation of a result, in the buffers that the kernel writes."""
 
     codes: torch.Tensor
@@ -90,7 +90,7 @@ def quantize_both(
     check_scale(scale, 1, recipe)
     forms = [(half.shape(x.shape), None, layout, half.transposed(recipe)) for half in Half]
     outputs = [
-        _output(form[0], recipe, half.pick(bits), x.device, layout, transposed=form[-1]) if half in halves else None
+        new_output(form[0], recipe, half.pick(bits), x.device, layout, transposed=form[-1]) if half in halves else None
         for half, form in zip(Half, forms, strict=True)
     ]
     _launch(x, recipe, *outputs, layout=layout)
@@ -118,7 +118,7 @@ def quantize_grouped(
     check_amax(amax, (1,), recipe)
     check_scale(scale, 1, recipe)
     check_random_of_sections(random, recipe)
-    output = _output((rows, columns), recipe, random, x.device, LINEAR)
+    output = new_output((rows, columns), recipe, random, x.device, LINEAR)
     if half is Half.COLUMN:  # flat, with room for a half byte and a short block at the end of every section
         count = len(sizes)
         codes = columns * ((rows + count) // 2 + 1) if recipe.element.bits == 4 else columns * rows
@@ -130,7 +130,7 @@ def quantize_grouped(
     )  # fmt: skip
 
 
-def _output(
+def new_output(
     shape: tuple[int, int],
     recipe: Recipe,
     random: object,
@@ -138,21 +138,21 @@ def _output(
     layout: ScaleLayout,
     *,
     transposed: bool = False,
-) -> _Output:
+) -> Output:
     check_random(random, shape, recipe)
     check_contiguous(random=random)
     # No thread writes the padding of a layout; torch sets the padding to 0.
     new = torch.empty if layout == LINEAR else torch.zeros
     scales = new(scales_shape(shape, recipe, transposed=transposed, layout=layout), dtype=torch.uint8, device=device)
     codes = torch.empty(codes_shape(shape, recipe, transposed=transposed), dtype=torch.uint8, device=device)
-    return _Output(codes, scales, random)
+    return Output(codes, scales, random)
 
 
 def _launch(
     x: torch.Tensor,
     recipe: Recipe,
-    row: _Output | None,
-    column: _Output | None,
+    row: Output | None,
+    column: Output | None,
     *,
     sizes: torch.Tensor | None = None,
     layout: ScaleLayout = LINEAR,
@@ -176,22 +176,37 @@ def _launch(
     else:
         name, grid = f"quantize_mx_{suffix(x.dtype)}", max(1, strips(rows, sizes)) * blocks_for(columns, STRIP)
         threads = GENERAL_THREADS["quantize_mx"].get(x.device.type, 1)
-    seed = next((o.random[0] for o in (row, column) if o is not None and isinstance(o.random, tuple)), 0)
-    variant: dict[str, Value] = {
-        "scale_order": scale_order(recipe), "up_from": up_from(recipe), "square_blocks": square_blocks,
-        "propagate_nan": recipe.nan == "propagate", "in_place": recipe.columnwise == "in-place",
-        "stochastic": stochastic, "swizzled": layout != LINEAR,
-    }  # fmt: skip
-    parameters = _PARAMETERS(
-        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
-        sections=1 if sizes is None else len(sizes), row=_NO_OUTPUT if row is None else row.fields(),
-        column=_NO_OUTPUT if column is None else column.fields(), variant=variant, seed=seed % 2**64,
-    )  # fmt: skip
+    parameters = parameters_of(x.shape, recipe, row, column, x=x, sizes=sizes, layout=layout)
     flags = (f"-DELEMENT={recipe.element.name}", *unit_flags(name, x.device))
     launch("quantize_mx", name, (grid,), (threads,), (parameters,), device=x.device, extra_flags=flags)
 
 
-def _in_tiles(x: torch.Tensor, recipe: Recipe, column: _Output | None) -> bool:
+def parameters_of(
+    shape: Sequence[int],
+    recipe: Recipe,
+    row: Output | None,
+    column: Output | None,
+    *,
+    x: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
+    layout: ScaleLayout = LINEAR,
+) -> StructValue:
+    """The kernels' struct QuantizeMxParameters for a matrix of `shape` (M, K). `x`: None if the kernel makes it."""
+    seed = next((o.random[0] for o in (row, column) if o is not None and isinstance(o.random, tuple)), 0)
+    variant: dict[str, Value] = {
+        "scale_order": scale_order(recipe), "up_from": up_from(recipe), "square_blocks": recipe.block[0] > 1,
+        "propagate_nan": recipe.nan == "propagate", "in_place": recipe.columnwise == "in-place",
+        "stochastic": recipe.rounding == "stochastic", "swizzled": layout != LINEAR,
+    }  # fmt: skip
+    strides = (0, 0) if x is None else x.stride()
+    return _PARAMETERS(
+        x=x, row_stride=strides[0], column_stride=strides[1], rows=shape[0], columns=shape[1], sizes=sizes,
+        sections=1 if sizes is None else len(sizes), row=_NO_OUTPUT if row is None else row.fields(),
+        column=_NO_OUTPUT if column is None else column.fields(), variant=variant, seed=seed % 2**64,
+    )  # fmt: skip
+
+
+def _in_tiles(x: torch.Tensor, recipe: Recipe, column: Output | None) -> bool:
     """Whether the kernel for whole tiles can quantize `x`."""
     return (
         in_tiles(x, _TILE[0])

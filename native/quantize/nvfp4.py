@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +71,7 @@ own."""
 
 
 @dataclass
-class _Output:
+class Output:
     """An orientation of a result, (lines, length), in the buffers that the kernel writes."""
 
     codes: torch.Tensor
@@ -79,6 +79,11 @@ class _Output:
     amax: torch.Tensor
     tensor_scale: torch.Tensor
     random: object
+
+    @property
+    def seed(self) -> int:
+        """Seed of Philox."""
+        return self.random[0] if isinstance(self.random, tuple) else 0
 
     @property
     def offset(self) -> int | None:
@@ -96,13 +101,15 @@ class _Output:
 _NO_OUTPUT = _OUTPUT(amax=None, codes=None, scales=None, tensor_scale=None, random=None, offset=0)
 
 
-def _output(shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor, random: object, layout: ScaleLayout) -> _Output:
+def new_output(
+    shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor, random: object, layout: ScaleLayout
+) -> Output:
     device = amax.device
     # No thread writes the padding of a layout; torch sets the padding to 0.
     new = torch.empty if layout == LINEAR else torch.zeros
     scales = new(scales_shape(shape, recipe, layout=layout), dtype=torch.uint8, device=device)
     codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
-    return _Output(codes, scales, amax, torch.empty_like(amax), random)
+    return Output(codes, scales, amax, torch.empty_like(amax), random)
 
 
 def variant(recipe: Recipe, *, rotation: str, layout: ScaleLayout, random_given: bool) -> dict[str, Value]:
@@ -120,8 +127,8 @@ def variant(recipe: Recipe, *, rotation: str, layout: ScaleLayout, random_given:
 def _launch(
     x: torch.Tensor,
     recipe: Recipe,
-    row: _Output | None,
-    column: _Output | None,
+    row: Output | None,
+    column: Output | None,
     *,
     rotation: str,
     sizes: torch.Tensor | None = None,
@@ -129,15 +136,7 @@ def _launch(
 ) -> None:
     rows, columns = x.shape
     outputs = (row, column)
-    random_given = any(output is not None and isinstance(output.random, torch.Tensor) for output in outputs)
-    choices = variant(recipe, rotation=rotation, layout=layout, random_given=random_given)
-    seed = next((o.random[0] for o in outputs if o is not None and isinstance(o.random, tuple)), 0)
-    parameters = _PARAMETERS(
-        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
-        sections=1 if sizes is None else len(sizes), max_product=recipe.max_product, variant=choices,
-        seed=seed % 2**64,
-    )  # fmt: skip
-    arguments = [parameters, *(_NO_OUTPUT if output is None else output.parameters() for output in outputs)]
+    arguments, choices = arguments_of(x.shape, recipe, row, column, rotation=rotation, x=x, sizes=sizes, layout=layout)
     grid: tuple[int, ...]
     plain = column is None and sizes is None and layout == LINEAR and x.is_contiguous() and _is_plain(recipe)
     if row is not None and plain:
@@ -148,15 +147,48 @@ def _launch(
         name, threads = "quantize_nvfp4_tiles_bf16", THREADS
         grid, schedule = tile_schedule(x, _DEEP)
         keys = (
-            _NO_KEYS if output is None or output.offset is None else _KEYS(words=philox_keys(seed, output.offset))
+            _NO_KEYS
+            if output is None or output.offset is None
+            else _KEYS(words=philox_keys(output.seed, output.offset))
             for output in outputs
         )
         arguments += [_SCHEDULE(**schedule), *keys]
     else:
         name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", GENERAL_THREADS["quantize_nvfp4"].get(x.device.type, 1)
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
-    flags = variant_flags(_VARIANT, choices, x.device) + unit_flags(name, x.device)
+    flags = flags_of(choices, x.device) + unit_flags(name, x.device)
     launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
+
+
+def arguments_of(
+    shape: Sequence[int],
+    recipe: Recipe,
+    row: Output | None,
+    column: Output | None,
+    *,
+    rotation: str,
+    x: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
+    layout: ScaleLayout = LINEAR,
+) -> tuple[list[StructValue], dict[str, Value]]:
+    """The structs QuantizeNvfp4Parameters and Output of both halves for a matrix of `shape` (M, K), and the fields of
+    QuantizeNvfp4Variant. `x`: None if the kernel makes it."""
+    given = [output for output in (row, column) if output is not None]
+    random_given = any(isinstance(output.random, torch.Tensor) for output in given)
+    choices = variant(recipe, rotation=rotation, layout=layout, random_given=random_given)
+    strides = (0, 0) if x is None else x.stride()
+    parameters = _PARAMETERS(
+        x=x, row_stride=strides[0], column_stride=strides[1], rows=shape[0], columns=shape[1], sizes=sizes,
+        sections=1 if sizes is None else len(sizes), max_product=recipe.max_product, variant=choices,
+        seed=next((output.seed for output in given), 0) % 2**64,
+    )  # fmt: skip
+    outputs = [_NO_OUTPUT if output is None else output.parameters() for output in (row, column)]
+    return [parameters, *outputs], choices
+
+
+def flags_of(choices: Mapping[str, Value], device: torch.device) -> tuple[str, ...]:
+    """Flags that compile a kernel for one variant of a recipe."""
+    return variant_flags(_VARIANT, choices, device)
 
 
 def philox_keys(seed: int, offset: int) -> tuple[int, ...]:
@@ -174,7 +206,7 @@ def philox_keys(seed: int, offset: int) -> tuple[int, ...]:
     return tuple(keys)
 
 
-def _in_tiles(x: torch.Tensor, recipe: Recipe, *outputs: _Output | None) -> bool:
+def _in_tiles(x: torch.Tensor, recipe: Recipe, *outputs: Output | None) -> bool:
     """Whether the kernel for whole tiles can quantize `x`."""
     square, chosen = recipe.block[0] > 1, recipe.candidates != "6"
     unsupported = (square and recipe.transform is not None) or (chosen and (square or recipe.granularity == "row"))
@@ -188,7 +220,7 @@ def _is_plain(recipe: Recipe) -> bool:
     return choices == (1, "tensor", None, "6", "nearest-even")
 
 
-def _fused(recipe: Recipe) -> bool:
+def has_fused_rotation(recipe: Recipe) -> bool:
     return recipe.transform is None or recipe.transform.group == _FUSED_GROUP
 
 
@@ -208,7 +240,7 @@ def quantize(
     check_rotated(x, shape[1], recipe)
     check_random(random, shape, recipe)
     check_contiguous(random=random)
-    if not _fused(recipe):
+    if not has_fused_rotation(recipe):
         rotated = quantize(
             transform(x, recipe), replace(recipe, transform=None), amax=amax, random=random, layout=layout
         )
@@ -216,13 +248,13 @@ def quantize(
     if amax is None:
         amax = _amax(x, recipe)
     check_tensor(amax, "amax", (torch.float32,), amax_shape(shape, recipe))
-    output = _output(shape, recipe, amax, random, layout)
+    output = new_output(shape, recipe, amax, random, layout)
     rotation = "NO_ROTATION" if recipe.transform is None else "ROTATE_ROWS"
     _launch(x, recipe, output, None, rotation=rotation, layout=layout)
-    return _quantized(output, recipe, shape, layout)
+    return quantized(output, recipe, shape, layout)
 
 
-def _quantized(output: _Output, recipe: Recipe, shape: tuple[int, int], layout: ScaleLayout) -> Quantized:
+def quantized(output: Output, recipe: Recipe, shape: tuple[int, int], layout: ScaleLayout) -> Quantized:
     return Quantized(output.codes, output.scales, output.amax, recipe, shape, output.tensor_scale, layout)
 
 
@@ -265,21 +297,21 @@ def quantize_both(
         check_contiguous(random=words)
     # The kernel chooses the scale of a square block by one amax, and two given amaxes take two launches.
     separate = recipe.candidates != "6" and recipe.block[0] > 1 and tuple(amaxes) != (None, None)
-    if len(halves) == 2 and (separate or not _fused(recipe)):
+    if len(halves) == 2 and (separate or not has_fused_rotation(recipe)):
         row = quantize(x, recipe.rowwise, amax=amaxes[0], random=bits[0], layout=layout)
         alone = (Half.COLUMN,)
         column = quantize_both(x, recipe, alone, amaxes=amaxes, scale=scale, bits=bits, layout=layout)[1]
         return row, column
-    if not _fused(recipe) and Half.COLUMN in halves:
+    if not has_fused_rotation(recipe) and Half.COLUMN in halves:
         return None, quantize(x.T, recipe, amax=amaxes[1], random=bits[1], layout=layout)
     outputs = [
-        None if own is None else _output(half.shape(x.shape), recipe, own, half.pick(bits), layout)
+        None if own is None else new_output(half.shape(x.shape), recipe, own, half.pick(bits), layout)
         for half, own in zip(Half, _amaxes(x, recipe, amaxes, halves), strict=True)
     ]
     rotation = "NO_ROTATION" if recipe.transform is None else "ROTATE_COLUMNS"
     _launch(x, recipe, *outputs, rotation=rotation, layout=layout)
     row_half, column_half = (
-        None if output is None else _quantized(output, half.recipe(recipe), half.shape(x.shape), layout)
+        None if output is None else quantized(output, half.recipe(recipe), half.shape(x.shape), layout)
         for half, output in zip(Half, outputs, strict=True)
     )
     return row_half, column_half
@@ -326,7 +358,7 @@ def quantize_grouped(
     # For columnwise sections, `_check_sizes` checks that every section has whole groups.
     check_rotated(x, half.pick((columns, 0)), recipe)
     check_random_of_sections(random, recipe)
-    if not _fused(recipe):  # every group lies in a section: one launch rotates all sections
+    if not has_fused_rotation(recipe):  # every group lies in a section: one launch rotates all sections
         y = half.matrix(transform(half.matrix(x), recipe))
         plain = replace(recipe, transform=None)
         return replace(quantize_grouped(y, sizes, plain, half, amax=amax, random=random), recipe=recipe)
@@ -340,7 +372,7 @@ def quantize_grouped(
         amax = rotated_amax if rotated else plain_amax
         assert amax is not None
     check_tensor(amax, "amax", (torch.float32,), (count,))
-    output = _output((rows, columns), recipe, amax, random, LINEAR)
+    output = new_output((rows, columns), recipe, amax, random, LINEAR)
     if half is Half.COLUMN:  # flat, with room for a half byte and a short block at the end of every section
         output.codes = torch.empty(columns * ((rows + count) // 2 + 1), dtype=torch.uint8, device=x.device)
         output.scales = torch.empty(columns * (rows // 16 + count), dtype=torch.uint8, device=x.device)

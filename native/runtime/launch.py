@@ -11,7 +11,7 @@ from narrowgauge.native.runtime import cuda, host
 from narrowgauge.native.runtime.structs import StructValue
 
 _NUMBERS = (int, float, np.generic)
-Argument = torch.Tensor | np.generic | StructValue | None
+Argument = torch.Tensor | np.generic | StructValue | bytes | None
 
 
 def launch(
@@ -28,12 +28,12 @@ def launch(
 ) -> None:
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
-    Arguments are parameter structs (`native.runtime.structs`), tensors on the device (the kernel gets their address),
-    None (a null pointer) and numpy scalars of the parameter's type. A block has `shared_bytes` of dynamic shared
-    memory, on a GPU only. `early`: on a GPU from sm_90 on the kernel may begin while the kernel before it runs, and
-    waits for the writes of that kernel itself, by griddepcontrol.wait. Raises ValueError if a tensor is not on
-    `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic shared memory; and as the toolchains
-    do.
+    Arguments are parameter structs (`native.runtime.structs`), also as their bytes, tensors on the device (the kernel
+    gets their address), None (a null pointer) and numpy scalars of the parameter's type. A block has `shared_bytes` of
+    dynamic shared memory, on a GPU only. `early`: on a GPU from sm_90 on the kernel may begin while the kernel before
+    it runs, and waits for the writes of that kernel itself, by griddepcontrol.wait. Raises ValueError if a tensor is
+    not on `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic shared memory; and as the
+    toolchains do.
     """
     values = [_value(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
@@ -57,7 +57,7 @@ def _value(argument: Argument, kernel: str, device: torch.device) -> np.generic 
         return argument.layout.pack(
             *[field if isinstance(field, _NUMBERS) else _address(field, kernel, device) for field in argument.fields]
         )
-    if isinstance(argument, np.generic):
+    if isinstance(argument, np.generic | bytes):
         return argument
     return _address(argument, kernel, device)
 

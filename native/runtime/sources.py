@@ -28,6 +28,9 @@ _MADE_BY_MACROS = {
         f"{kernel}_quantize": tuple(f"{kernel}_quantize_{t}" for t in _TYPED)
         for kernel in ("activation", "norm", "rope")
     },
+    "produced_mx": tuple(f"produced_mx_{t}" for t in _TYPED),
+    "produced_nvfp4": tuple(f"{kernel}_{t}" for kernel in ("produced_nvfp4", "produced_amax") for t in _TYPED),
+    "produced_rows": tuple(f"{kernel}_{t}" for kernel in ("produced_rows", "column_sums") for t in _TYPED),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_wgmma": (
         "pack",

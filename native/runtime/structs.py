@@ -34,7 +34,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 import numpy as np
@@ -127,6 +127,12 @@ class KernelStruct:
                 offsets |= {f"{field.name}.{name}": offset + inner for name, inner in field.struct.offsets().items()}
             before += field.letters
         return offsets
+
+    @cached_property
+    def leaf_offsets(self) -> list[int]:
+        """Offset of each number and address, in the order of `StructValue.fields`, of a struct without arrays."""
+        offsets = self.offsets()
+        return [offset for name, offset in offsets.items() if not any(n.startswith(f"{name}.") for n in offsets)]
 
     def _expression(self, fields: str, enums: dict[str, Mapping[str, int]]) -> str:
         """Python expression of the values in the order of memory. `fields`: expression of the mapping of fields."""

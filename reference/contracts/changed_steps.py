@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from narrowgauge.reference.contracts import sums
@@ -22,7 +23,7 @@ from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 def expanded(x: Interval, *others: Interval) -> Interval:
     """`x` in the shape of all operands."""
-    shape = torch.broadcast_shapes(*(value.shape for value in (x, *others)))  # type: ignore[no-untyped-call]
+    shape = np.broadcast_shapes(*(tuple(value.shape) for value in (x, *others)))  # torch's imports sympy
     return x.arranged(lambda t: t.expand(shape))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from narrowgauge.reference.contracts import interval as i
@@ -607,7 +608,7 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
 
 def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
     """The shape of the values together."""
-    return torch.Size(torch.broadcast_shapes(*(value.shape for value in values)))  # type: ignore[no-untyped-call]
+    return torch.Size(np.broadcast_shapes(*(tuple(value.shape) for value in values)))  # torch's imports sympy
 
 
 def _quantized(evaluation: Evaluation, step: Step) -> Quantized:

@@ -17,10 +17,12 @@ from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.operands import element_values, multiply_blocks, operand, promotes, scale_values
 from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two
+from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.numbers.exact import float32_ends, fma, lowest_bit
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale, used_tensor_scale
+from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import PROMOTIONS
 from narrowgauge.spec.quantized import Quantized
@@ -47,6 +49,16 @@ def quantized(
 def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None) -> Quantized:
     """`quantize` of a matrix (M, K) that is rotated already, if the recipe rotates."""
     return replace(quantize(y, recipe.rowwise, scale=scale, random=random), recipe=recipe)
+
+
+def of_statistics(y: torch.Tensor, statistics: torch.Tensor, recipe: Recipe, random: torch.Tensor | None) -> Quantized:
+    """`quantize` of a matrix (M, K) with the scales of another one."""
+    blocks = block_amaxes(statistics, recipe)
+    amax = None if recipe.tensor_scale == "none" else tensor_amax(blocks)
+    tensor = None if amax is None else tensor_scale(amax, recipe, y.dtype)
+    scales = block_scales(blocks, tensor, recipe, statistics.dtype)
+    codes = encode_elements(y, scales, tensor, recipe, random, blocks=blocks)
+    return Quantized(codes, scales, amax, recipe, (y.shape[0], y.shape[1]), tensor)
 
 
 def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Interval:

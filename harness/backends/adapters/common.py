@@ -21,6 +21,12 @@ def library(module: str, install: str) -> Any:
         raise ModuleNotFoundError(f"{module} is not installed ({error}); {install}") from error
 
 
+def on_gpu(x: torch.Tensor, library_name: str) -> None:
+    """Raise NotImplementedError for a tensor on a CPU, for which a library has no kernel."""
+    if not x.is_cuda:
+        raise NotImplementedError(f"{library_name} has these kernels for a GPU: --device cuda")
+
+
 def plain_library(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
     """A Python module of a library whose compiled parts may be missing, and which the module does not need.
 

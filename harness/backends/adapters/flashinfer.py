@@ -1,6 +1,6 @@
-"""FlashInfer as a backend: the references in PyTorch of its trace templates.
+"""FlashInfer as a backend: the references in PyTorch of its trace templates; on a GPU its norms and activations.
 
-Its kernels need sm_100 for these formats and round in another way (docs/dialects.md).
+Its kernels of quantization need sm_100 for these formats and round in another way (docs/dialects.md).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import amax, base_name, matrix, plain_library
+from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix, on_gpu, plain_library
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.7.2.post1"
@@ -25,6 +25,10 @@ class Backend:
     dialects: ClassVar = dict.fromkeys(_TEMPLATES, "flashinfer-trace")
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}
+    declares: ClassVar = {
+        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "flashinfer-norm"),
+        **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"),
+    }
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
@@ -42,3 +46,35 @@ class Backend:
         encode = 2688.0 / largest
         codes, scales = reference(x, encode)
         return {"codes": codes, "scales": scales, "amax": largest, "tensor_scale": encode}
+
+    def rmsnorm(
+        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, zero_centered: bool = False
+    ) -> torch.Tensor:
+        """`rmsnorm` and `gemma_rmsnorm`, on a GPU."""
+        y: torch.Tensor = _kernel(x, "norm", "gemma_rmsnorm" if zero_centered else "rmsnorm")(x, weight, eps)
+        return y
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6,
+        zero_centered: bool = False,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """`fused_add_rmsnorm` and `gemma_fused_add_rmsnorm`, on a GPU, which write into copies of their operands."""
+        output, total = x.clone(), residual.clone()
+        name = "gemma_fused_add_rmsnorm" if zero_centered else "fused_add_rmsnorm"
+        _kernel(x, "norm", name)(output, total, weight, eps)
+        return {"residual": total, "output": output}
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu_and_mul`, on a GPU."""
+        y: torch.Tensor = _kernel(x, "activation", "silu_and_mul")(x)
+        return y
+
+    def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+        """`gelu_tanh_and_mul` and `gelu_and_mul`, on a GPU."""
+        y: torch.Tensor = _kernel(x, "activation", {"tanh": "gelu_tanh_and_mul", "erf": "gelu_and_mul"}[approximate])(x)
+        return y
+
+
+def _kernel(x: torch.Tensor, module: str, name: str) -> Any:
+    on_gpu(x, "FlashInfer")
+    return getattr(library(f"flashinfer.{module}", _INSTALL), name)

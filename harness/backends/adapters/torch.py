@@ -1,8 +1,9 @@
 """torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row, and on a GPU
-`torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128."""
+`torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128; norms and gated activations, eager and compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +19,53 @@ _WHOLE_K = 1024
 """K up to which no product of blocks had slices of K, on an H200."""
 
 
+VARIANTS = ("compiled",)
+"""What torch.compile makes of the norms and activations."""
+_EAGER = {"rounded": "both"}
+"""Eager activations are tensors before they are multiplied; compiled ones are rounded once."""
+
+
 class Backend:
     """On a CPU torch decodes both operands to float32 first. On a GPU the order is that of cuBLAS or CUTLASS."""
 
     dialects: ClassVar = dict.fromkeys((*_RECIPES, *_BLOCKS), "te")
     constraints: ClassVar = {"K": 16, "N": 16, "out": ["bf16", "fp32"], "layout": ["tn"]}
-    declares: ClassVar[dict[str, str]] = {"operands": "decoded-float32"}
+
+    def __init__(self, variant: str = "") -> None:
+        if variant and variant not in VARIANTS:
+            raise ValueError(f"no variant {variant!r}; torch has {', '.join(VARIANTS)}")
+        self._made: Callable[..., Any] = torch.compile(dynamic=True) if variant else lambda function: function
+        fields = {} if variant else {"silu-mul": _EAGER, "gelu-mul": _EAGER}
+        self.declares: dict[str, Any] = {"operands": "decoded-float32", **fields}
 
     def check(self, device: torch.device) -> None:
         """On a GPU, FP8 tensor cores keep 13 fraction bits of a sum, and no operand is decoded first."""
         if device.type == "cuda":
-            self.declares = {"gemm": "probe-13"}  # type: ignore[misc]
+            del self.declares["operands"]
+            self.declares["gemm"] = "probe-13"
             self.gemm_order = _order_on_gpu
+
+    def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+        """`torch.nn.functional.rms_norm` of the rows of `x` (M, K)."""
+        y: torch.Tensor = self._made(_rmsnorm)(x, weight, eps)
+        return y
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6
+    ) -> dict[str, torch.Tensor]:
+        """The sum of `x` and `residual`, and its norm."""
+        total, y = self._made(_add_rmsnorm)(x, residual, weight, eps)
+        return {"residual": total, "output": y}
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`torch.nn.functional.silu` of the first half of the columns, times the second half."""
+        y: torch.Tensor = self._made(_silu_mul)(x)
+        return y
+
+    def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+        """`torch.nn.functional.gelu` of the first half of the columns, times the second half."""
+        y: torch.Tensor = self._made(_gelu_mul)(x, {"tanh": "tanh", "erf": "none"}[approximate])
+        return y
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
         """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes, for row scales
@@ -45,6 +81,27 @@ class Backend:
         fp8 = torch.float8_e4m3fn
         operands = a.codes.view(fp8), b.codes.view(fp8).T
         return torch._scaled_mm(*operands, scale_a=scales[0], scale_b=scales[1], out_dtype=out_dtype)
+
+
+def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[1:], weight, eps)
+
+
+def _add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return total, _rmsnorm(total, weight, eps)
+
+
+def _silu_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _gelu_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
 def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:

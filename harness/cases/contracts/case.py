@@ -337,7 +337,7 @@ class ContractCase(Case):
                         raise ValueError(wrong)
                     case = cls._made(recipe, dtype, tuple(shape), {**more, **fields, "inputs": family, "file": file})
                     wrong = case.problem()
-                    if wrong and not optional:
+                    if wrong and not any(name.startswith(_OPTION) for name in more):
                         raise ValueError(f"{case.id}: {wrong}")
                     if not wrong:  # a page layout may be for other recipes
                         found.setdefault(case, optional)

@@ -40,6 +40,14 @@ class _Sum:
         self.pairs += calls * int((variance > 0).sum())
 
 
+@dataclass(frozen=True)
+class Roundings:
+    """Residuals of the roundings of a call, float32 (M, K), and their variances."""
+
+    residuals: torch.Tensor
+    variance: torch.Tensor
+
+
 class Correlations:
     """Sums of products (up - p)·(up' - p') over pairs of roundings that must be independent.
 
@@ -90,6 +98,19 @@ class Correlations:
         right = residuals.flatten()[: left.shape[1]].unsqueeze(0)
         self._add_one_shift(SEED_NAMES[kind], left, right, 0)
         self._add_shifted(SEED_NAMES[kind], left, right)
+
+    def add_half(self, residuals: torch.Tensor, other: Roundings) -> None:
+        """Add the residuals (M, K) of a call of one half, and those of the other half (K, M) in the same call.
+
+        Both halves round the same elements: they must be independent element by element, and place by place in memory.
+        """
+        across = other.residuals.T, other.variance.T
+        size = min(residuals.numel(), other.residuals.numel())
+        along = other.residuals.flatten()[:size], other.variance.flatten()[:size]
+        if across[0].shape == residuals.shape:
+            self._sums("halves, same element", 1)[0].add(residuals, across[0], (self._variance, across[1]))
+        left, variance = residuals.flatten()[:size], self._variance.flatten()[:size]
+        self._sums("halves, same place in memory", 1)[0].add(left, along[0], (variance, along[1]))
 
     def tests(self) -> Iterator[StatisticalTest]:
         """A test for each kind of pair in the matrix."""

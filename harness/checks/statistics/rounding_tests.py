@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.harness.checks.distance import format_count
-from narrowgauge.harness.checks.statistics.correlations import Correlations
+from narrowgauge.harness.checks.statistics.correlations import Correlations, Roundings
 from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices
 from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest
 from narrowgauge.harness.checks.statistics.tail_bounds import bennett, binomial, chernoff
@@ -70,6 +70,14 @@ class RoundingCounts:
         `kind`: PLAIN_SEED, HIGH_SEED or SEED_AS_OFFSET of `correlations`.
         """
         self._correlations.add_seed(kind, self._residuals(up))
+
+    def roundings(self, up: torch.Tensor) -> Roundings:
+        """The roundings of a call: bool (M, K)."""
+        return Roundings(self._residuals(up), self._share * (1 - self._share) * self._random)
+
+    def add_half(self, up: torch.Tensor, other: Roundings) -> None:
+        """Compare the first call, bool (M, K), with the other half (K, M) of this call."""
+        self._correlations.add_half(self._residuals(up), other)
 
     def _residuals(self, up: torch.Tensor) -> torch.Tensor:
         return (up.float() - self._share) * self._random

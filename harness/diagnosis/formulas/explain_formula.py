@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.formulas.matrix_changes import MATRIX_CHANGES, OPERAND_CHANGES, changed_matrices
 from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     ATTENTION_GRADIENTS,
+    COLUMN_SUMS,
     GELU_GRADIENTS,
     NORM_GRADIENTS,
     AttentionGradient,
+    ColumnSum,
     GeluGradient,
     NormGradient,
 )
@@ -30,9 +32,10 @@ from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     Norm,
     Residual,
 )
+from narrowgauge.harness.diagnosis.gemm.gain import GAIN
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
-from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.attention import Softmax, causal, scores, weighted_mean
 from narrowgauge.reference.high_precision.bounded import Bounded, half_ulp
 
@@ -40,10 +43,13 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "norm": (Norm, NORMS), "gelu": (Gelu, GELUS), "attention": (Attention, ATTENTIONS),
     "residual": (Residual, RESIDUALS), "norm-backward": (NormGradient, NORM_GRADIENTS),
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
+    "column-sum": (ColumnSum, COLUMN_SUMS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 
 
+LEAST_SEPARATED = 10
+"""Right elements outside of the bounds of an exact change. Bounds that hold them hold other small mistakes too."""
 _STEPS = 64
 """Work of an element of a formula: about as many operations in float64, on values and on their errors."""
 
@@ -57,22 +63,129 @@ def wrong_formulas(name: str, given: dict[str, Any]) -> Iterator[tuple[Deviation
 
 
 def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
-    """Wrong formulas with bounds that contain every element of the output. The right formula's bound does not."""
+    """Changed formulas with bounds that contain every element of the output. The right formula's bound does not.
+
+    The known wrong formulas of the stage come first. If none fits, the changes that every formula has are tried: of an
+    operand, of the result (`MATRIX_CHANGES`), another tensor in place of an operand or of the result, a factor. A
+    change is exact if at least `LEAST_SEPARATED` right elements lie outside its bounds.
+    """
     formula = outcome.formula
     if formula is None or formula.stage != wrong_stage.stage:
         return []
+    work = _STEPS * formula.found.numel()
     explanations: dict[str, Explanation] = {}
-    for row, compute in wrong_formulas(formula.name, formula.given):
-        if limit.may_try(_STEPS * formula.found.numel()) and _fits(formula.found, compute()):
-            explanations.setdefault(row.cause, Explanation.of(row, wrong_stage.stage))
+    known = wrong_formulas(formula.name, formula.given) if formula.name in FORMULAS else ()
+    for row, compute in known:
+        if limit.may_try(work) and (ends := _ends(formula, compute)) and _fits(formula.found, ends):
+            explanations.setdefault(row.cause, _explanation(row, formula, ends))
     if (
         formula.name == "attention"
         and not explanations
-        and limit.may_try(_STEPS * formula.found.numel())
+        and limit.may_try(work)
         and _rows_scaled(formula.found, formula.given)
     ):
         return [Explanation.of(ROW_SUM, wrong_stage.stage)]
+    if not explanations:
+        for row, ends in _changes(formula):
+            if not limit.may_try(work):
+                break
+            if _fits(formula.found, ends):
+                explanations.setdefault(row.cause, _explanation(row, formula, ends))
     return list(explanations.values())
+
+
+def _explanation(row: Deviation[Any], formula: Formula, ends: Ends) -> Explanation:
+    if formula.expected is None:
+        return Explanation.of(row, formula.stage)
+    right = formula.expected.value.reshape(formula.found.shape).to(formula.found.dtype)
+    outside = ~_inside(right, ends) & right.isfinite()
+    if int(outside.sum()) >= LEAST_SEPARATED:
+        return Explanation.of(row, formula.stage)
+    words = f"{row.sentence}; fewer than {LEAST_SEPARATED} elements separate this from a correct kernel"
+    return Explanation(row.cause, words, formula.stage, exact=False)
+
+
+def _changes(formula: Formula) -> Iterator[tuple[Deviation[Any], Ends]]:
+    """Changes that every formula has, and the ends of their results."""
+    if formula.compute is None or formula.expected is None:
+        return
+    if not bool(formula.found.any()):
+        yield ZEROS, (formula.found, formula.found)
+        return
+    for name, operand in formula.operands.items():
+        for row, changed in changed_matrices(OPERAND_CHANGES, operand, name, formula.batches):
+            yield from _of_operand(row, formula, name, changed)
+    for name, operand in formula.operands.items():
+        for other, tensor in formula.others.items():
+            if tensor.shape == operand.shape and tensor.dtype == operand.dtype and not torch.equal(tensor, operand):
+                yield from _of_operand(OTHER_OPERAND.bound(other, name), formula, name, tensor)
+    shape = formula.found.shape
+    for other, tensor in formula.others.items():
+        if tensor.numel() == formula.found.numel() and tensor.dtype == formula.found.dtype:
+            yield OTHER_RESULT.bound(other), (tensor.reshape(shape), tensor.reshape(shape))
+    low, high = (end.reshape(shape) for end in formula.expected.interval(torch.float32))
+    rows = changed_matrices(MATRIX_CHANGES, low, "the result", formula.batches)
+    for row, changed in rows:
+        yield row, _cast((changed, row.result(high.reshape(-1, high.shape[-1])).reshape(shape)), formula)
+    for phrase, factor in _factors(formula).items():
+        yield GAIN.bound("elements", phrase), _cast((low * factor, high * factor), formula)
+
+
+ZEROS: Deviation[Any] = Deviation("outputs-zero", "all outputs are 0", "matrix")
+OTHER_OPERAND: Deviation[Any] = Deviation("operand-exchanged", "{1} is replaced by {0}", "matrix")
+OTHER_RESULT: Deviation[Any] = Deviation("result-of-other", "the result is {0}", "matrix")
+
+
+def _of_operand(
+    row: Deviation[Any], formula: Formula, name: str, operand: torch.Tensor
+) -> Iterator[tuple[Deviation[Any], Ends]]:
+    assert formula.compute is not None
+    if ends := _ends(formula, partial(formula.compute, **{**formula.operands, name: operand})):
+        yield row, ends
+
+
+def _factors(formula: Formula) -> dict[str, torch.Tensor | float]:
+    """Factors of the result, by phrases: small numbers, extents of the operands, the operands themselves."""
+    found: dict[str, torch.Tensor | float] = {"2": 2.0, "0.5": 0.5}
+    for extent in {extent for operand in formula.operands.values() for extent in operand.shape if extent > 2}:
+        found |= {f"1/{extent}": 1.0 / extent, str(extent): float(extent), f"1/√{extent}": extent**-0.5}
+    width = formula.found.shape[-1] if formula.found.dim() else 1
+    for name, tensor in (formula.operands | formula.others).items():
+        if tensor.shape == (width,) and tensor.is_floating_point():
+            found[name] = tensor.float()
+    return found
+
+
+Ends = tuple[torch.Tensor, torch.Tensor]
+"""Least and greatest element of each place, in the dtype of the result."""
+
+
+def _ends(formula: Formula, compute: Callable[[], Bounded]) -> Ends | None:
+    """Ends of the result. None if an element may overflow: it has no interval, and is no evidence."""
+    expected = compute()
+    if bool(expected.unbounded.any()):
+        return None
+    limits = Bounded(expected.value.reshape(formula.found.shape), expected.error.reshape(formula.found.shape)).limits(
+        formula.found.dtype
+    )
+    exact = limits.exact
+    return torch.where(exact, limits.expected, limits.lower), torch.where(exact, limits.expected, limits.upper)
+
+
+def _cast(ends: Ends, formula: Formula) -> Ends:
+    """Float32 ends, in any order, as ends of the dtype of the result."""
+    low, high = (end.to(formula.found.dtype) for end in ends)
+    return torch.minimum(low, high), torch.maximum(low, high)
+
+
+def _inside(output: torch.Tensor, ends: Ends) -> torch.Tensor:
+    low, high = ends
+    return ((output >= low) & (output <= high)) | (output.isnan() & (low.isnan() | high.isnan()))
+
+
+def _fits(output: torch.Tensor, ends: Ends) -> bool:
+    """Whether every element lies in its interval. The sign of zero is free."""
+    return bool(_inside(output, ends).all())
 
 
 def _rows_scaled(output: torch.Tensor, given: dict[str, torch.Tensor]) -> bool:
@@ -94,9 +207,3 @@ def _rows_scaled(output: torch.Tensor, given: dict[str, torch.Tensor]) -> bool:
     if bool(((least <= 1) & (most >= 1)).all()):
         return False
     return bool(((least <= most) & (least > 0) & (certain.sum(-1) >= 8)).all() & uncertain.all())
-
-
-def _fits(output: torch.Tensor, expected: Bounded) -> bool:
-    """Whether every element lies in its interval. An element that may overflow has none, and is no evidence."""
-    expected = Bounded(expected.value.reshape(output.shape), expected.error.reshape(output.shape))
-    return not bool(expected.unbounded.any()) and bool(within_bounds(output, expected.limits(output.dtype)).all())

@@ -208,3 +208,29 @@ ATTENTION_GRADIENTS: tuple[Deviation[AttentionGradient], ...] = (
               lambda a: a.ordered(0, 2, 1)),
 )  # fmt: skip
 """Wrong gradients of attention."""
+
+
+@dataclass(frozen=True)
+class ColumnSum:
+    """The sum of the rows (M, N) of a gradient."""
+
+    rows: torch.Tensor
+
+    def narrow(self) -> Bounded:
+        """The sum in order of the rows, each partial sum rounded to the dtype of the rows."""
+        total = torch.zeros_like(self.rows[0])
+        for row in self.rows:
+            total = total + row
+        return exactly(total)
+
+
+def _narrow_sum(dtype: torch.dtype) -> Deviation[ColumnSum]:
+    name = "accumulator-fp16" if dtype == torch.float16 else "accumulator-bf16"
+    return Deviation(
+        name, "partial sums are rounded to the dtype of what they are sums of", "column-sum", lambda s: s.narrow(),
+        when=lambda s: s.rows.dtype == dtype and len(s.rows) > 0,
+    )  # fmt: skip
+
+
+COLUMN_SUMS: tuple[Deviation[ColumnSum], ...] = (_narrow_sum(torch.bfloat16), _narrow_sum(torch.float16))
+"""Wrong sums of rows."""

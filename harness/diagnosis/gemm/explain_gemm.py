@@ -13,6 +13,7 @@ from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, SCALES_OF_SUM, accumulators
+from narrowgauge.harness.diagnosis.gemm.changed_products import ChangedProduct, changed_products
 from narrowgauge.harness.diagnosis.gemm.epilogues import EPILOGUES
 from narrowgauge.harness.diagnosis.gemm.gain import GAIN, find_gain
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
@@ -90,8 +91,8 @@ def explain_gemm(
 
     If no deviation fits, but the bounds of any order do, the declared order is a possible cause. Otherwise further
     explanations are tried in this order: partial sums in 16 bits, a gain, and narrow accumulators, which are simulated
-    and must give every bit. If nothing fits, the deviation that gives most of the wrong outputs is reported with its
-    share, and never as exact.
+    and must give every bit; then the changes that every product has. If nothing fits, the deviation that gives most of
+    the wrong outputs is reported with its share, and never as exact.
     """
     products = [product for product in outcome.products if product.stage == wrong_stage.stage]
     if not products:
@@ -108,7 +109,7 @@ def explain_gemm(
     if orders := search.simulated_orders(history, (recipes, f"{wrong_stage.stage} order", False)):
         history.remember([deviation.cause for deviation in orders])
         return [Explanation.of(order, wrong_stage.stage) for order in orders]
-    deviations = list(_deviations(search.products))
+    deviations = list(gemm_deviations(search.products))
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}
     key = (recipes, wrong_stage.stage, bool(matching))
@@ -124,6 +125,8 @@ def explain_gemm(
     matches += search.other_declarations(products)  # last: these weaken the rule
     if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
+    if not matches and full_search:
+        matches = search.changed_products()
     simplest = {match.cause: match for match in reversed(matches)}
     causes = list(dict.fromkeys(match.cause for match in matches))
     history.remember(causes)
@@ -137,7 +140,7 @@ def _explanation(match: Match, stage: str) -> Explanation:
     return Explanation.of(replace(match, sentence=match.sentence + words), stage)
 
 
-def _deviations(products: Sequence[GemmParts]) -> Iterator[Deviation[GemmParts]]:
+def gemm_deviations(products: Sequence[GemmParts]) -> Iterator[Deviation[GemmParts]]:
     """All deviations of the products, the most plausible first."""
     first = products[0]
     yield from rows_of(EPILOGUES, first)
@@ -323,6 +326,30 @@ class _Search:
                 return [replace(kind, sentence=kind.sentence.format(of=width)) for kind in kinds]
         return []
 
+    def changed_products(self) -> list[Match]:
+        """Changes that every product has, and that give every output: first on a sample, then on all outputs."""
+        found: list[Match] = []
+        declared = any(parts.tensor_factors is not None for parts in self.products)
+        for change in () if declared else changed_products(self.products):
+            if not self.limit.may_try(self._of_samples):
+                break
+            if self._all_fit(change, sampled=True) and self.limit.may_verify(change.row.cause, self._of_all):
+                found += [replace(change.row, exact=self._is_separate(change))] if self._all_fit(change) else []
+        return found
+
+    def _all_fit(self, change: ChangedProduct, *, sampled: bool = False) -> bool:
+        places = [self._sample(parts) if sampled else _all_places(parts) for parts in self.products]
+        masks = (change.fitting(*pair) for pair in zip(self.products, places, strict=True))
+        return all(mask is not None and bool(mask.all()) for mask in masks)
+
+    def _is_separate(self, change: ChangedProduct) -> bool:
+        """Whether the change cannot give at least `_LEAST_SEPARATED` outputs of the reference."""
+        count = 0
+        for parts in self.products:
+            mask = change.fitting(replace(parts, output=parts.source.limits.expected), _all_places(parts))
+            count += 0 if mask is None else int((~mask).sum())
+        return count >= _LEAST_SEPARATED
+
     def largest_share(self, deviations: Sequence[Deviation[GemmParts]], stage: str) -> list[Explanation]:
         """The deviation that gives most of the wrong outputs, and at least as large a share of the correct ones.
 
@@ -396,6 +423,12 @@ def _sample(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sampled_columns = [_spread(columns, _SAMPLED_COLUMNS), _spread(~columns, _SAMPLED_COLUMNS), *of_rows]
     sampled_rows = [wrong_rows, _spread(~rows, _SAMPLED_ROWS)]
     return torch.unique(torch.cat(sampled_rows)), torch.unique(torch.cat(sampled_columns))
+
+
+def _all_places(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of all rows and columns."""
+    rows, columns = (torch.arange(extent, device=parts.output.device) for extent in parts.output.shape)
+    return rows, columns
 
 
 def _few_outputs(parts: GemmParts) -> GemmParts:

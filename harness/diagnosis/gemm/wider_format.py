@@ -50,12 +50,12 @@ def explain_wider_format(
     x, w = (_inputs_of(outcome, prefix, products) for prefix in ("x.", "w."))
     if not x or not w:
         return []
-    of_codes = [_outside(parts, *map(operand_values, (parts.left, parts.right))) for parts in products]
+    of_codes = [outside_sums(parts, *map(operand_values, (parts.left, parts.right))) for parts in products]
     if any(outside is None for outside in of_codes) or _count(of_codes) < enough:
         return []
     for phrase, left, right in _wider_operands(x, w, products):
         wide = [replace(parts, factor=torch.ones_like(parts.factor)) for parts in products]
-        of_wide = [_outside(*operands) for operands in zip(wide, left, right, strict=True)]
+        of_wide = [outside_sums(*operands) for operands in zip(wide, left, right, strict=True)]
         if all(outside is not None for outside in of_wide) and not _count(of_wide):
             return [Explanation.of(WIDER_FORMAT.bound(phrase), wrong_stage.stage)]
     return []
@@ -94,7 +94,7 @@ def _count(masks: Sequence[torch.Tensor | None]) -> int:
     return sum(int(mask.sum()) for mask in masks if mask is not None)
 
 
-def _outside(parts: GemmParts, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def outside_sums(parts: GemmParts, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """bool mask of the outputs that no float32 sum of left @ right.T gives, with the factor and addends of a product.
 
     None if an operand is infinite or NaN, or if a sum can overflow: the interval would hold every output.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import changed_step_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
     CODES_ZERO,
     ROUNDINGS,
@@ -27,6 +28,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import BLOCK_AMA
 from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import single_code_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
+    derived_amax_deviations,
     hidden_amax_deviations,
     observed_amax_deviations,
 )
@@ -64,6 +66,7 @@ def list_deviations(
     return [
         *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
         *(deviation for deviation in step_deviations if deviation.implausible), *dialect_deviations(recipe),
+        *changed_step_deviations(matrices[0]),
     ]  # fmt: skip
 
 
@@ -100,6 +103,9 @@ def _step_deviations(
         yield from observed_amax_deviations(matrices, history)
     if "amax" not in first.kernel_stages and recipe.tensor_scale not in ("none", "given"):
         yield from () if first.subject.amax_given else hidden_amax_deviations(matrices)
+    hidden = "amax" not in first.kernel_stages and recipe.tensor_scale != "given" and not first.subject.amax_given
+    if "scales" in wrong_masks and hidden and (recipe.whole or recipe.tensor_scale != "none"):
+        yield from derived_amax_deviations(matrices, history) if recipe.granularity == "tensor" else ()
     yield from rotation_deviations(recipe, first.subject.matrix)
     yield from section_amax_deviations(matrices)
     yield from unused_amax_deviations(first)

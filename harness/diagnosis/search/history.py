@@ -41,6 +41,8 @@ class SearchHistory:
     are exact."""
     separated: dict[tuple[str | Name, ...], list[Name]] = field(default_factory=dict)
     """Deviations that special inputs left, by dtype and deviations."""
+    confirmed: Counter[str] = field(default_factory=Counter)
+    """Cases in which further inputs confirmed a cause of a product or a formula."""
     _amaxes: list[float] = field(default_factory=list)
 
     def begin_case(self, amaxes: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Timing of the kernels of shipped contracts: norms, activations and rotary embedding, quantized; and products."""
+"""Timing of the kernels of shipped contracts: norms, activations and rotary embedding, quantized; products; caches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from narrowgauge.contracts import CONTRACTS, activation, norm, rotary
+from narrowgauge.contracts.attention import attention
+from narrowgauge.contracts.cache import kv_write
 from narrowgauge.contracts.gemm import weight_only_gemm
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.results import named_results
@@ -29,6 +31,7 @@ from narrowgauge.harness.operations.timing.operation_bench import (
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.contracts.evaluate import parts_of
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.program import CODES
 from narrowgauge.spec.quantized import Quantized
 
@@ -210,4 +213,94 @@ PRODUCT_BENCH = OperationBench(
     rows=[(weight_only_gemm.name, recipe, "") for recipe in _PRODUCT_RECIPES],
     prepare=_prepare_product,
     product=True,
+)
+
+
+# Caches. A size is tokens of a request, and columns of all heads: of the cache for a write, of q for attention.
+
+_CACHE_RECIPE = "fp8-static-e4m3@vllm"
+_REQUESTS, _DIM, _GROUP, _PAGE = 32, 128, 8, 64
+_SDPA = "attention of torch to a bfloat16 cache"
+
+
+def _prepare_cache(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
+    tokens, heads = task.shape[0], max(1, task.shape[1] // _DIM)
+    scale = torch.full((1,), 0.5, device=inputs.device)
+    if task.operation == kv_write.name:
+        return _prepare_write(tokens, heads, scale, inputs)
+    return _prepare_attention(tokens, heads, scale, inputs)
+
+
+def _new_cache(pages: int, heads: int, inputs: BenchInputs) -> Cache:
+    """Numbers are integers from 1 to 8, whose sums are exact."""
+    keys, values = (
+        inputs.new_matrix((pages, _PAGE, heads, _DIM)).abs().mul(3).ceil().clamp(1, 8).to(torch.float8_e4m3fn)
+        .view(torch.uint8) for _ in range(2)
+    )  # fmt: skip
+    return Cache(keys, values, None, None, reference.find_recipe(_CACHE_RECIPE), "nhd", _PAGE)
+
+
+def _prepare_write(tokens: int, heads: int, scale: Tensor, inputs: BenchInputs) -> PreparedTask:
+    k, v = (inputs.new_matrix((tokens, heads, _DIM)) for _ in range(2))
+    cache, slots = _new_cache(-(-tokens // _PAGE), heads, inputs), torch.arange(tokens, device=inputs.device)
+
+    def plain() -> list[Quantized]:
+        return [reference.quantize(x.flatten(0, 1), cache.recipe, scale=scale) for x in (k, v)]
+
+    def judge(found: Cache) -> Verdict:
+        verdict = Verdict()
+        for half, q in zip((found.keys, found.values), plain(), strict=True):
+            verdict.bytes("codes", half.view(-1, _DIM)[: len(q.codes)], q.codes)
+        return verdict
+
+    copy, copied = inputs.copy(k)
+    write = partial(native.kv_write, cache=cache, slots=slots, recipe=cache.recipe, k_scale=scale, v_scale=scale)
+    return PreparedTask(
+        native=[partial(write, *several) for several in inputs.copies(k, v)], reference=[plain], judge=judge,
+        read=nbytes((k, v)), ceilings={COPY: copy}, elements=2 * k.numel(), copied=copied,
+    )  # fmt: skip
+
+
+def _prepare_attention(tokens: int, q_heads: int, scale: Tensor, inputs: BenchInputs) -> PreparedTask:
+    """One row of each request, and `_GROUP` heads of q for each head of the cache. q is 0, so that the contract allows
+    one result, the mean of the values: on random numbers it allows almost any (docs/contracts.md)."""
+    heads, of_request = max(1, q_heads // _GROUP), -(-tokens // _PAGE)
+    device = inputs.device
+    q = torch.zeros(_REQUESTS, heads * _GROUP, _DIM, dtype=torch.bfloat16, device=device)
+    cache = _new_cache(_REQUESTS * of_request, heads, inputs)
+    pages = torch.randperm(_REQUESTS * of_request, device=device).view(_REQUESTS, of_request)
+    lengths, rows = (torch.full((_REQUESTS,), count, device=device) for count in (tokens, 1))
+
+    def judge(found: tuple[Tensor, Tensor]) -> Verdict:
+        """The first request."""
+        named = {name: part[pages[0]] for name, part in cache.parts().items()}
+        given = {"q": q[:1], "pages": torch.arange(of_request, device=device)[None], "lengths": lengths[:1],
+                 "q_lengths": rows[:1], "k_scale": scale, "v_scale": scale,
+                 **{f"cache.{name}": part for name, part in named.items()}}  # fmt: skip
+        dtypes = {name: kind.dtypes[0] for name, (kind, _) in attention.tensors.items()}
+        program = attention.trace({**dtypes, "q": "bfloat16"}, {"recipe": _CACHE_RECIPE}, {})
+        verdict = Verdict(rule=CONTRACT)
+        results = dict(zip(("output", "lse"), (part[:1] for part in found), strict=True))
+        for stage in judge_contract(program, given, named_results(program, given, results)).stages:
+            verdict.add(stage)
+        return verdict
+
+    k, v = (
+        part.view(torch.float8_e4m3fn).bfloat16()[pages].flatten(1, 2).transpose(1, 2).contiguous()
+        for part in (cache.keys, cache.values)
+    )
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, q.unsqueeze(2), k, v, enable_gqa=True)
+    copy, copied = inputs.copy(cache.keys)
+    call = partial(native.attention, q, cache, pages, lengths, rows, cache.recipe, k_scale=scale, v_scale=scale)
+    return PreparedTask(
+        native=[call], reference=[sdpa], judge=judge, read=nbytes((cache.keys, cache.values)),
+        ceilings={COPY: copy, _SDPA: [sdpa]}, elements=q.numel(), copied=copied,
+    )  # fmt: skip
+
+
+CACHE_BENCH = OperationBench(
+    rank=4.75,
+    rows=[(kv_write.name, _CACHE_RECIPE, ""), (attention.name, _CACHE_RECIPE, "")],
+    prepare=_prepare_cache,
+    further={"8192x8192": ("*",)},
 )

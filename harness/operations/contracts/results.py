@@ -20,6 +20,8 @@ from narrowgauge.spec.program import WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
+_STORED = ("codes", "scales", "amax", "transposed")
+
 
 def named_results(
     program: Program, tensors: Mapping[str, torch.Tensor], result: Any
@@ -77,11 +79,16 @@ def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:
         result = result.parts()
     for name, value in _given(program, result).items():
         parts = {name: value}
-        if isinstance(value, Quantized) or hasattr(value, "codes"):
+        if isinstance(value, Quantized | Mapping) or hasattr(value, "codes"):  # a kernel host gives a mapping
             prefix = "" if name == "quantized" else f"{name}."
-            parts = {f"{prefix}{part}": getattr(value, part, None) for part in ("codes", "scales", "amax")}
-        elif isinstance(value, tuple | list | Mapping):
-            parts = dict(value) if isinstance(value, Mapping) else dict(zip(_parts(program, name), value, strict=False))
+            stored: dict[str, Any] = (
+                dict(value) if isinstance(value, Mapping) else {part: getattr(value, part, None) for part in _STORED}
+            )
+            if stored.pop("transposed", False):
+                stored |= {part: stored[part].T for part in ("codes", "scales")}
+            parts = {part if part.startswith(prefix) else prefix + part: stored[part] for part in stored}
+        elif isinstance(value, tuple | list):
+            parts = dict(zip(_parts(program, name), value, strict=False))
         for part, tensor in parts.items():
             if tensor is None:
                 continue

@@ -21,7 +21,7 @@ MOST_STEPS = 16
 Use = Annotated[
     Literal[
         "plain", "unobserved", "no-grad", "frozen-weight", "frozen-input", "reloaded", "pending", "pending-reversed",
-        "rewritten",
+        "rewritten", "microbatches",
     ],
     Flag.CHANGED,
 ]  # fmt: skip
@@ -118,7 +118,7 @@ class ModuleCase(Case):
                 f"use is {self.use!r}, in which a quantized weight takes part in two forwards, and nothing says if its "
                 "amax counts twice under delayed scaling: quantized-parameters can be false"
             )
-        if self.steps == 1 and self.use in ("reloaded", "pending", "pending-reversed"):
+        if self.steps == 1 and self.use in ("reloaded", "pending", "pending-reversed", "microbatches"):
             return f"use is {self.use!r}, which needs a second step: steps can be 2"
         return None
 

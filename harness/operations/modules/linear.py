@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,8 @@ from narrowgauge.harness.operations.gemm.product import Operands
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
-from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Limit, Outcome, Product
+from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Outcome, Product
 from narrowgauge.harness.operations.stages.output import output_stage
-from narrowgauge.harness.operations.stages.possible_cause import Cause
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.operations.update_scale.deviations import wrong_histories, wrong_scales
 from narrowgauge.harness.operations.update_scale.judge import history_stage, scale_stage
@@ -111,6 +110,8 @@ class Ground:
     """Number of backwards before that of the step. -1: as many as steps before it."""
     figures: bool = True
     """Whether more is measured than decides."""
+    decoded: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """By name, functions to the values of the quantized operands of the step, of the dtype of the layer."""
 
     def stage(self, name: str) -> str:
         """The name of a stage: which step, and what."""
@@ -142,23 +143,67 @@ class Ground:
         return found.reshape(shape)
 
     def high_precision(
-        self, name: str, shape: tuple[int, ...], expected: Bounded | None, formula: str = "", **given: Any
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        compute: Callable[..., Bounded],
+        operands: Mapping[str, torch.Tensor | None],
+        formula: str = "",
+        *,
+        expected: Bounded | None = None,
+        **given: Any,
     ) -> torch.Tensor | None:
         """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
 
-        `expected` is None where what it is made of was not reported. `formula`, and what it is `given`: for those who
-        look for a wrong one (`harness.diagnosis.formulas.explain_formula`).
+        `compute`: the formula, from its `operands` by name, of which one that was not reported is None. `expected`: its
+        result, if it is known already. `formula`, and what it is `given`: the known wrong formulas
+        (`harness.diagnosis.formulas.explain_formula`).
         """
         found = self.tensor(name, shape)
-        if found is not None and expected is not None:
-            self.outcome.stages.append(
-                bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
-            )
-            if formula and self.outcome.formula is None and not self.outcome.stages[-1].passed:
-                self.outcome.formula = Formula(formula, self.stage(name), given, found)
-        elif expected is None:
+        known = {key: operand for key, operand in operands.items() if operand is not None}
+        if len(known) < len(operands):
             self.unseen[name] = None
+            return found
+        if found is not None:
+            result = compute(**known) if expected is None else expected
+            self.judge_formula(name, found, result, compute, known, formula, given)
         return found
+
+    def judge_formula(
+        self,
+        name: str,
+        found: torch.Tensor,
+        expected: Bounded,
+        compute: Callable[..., Bounded],
+        operands: dict[str, torch.Tensor],
+        formula: str,
+        given: dict[str, Any],
+    ) -> None:
+        """Add the stage of a tensor in high precision, and keep the first wrong formula for a diagnosis."""
+        stage = bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
+        self.outcome.stages.append(stage)
+        if self.outcome.formula is None and not stage.passed:
+            others = {key: tensor for key, tensor in self.known_tensors() if key != name}
+            self.outcome.formula = Formula(
+                formula, stage.stage, given, found, expected, compute, operands, others, self.batches
+            )  # fmt: skip
+
+    @property
+    def batches(self) -> int:
+        """Batches of x. 1 for a grouped layer, whose sections have different numbers of rows."""
+        return self.step.x.shape[0] if self.step.x.dim() > 2 else 1
+
+    def known_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the step and of other steps with their names: inputs, parameters, reported results."""
+        for step, where in ((self.step, ""), *((other, f" of {other.title}") for other in self.others.values())):
+            yield f"x{where}", step.x.flatten(0, -2)
+            if not step.probe:
+                yield f"dy{where}", step.dy.flatten(0, -2)
+            yield from ((f"{name}{where}", tensor) for name, tensor in step.parameters.items())
+            for name, values in step.seen.items():
+                yield from ((f"{name}{where}", value) for value in values if isinstance(value, torch.Tensor))
+        for name, decoded in self.decoded.items():
+            yield f"the decoded {name}", decoded()
 
 
 class LinearStages:
@@ -212,9 +257,15 @@ class LinearStages:
 
     # ---- delayed scaling -------------------------------------------------------------------------------------------
 
-    def end_forward(self) -> None:
-        """Move the state of input and weight. Judge it after a probe, which has no backward."""
+    def end_forward(self, *, recorded: bool = False) -> None:
+        """Move the state of input and weight. Judge it after a probe, which has no backward.
+
+        `recorded`: another forward follows in the same autocast, so that the amaxes are recorded and nothing else.
+        """
         if not self._training.history:
+            return
+        if recorded:
+            self.delayed.forward = self._recorded(0, self._at_forward, PRODUCTS["y"])
             return
         before, expected = self._at_forward, self._updated(0, self._at_forward, PRODUCTS["y"], self._training.input)
         self._forward = expected
@@ -232,8 +283,13 @@ class LinearStages:
             self._judge_states(found[-1], Delayed(before if kept else expected, grad), Delayed(before, grad))
             return
         self.delayed.forward = expected
-        if self.plan.use.startswith("pending") and len(found) > 1:  # the first report is that of the forward
+        if self.plan.pending and len(found) > 1:  # the first report is that of the forward
             self._reported_forward = self.delayed.forward = found[0][0]
+
+    def share_forward(self, last: LinearStages) -> None:
+        """Take the state of input and weight after the last forward of the autocast for that after this forward."""
+        self._forward, self._reported_forward = last._forward, last._reported_forward
+        self._given |= {number: given for number, given in last._given.items() if number == 0}
 
     def end(self) -> None:
         """Move the state of the gradient, and judge history and scales after the step."""
@@ -243,7 +299,7 @@ class LinearStages:
         before = self.delayed.grad
         expected = self._updated(1, before, [row if self._operands.get(row) else column], self._training.grad)
         found, forward = self._reported_states(), self._forward
-        pending = self.plan.use.startswith("pending")
+        pending = self.plan.pending
         self.delayed.grad = expected
         if not found or forward is None or expected is None or self._at_forward is None:
             self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
@@ -296,6 +352,11 @@ class LinearStages:
     def _updated(self, number: int, state: State | None, operands: Sequence[Operand], recipe: Recipe) -> State | None:
         """The state after an update, by number, of the amaxes of the module's own operands; None where one is
         unknown."""
+        recorded = self._recorded(number, state, operands)
+        return None if recorded is None else reference.update_scale(*recorded, recipe)
+
+    def _recorded(self, number: int, state: State | None, operands: Sequence[Operand]) -> State | None:
+        """The state with the amaxes of the module's own operands in the first row; None where one is unknown."""
         if state is None:
             return None
         history, scale = (tensor.clone() for tensor in state)
@@ -310,7 +371,7 @@ class LinearStages:
             of_sections.append(torch.stack([torch.maximum(before, amax) for amax in amaxes]))
         together = torch.stack(of_sections, 1) if len({len(column) for column in of_sections}) == 1 else history[:1]
         self._given[number] = history.clone(), scale.clone(), together
-        return reference.update_scale(history, scale, recipe)
+        return history, scale
 
     # ---- operands --------------------------------------------------------------------------------------------------
 
@@ -370,10 +431,16 @@ class LinearStages:
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
             judged.append(one)
+        ground.decoded[key] = partial(self._decoded, [one.kernel for one in judged], operand)
         self._note_origin(operand, found, parts, kernels)
         self._add(parts)
         ground.outcome.judged += judged
         return [one.kernel for one in judged]
+
+    def _decoded(self, kernels: list[Quantized], operand: Operand) -> torch.Tensor:
+        """The values of the sections of an operand, as rows of the matrix that it was quantized from."""
+        values = [reference.dequantize(q, dtype=self.plan.dtype) for q in kernels]
+        return torch.cat([v.T.contiguous() if operand.half is Half.COLUMN else v for v in values])
 
     def _note_origin(
         self, operand: Operand, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]
@@ -482,7 +549,10 @@ class LinearStages:
         limits = _cut(bounds(*pair, out_dtype=dtype, order=order, c=given["c"], bias=given["bias"]), len(output))
         left = _first_rows(pair[0], len(output))
         ground.outcome.products.append(
-            Product(left, pair[1], given["c"], given["bias"], output, limits, order, stage)
+            Product(
+                left, pair[1], given["c"], given["bias"], output, limits, order, stage,
+                lambda: dict(ground.known_tensors()), 1 if product == "dw" else ground.batches,
+            )
         )  # fmt: skip
         result = output_stage(stage, output, limits, figures=ground.figures)
         if not result.passed:
@@ -571,15 +641,19 @@ class LinearStages:
             if dbias is None:
                 stages.append([self._absent("dbias", name, part.shape[1])])
             else:
-                expected, dtype, figures = column_sum(part), self.plan.dtype, self.ground.figures
-                stages.append([bounded_stage(self._stage("dbias"), dbias, expected, dtype, figures=figures)])
-                if not stages[-1][0].passed:
-                    self._note_causes("dbias", partial(wrong_column_sums, part, dense(dbias)))
+                stages.append([self._bias_gradient(part, dbias)])
         self._add(stages)
+
+    def _bias_gradient(self, dy: torch.Tensor, dbias: torch.Tensor) -> StageResult:
+        """Judge the sum of the rows of `dy`, those of a section."""
+        self.ground.judge_formula(
+            self.layer.prefix + "dbias", dbias, column_sum(dy), column_sum, {"dy": dy}, "column-sum", {"rows": dy}
+        )  # fmt: skip
+        return self.ground.outcome.stages.pop()
 
     def _unknown(self, name: str) -> bool:
         """Whether nobody knows the gradient of this step alone: of pending steps that the module does not report."""
-        return self.plan.use.startswith("pending") and self.layer.prefix + name not in self.step.seen
+        return self.plan.pending and self.layer.prefix + name not in self.step.seen
 
     def _each(self, name: str) -> list[Any]:
         """A gradient of every section, None of those that have none."""
@@ -604,18 +678,6 @@ class LinearStages:
         outcome = self.ground.outcome
         if not outcome.causes and all(stage.passed for stage in outcome.stages):
             outcome.causes[self._stage(name)] = search
-
-
-def wrong_column_sums(rows: torch.Tensor, dbias: torch.Tensor, _: StageResult, __: Limit) -> Iterator[Cause]:
-    """Sums of columns in the order of the rows (M, N), with each partial sum rounded to the dtype of the rows."""
-    if rows.dtype == torch.float32:
-        return
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total = total + row
-    if equal_bits(total, dbias):
-        cause = "accumulator-fp16" if rows.dtype == torch.float16 else "accumulator-bf16"
-        yield cause, "partial sums are rounded to the dtype of what they are sums of"
 
 
 def _same(one: Any, other: Any) -> bool:

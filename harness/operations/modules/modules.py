@@ -251,7 +251,10 @@ class Judge:
                 outcome.stages.append(_recomputed(ground))
             begun[step.number] = ground, self._stages(ground)
             begun[step.number][1].forward(step.x.flatten(0, -2))
-            begun[step.number][1].end_forward()
+            begun[step.number][1].end_forward(recorded=self.plan.use == "microbatches" and step is not group[-1])
+        if self.plan.use == "microbatches":
+            for step in group[:-1]:
+                begun[step.number][1].share_forward(begun[group[-1].number][1])
         order = self.plan.backwards([step.number for step in group])
         for passes, number in enumerate(order, self._passes):
             ground, stages = begun[number]

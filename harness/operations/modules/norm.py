@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
-from narrowgauge.harness.operations.stages.oracle import norm_backward, norm_forward
+from narrowgauge.harness.operations.stages.oracle import column_sum, norm_backward, norm_forward
+from narrowgauge.reference.high_precision.bounded import Bounded
 
 
 class NormStages:
@@ -21,9 +26,18 @@ class NormStages:
         """Judge the norm of `x` (M, K), or of an input that nobody knows, and the layer on what came of it."""
         self._x = x
         gamma, beta = self._parameters
-        expected = None if x is None else norm_forward(x, gamma, beta, self.layer.norm, self.ground.plan.eps)  # type: ignore[arg-type]
-        given = {"x": x, "gamma": gamma, "added": beta, "kind": self.layer.norm, "eps": self.ground.plan.eps}
-        normalized = self.ground.high_precision(f"{self.layer.prefix}norm", self._shape, expected, "norm", **given)
+        compute = partial(_norm, kind=self.layer.norm, eps=self.ground.plan.eps)
+        operands = {"x": x, "gamma": gamma} | ({} if beta is None else {"beta": beta})
+        given: dict[str, Any] = {
+            "x": x,
+            "gamma": gamma,
+            "added": beta,
+            "kind": self.layer.norm,
+            "eps": self.ground.plan.eps,
+        }
+        normalized = self.ground.high_precision(
+            f"{self.layer.prefix}norm", self._shape, compute, operands, "norm", **given
+        )  # fmt: skip
         return self.linear.forward(normalized)
 
     def backward(self, dy: torch.Tensor | None) -> torch.Tensor | None:
@@ -31,21 +45,36 @@ class NormStages:
         ground, prefix = self.ground, self.layer.prefix
         dnorm = self.linear.backward(dy, "dnorm")
         gamma, beta = self._parameters
-        dx = dgamma = dbeta = None
+        operands = {"dy": dnorm, "x": self._x, "gamma": gamma}
+        results: Sequence[Bounded | None] = (None, None, None)
         if dnorm is not None and self._x is not None:
-            dx, dgamma, dbeta = norm_backward(dnorm, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
-        given = {"dy": dnorm, "x": self._x, "gamma": gamma, "kind": self.layer.norm, "eps": ground.plan.eps}
+            results = norm_backward(dnorm, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
+        given: dict[str, Any] = {**operands, "kind": self.layer.norm, "eps": ground.plan.eps}
+
+        def judge(name: str, shape: tuple[int, ...], part: int) -> torch.Tensor | None:
+            compute = partial(_norm_gradient, part=part, kind=self.layer.norm, eps=ground.plan.eps)
+            return ground.high_precision(
+                prefix + name, shape, compute, operands, "norm-backward", expected=results[part], **given, part=part
+            )
+
         found = None
         if ground.plan.use != "frozen-input" or prefix not in ("", "qkv."):
-            found = ground.high_precision(f"{prefix}dx", self._shape, dx, "norm-backward", **given, part=0)
-        ground.high_precision(f"{prefix}dgamma", (self.layer.inner,), dgamma, "norm-backward", **given, part=1)
+            found = judge("dx", self._shape, 0)
+        judge("dgamma", (self.layer.inner,), 1)
         if beta is not None:
-            ground.high_precision(f"{prefix}dbeta", (self.layer.inner,), dbeta)
+            ground.high_precision(
+                f"{prefix}dbeta", (self.layer.inner,), column_sum, {"dy": dnorm}, "column-sum", expected=results[2],
+                rows=dnorm,
+            )  # fmt: skip
         return found
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, recorded: bool = False) -> None:
         """`LinearStages.end_forward` of the layer."""
-        self.linear.end_forward()
+        self.linear.end_forward(recorded=recorded)
+
+    def share_forward(self, last: NormStages) -> None:
+        """`LinearStages.share_forward` of the layer."""
+        self.linear.share_forward(last.linear)
 
     def end(self) -> None:
         """Judge the end of the step, as the layer itself does."""
@@ -59,3 +88,14 @@ class NormStages:
     @property
     def _shape(self) -> tuple[int, int]:
         return sum(self.linear.sizes), self.layer.inner
+
+
+def _norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, **options: Any) -> Bounded:
+    return norm_forward(x, gamma, beta, **options)
+
+
+def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, *, part: int, **options: Any) -> Bounded:
+    """The gradient of x (part 0) or of gamma (1)."""
+    found = norm_backward(dy, x, gamma, **options)[part]
+    assert found is not None
+    return found

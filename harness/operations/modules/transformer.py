@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ from narrowgauge.harness.operations.stages.oracle import (
 from narrowgauge.reference.high_precision.bounded import Bounded
 
 Matrix = torch.Tensor | None
-_ARGUMENTS = {"gelu": ("x",), "gelu-backward": ("dy", "x"), "residual": ("a", "b")}
-"""Of wrong formulas, by the names that `harness.diagnosis.formulas.explain_formula` has for them."""
+_OPERANDS = {
+    "gelu": ("x",), "gelu-backward": ("dy", "x"), "residual": ("a", "b"), "attention": ("qkv",),
+    "attention-backward": ("dy", "qkv"),
+}  # fmt: skip
+"""Names of the operands of a formula, by its name in `harness.diagnosis.formulas.explain_formula`."""
+
+
+def _by_name(formula: Callable[..., Bounded], **operands: torch.Tensor) -> Bounded:
+    """The result of a formula of its operands, which stand in order."""
+    return formula(*operands.values())
 
 
 class TransformerStages:
@@ -68,14 +77,23 @@ class TransformerStages:
             else self._between("dx", residual_sum, dh, inner, wrong="residual", others={})
         )
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, recorded: bool = False) -> None:
         """`LinearStages.end_forward` of every layer."""
-        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
-            layer.end_forward()
+        for layer in self._layers:
+            layer.end_forward(recorded=recorded)
+
+    def share_forward(self, last: TransformerStages) -> None:
+        """`LinearStages.share_forward` of every layer."""
+        for layer, other in zip(self._layers, last._layers, strict=True):
+            layer.share_forward(other)
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [self.qkv, self.proj, self.fc1, self.fc2]
 
     def end(self) -> None:
         """Judge the end of the step of every layer."""
-        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
+        for layer in self._layers:
             layer.end()
 
     def _between(
@@ -83,26 +101,28 @@ class TransformerStages:
         name: str,
         formula: Callable[..., Bounded],
         *given: Matrix,
+        wrong: str,
         width: int = 0,
-        wrong: str = "",
         **more: Any,
     ) -> Matrix:
         """Judge what stays in high precision: a formula of what was reported, where all of it was.
 
         `wrong`: which wrong formulas to look for, where it is wrong, which take `more` than it does.
         """
-        known = all(one is not None for one in given)
         shape = (self.batch * self.sequence, width or self.hidden)
-        if not known:
-            return self.ground.high_precision(name, shape, None)
-        names: dict[str, Any] = dict(zip(_ARGUMENTS.get(wrong, ()), given, strict=False))
-        if wrong == "attention":
-            names = dict(zip("qkv", self._heads(given[0]), strict=True))  # type: ignore[arg-type]
-        if wrong == "attention-backward":
-            names = dict(zip("qkv", self._heads(given[1]), strict=True))  # type: ignore[arg-type]
-            do, out = (self._of_heads(matrix) for matrix in (given[0], self._saved["attention"]))
-            names |= {"do": do, "out": out}
-        return self.ground.high_precision(name, shape, formula(*given), wrong, **names, **more)
+        operands = dict(zip(_OPERANDS[wrong], given, strict=True))
+        names: dict[str, Any] = {}
+        if all(one is not None for one in given):
+            names = dict(operands)
+            if wrong == "attention":
+                names = dict(zip("qkv", self._heads(given[0]), strict=True))  # type: ignore[arg-type]
+            if wrong == "attention-backward":
+                names = dict(zip("qkv", self._heads(given[1]), strict=True))  # type: ignore[arg-type]
+                do, out = (self._of_heads(matrix) for matrix in (given[0], self._saved["attention"]))
+                names |= {"do": do, "out": out}
+        return self.ground.high_precision(
+            name, shape, partial(_by_name, formula), operands, wrong, **names, **more
+        )  # fmt: skip
 
     def _attention(self, qkv: torch.Tensor) -> Bounded:
         return self._joined(attention_forward(*self._heads(qkv)))

@@ -17,6 +17,7 @@ from narrowgauge.harness.cases.families import CODES
 from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.correlations import Roundings
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize.call import dequantize, quantize_halves
 from narrowgauge.harness.operations.quantize.call import quantize as call_quantize
@@ -162,8 +163,10 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
     if case.bands:
         return judge_bands(case, inputs, backend, outcome)
     kernels = []
+    halves: list[Roundings] | None = [] if plan.own and len(plan.names) == 2 else None
     for number, (name, (subject, oracle)) in enumerate(zip(plan.names, plan.expected(), strict=True)):
         subject.draw = partial(plan.further_codes, number, outputs) if plan.own else None
+        subject.halves = halves
         parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}{part}")) is not None}
         kernels.append(_as_oracle(parts, inputs.x, oracle, SCALE_LAYOUTS[case.scales]))
         add_judged(outcome, subject, kernels[-1], oracle, name)

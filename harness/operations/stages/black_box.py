@@ -11,7 +11,7 @@ from narrowgauge.harness.checks.bit_equality import with_nans_of
 from narrowgauge.harness.checks.distance import measure
 from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
+from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET, Roundings
 from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices, rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts, required_calls
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
@@ -55,13 +55,15 @@ def distribution_stage(
     *,
     transposed: bool,
     describe: Describe,
+    halves: list[Roundings] | None = None,
 ) -> StageResult:
     """Judge codes `found` (M, K), one an element, of scaled values between two tensors:
     docs/tolerance.md#stochastic-rounding.
 
     Every code is one of the two neighbours of its value. Whether the kernel chooses as it should is a matter of chance,
     left to `decide`: of these codes alone, or with `draw` of as many calls as the case needs. Findings are in the
-    coordinates of the transpose where `transposed`.
+    coordinates of the transpose where `transposed`. `halves`: roundings of the other half of the call, if it was judged
+    before; these are added.
     """
     choices = rounding_choices(*scaled, recipe)
     counts = RoundingCounts(choices, recipe, scaled[0].signbit())
@@ -74,7 +76,12 @@ def distribution_stage(
             which = int(outside.flatten(1).any(1).int().argmax())
             _refuse(result, outside[which], choices, number + which, transposed, describe)
             return result
-        counts.add(choices.rounded_up(codes, recipe))
+        up = choices.rounded_up(codes, recipe)
+        counts.add(up)
+        if number == 0 and halves is not None:
+            for other in halves:
+                counts.add_half(up[0], other)
+            halves.append(counts.roundings(up[0]))
     if calls > 1 and draw is not None:
         for call, kind in OTHER_SEEDS.items():
             if (codes_of_seed := draw(call)) is not None:

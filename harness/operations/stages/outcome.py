@@ -14,6 +14,7 @@ from narrowgauge.harness.operations.stages.possible_cause import Cause, Possible
 from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.contracts.accepted import Part
+from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.scale_layouts import Packing
 from narrowgauge.spec.summation import Summation
@@ -53,6 +54,10 @@ class Product:
     """Declarations of the backend about its sums."""
     stage: str = "output"
     """Name of the stage of the output."""
+    others: Callable[[], dict[str, torch.Tensor]] = dict
+    """Further matrices of the step and of other steps by name, which a kernel may take for an operand."""
+    batches: int = 1
+    """Batches that the rows of the output are divided into. 1: a single one, or an unknown number."""
 
     def __post_init__(self) -> None:
         self.a, self.b, self.output = dense_parts(self.a), dense_parts(self.b), dense(self.output)
@@ -63,12 +68,20 @@ class Formula:
     """The first wrong tensor of a module that is computed in high precision."""
 
     name: str
-    """Name of the formula: norm, gelu, attention or residual."""
+    """Name of the formula (`harness.diagnosis.formulas.explain_formula.FORMULAS`)."""
     stage: str
     given: dict[str, Any]
-    """Arguments of the formula by name."""
+    """Arguments of the known wrong formulas by name."""
     found: torch.Tensor
     """Result of the kernel, (M, N), contiguous."""
+    expected: Bounded | None = None
+    compute: Callable[..., Bounded] | None = None
+    """The formula, from its operands by name. None: only the known wrong formulas are tried."""
+    operands: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further tensors of the step and of other steps, which a kernel may take for an operand or give as the result."""
+    batches: int = 1
+    """Batches that the rows of the operands are divided into; 1 if their numbers of rows differ."""
 
     def __post_init__(self) -> None:
         self.found = dense(self.found)

@@ -18,6 +18,7 @@ from narrowgauge.harness.checks.finding import bits, float_view
 from narrowgauge.harness.checks.rotation_interval import Interval, rotated_interval
 from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.correlations import Roundings
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, distribution_stage
 from narrowgauge.harness.operations.stages.oracle import (
@@ -54,6 +55,8 @@ class Subject:
     """Whether the kernel rounds by random bits of its own."""
     draw: Draw | None = None
     """Codes of its further calls then, where they are to be had."""
+    halves: list[Roundings] | None = None
+    """Roundings of the halves that are judged before, if both are made by one call with random bits of the kernel."""
     amax_given: bool = False
     """Whether the amax is an argument, and not that of the matrix."""
     ends: Interval | None = None
@@ -408,7 +411,14 @@ def _codes(
         low = scaled_elements(subject.x if known else subject.interval.lower, scales, encode, recipe)
         high = low if known else scaled_elements(subject.interval.upper, scales, encode, recipe)
         result = distribution_stage(
-            stage, found, (low, high), recipe, subject.draw, transposed=transposed, describe=describe
+            stage,
+            found,
+            (low, high),
+            recipe,
+            subject.draw,
+            transposed=transposed,
+            describe=describe,
+            halves=subject.halves,
         )
     elif subject.rule == "exact":
         one, other = (t.T.contiguous() if transposed else t for t in (found, expected))

@@ -32,9 +32,11 @@ def render(
     elapsed: float | None,
     past: Sequence[dict[str, Any]] = (),
     strength: Sequence[Mapping[str, str]] = (),
+    remarks: Sequence[str] | None = None,
 ) -> str:
     """The whole page. Text from records and the environment is escaped. `past`: rows of the history of runs; a single
-    run has no section of its history. `strength`: as in `harness.report.report.write`."""
+    run has no section of its history. `strength`: as in `harness.report.report.write`. `remarks`: as in
+    `harness.report.markdown.render`."""
     from markupsafe import Markup
 
     rows = sorted_records(records)
@@ -46,7 +48,7 @@ def render(
         name="narrowgauge",
         verdict="pass" if succeeded(records) else "fail",
         sentence=text.verdict_line(records, elapsed),
-        aside=" ".join(filter(None, [text.not_compared(records), text.note_counts(records)])),
+        aside=" ".join(text.remarks(records) if remarks is None else remarks),
         environment=environment,
         script="\n".join(map(_read, (*_VENDORED, *_SCRIPTS))),
         groups=[_group(failure_group) | {"row": row[id(failure_group.records[0])]} for failure_group in groups[:SHOWN]],

@@ -148,11 +148,13 @@ def _stage(name: str, rule: str) -> str:
 def _counts(record: dict[str, Any]) -> str:
     """Counts of each stage, with spaces between stages: compared, wrong and excused elements, largest distance and
     unbounded elements, with commas between them. A 0 or a missing count is empty, and commas at the end are omitted."""
-    counts = []
-    for stage in record["stages"]:
-        compared, *others = [stage.get(key) or "" for key in _COUNTS]
-        counts.append(",".join(map(str, (compared, *others))).rstrip(",") if any(others) else str(compared))
-    return " ".join(counts)
+    return " ".join([_count(stage) for stage in record["stages"]])
+
+
+def _count(stage: dict[str, Any]) -> str:
+    if not (stage.get("mismatches") or stage.get("excused") or stage.get("max_ulp") or stage.get("unbounded")):
+        return str(stage.get("compared") or "")
+    return ",".join([str(stage.get(key) or "") for key in _COUNTS]).rstrip(",")
 
 
 def _times(record: dict[str, Any]) -> str:

@@ -70,7 +70,6 @@ __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const Ca
                                             const u32 (&words)[CHUNK / 4]) {
     const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
     const bool swizzled = target.swizzled && target.scales == nullptr;  // the bytes are scales
-#ifdef __CUDA_ARCH__
     if (!swizzled && target.element == 1 && target.chunk % CHUNK == 0 && chunk.count == CHUNK) {
         struct alignas(16) Words {
             u32 words[CHUNK / 4];
@@ -81,7 +80,6 @@ __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const Ca
             return;
         }
     }
-#endif
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
         if (i >= chunk.count) break;
@@ -112,11 +110,17 @@ __device__ __forceinline__ void divide(float (&v)[CHUNK], float s) {
 }
 
 __device__ __forceinline__ void encode_e4m3(const float (&v)[CHUNK], float factor, u32 (&words)[CHUNK / 4]) {
+#ifdef __CUDA_ARCH__
 #pragma unroll
     for (int w = 0; w < CHUNK / 4; ++w) {
         words[w] = pair_from_float<E4M3>(v[4 * w] * factor, v[4 * w + 1] * factor) |
                    static_cast<u32>(pair_from_float<E4M3>(v[4 * w + 2] * factor, v[4 * w + 3] * factor)) << 16;
     }
+#else
+    u8 codes[CHUNK];
+    encode_row<E4M3>(v, factor, codes);  // vectorized
+    __builtin_memcpy(words, codes, CHUNK);
+#endif
 }
 
 // The scale of a token and head, from all lanes of the row, and the codes. NaN has the code of 448 and counts for no amax.

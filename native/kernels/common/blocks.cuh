@@ -29,6 +29,19 @@ __device__ __forceinline__ void load_block(const T* source, i64 stride, int coun
     }
 }
 
+// A matrix in memory. A kernel for any matrix can have another source, whose elements are made when it loads a block.
+template <class T>
+struct Matrix {
+    const T* x;
+    i64 row_stride, column_stride;
+
+    // `count` elements of a row from a column on, and zeros behind them.
+    template <int BLOCK>
+    __device__ __forceinline__ void load(i64 row, i64 column, int count, float (&v)[BLOCK]) const {
+        load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
+    }
+};
+
 #ifdef HAS_SIMD
 __forceinline__ void update_amax_vector(FloatVector x, u32 limit, UintVector& largest) {
     const UintVector magnitude = bit_cast<UintVector>(x) & 0x7FFFFFFFu;

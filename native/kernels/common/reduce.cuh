@@ -21,4 +21,17 @@ __device__ __forceinline__ void block_atomic_max(u32 (&warp_maxima)[WARPS], u32 
     }
 }
 
+template <int THREADS>
+constexpr int WARPS_OF = THREADS < 32 ? 1 : THREADS / 32;
+
+// The same for a block of THREADS threads, which may be fewer than a warp.
+template <int THREADS>
+__device__ __forceinline__ void atomic_max_of_threads(u32 (&warp_maxima)[WARPS_OF<THREADS>], u32 largest, u32* out) {
+    if constexpr (THREADS < 32) {  // fewer threads than a warp do not shuffle
+        atomicMax(out, largest);
+    } else {
+        block_atomic_max(warp_maxima, largest, out);
+    }
+}
+
 }  // namespace narrowgauge

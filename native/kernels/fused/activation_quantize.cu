@@ -3,8 +3,8 @@
 //   Parameters: struct ActivationQuantizeParameters. Launch: `segments` thread blocks for each row, with a thread for every
 //   ROW_CHUNKS * 16 elements, a multiple of 32, or ROW_LANES lanes for a row; on a CPU 32 threads. A recipe with a scale for a row has one segment.
 //   y = R(f(gate) * up), with R the rounding to the dtype of x; the gate is the first half of a row of x. f: SiLU,
-//   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. SWIGLU_CLAMPED:
-//   R(g / (1 + e^(-alpha g)) * (u + 1)), g = min(gate, limit), u = up within +-limit. RELU_SQUARED: R(max(x, 0)^2).
+//   x / (1 + e^-x), GELU by tanh, x / (1 + e^(-2a)) with a = sqrt(2/pi) * (x + 0.044715 x^3), or by erf. SILU_ROUNDED:
+//   R(R(silu(gate)) * up). SWIGLU_CLAMPED: R(g / (1 + e^(-alpha g)) * (u + 1)), g = min(gate, limit), u = up within +-limit. RELU_SQUARED: R(max(x, 0)^2).
 //   Scales and codes of y: quantize_row.cuh.
 
 #include "fused/functions.cuh"
@@ -13,7 +13,7 @@
 
 namespace narrowgauge {
 
-enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, SWIGLU_CLAMPED = 3, RELU_SQUARED = 4 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, SWIGLU_CLAMPED = 3, RELU_SQUARED = 4, SILU_ROUNDED = 5 };
 
 // On a GPU the macro gives the activation, else the parameters do.
 #ifndef ACTIVATION
@@ -33,8 +33,10 @@ struct ActivationQuantizeParameters {
 // NaN stays NaN.
 __device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
 
+template <class T>
 __device__ __forceinline__ float activated(float x, float up, Activation activation, const ActivationQuantizeParameters& p) {
     if (activation == SILU) return x * sigmoid_approx(x, false) * up;
+    if (activation == SILU_ROUNDED) return rounded<T>(x * sigmoid_approx(x, false)) * up;
     if (activation == GELU_TANH) {
         return x * sigmoid_approx(1.5957691216f * (x + 0.044715f * (x * x * x)), true) * up;  // 2 sqrt(2/pi)
     }
@@ -50,7 +52,7 @@ __device__ __forceinline__ float activated(float x, float up, Activation activat
 template <class T>
 __device__ __forceinline__ void activation_quantize(const ActivationQuantizeParameters& p) {
     __shared__ Words words;
-    const Part part = part_of(p.result);
+    const Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const Activation activation = ACTIVATION;
     Rounded<T> y[ROW_CHUNKS];
 #pragma unroll
@@ -68,7 +70,7 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
         }
         unpack_floats(other, up);
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) gate[j] = activated(gate[j], up[j], activation, p);
+        for (int j = 0; j < CHUNK; ++j) gate[j] = activated<T>(gate[j], up[j], activation, p);
         round_chunk(gate, y[i]);
     }
     quantize_row(y, part, words, p.result);

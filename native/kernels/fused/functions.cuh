@@ -1,6 +1,6 @@
 // functions.cuh: functions of float32 numbers with an error. On a GPU the chip's approximations, on a CPU the C library.
 //
-// Errors, PTX ISA 9.0: ex2.approx 2 ulp, rcp.approx 1 ulp; CUDA C++ Programming Guide 13.0, table 17: erff 2 ulp, rsqrtf 2 ulp.
+// Errors, PTX ISA 9.0: ex2.approx 2 ulp, rcp.approx 1 ulp; CUDA C++ Programming Guide 13.0, table 17: erff 2 ulp, expf 2 ulp, rsqrtf 2 ulp.
 #pragma once
 
 #include "common/formats.cuh"
@@ -17,6 +17,15 @@ __device__ __forceinline__ float exp_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 0x1.715476p+0f));
     return y;
+#else
+    return std::exp(x);
+#endif
+}
+
+// e^x, off by 2 ulp.
+__device__ __forceinline__ float exp_accurate(float x) {
+#ifdef __CUDA_ARCH__
+    return expf(x);
 #else
     return std::exp(x);
 #endif

@@ -74,7 +74,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     // Two sets of words, used in turn: a thread may begin a row before another thread ends the row before.
     __shared__ Words words[2];
     const NormVariant norm = norm_of(p);
-    Part part = part_of(p.result);
+    Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const i64 rows = rows_of_block(), apart = rows * gridDim.x;
     i64 first_row = blockIdx.x * rows;
     for (int turn = 0; first_row < p.result.rows || turn == 0; first_row += apart, ++turn) {

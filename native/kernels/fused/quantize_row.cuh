@@ -1,7 +1,6 @@
 // quantize_row.cuh: the end of a kernel that makes a matrix row by row and quantizes it. The elements stay in registers.
 //
-// A thread has chunks of 16 neighbouring elements: chunk i of thread t of a row is chunk i * n + t of n threads. A row belongs
-// to one thread block, or to several if no sum and no scale extends over the row. Short rows have ROW_LANES lanes of a warp each.
+// A row has the threads of row_part.cuh; it belongs to several thread blocks if no sum and no scale extends over the row.
 // A scale belongs to the chunks of up to 32 neighbouring lanes, to a row, or to the tensor.
 // Numerics of scales and codes: docs/numerics.md, those of quantize_nvfp4.cu, quantize_mx.cu and quantize_fp8.cu.
 #pragma once
@@ -9,35 +8,17 @@
 #include "common/fp8.cuh"
 #include "common/mx.cuh"
 #include "common/nvfp4.cuh"
-#include "fused/rounded.cuh"
+#include "fused/row_part.cuh"
 #include "layout/layout.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT E4M3
 #endif
 
-// Chunks of a thread, at most. A CPU has a loop over those that the row needs.
-#ifndef ROW_CHUNKS
-#ifdef __CUDA_ARCH__
-#define ROW_CHUNKS 1
-#else
-#define ROW_CHUNKS 128
-#endif
-#endif
-
-#ifndef ROW_THREADS
-#define ROW_THREADS 32  // of a thread block, at most
-#endif
-
-#ifndef ROW_LANES
-#define ROW_LANES 0  // lanes of a row: a power of two up to 32; 0 if a row has all threads of its block
-#endif
-
 namespace narrowgauge {
 
 using Element = ELEMENT;
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
-constexpr int LANES = 32;
 
 enum ScaleFamily : int { NVFP4 = 0, MX = 1, FP8 = 2 };
 // Elements that share a scale: GROUP is `lanes` chunks.
@@ -52,6 +33,8 @@ struct QuantizeRowVariant {
     u32 up_from;         // of MX: mantissa from which on the exponent of a scale is rounded up
     bool power_of_two;   // of FP8: scales are rounded down to powers of two
     bool propagate_nan;  // NaN counts as the largest magnitude
+    bool nan_is_largest; // of FP8: an element NaN gets the code of the largest number
+    bool given_decodes;  // the given scale is that of codes; its reciprocal is the factor of elements
     bool swizzled;       // scales are in the 128x4 layout
     bool whole_chunks;   // K is a multiple of 16, elements of a row are neighbours, and all rows are aligned to 16 bytes
 };
@@ -65,11 +48,12 @@ struct QuantizeRowParameters {
     u8* codes;               // (M, ceil(K / PER_BYTE))
     void* scales;            // GROUP: (M, ceil(K / 16 / lanes)) bytes, or float32 with FP8; ROW: (M,); TENSOR: (1,)
     const float* amax;       // of the tensor: NVFP4, and TENSOR without a given scale
-    const float* given;      // with TENSOR: the factor of elements, or null
+    const float* given;      // with TENSOR: the factor of elements, or with given_decodes the scale of codes; or null
     float* encode;           // factor of the tensor: NVFP4 and TENSOR
     u32* amax_out;           // receives the amax of the tensor as bits of float32, 0 before the launch; or null
     float largest_element;
     float smallest_amax;
+    float largest_amax;      // upper bound of the amax of a group or a row
     float largest_scale;
     float max_product;       // of NVFP4: 2688, or 1536
 };
@@ -80,84 +64,6 @@ __device__ __forceinline__ QuantizeRowVariant variant_of(const QuantizeRowParame
 #else
     return p.variant;
 #endif
-}
-
-// The part of a row that a thread block makes.
-struct Part {
-    i64 row;
-    int thread;   // of the row
-    int first;    // chunk of thread 0
-    int apart;    // from a chunk of a thread to its next one
-    int columns;  // of the row; 0 behind the last row
-    int steps;    // chunks of a thread
-    bool whole_chunks;
-};
-
-// Rows of a thread block.
-__device__ __forceinline__ int rows_of_block() { return ROW_LANES > 0 ? static_cast<int>(blockDim.x) / ROW_LANES : 1; }
-
-// The row that a thread has in a block whose first row is `first_row`.
-__device__ __forceinline__ void set_row(Part& part, i64 first_row, const QuantizeRowParameters& p) {
-    part.row = first_row + (ROW_LANES > 0 ? threadIdx.x / (ROW_LANES > 0 ? ROW_LANES : 1) : 0);
-    part.columns = part.row < p.rows ? p.columns : 0;
-}
-
-__device__ __forceinline__ Part part_of(const QuantizeRowParameters& p) {
-    const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
-    const int threads = ROW_LANES > 0 ? ROW_LANES : static_cast<int>(blockDim.x);
-    Part part;
-    set_row(part, static_cast<i64>(block / segments) * rows_of_block(), p);
-    part.thread = static_cast<int>(threadIdx.x) % threads;
-    part.first = static_cast<int>(block % segments) * threads * ROW_CHUNKS;
-    part.apart = threads;
-    part.steps = ROW_CHUNKS;
-    part.whole_chunks = variant_of(p).whole_chunks;
-#ifndef __CUDA_ARCH__
-    const int left = (part.columns + CHUNK - 1) / CHUNK - part.first, needed = (left + threads - 1) / threads;
-    part.steps = needed < ROW_CHUNKS ? needed : ROW_CHUNKS;
-#endif
-    return part;
-}
-
-__device__ __forceinline__ RowChunk chunk_of(const Part& part, int step) {
-    const int column = (part.first + step * part.apart + part.thread) * CHUNK, left = part.columns - column;
-    const int count = part.whole_chunks ? (left > 0 ? CHUNK : 0) : valid_count<CHUNK>(left);
-    return {column, count, part.whole_chunks};
-}
-
-constexpr int WARPS = ROW_THREADS / LANES;  // of a thread block, at most; a power of two
-
-// A word for each warp, for each reduction of a row.
-using Words = float[3][WARPS];
-
-// `value` of 2 * `from` neighbouring lanes, combined in a tree. All of them get the result.
-template <class Combine>
-__device__ __forceinline__ float over_lanes(float value, int from, Combine combine) {
-#pragma unroll
-    for (int apart = from; apart > 0; apart /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, apart));
-    return value;
-}
-
-// The values of all threads, combined in a tree. `words`: of a reduction that the kernel runs once.
-template <class Combine>
-__device__ __forceinline__ float over_block(float value, float (&words)[WARPS], float neutral, Combine combine) {
-    value = over_lanes(value, LANES / 2, combine);
-    if (WARPS == 1) return value;
-    const int warp = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
-    if (lane == 0) words[warp] = value;
-    __syncthreads();
-    value = lane % WARPS < static_cast<int>(blockDim.x) / LANES ? words[lane % WARPS] : neutral;
-    return over_lanes(value, WARPS / 2, combine);
-}
-
-// The values of the threads of a row.
-template <class Combine>
-__device__ __forceinline__ float over_row(float value, float (&words)[WARPS], float neutral, Combine combine) {
-    return ROW_LANES > 0 ? over_lanes(value, ROW_LANES / 2, combine) : over_block(value, words, neutral, combine);
-}
-
-__device__ __forceinline__ float sum_over_row(float value, float (&words)[WARPS]) {
-    return over_row(value, words, 0.0f, [](float a, float b) { return a + b; });
 }
 
 // Largest of magnitudes as bits of float32.
@@ -175,7 +81,7 @@ __device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
 // Stores the scale of a group and returns the factor of its elements.
 __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, bool stores, i64 row, i64 group, i64 groups,
                                                 const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
-    const float amax = __uint_as_float(amax_bits);
+    const float own = __uint_as_float(amax_bits), amax = own > p.largest_amax ? p.largest_amax : own;  // NaN stays NaN
     if (variant.family == FP8) {
         const float scale =
             fp8_scale(amax, Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
@@ -199,7 +105,8 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
 
 // Codes of a chunk, of which `count` elements lie inside the row.
 template <class F, class T>
-__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const RowChunk& chunk, u8* target) {
+__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, bool nan_is_largest, const RowChunk& chunk,
+                                            u8* target) {
     constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
 #ifdef HAS_CVT_HALF
     if constexpr (BYTES < CHUNK && is_packed<T>) {
@@ -218,6 +125,14 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, c
 #endif
     float v[CHUNK];
     unpack_floats(y, v);
+    if (nan_is_largest) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            v[i] *= factor;
+            v[i] = v[i] != v[i] ? __uint_as_float(F::MAX_BITS) : v[i];
+        }
+        factor = 1.0f;
+    }
     if constexpr (BYTES < CHUNK) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
@@ -272,6 +187,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         amax = __uint_as_float(largest);
         if (variant.scope == ROW) {
             amax = over_row(amax, words[2], 0.0f, larger_bits);
+            amax = amax > p.largest_amax ? p.largest_amax : amax;
         } else {
             amax = over_block(amax, words[2], 0.0f, larger_bits);
             if (threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
@@ -283,7 +199,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
     if (variant.family == NVFP4) {
         encode = nvfp4_tensor_scale(*p.amax, p.max_product);
     } else if (variant.scope == TENSOR && p.given != nullptr) {
-        factor = *p.given;
+        factor = variant.given_decodes ? 1.0f / *p.given : *p.given;
     } else if (variant.scope != GROUP) {
         factor = fp8_scale(variant.scope == ROW ? amax : *p.amax,
                            Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
@@ -307,7 +223,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
             const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
             factor = scale_of_group(of_group, encode, stores, part.row, chunk.column / width, groups, p, variant);
         }
-        if (chunk.count > 0) store_codes<Element>(y[i], factor, chunk, p.codes + part.row * row_bytes + chunk.column / PER_BYTE);
+        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
+        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant.nan_is_largest, chunk, target);
     }
 }
 

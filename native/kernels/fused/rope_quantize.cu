@@ -4,7 +4,7 @@
 //   ROW_CHUNKS * 16 elements, a multiple of 32, or ROW_LANES lanes for a row; on a CPU 32 threads. A recipe with a scale for a row has one segment.
 //   With the macro PAIRED a thread has a chunk of the first half and the same chunk of the second, so each operand is read once.
 //   Without it x, cos and sin are read twice.
-//   The pairs are the halves of a row: y = R(x1 * cos - x2 * sin) in the first half, R(x2 * cos + x1 * sin) in the second, with
+//   The first `rotated` columns turn, and the others stay. The pairs are their halves: y = R(x1 * cos - x2 * sin) in the first half, R(x2 * cos + x1 * sin) in the second, with
 //   R the rounding to the dtype of x, and one fused product. Scales and codes of y: quantize_row.cuh.
 
 #include "fused/quantize_row.cuh"
@@ -22,18 +22,19 @@ struct RopeQuantizeParameters {
     const void* x;  // (M, K), any strides
     i64 row_stride;
     i64 column_stride;
-    const void* cos;  // (M, K/2), contiguous
+    int rotated;      // columns that turn: an even number, all of them with PAIRED
+    const void* cos;  // (M, rotated / 2), contiguous
     const void* sin;
     ElementType angle_type;
-    bool whole_halves;  // K/2 is a multiple of 16, and rows of all operands are aligned as those of whole chunks
+    bool whole_halves;  // rotated / 2 is a multiple of 16, and rows of all operands are aligned as those of whole chunks
     QuantizeRowParameters result;
 };
 
 template <class T>
 __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
     __shared__ Words words;
-    const int half = p.result.columns / 2;
-    Part part = part_of(p.result);
+    const int half = p.rotated / 2;
+    Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     if (HAS_PAIRS) {
         part.first /= 2;
         part.apart = half / CHUNK;
@@ -50,15 +51,16 @@ __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
         if (HAS_PAIRS || p.whole_halves) {
             const bool first = HAS_PAIRS ? i == 0 : chunk.column < half;
             const int in_half = first ? chunk.column : HAS_PAIRS ? chunk_of(part, 0).column : chunk.column - half;
-            const RowChunk angle = {in_half, chunk.count, chunk.whole};
-            const RowChunk partner = {first ? chunk.column + half : in_half, chunk.count, chunk.whole};
+            const int count = HAS_PAIRS || chunk.column < p.rotated ? chunk.count : 0;
+            const RowChunk angle = {in_half, count, chunk.whole};
+            const RowChunk partner = {first ? chunk.column + half : in_half, count, chunk.whole};
             load_as_floats<T>(p.x, type_of<T>, row, p.column_stride, partner, other);
             load_as_floats<T>(p.cos, p.angle_type, angles, 1, angle, cos);
             load_as_floats<T>(p.sin, p.angle_type, angles, 1, angle, sin);
         } else {
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) {
-                const int column = chunk.column + j, count = j < chunk.count ? 1 : 0;
+                const int column = chunk.column + j, count = j < chunk.count && column < p.rotated ? 1 : 0;
                 const int in_half = column < half ? column : column - half;
                 const RowChunk angle = {in_half, count, false}, partner = {column < half ? column + half : in_half, count, false};
                 float v[CHUNK];
@@ -74,7 +76,8 @@ __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
         for (int j = 0; j < CHUNK; ++j) {
             const bool first = HAS_PAIRS ? i == 0 : chunk.column + j < half;
             const float signed_other = first ? -other[j] : other[j];
-            own[j] = __fmaf_rn(own[j], cos[j], signed_other * sin[j]);
+            const float turned = __fmaf_rn(own[j], cos[j], signed_other * sin[j]);
+            own[j] = HAS_PAIRS || chunk.column + j < p.rotated ? turned : own[j];
         }
         round_chunk(own, y[i]);
     }

@@ -166,4 +166,10 @@ __device__ __forceinline__ void load_as_floats(const void* source, ElementType t
     }
 }
 
+__device__ __forceinline__ float load_element(const void* source, ElementType type, i64 index) {
+    if (type == BFLOAT16) return to_float(static_cast<const bf16*>(source)[index]);
+    if (type == FLOAT16) return to_float(static_cast<const fp16*>(source)[index]);
+    return static_cast<const float*>(source)[index];
+}
+
 }  // namespace narrowgauge

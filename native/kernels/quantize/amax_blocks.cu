@@ -32,8 +32,6 @@ constexpr int TILE = 64;                       // columns
 constexpr int BLOCKS_PER_THREAD = STRIP * TILE / BLOCK / GENERAL_THREADS;
 static_assert(BLOCKS_PER_THREAD * BLOCK * GENERAL_THREADS == STRIP * TILE, "threads cover the tile");
 
-constexpr int WARPS = GENERAL_THREADS < 32 ? 1 : GENERAL_THREADS / 32;
-
 struct AmaxBlocksParameters {
     const void* x;           // (M, K), any strides, float32, bfloat16 or float16
     i64 row_stride;
@@ -51,14 +49,6 @@ struct AmaxBlocksParameters {
     u32 signs;               // of the rotation
     int propagate_nan;
 };
-
-__device__ __forceinline__ void atomic_max_of_threads(u32 (&warp_maxima)[WARPS], u32 largest, u32* out) {
-    if constexpr (GENERAL_THREADS < 32) {  // fewer threads than a warp do not shuffle
-        atomicMax(out, largest);
-    } else {
-        block_atomic_max(warp_maxima, largest, out);
-    }
-}
 
 #ifdef HAS_SIMD
 // Amaxes of 16 rows of SIMD_LANES columns, a column in each lane, before and after the rotation.
@@ -82,7 +72,7 @@ __forceinline__ ColumnAmaxes amaxes_of_columns(const T* source, i64 stride, bool
 
 template <class T>
 __device__ __forceinline__ void amax_blocks(const AmaxBlocksParameters& p) {
-    __shared__ u32 plain_maxima[WARPS], rotated_maxima[WARPS];
+    __shared__ u32 plain_maxima[WARPS_OF<GENERAL_THREADS>], rotated_maxima[WARPS_OF<GENERAL_THREADS>];
     const Strip strip = find_strip<BLOCK, 2>(Sections{p.sizes, p.sections, p.rows}, blockIdx.x / p.parts, p.columns);
     if (strip.section_rows == 0) return;
     const i64 step = p.along_rows ? p.column_stride : p.row_stride;
@@ -137,8 +127,8 @@ __device__ __forceinline__ void amax_blocks(const AmaxBlocksParameters& p) {
         }
         largest = largest_of_line > largest ? largest_of_line : largest;
     }
-    if (p.plain != nullptr && !p.per_line) atomic_max_of_threads(plain_maxima, largest, p.plain + strip.section);
-    if (p.rotated != nullptr) atomic_max_of_threads(rotated_maxima, largest_rotated, p.rotated + strip.section);
+    if (p.plain != nullptr && !p.per_line) atomic_max_of_threads<GENERAL_THREADS>(plain_maxima, largest, p.plain + strip.section);
+    if (p.rotated != nullptr) atomic_max_of_threads<GENERAL_THREADS>(rotated_maxima, largest_rotated, p.rotated + strip.section);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) amax_tiles_bf16(const __grid_constant__ AmaxBlocksParameters p) {

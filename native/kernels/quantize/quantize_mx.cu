@@ -189,9 +189,10 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u32 amax, c
     }
 }
 
-template <class T>
-__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Output row_output,
-                         Output column_output, Settings settings) {
+// `x`: a Matrix, or another source of rows.
+template <class Source>
+__device__ void quantize(const Source& x, i64 columns, Sections sections, Output row_output, Output column_output,
+                         Settings settings) {
     __shared__ Shared shared;
     const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
     const Strip strip = find_strip<BLOCK, PER_BYTE>(sections, blockIdx.x / across, columns);
@@ -210,7 +211,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
         const i64 row = strip.section_start + strip.start + line;
         const i64 column = first_column + block * BLOCK;
         counts[n] = valid_count<BLOCK>(strip.start + line < strip.section_rows ? columns - column : 0);
-        load_block(x + row * row_stride + column * column_stride, column_stride, counts[n], v[n]);
+        x.load(row, column, counts[n], v[n]);
         if (column_output.wanted) {
             for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[n][i];
         }
@@ -430,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 #define QUANTIZE(TYPE, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(GENERAL_THREADS)                                                      \
         quantize_mx_##TYPE(const __grid_constant__ QuantizeMxParameters p) {                                           \
-        quantize(static_cast<const T*>(p.x), p.row_stride, p.column_stride, p.columns,                                 \
+        quantize(Matrix<T>{static_cast<const T*>(p.x), p.row_stride, p.column_stride}, p.columns,                      \
                  Sections{p.sizes, p.sections, p.rows}, p.row, p.column, Settings{p.variant, p.seed});                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \

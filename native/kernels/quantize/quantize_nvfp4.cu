@@ -26,27 +26,6 @@
 
 namespace narrowgauge {
 
-struct QuantizeNvfp4Parameters {
-    const void* x;  // (M, K), any strides, float32, bfloat16 or float16; a short last block counts as padded with zeros
-    i64 row_stride;
-    i64 column_stride;
-    i64 rows;          // M
-    i64 columns;       // K
-    const i64* sizes;  // rows m of each section along M, or null: the whole tensor is a section
-    int sections;
-    float max_product;  // 2688 = 448 * 6, or 1536 = 256 * 6
-    QuantizeNvfp4Variant variant;
-    u64 seed;  // of Philox
-};
-
-__device__ __forceinline__ QuantizeNvfp4Variant variant_of(const QuantizeNvfp4Parameters& p) {
-#ifdef VARIANT
-    return VARIANT;
-#else
-    return p.variant;
-#endif
-}
-
 // Blocks of a thread of quantize_nvfp4_plain. 16384^2 bf16 on an H200: 0.20 ms with 2, 0.22 with 1, 0.21 with 4.
 constexpr int PLAIN_BLOCKS = 2;
 // Thread blocks of a multiprocessor, an occupancy that limits a thread to 40 registers; ptxas would use 48 for bfloat16.
@@ -113,7 +92,7 @@ __device__ __forceinline__ Settings plain_settings(const QuantizeNvfp4Parameters
 #define QUANTIZE(TYPE, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(GENERAL_THREADS)                                                      \
         quantize_nvfp4_##TYPE(const __grid_constant__ QuantizeNvfp4Parameters p, Output row, Output column) {          \
-        quantize(static_cast<const T*>(p.x), p.row_stride, p.column_stride, p.columns,                                 \
+        quantize(Matrix<T>{static_cast<const T*>(p.x), p.row_stride, p.column_stride}, p.columns,                      \
                  Sections{p.sizes, p.sections, p.rows}, row, column,                                                   \
                  Settings{variant_of(p), p.max_product, p.seed});                                                      \
     }                                                                                                                  \

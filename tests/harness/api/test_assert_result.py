@@ -103,6 +103,19 @@ def test_a_given_scale_and_codes_alone() -> None:
     assert not verdict.passed
 
 
+def test_the_dialect_behind_a_recipe_gives_the_options() -> None:
+    x, scale, recipe = inputs()[0], torch.tensor([0.037]), "fp8-static-e4m3@vllm-silu-static"
+    gate, up = x.float().chunk(2, dim=1)
+    once, twice = (
+        narrowgauge.quantize((y * up).bfloat16(), recipe, scale=scale).codes
+        for y in (torch.nn.functional.silu(gate), torch.nn.functional.silu(gate).bfloat16().float())
+    )
+    narrowgauge.assert_result(silu_mul_quantize_static, twice, x, scale, recipe=recipe)
+    narrowgauge.assert_result(silu_mul_quantize_static, once, x, scale, recipe=recipe, rounded="result")
+    with pytest.raises(narrowgauge.WrongResult):
+        narrowgauge.assert_result(silu_mul_quantize_static, once, x, scale, recipe=recipe)
+
+
 def test_the_command_of_a_failure_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fresh process, from the steps alone: the file of the contract is not there."""
     monkeypatch.setenv("NARROWGAUGE_FAILURES", str(tmp_path))

@@ -28,6 +28,7 @@ USES = (
     "pending",
     "pending-reversed",
     "rewritten",
+    "microbatches",
 )
 
 
@@ -35,6 +36,41 @@ def record_of(linear: Any, use: str, *flags: str, training: str = "MXFP8BlockSca
     flags = ("steps:2", "bias", *flags, use)
     case = case_from_labels("linear", training, SHAPE, "bf16", "normal", flags)
     return run_case(case, backend(declares={"transform": "butterfly"}, Linear=linear))
+
+
+# Two forwards in one autocast.
+
+
+class KeepsLastAmax(modules.Linear):
+    """A history that keeps the last amax of an autocast, not the largest."""
+
+    def record(self, column: int, amax: Any) -> None:
+        history, _ = self.delayed_state()
+        history[0, column] = amax.max()
+
+
+class UpdatesEveryForward(modules.Linear):
+    """Scales that move after every forward, not at the end of the autocast."""
+
+    def record_forward(self, recipe: Any, amaxes: Any) -> None:
+        super().record_forward(recipe, amaxes)
+        super()._end_forward()
+
+    def _end_forward(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "stage"), [(KeepsLastAmax, "step 1 history"), (UpdatesEveryForward, "step 2 x.tensor scale")]
+)
+def test_two_forwards_in_one_autocast(wrong: Any, stage: str) -> None:
+    training = "DelayedScaling-history2"
+    for use in ("pending", "frozen-weight"):
+        assert record_of(wrong, use, training=training).verdict == "pass"
+    record = record_of(wrong, "microbatches", training=training)
+    assert (record.verdict, record.stage) == ("fail", stage)
+    assert "use:microbatches" in [entry["cause"] for entry in record.explanations]
+    assert record_of(modules.Linear, "microbatches", training=training).verdict == "pass"
 
 
 # Right modules.

@@ -1,6 +1,7 @@
 """Case files: expansion, selection, messages for mistakes, and the committed matrix."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from narrowgauge.harness.cases.case_file import (
     load_all,
     shipped_cases,
     unused_default,
+    with_every_pair,
 )
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.families import FAMILIES
@@ -86,6 +88,36 @@ def test_a_case_of_several_tables_has_the_first_tier(write, order):
     assert len(cases) == 3
 
 
+def test_a_table_of_pairs_has_every_pair_in_few_quick_cases(write):
+    lists = {
+        "recipe": ["nvfp4", "mxfp8-e4m3", "mxfp4"],
+        "dtype": ["fp32", "bf16"],
+        "inputs": ["normal", "zeros", "inf"],
+    }
+    path = write(QUANTIZE | {"tier": "'quick-pairs'", **{name: str(values) for name, values in lists.items()}})
+    cases = load(path)
+    on_cpu, on_gpu = (select(cases, tier="quick", device=device) for device in ("cpu", "cuda"))
+    assert len(on_cpu) == 9  # recipes × families
+    assert len(on_gpu) == len(cases) == 18
+    for one, other in itertools.combinations(lists, 2):
+        assert len({(getattr(case, one), getattr(case, other)) for case in on_cpu}) == len(lists[one]) * len(
+            lists[other]
+        )
+
+
+@pytest.mark.parametrize("lengths", [(), (1,), (3,), (1, 4), (2, 3), (2, 2, 2), (2, 2, 2, 2), (3, 1, 4, 2), (5, 2, 13)])
+def test_few_points_have_every_pair_of_lists(lengths):
+    points = list(itertools.product(*map(range, lengths)))
+    chosen = {points[number] for number in with_every_pair(lengths)}
+    for places in itertools.combinations(range(len(lengths)), 2):
+        assert {tuple(point[n] for n in places) for point in chosen} == {
+            tuple(point[n] for n in places) for point in points
+        }
+    # All points of less than three lists; of more, at most half as many again as the two longest lists need.
+    longest = math.prod(sorted(lengths)[-2:])
+    assert len(chosen) == len(points) if len(lengths) < 3 else len(chosen) <= 1.5 * longest
+
+
 def test_the_device_decides_the_tier(write):
     cases = load(write(*(QUANTIZE | {"tier": f"'{tier}'", "dtype": DTYPES_OF[tier]} for tier in DTYPES_OF)))
     for device, quick in {"cpu": {"bf16"}, "cuda": {"bf16", "fp16"}}.items():
@@ -133,7 +165,10 @@ MISTAKES = [
     (QUANTIZE | {"operation": "'quantise'"}, "operation is 'quantise' (did you mean 'quantize'?)"),
     ({}, "operation is None; it can be gemm, gemm-grouped, gemm-quantized, grouped-linear, layernorm-linear, linear"),
     (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?)"),
-    ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, quick-cuda, full"),
+    (
+        {k: v for k, v in QUANTIZE.items() if k != "tier"},
+        "tier is None; it can be quick, quick-pairs, quick-cuda, full",
+    ),
     (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?)"),
     ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),
     ({k: v for k, v in GEMM.items() if k != "out"}, "out is missing; a gemm needs recipe, shape, x, w, out, inputs"),

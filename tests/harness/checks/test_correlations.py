@@ -1,16 +1,23 @@
 """Generators with shared or repeated random bits fail by the test of their distance; a right generator passes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.checks.statistics import correlations
 from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET, Correlations
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.checks.statistics.rounding_choices import rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.recipes import find_recipe
+from tests.harness.sample_backends import backend
 
 RECIPE = find_recipe("nvfp4-sr")
 CALLS = 8
@@ -144,3 +151,28 @@ def test_a_large_matrix_counts_the_variance_of_its_pairs(monkeypatch, limit):
         "columns", "elements", "calls", "calls,",
     }  # fmt: skip
     assert all(one.variance == one.pairs / 16 for one in sums)
+
+
+def test_halves_of_one_call_do_not_share_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half alone is right. Together they must be independent, by element and by place in memory."""
+    monkeypatch.setattr("narrowgauge.harness.operations.stages.black_box.required_calls", lambda choices: 2)
+
+    def door(same: str) -> Callable[..., Any]:
+        def quantize_both(
+            x: Any, recipe: Any, *, rowwise: Any = True, columnwise: Any = True, random: Any = None
+        ) -> Any:
+            rows, columns = (torch.randint(0, 256, shape, dtype=torch.uint8) for shape in (x.shape, x.T.shape))
+            if same == "element":
+                columns = rows.T.contiguous()
+            elif same == "place":
+                columns = rows.view(x.T.shape)
+            words = rows.view(torch.int32), columns.view(torch.int32)
+            return ops.quantize_both(x, recipe, rowwise=rowwise, columnwise=columnwise, random=words)
+
+        return quantize_both
+
+    case = case_from_labels("quantize", "mxfp8-e4m3-sr", (32, 64), "bf16", "normal", ("both",))
+    for same, named in (("", ""), ("element", "halves, same element"), ("place", "halves, same place in memory")):
+        record = run_case(case, backend(quantize_both=door(same), declares={"random": "own"}))
+        assert record.verdict == ("fail" if same else "pass"), record.message
+        assert named in record.message

@@ -354,7 +354,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("cause", ENDS)
 def test_a_wrong_epilogue(cause):
     # If α is small, an addend times α is as good as left out.

@@ -641,6 +641,7 @@ DRAWN = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cause", "wanted", "steps"),
     # 16 bits stay in `make test`.

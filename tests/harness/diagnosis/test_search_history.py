@@ -27,8 +27,9 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.recipes import find_recipe
-from tests.harness.sample_backends import backend, rotating
+from tests.harness.sample_backends import backend, rotating, without_amax
 from tests.harness.wrong_steps import (
+    STEPS,
     case,
     causes,
     cut_down,
@@ -265,6 +266,25 @@ def test_the_amax_of_a_part_is_named_unless_by_chance(part):
     found = amax_causes(wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, part])), 24)
     assert ("amax-partial", True) not in found[:2], "one tensor shows no part"
     assert ("amax-partial", True) in found[-4:]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current-e4m3", "nvfp4"])
+def test_the_amax_of_a_part_is_named_where_none_is_returned(recipe):
+    """The scale tells the amax. Three of four rows are left out."""
+
+    def door(x, recipe):
+        part = wrong(blocks=lambda s: torch.full_like(STEPS["blocks"](s), s.x[: len(s.x) // 4].abs().float().amax()))
+        return without_amax((part if recipe.whole else wrong(amax=half))(x, recipe))
+
+    def half(s):
+        return s.x[: len(s.x) // 4].abs().float().amax().view(1)
+
+    kernel = backend(quantize=door)
+    records = [run_case(case(recipe, "outliers"), kernel, seed=seed) for seed in range(24)]
+    found = [record.explanations[0] for record in records if record.verdict == "fail"]
+    assert {each["cause"] for each in found} == {"amax-too-small", "amax-partial"}
+    assert (found[-1]["cause"], found[-1]["exact"]) == ("amax-partial", True)
+    assert found[-1]["sentence"].endswith("the end of the memory")
 
 
 def test_an_amax_without_magnitudes_needs_ten_negative_elements():

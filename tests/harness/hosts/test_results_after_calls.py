@@ -89,6 +89,7 @@ class Arena(Fresh):
 KINDS = (Fresh, Static, Declared, Remembered, Arena)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["local", "host"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)

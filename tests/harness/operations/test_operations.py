@@ -122,6 +122,7 @@ def test_transposed_operands_are_columnwise_halves(recipe, layout):
 # Missing methods.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_door_that_is_not_there_is_unsupported(operation):
     cases = {

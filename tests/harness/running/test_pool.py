@@ -132,6 +132,7 @@ def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, mo
     assert not running_judges()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Stopping", "Tracing"])
 def test_a_kernel_that_stops_its_judge_loses_little_time(name, kernels):
     records = []

@@ -252,6 +252,7 @@ def test_the_smallest_swizzle_and_history():
 # Cropping
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

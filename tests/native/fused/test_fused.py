@@ -56,7 +56,15 @@ def rope(y: torch.Tensor) -> Product:
     return "rope_quantize", (y, cos, torch.ones_like(cos)), {}, torch.cat([-second, first], dim=1)
 
 
-PRODUCTS: tuple[Callable[[torch.Tensor], Product], ...] = (silu, rmsnorm, layernorm, rope)
+def rope_partial(y: torch.Tensor) -> Product:
+    """A turn of half of the columns by a right angle; columns that 4 divides."""
+    y = y[:, : y.shape[1] // 4 * 4]
+    (first, second), rest = y[:, : y.shape[1] // 2].chunk(2, dim=1), y[:, y.shape[1] // 2 :]
+    cos = torch.zeros_like(first)
+    return "rope_partial_quantize", (y, cos, torch.ones_like(cos)), {}, torch.cat([-second, first, rest], dim=1)
+
+
+PRODUCTS: tuple[Callable[[torch.Tensor], Product], ...] = (silu, rmsnorm, layernorm, rope, rope_partial)
 EVERY_PRODUCT = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)
 
 
@@ -73,6 +81,7 @@ def scale_of(recipe: str) -> torch.Tensor | None:
     return torch.full((1,), 13.0) if recipe == "fp8-static" else None
 
 
+@pytest.mark.sampled(3)
 @ON_EVERY_DEVICE
 @EVERY_RECIPE
 @EVERY_PRODUCT
@@ -82,6 +91,27 @@ def test_exact_products_have_the_bytes_of_the_reference(product: Any, recipe: st
         name, arguments, options, y = product(matrix)
         found = getattr(ops, name)(*arguments, recipe, scale, **options)
         assert_same(found, reference.quantize(y, recipe, scale=scale))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dialect", ["", "@vllm-static"])
+def test_given_scales_of_elements_and_of_codes(dialect: str) -> None:
+    recipe, scale = f"fp8-static-e4m3{dialect}", torch.tensor([0.37])
+    for matrix in matrices():
+        _, arguments, options, y = rmsnorm(matrix)
+        codes = ops.rmsnorm_quantize_static(*arguments, scale, recipe, **options)
+        assert torch.equal(codes, reference.quantize(y, recipe, scale=scale).codes)
+    x = torch.full((1, 32), torch.nan)
+    code = 0x7E if dialect else 0x7F
+    assert (ops.rmsnorm_quantize_static(x, x[0], scale, recipe) == code).all()
+
+
+def test_other_dialects_of_given_scales_are_refused() -> None:
+    x, one = torch.zeros(2, 64), torch.ones(1)
+    with pytest.raises(NotImplementedError, match=r"te and vllm-static, not vllm-static-before-0\.33"):
+        ops.rmsnorm_quantize_static(x, x[0], one, "fp8-static-e4m3@vllm-static-before-0.33")
+    with pytest.raises(ValueError, match="makes its scales; call the method without _static"):
+        ops.silu_mul_quantize_static(x, one, "fp8-row-e4m3")
 
 
 @ON_EVERY_DEVICE
@@ -122,11 +152,46 @@ def test_the_residual_is_the_rounded_sum() -> None:
     assert_same(found["quantized"], ops.rmsnorm_quantize(total, weight, "mxfp8-e4m3"))
 
 
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4", "fp8-current-e4m3"])
+def test_a_further_call_of_a_form_reads_its_own_tensors(recipe: str) -> None:
+    x, other, weight = (torch.randn(3, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    results = [
+        ops.add_rmsnorm_quantize(a, b, w, recipe)
+        for a, b, w in ((x, x, weight[0]), (x, other, weight[0]), (other, x, weight[1]))
+        for _ in range(2)
+    ]
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        assert_same(first["quantized"], second["quantized"])
+    for found, total, w in zip(results[1::2], (x + x, x + other, x + other), weight[[0, 0, 1]], strict=True):
+        assert torch.equal(found["residual"], total)
+        assert_same(found["quantized"], ops.rmsnorm_quantize(total, w, recipe))
+    given = [ops.silu_mul_quantize(x, "nvfp4", amax=torch.tensor([amax])) for amax in (5.0, 5.0, 9.0)]
+    assert given[1].amax is not None
+    assert torch.equal(given[1].codes, given[0].codes)
+    assert [q.tensor_scale.item() for q in given] == [
+        reference.quantize(x, "nvfp4", amax=torch.tensor([a])).tensor_scale.item() for a in (5.0, 5.0, 9.0)
+    ]
+
+
 @pytest.mark.parametrize("option", [{"eps": 1.0}, {"zero_centered": True}])
 def test_options_of_norms_change_the_result(option: dict[str, Any]) -> None:
     x = torch.linspace(-2, 3, 64).expand(2, 64).bfloat16()
     plain, changed = (ops.rmsnorm_quantize(x, torch.full((64,), 0.3), "fp8-row-e4m3", **o) for o in ({}, option))
     assert not torch.equal(plain.scales, changed.scales)
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["fp8-row-e4m3", "mxfp8-e4m3"])
+def test_an_upper_bound_of_the_amaxes(recipe: str) -> None:
+    for matrix in matrices():
+        name, arguments, options, y = rmsnorm(matrix)
+        found = getattr(ops, name)(*arguments, recipe, ub=2.0, **options)
+        bounded = reference.quantize(y.clamp(-2, 2), recipe)
+        assert torch.equal(found.scales, bounded.scales)
+        assert recipe != "fp8-row-e4m3" or torch.equal(found.codes, bounded.codes)
+    with pytest.raises(NotImplementedError, match="nvfp4 has a scale of the tensor"):
+        ops.rmsnorm_quantize(torch.ones(2, 64), torch.ones(64), "nvfp4", ub=2.0)
 
 
 def test_erf_is_not_tanh() -> None:
@@ -139,7 +204,7 @@ def test_erf_is_not_tanh() -> None:
                                     "fp8-block-128x128"])  # fmt: skip
 def test_recipes_that_rows_do_not_have(recipe: str) -> None:
     with pytest.raises(NotImplementedError, match="the native kernels do not have recipe"):
-        ops.silu_mul_quantize(torch.zeros(2, 64), recipe)
+        ops.gelu_mul_quantize(torch.zeros(2, 64), recipe)
 
 
 def test_errors_name_the_shape_and_the_limit() -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 NORM, ACTIVATION, ROPE, ROW = (f"fused/{name}" for name in ("norm_quantize.cu", "activation_quantize.cu",
                                                             "rope_quantize.cu", "quantize_row.cuh"))  # fmt: skip
-FUNCTIONS = "fused/functions.cuh"
+FUNCTIONS, PRODUCERS, ROWS = "fused/functions.cuh", "fused/producers.cuh", "fused/produced_rows.cu"
 PRODUCT, WEIGHT = "gemm/portable/gemm_weight_only.cu", "gemm/weight_only.cuh"
 WRONG = {
     # name: (operation, recipe, file, text, its replacement)
@@ -59,8 +59,8 @@ WRONG = {
         "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "(normalized + bias[j]) * w",
     ),
     "halves-exchanged": (
-        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated(gate[j], up[j], activation, p)",
-        "activated(up[j], gate[j], activation, p)",
+        "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated<T>(gate[j], up[j], activation, p)",
+        "activated<T>(up[j], gate[j], activation, p)",
     ),
     "sigmoid-in-place-of-silu": (
         "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "return x * sigmoid_approx(x, false) * up;",
@@ -86,6 +86,54 @@ WRONG = {
     ),
     "scales-in-order-of-columns": (
         "silu-mul-quantize", "mxfp8-e4m3", ROW, ": row * groups + group] = scale;", ": group * p.rows + row] = scale;",
+    ),
+    "silu-rounded-once": (
+        "silu-mul-quantize-static", "fp8-static-e4m3@vllm-silu-static", ACTIVATION, "return rounded<T>(x *",
+        "return (x *",
+    ),
+    "decode-scale-as-encode-scale": (
+        "rmsnorm-quantize-static", "fp8-static-e4m3@vllm-static", ROW, "? 1.0f / *p.given : *p.given",
+        "? *p.given : *p.given",
+    ),
+    "second-half-turned": (
+        "rope-partial-quantize", "mxfp8-e4m3", ROPE, "< p.rotated ? turned : own[j]",
+        "< 2 * p.rotated ? turned : own[j]",
+    ),
+    "norm-without-weight-in-tiles": (
+        "rmsnorm-quantize-both", "mxfp8-e4m3", PRODUCERS, "y[j] = x * rs * weight;", "y[j] = x * rs;",
+    ),
+    "mean-square-without-eps": (
+        "rmsnorm-quantize-both", "mxfp8-e4m3", ROWS, "rsqrt_approx(mean + p.eps)", "rsqrt_approx(mean)",
+    ),
+    "projection-left-out": (
+        "rmsnorm-backward-quantize-both", "mxfp8-e4m3", PRODUCERS, "- projection * (x * rs)", "- 0.0f * projection",
+    ),
+    "projection-of-dy": (
+        "rmsnorm-backward", "", ROWS, "operands.dy[j] * operands.weight[j], n, total", "operands.dy[j], n, total",
+    ),
+    "sum-in-place-of-projection": (
+        "rmsnorm-backward", "", ROWS, "const float mean = total * p.per_column", "const float mean = total",
+    ),
+    "dweight-of-x": (
+        "rmsnorm-backward", "", ROWS, "__fmaf_rn(operands.dy[j], n, sums",
+        "__fmaf_rn(operands.dy[j], operands.x[j], sums",
+    ),
+    "last-partial-sum-left-out": (
+        "silu-mul-backward-quantize-both", "mxfp8-e4m3", ROWS, "part < p.parts; ++part", "part < p.parts - 1; ++part",
+    ),
+    "slope-without-the-second-term": (
+        "silu-mul-backward", "", PRODUCERS, "s * (gate * (1.0f - s) + 1.0f)", "s",
+    ),
+    "gradient-of-up-without-gate": (
+        "silu-mul-backward-quantize-both", "mxfp8-e4m3", PRODUCERS, "dy * gate * s};", "dy * s};",
+    ),
+    "gradients-exchanged": (
+        "silu-mul-backward-quantize-both", "mxfp8-e4m3", PRODUCERS, "? gradients.gate : gradients.up",
+        "? gradients.up : gradients.gate",
+    ),
+    "gradients-rounded-before-dbias": (
+        "silu-mul-backward-quantize-both", "mxfp8-e4m3", ROWS, "sums[i][j] += gate[j];",
+        "sums[i][j] += rounded<T>(gate[j]);",
     ),
     "nibbles-exchanged": (
         "weight-only-gemm", "nvfp4", PRODUCT, "code >> column % 2 * 4 & 0xFu", "code >> (1 - column % 2) * 4 & 0xFu",
@@ -126,7 +174,7 @@ WRONG = {
 }  # fmt: skip
 
 
-SHAPES = {"weight": (256,), "bias": (256,), "residual": (17, 256), "cos": (17, 128), "sin": (17, 128)}
+COLUMNS = {"weight": 256, "bias": 256, "residual": 256, "cos": 128, "sin": 128, "dy": 256, "rs": 1, "scale": 1}
 
 
 def inputs(operation: str, recipe: str) -> tuple[Any, ...]:
@@ -136,13 +184,21 @@ def inputs(operation: str, recipe: str) -> tuple[Any, ...]:
         a, w = torch.randn(17, 208, generator=generator), torch.randn(33, 208, generator=generator)
         return a.bfloat16(), quantize(w * torch.exp2(torch.arange(33.0) % 4).unsqueeze(1), recipe)
     x = torch.randn(17, 256, generator=generator) * torch.exp2(torch.arange(-12.0, 5.0)).unsqueeze(1)
-    names = list(CONTRACTS[operation].tensors)[1:]
-    return x.bfloat16(), *(torch.randn(SHAPES[name], generator=generator).bfloat16() for name in names)
+    tensors = {"x": x.bfloat16()}
+    for name in CONTRACTS[operation].tensors:
+        columns = COLUMNS.get(name, 0) // (2 if name in ("cos", "sin") and "partial" in operation else 1)
+        columns = columns // 2 if name == "dy" and operation.startswith("silu") else columns
+        rows = () if name in ("weight", "bias", "scale") else (17,)
+        made = torch.randn((*rows, columns), generator=generator)
+        if name in ("rs", "scale"):
+            tensors[name] = torch.rsqrt(x.square().mean(1, keepdim=True)) if name == "rs" else made.abs() + 0.3
+        tensors.setdefault(name, made.bfloat16())
+    return tuple(tensors[name] for name in CONTRACTS[operation].tensors)
 
 
 def passes(operation: str, recipe: str) -> bool:
     tensors = inputs(operation, recipe)
-    named = {} if operation == weight_only_gemm.name else {"recipe": recipe}
+    named = {"recipe": recipe} if recipe and operation != weight_only_gemm.name else {}
     result = getattr(ops, operation.replace("-", "_"))(*tensors, **named)
     return bool(narrowgauge.explain(narrowgauge.assert_result, CONTRACTS[operation], result, *tensors, **named).passed)
 

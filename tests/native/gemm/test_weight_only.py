@@ -51,6 +51,7 @@ def test_products_are_the_rounded_exact_sums(recipe: str) -> None:
             assert_equal(ops.weight_only_gemm(a, b), expected(a, b))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3"])
 def test_tensor_cores_on_a_cpu_by_their_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_only, "_portable", weight_only._skinny)
@@ -74,6 +75,7 @@ def every_number(recipe: str) -> Iterator[Quantized]:
         yield Quantized(rows, scales, amax, b.recipe, (len(codes), 256))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [(recipe, False) for recipe in ("nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3")]

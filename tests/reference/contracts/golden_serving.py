@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 
 from narrowgauge import contract as c
 from narrowgauge.contract import Contract
-from narrowgauge.contracts import CONTRACTS
+from narrowgauge.contracts import CONTRACTS, norm
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.quantized import Quantized
@@ -26,9 +27,9 @@ Vector = Mapping[str, Any]
 
 
 @c.contract
-def quantized(x: c.Matrix, recipe: c.Recipe, *, subnormals: Literal["kept", "flushed"] = "kept"):
-    """A quantizer alone."""
-    return c.quantize(x, recipe)
+def quantized(x: c.Matrix, recipe: c.Recipe, *, ub: float = math.inf, subnormals: Literal["kept", "flushed"] = "kept"):
+    """A quantizer alone. ub: upper bound of the amaxes."""
+    return norm._quantized(x, recipe, ub)
 
 
 @c.contract
@@ -92,6 +93,8 @@ class Kernel:
         options = {**contract.dialects.get(dialect, {}), **self.options, **fields}
         if "eps" in contract.options:
             options["eps"] = vector["eps"]
+        if "ub" in contract.options and vector.get("scale_ub"):
+            options["ub"] = vector["scale_ub"]
         recipe = f"{self.recipe.format(**vector)}@{dialect}" if self.recipe else ""
         program = contract.trace(dtypes, {"recipe": recipe} if recipe else {}, options)
         shown: dict[str, Any] = {}
@@ -126,8 +129,19 @@ def vectors(name: str) -> list[dict[str, Any]]:
                 array = archive[f"v{number:02d}.{key}"]
                 tensor = torch.from_numpy(array.view(_SIGNED[array.itemsize]).copy())
                 tensors[key] = tensor.view(_DTYPES[dtype]) if dtype in _DTYPES else tensor
-        found.append({**fact, "tensors": tensors})
+        found.append({**fact, "tensors": _valid_rows(tensors)})
     return found
+
+
+def _valid_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of the experts of `masked_m`, (rows, …) in place of (experts, rows, …); the others are padding."""
+    counts = tensors.pop("masked_m", None)
+    if counts is None:
+        return tensors
+    return {
+        name: torch.cat([rows[:count] for rows, count in zip(tensor, counts.tolist(), strict=True)])
+        for name, tensor in tensors.items()
+    }
 
 
 _STATIC, _ROW = "fp8-static-e4m3", "fp8-row-e4m3"
@@ -140,11 +154,6 @@ _GELU = CONTRACTS["gelu-mul"]
 _GEMMA = {"weight": "gemma_w", ">output": "gemma_out"}
 _CENTRED = {"zero_centered": True}
 _FLUSHED = {"subnormals": "flushed"}
-
-
-def _unlimited(*, residual: bool) -> Callable[[Vector], bool]:
-    """Vectors without an upper bound of the scales, which is no part of a contract."""
-    return lambda vector: vector["residual"] == residual and not vector["scale_ub"]
 
 
 def _is(**facts: Any) -> Callable[[Vector], bool]:
@@ -175,8 +184,8 @@ KERNELS = (
     Kernel("flashinfer_rmsnorm_quant_cute", _NORM_S, "flashinfer", _STATIC),
     Kernel("flashinfer_fused_add_rmsnorm_quant_cute", _ADD_S, "flashinfer", _STATIC),
     # norms that make scales
-    Kernel("vllm_rms_norm_dynamic_per_token_quant", _NORM_Q, "vllm-row", _ROW, _unlimited(residual=False)),
-    Kernel("vllm_rms_norm_dynamic_per_token_quant", _ADD_Q, "vllm-row", _ROW, _unlimited(residual=True)),
+    Kernel("vllm_rms_norm_dynamic_per_token_quant", _NORM_Q, "vllm-row", _ROW, _is(residual=False)),
+    Kernel("vllm_rms_norm_dynamic_per_token_quant", _ADD_Q, "vllm-row", _ROW, _is(residual=True)),
     Kernel("vllm_rms_norm_per_block_quant", _NORM_Q, "vllm-block", _FP32, _is(residual=False)),
     Kernel("vllm_rms_norm_per_block_quant", _ADD_Q, "vllm-block", _FP32, _is(residual=True)),
     Kernel("flashinfer_fused_add_rmsnorm_fp8_block_quant", _ADD_Q, "flashinfer-block", "fp8-block-1x128-e4m3-fp32"),
@@ -200,10 +209,15 @@ KERNELS = (
            _is(mode="legacy", scales="float32 rows", dtype="torch.float16")),
     Kernel("sglang_silu_and_mul_group_quant", _SILU_Q, "sglang-silu-dense", _FP32,
            _is(mode="dense", scales="float32 rows")),
+    *(
+        Kernel("sglang_triton_silu_and_mul_masked_post_quant", _SILU_Q, "sglang-triton-silu",
+               f"fp8-block-1x128-e4m3-{scales}", _is(ue8m0=scales == "pow2"))
+        for scales in ("fp32", "pow2")
+    ),
     # quantizers
     Kernel("vllm_static_scaled_fp8_quant", quantized_static, "vllm-static", _STATIC, _is(kind="tensor")),
     Kernel("conch_static_scaled_fp8_quant", quantized_static, "flashinfer", _STATIC),
-    Kernel("vllm_dynamic_per_token_scaled_fp8_quant", quantized, "vllm-row", _ROW, _is(scale_ub=None)),
+    Kernel("vllm_dynamic_per_token_scaled_fp8_quant", quantized, "vllm-row", _ROW),
     Kernel("vllm_per_token_group_fp8_quant", quantized, "vllm-group", _FP32, _is(scales="float32")),
     Kernel("vllm_per_token_group_fp8_quant", quantized, "vllm-group", _POW2, _is(scales="float32 power of two")),
     Kernel("vllm_triton_per_token_group_quant_fp8", quantized, "vllm-triton", _FP32, _is(ue8m0=False)),
@@ -312,6 +326,12 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
     ),
     "sglang_per_token_group_quant/quantized/fp32/sglang-group-fp16": (
         "sglang-silu-fp16",
+    ),
+    "sglang_triton_silu_and_mul_masked_post_quant/silu-mul-quantize/fp32/sglang-triton-silu": (
+        "vllm-triton-silu", "sglang-silu", "sglang-silu-fp16",
+    ),
+    "sglang_triton_silu_and_mul_masked_post_quant/silu-mul-quantize/pow2/sglang-triton-silu": (
+        "vllm-triton-silu",
     ),
 }  # fmt: skip
 """Other dialects whose intervals hold all recorded bytes of a kernel. Fields of the sum differ beside a residual alone,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.checks.bit_equality import different_bits
+from narrowgauge.harness.checks.bit_equality import different_bits, equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import format_ranges
@@ -22,6 +22,10 @@ LEAST_NEGATIVE = 10
 of 1024 failures."""
 _SAMPLE = 128
 """Elements of a tensor that count."""
+_NEAR_RATIO = 2.0**-10
+"""Relative distance of a magnitude from an amax that the ratio of two scales gives, both rounded to float32."""
+_LARGEST = 24
+"""Largest magnitudes of a tensor that are tried as its amax."""
 _MODULI = (8, 16, 32, 64, 128, 256)
 
 
@@ -105,6 +109,57 @@ def hidden_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quantiz
     else:
         small = TOO_SMALL.bound(f"{count} of its elements, all of them negative")
         yield replace(small, change=LARGEST_ELEMENT.change, of_case=False)
+
+
+def derived_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHistory) -> Iterator[QuantizeDeviation]:
+    """The amax of a part of the tensor, for a kernel that reports none: the magnitude with the scales of the kernel.
+
+    Every tensor with wrong scales must have such a magnitude among its largest, or the one that the ratio of a single
+    scale to the right one gives. `left_out_part` decides if the elements above it lie in a part.
+    """
+    above, amaxes = [], {}
+    for matrix in matrices:
+        scales = Replay(matrix).compute_stage("scales")
+        if equal_bits(matrix.kernel_stages["scales"], scales):
+            continue
+        magnitude = matrix.subject.x.float().abs().nan_to_num(nan=0.0, posinf=0.0)
+        for candidate in _candidate_amaxes(matrix, magnitude, scales):
+            replay = Replay(matrix, _with_amaxes_of(matrices, {id(matrix): candidate}))
+            if equal_bits(matrix.kernel_stages["scales"], replay.compute_stage("scales")):
+                amaxes[id(matrix)] = candidate
+                above.append(magnitude > candidate)
+                break
+        else:
+            return
+    if not above:
+        return
+    place = left_out_part(above, history)
+    count = sum(int(mask.count_nonzero()) for mask in above)
+    row = PARTIAL.bound(place) if place else TOO_SMALL.bound(f"{count} of its elements: {describe_place(above)}")
+    found = _with_amaxes_of(matrices, amaxes)
+    yield replace(found, cause=row.cause, sentence=row.sentence, exact=row.exact)
+
+
+def _candidate_amaxes(matrix: KernelMatrix, magnitude: torch.Tensor, scales: torch.Tensor) -> list[float]:
+    """Magnitudes below the amax, the largest first."""
+    different = torch.unique(magnitude).flip(0)[1:]
+    if matrix.subject.recipe.whole and scales.numel() == 1 and scales.is_floating_point():
+        ratio = float(matrix.kernel_stages["scales"].flatten()[0] / scales.flatten()[0])
+        near = torch.tensor([ratio, 1 / ratio if ratio else 0.0]).to(different) * magnitude.amax()
+        different = different[((different.unsqueeze(1) / near - 1).abs() < _NEAR_RATIO).any(1)]
+    return [float(one) for one in different[:_LARGEST]]
+
+
+def _with_amaxes_of(matrices: Sequence[KernelMatrix], amaxes: dict[int, float]) -> QuantizeDeviation:
+    """Scales of these amaxes, by the identity of their matrices."""
+    recipe = matrices[0].subject.recipe
+    step = "blocks" if recipe.tensor_scale == "none" else "used amax"
+
+    def amax(r: Replay) -> torch.Tensor:
+        right = r.blocks if step == "blocks" else r.correct_amax
+        return torch.full_like(right, amaxes.get(id(r.kernel_matrix), float(right.amax())))
+
+    return Deviation("", "", step, amax, of_case=True, row_local=False)
 
 
 def lacks_magnitudes(matrices: Sequence[KernelMatrix], history: SearchHistory) -> bool:

@@ -100,6 +100,8 @@ _ORDERS: dict[str, Callable[[torch.Tensor, Recipe], torch.Tensor]] = {
     "1/(amax*(1/max))": lambda amax, recipe: divide(1.0, amax * (1.0 / recipe.max_product)),
     "(max/6)/amax*6": lambda amax, recipe: divide(recipe.max_product / recipe.element.max, amax) * recipe.element.max,
 }
+_CONSTANTS = {str(scale * element): float(scale * element) for scale in (448, 256, 240, 1) for element in (6, 5, 4, 1)}
+"""Products of the largest block scale and the largest element, and of numbers that are taken for them."""
 TENSOR_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("subnormal-amaxes-flushed",
               "the scale of the tensor is that of an amax of 0 where the amax is subnormal", "tensor scale",
@@ -108,6 +110,13 @@ TENSOR_SCALES: tuple[QuantizeDeviation, ...] = (
               lambda recipe: recipe.tensor_scale != "amax/max", implausible=True),
     Deviation("tensor-scale-through-{}", "the scale of the tensor is rounded to {}", "tensor scale",
               narrowed(lambda r: r.correct_tensor_scale), NARROW, implausible=True),
+    Deviation("tensor-scale-constant:{}", "the scale of the tensor is {}/amax", "tensor scale",
+              lambda constant, r: _inside_limits(lambda amax, recipe: divide(constant, amax), r), _CONSTANTS,
+              lambda recipe: recipe.tensor_scale != "amax/max", implausible=True),
+    Deviation("tensor-scale-exponent:{}", "the scale of the tensor is rounded {} to a power of two", "tensor scale",
+              lambda number, r: torch.ldexp(torch.ones_like(r.correct_tensor_scale),
+                                            torch.frexp(r.correct_tensor_scale).exponent - number),
+              {"down": 1, "up": 0}, implausible=True),
     Deviation("zero-block-not-one", "the scale of the tensor is {} for an amax of 0, not 1", "tensor scale",
               lambda number, r: torch.where(_amax(r) == 0, number, r.correct_tensor_scale), SCALES_FOR_ZERO_AMAX,
               lambda recipe: recipe.tensor_limit in ("1-for-nan", "finite"), implausible=True),

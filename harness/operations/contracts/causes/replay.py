@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,17 @@ class Evidence:
         """Whether the wrong elements exclude the contract."""
         return self.strong >= WRONG and len(self.rows) >= SCOPES
 
+    def include(self, other: Evidence) -> None:
+        """Add what is known of another result."""
+        self.wrong += other.wrong
+        self.strong += other.strong
+        self.rows |= other.rows
+        self.share += other.share
+        self.distance += other.distance
+        self.determined += other.determined
+        self.telling += other.telling
+        self.judged &= other.judged
+
     def add(self, part: Part) -> None:
         """Add the elements of a result."""
         free = part.undetermined > 0.01 * part.actual.numel()
@@ -142,10 +153,12 @@ class Replay:
     known: dict[int, Any] = field(default_factory=dict)
     inputs: Tensors | None = None
     """Inputs of the rows."""
+    judged: dict[int, Evidence] = field(default_factory=dict)
+    """What is known of results, by the numbers of their steps."""
 
     def remember(self, program: Program) -> None:
         """Keep the values of a program."""
-        for _ in self.parts(program, keep=True):
+        for _ in self.results(program, keep=True):
             pass
 
     def work(self, program: Program) -> int:
@@ -158,20 +171,42 @@ class Replay:
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
         """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
-        that is wrong."""
-        found = Evidence()
+        that is wrong. A result that another program computes in the same way is not judged again."""
+        found, keys = Evidence(), self.keys.of(program)
+        known = {name: self.judged.get(keys[number]) for name, number in program.outputs.items()}
+
+        def decided() -> bool:
+            return (found.excluded and not whole) or (first and found.wrong > 0)
+
+        for evidence in known.values():
+            if evidence is not None and not decided():
+                found.include(evidence)
+        if decided() or all(evidence is not None for evidence in known.values()):
+            return found
         try:
-            for name, part in self.parts(program):
-                if self.whole or not name.endswith("amax"):
-                    found.add(part)
-                if (found.excluded and not whole) or (first and found.wrong):
-                    break
+            for name, parts in self.results(program, skipped={name for name, one in known.items() if one is not None}):
+                own = Evidence()
+                for part_name, part in parts:
+                    if not self.whole and part_name.endswith("amax"):
+                        continue
+                    of_part = Evidence()
+                    of_part.add(part)
+                    own.include(of_part)
+                    found.include(of_part)
+                    if decided():
+                        return found
+                self.judged[keys[program.outputs[name]]] = own
         except ValueError:  # the change hides the amax of the tensor, or its recipe cannot be judged
             return Evidence(wrong=1, strong=WRONG, rows=frozenset(range(SCOPES)), share=9.0, distance=99.0)
         return found
 
-    def parts(self, program: Program, *, keep: bool = False) -> Iterator[tuple[str, Part]]:
-        """Each result and what the program accepts, in the order of the steps."""
+    def results(
+        self, program: Program, *, keep: bool = False, skipped: Collection[str] = ()
+    ) -> Iterator[tuple[str, Iterator[tuple[str, Part]]]]:
+        """Each result, and the parts of it that the program accepts, in the order of the steps.
+
+        `keep`: keep the values of the program. `skipped`: results that are not judged.
+        """
         keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
         shown = as_shown(program, self.shown)
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
@@ -180,9 +215,10 @@ class Replay:
             name = names.get(number, "")
             if step.is_stored or step.function == HALF or step.dtype == INDEX:
                 if name in shown:
-                    numbers = judged_numbers(program, number)
-                    ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
-                    yield from judge_output(program, number, ends, shown[name], self.inputs)
+                    if name not in skipped:
+                        numbers = judged_numbers(program, number)
+                        ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
+                        yield name, judge_output(program, number, ends, shown[name], self.inputs)
                     evaluation.values[number] = shown[name]
                 continue
             value = self.known.get(keys[number])
@@ -191,8 +227,9 @@ class Replay:
             if name in shown:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
-                ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
-                yield from judge_output(program, number, ends, result, self.inputs)
+                if name not in skipped:
+                    ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
+                    yield name, judge_output(program, number, ends, result, self.inputs)
                 value = handed_on(program, step, value, result)
             elif keep:
                 self.known[keys[number]] = value

@@ -8,12 +8,14 @@ give the same bytes, so the sentence says how many changes were tried.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.machine.process import one_thread
 from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
 from narrowgauge.harness.operations.contracts.causes.equal_programs import equal_programs
 from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
@@ -24,6 +26,7 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
     Replay,
     as_shown,
     has_rows,
+    result_elements,
     rows_of,
 )
 from narrowgauge.harness.operations.stages.outcome import Limit
@@ -35,6 +38,8 @@ _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4
 """Rows on which pairs are tried first."""
+_SMALL = 2**17
+"""Elements of results below which one thread is faster than several."""
 _NEAREST = 8
 """Single changes that pairs begin with: those whose results are nearest to the kernel's."""
 
@@ -52,16 +57,18 @@ def changed_causes(
     `others`: further changes, such as other values of the fields of the contract.
     """
     program, shown = _of_stage(program, shown, stage.stage)
-    search = _Search(program, tensors, shown, stage, limit)
-    search.try_singles(others)
-    if not search.found:
-        search.try_singles(moved_changes(program, tensors, shown), alone=True)
-    if not search.found:
-        search.try_pairs(search.nearest())
-    else:
-        rivals = [change for change in search.nearest() if change not in search.found]
-        search.try_pairs(rivals, {change.sentence for change in rivals})
-    return search.causes()
+    small = sum(result_elements(result) for result in shown.values()) < _SMALL
+    with one_thread() if small else nullcontext():
+        search = _Search(program, tensors, shown, stage, limit)
+        search.try_singles(others)
+        if not search.found:
+            search.try_singles(moved_changes(program, tensors, shown), alone=True)
+        if not search.found:
+            search.try_pairs(search.nearest())
+        else:
+            rivals = [change for change in search.nearest() if change not in search.found]
+            search.try_pairs(rivals, {change.sentence for change in rivals})
+        return list(search.causes())
 
 
 def confirmed(
@@ -121,6 +128,10 @@ class _Search:
     """Changes that were tried. A change that accepts almost any bytes explains none and is left out."""
     pairs: int = 0
     """Pairs that were tried."""
+    bounds: dict[str, Evidence] = field(default_factory=dict)
+    """What the results of the rows of `probe` say of single changes, until they exclude the change."""
+    totals: dict[str, Evidence] = field(default_factory=dict)
+    """What all results of these rows say of single changes."""
 
     def __post_init__(self) -> None:
         self.keys = Keys()
@@ -146,6 +157,8 @@ class _Search:
             if not self.limit.may_try(self.some.work(change.program)):
                 break
             evidence = self._evidence(change.program)
+            if self.probe is self.some and evidence.excluded:
+                self.bounds[change.name] = evidence
             if not evidence.judged and not evidence.excluded and change not in others:
                 continue
             self.singles.append(change)
@@ -158,16 +171,24 @@ class _Search:
 
     def nearest(self) -> list[Change]:
         """The single changes whose results are nearest to the kernel's, the nearest first."""
-        evidence = {
-            change.name: self.probe.evidence(change.program, whole=True)
-            for change in self.singles
-            if not self.limit.reached
-        }
-        tried = [change for change in self.singles if change.name in evidence]
-        by_share = sorted(tried, key=lambda change: (evidence[change.name].share, evidence[change.name].distance))
-        by_distance = sorted(tried, key=lambda change: evidence[change.name].distance)
         half = _NEAREST // 2
-        return list({change.name: change for change in (*by_share[:half], *by_distance[:half])}.values())
+        by_share = self._least(half, lambda evidence: (evidence.share, evidence.distance))
+        by_distance = self._least(half, lambda evidence: (evidence.distance, 0.0))
+        return list({change.name: change for change in (*by_share, *by_distance)}.values())
+
+    def _least(self, count: int, key: Callable[[Evidence], tuple[float, float]]) -> list[Change]:
+        """The single changes with the least evidence, which grows with each result: a change is judged as a whole only
+        if the results that excluded it leave it among the least."""
+        found: list[tuple[tuple[float, float], int, Change]] = []
+        bounds = [(key(self.bounds.get(change.name, Evidence())), place) for place, change in enumerate(self.singles)]
+        for bound, place in sorted(bounds):
+            if self.limit.reached or (len(found) >= count and bound > sorted(found)[count - 1][0]):
+                break
+            change = self.singles[place]
+            if change.name not in self.totals:
+                self.totals[change.name] = self.probe.evidence(change.program, whole=True)
+            found.append((key(self.totals[change.name]), place, change))
+        return [change for _, _, change in sorted(found, key=lambda one: one[:2])[:count]]
 
     def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
         """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""

@@ -16,7 +16,7 @@ from narrowgauge.reference.contracts.evaluate import STEPS, Evaluation, bits_of,
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout.pages import Stored, given_scale, store
-from narrowgauge.reference.contracts.products import of_rotated
+from narrowgauge.reference.contracts.products import of_rotated, of_statistics
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.program import HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
@@ -65,8 +65,13 @@ class Kernel:
                 values.append(self._value(step, values, given, draw))
                 continue
             scale, random = given_scale(self.program, step, tensors), bits_of(self.program, step, given)
-            y = _in(values[step.operands[0]], step.dtype)
-            values.append(of_rotated(y, find_recipe(step.recipe), scale, random))
+            y, recipe = _in(values[step.operands[0]], step.dtype), find_recipe(step.recipe)
+            if step.options.get("statistics"):
+                other = step.operands[1]
+                statistics = _in(values[other], self.program.steps[other].dtype)
+                values.append(of_statistics(y, statistics, recipe, random))
+            else:
+                values.append(of_rotated(y, recipe, scale, random))
         found: dict[str, torch.Tensor | Quantized | Stored] = {}
         for name, number in self.program.outputs.items():
             value = values[number]
@@ -132,8 +137,10 @@ def wrong_programs(program: Program) -> list[Change]:
     """The changes that a kernel of this module can have: all but those of the rounding and of the storing inside of a
     quantization, and of recipes that no contract takes. Of changes that are computed in the same way, the first one."""
 
+    own = {option for step in program.steps for option in step.options}
+
     def can_run(step: Step) -> bool:
-        plain = not {"rounding", "view", "statistics"} & set(step.options)
+        plain = not ({"rounding", "view", "statistics"} - own) & set(step.options)
         return step.recipe is None or (plain and problem(find_recipe(step.recipe)) is None)
 
     keys, found = Keys(), list[Change]()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import torch
 
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.operations.contracts.strength.aim import aim
@@ -92,36 +89,23 @@ def of_families(cls: type[ContractCase], recipe: str | None, dtype: str, *, whol
     """The strength of the input families at `SHAPES`. Raises ContractError for a function that is no contract."""
     program = cls.example(recipe, dtype).program
     label = " ".join(filter(None, (cls.operation, recipe, dtype)))
-    with _one_thread():
-        return Summary(label, program, strength_table(program, whole=whole), "family of inputs", search)
+    return Summary(label, program, strength_table(program, whole=whole), "family of inputs", search)
 
 
 def of_cases(cases: Sequence[ContractCase], seed: int, *, whole: bool, search: bool) -> list[Summary]:
     """The strength of the inputs of a run, for each contract with its recipe, dtypes and options."""
     groups: dict[str, tuple[ContractCase, dict[str, dict[str, Tensors]]]] = {}
-    with _one_thread():
-        for case in cases:
-            _, inputs = groups.setdefault(case.program.digest, (case, {}))
-            shape = "x".join(map(str, case.shape))
-            inputs.setdefault(shape, {}).setdefault(case.inputs, make_inputs(case, seed=seed).tensors)
-        return [
-            Summary(_label(case), case.program, table_of(case.program, inputs, whole=whole), "case of the run", search)
-            for case, inputs in groups.values()
-        ]
+    for case in cases:
+        _, inputs = groups.setdefault(case.program.digest, (case, {}))
+        shape = "x".join(map(str, case.shape))
+        inputs.setdefault(shape, {}).setdefault(case.inputs, make_inputs(case, seed=seed).tensors)
+    return [
+        Summary(_label(case), case.program, table_of(case.program, inputs, whole=whole), "case of the run", search)
+        for case, inputs in groups.values()
+    ]
 
 
 def _label(case: ContractCase) -> str:
     """The id of a case without its shape and its inputs."""
     left = {"x".join(map(str, case.shape)), case.inputs}
     return " ".join(part for part in case.id.split("/") if part not in left)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small matrices take longer on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

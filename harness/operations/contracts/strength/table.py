@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.machine.process import one_thread
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import FAMILIES, contract_inputs
 from narrowgauge.harness.operations.contracts.judge import FREE
@@ -172,6 +173,7 @@ def strength_table(
     return table_of(program, inputs, whole=whole)
 
 
+@one_thread()
 def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, whole: bool = True) -> list[StrengthRow]:
     """A row for each change of a contract and each shape: what would these inputs show?
 

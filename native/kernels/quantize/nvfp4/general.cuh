@@ -48,6 +48,27 @@ struct QuantizeNvfp4Variant {
     BlockScaleOrder scale_order;
 };
 
+struct QuantizeNvfp4Parameters {
+    const void* x;  // (M, K), any strides, float32, bfloat16 or float16; a short last block counts as padded with zeros
+    i64 row_stride;
+    i64 column_stride;
+    i64 rows;          // M
+    i64 columns;       // K
+    const i64* sizes;  // rows m of each section along M, or null: the whole tensor is a section
+    int sections;
+    float max_product;  // 2688 = 448 * 6, or 1536 = 256 * 6
+    QuantizeNvfp4Variant variant;
+    u64 seed;  // of Philox
+};
+
+__device__ __forceinline__ QuantizeNvfp4Variant variant_of(const QuantizeNvfp4Parameters& p) {
+#ifdef VARIANT
+    return VARIANT;
+#else
+    return p.variant;
+#endif
+}
+
 // An orientation of the result. The kernel skips it if `tensor_scale` is null (empty codes have no address either).
 struct Output {
     const float* amax;    // of each section, or of each row if amax_per_row
@@ -201,9 +222,10 @@ __device__ __forceinline__ TileBlock tile_block(int n) {
     return {number / TILE_BLOCKS, number % TILE_BLOCKS};
 }
 
-template <class T>
-__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Output row_output,
-                         Output column_output, Settings settings) {
+// `x`: a Matrix, or another source of rows.
+template <class Source>
+__device__ void quantize(const Source& x, i64 columns, Sections sections, Output row_output, Output column_output,
+                         Settings settings) {
     __shared__ Shared shared;
     const bool rowwise = row_output.tensor_scale != nullptr, columnwise = column_output.tensor_scale != nullptr;
     write_tensor_scales<GENERAL_THREADS>(row_output, settings.amax_per_row ? sections.rows : sections.count,
@@ -228,7 +250,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
         const i64 column = first_column + block * BLOCK;
         const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
         counts[n] = valid_count<BLOCK>(left);
-        load_block(x + row * row_stride + column * column_stride, column_stride, counts[n], v[n]);
+        x.load(row, column, counts[n], v[n]);
         if (columnwise) {
             float* values = &shared.values[value_index(line, block * BLOCK)];
             for (int i = 0; i < BLOCK; ++i) values[i] = v[n][i];

@@ -187,6 +187,13 @@ class Kernels:
     def rmsnorm_quantize_both(self, x, weight, recipe, *, eps=1e-6, zero_centered=False):
         return self.quantize_both(self.norm(x, x.float(), weight, eps, zero_centered), recipe)
 
+    def rmsnorm_quantize_both_stochastic(
+        self, x, weight, random, random_columnwise, recipe, *, eps=1e-6, zero_centered=False
+    ):
+        return self.quantize_both(
+            self.norm(x, x.float(), weight, eps, zero_centered), recipe, (random, random_columnwise)
+        )
+
     def drawn(self, y: Tensor, recipe: Any, random: Tensor) -> Any:
         return narrowgauge.quantize(y, recipe, random=random)
 

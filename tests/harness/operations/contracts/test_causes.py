@@ -54,6 +54,7 @@ def test_the_right_kernels_pass(wrong: Wrong) -> None:
     assert replace(wrong, mistake="").verdict().passed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", [each for each in WRONG if str(each) in FEW], ids=str)
 def test_a_mistake_is_named(wrong: Wrong) -> None:
     found = sentences(wrong)

@@ -10,7 +10,7 @@ from tests.harness.operations.contracts.fused_kernels import Fused
 WRONG = (*fused_kernels.WRONG, *training_kernels.WRONG)
 RIGHT = (*fused_kernels.RIGHT, *training_kernels.RIGHT)
 NOT_NAMED = fused_kernels.NOT_NAMED | training_kernels.NOT_NAMED
-FEW = {str(kernel) for kernel in WRONG[::10]}
+FEW = {str(kernel) for kernel in WRONG[::20]}
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=str)

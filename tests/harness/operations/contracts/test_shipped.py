@@ -24,9 +24,10 @@ def own_contracts_forgotten():
 OF_ROWS = [
     name for name, one in CONTRACTS.items() if not {c.Cache, c.Heads} & {kind for kind, _ in one.tensors.values()}
 ]
-"""Contracts of matrices; test_attention.py and test_cache.py have those of caches."""
+"""Contracts of matrices; test_attention.py and the folder cache have those of caches."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     kernel = getattr(Kernels(), name.replace("-", "_"))

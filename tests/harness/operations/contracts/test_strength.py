@@ -130,6 +130,7 @@ def test_verdicts_of_sets_are_those_of_kernels(contract: Contract, recipe: str) 
     assert min(found["surely"], found["no"]) > 10, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["rmsnorm-quantize", "add-rmsnorm-quantize"])
 def test_kernels_that_are_judged_together_are_refused_alone(name: str) -> None:
     program = traced(SHIPPED[name], "fp8-row-e4m3")

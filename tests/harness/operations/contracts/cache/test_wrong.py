@@ -13,7 +13,7 @@ from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.verdict import Verdict
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.spec.kv_cache import PageLayoutName
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, PageLayoutName, logical_parts, slots_of
 from tests.harness.operations.contracts.cache.kernels import Kernels
 from tests.harness.operations.contracts.cache.test_sound import cache_of, program
 
@@ -143,3 +143,67 @@ def test_a_wrong_kernel_fails_and_its_cause_is_named(name: str) -> None:
     assert not found.passed
     if words:
         assert any(words in str(each["sentence"]) for each in found.explanations), found.explanations
+
+
+class AtOnce(Kernels):
+    """Stores all tokens of a half at once, in the order of memory of the cache, and reads by slots."""
+
+    def kv_write(self, k, v, cache, slots, recipe, *, k_scale=None, v_scale=None):
+        scales, stored = {"keys": k_scale, "values": v_scale}, slots >= 0
+        for half, x in (("values", v), ("keys", k)):
+            for name, rows in self.quantized(x, recipe, scales[half], half).items():
+                part = cache.parts()[name]
+                logical = PAGE_LAYOUTS[cache.layout].logical(part, name).contiguous()
+                logical.flatten(0, 1)[slots[stored]] = rows[stored]
+                part.copy_(PAGE_LAYOUTS[cache.layout].stored(logical, name))
+        return cache
+
+    def kv_read(self, cache, pages, lengths, recipe, *, dtype="bfloat16", k_scale=None, v_scale=None):
+        scales, found = {"keys": k_scale, "values": v_scale}, []
+        index = slots_of(pages, lengths, cache.page)
+        for half in ("keys", "values"):
+            held = {name: part for name, part in logical_parts(cache).items() if name[:3] == half[:3]}
+            rows = {name: part.flatten(0, 1)[index] for name, part in held.items()}
+            found.append(self.decoded(rows, half, recipe, scales[half], getattr(torch, dtype)))
+        return tuple(found)
+
+
+class Backwards(Kernels):
+    """Stores the last token first, as threads may."""
+
+    def token(self, token: int) -> int:
+        return SIZES["tokens"] - 1 - token
+
+    def quantized(self, x, recipe, scale, half):
+        return {name: part.flip(0) for name, part in Kernels.quantized(self, x, recipe, scale, half).items()}
+
+
+class NewMemory(Kernels):
+    """Leaves its argument as it is, and returns tensors by name."""
+
+    def kv_write(self, k, v, cache, *arguments, **scales):
+        return logical_parts(Kernels.kv_write(self, k, v, cache.copy(), *arguments, **scales))
+
+
+class ByPages(Kernels):
+    """Copies whole pages, with all other bytes."""
+
+    def before(self, logical: torch.Tensor, name: str) -> None:
+        logical.copy_(logical.clone())
+
+
+RIGHT = [
+    (kernel, operation, recipe, layout)
+    for kernel, operation in ((AtOnce, "kv-write"), (Backwards, "kv-write"), (NewMemory, "kv-write"),
+                              (ByPages, "kv-write"), (AtOnce, "kv-read"))
+    for recipe, layout in ((STATIC, "nhd"), (ROW, "hnd"), ("fp8-static-e4m3@vllm-kv", "x-packed"))
+    if (kernel, layout) != (NewMemory, "x-packed")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "operation", "recipe", "layout"), RIGHT)
+def test_right_kernels_of_other_forms_pass(
+    kernel: type[Kernels], operation: str, recipe: str, layout: PageLayoutName
+) -> None:
+    found = verdict(operation, kernel(), recipe, layout)
+    assert found.passed, found
