@@ -51,19 +51,18 @@ def of_running(p: Interval, d: Interval, tile: int) -> Interval:
     return Interval(low, high, p.nan)
 
 
-def averaged(p: Interval, splits: int) -> Interval:
-    """Weights p (queries, q_heads, keys) whose splits have an equal share of the sum each."""
-    ends = []
-    for weight in (p.low, p.high):
-        count = (weight > 0).sum(-1, keepdim=True)
-        size = ((count + splits - 1) // splits).clamp(min=1)
-        split = (torch.arange(p.shape[-1], device=weight.device) // size).clamp(max=splits - 1)
-        sums = torch.zeros(*p.shape[:-1], splits, dtype=weight.dtype, device=weight.device).scatter_add_(
-            -1, split, weight
-        )
-        used = (sums > 0).sum(-1, keepdim=True)
-        ends.append(weight * sums.sum(-1, keepdim=True) / (used * sums.gather(-1, split)).clamp(min=1e-300))
-    return Interval(torch.minimum(*ends) * (1 - 2.0**-20), torch.maximum(*ends) * (1 + 2.0**-20), p.nan)
+def averaged(p: Interval, d: Interval, splits: int) -> Interval:
+    """Weights p = exp(d) (queries, q_heads, keys) whose splits have an equal share of the sum each."""
+    count = (d.high > -torch.inf).sum(-1, keepdim=True)
+    split = torch.arange(d.shape[-1], device=d.low.device) // ((count + splits - 1) // splits).clamp(min=1)
+    split = split.clamp(max=splits - 1)
+    used = split.where(d.high > -torch.inf, 0).amax(-1, keepdim=True) + 1
+    start = d.low.new_full((*d.shape[:-1], splits), -torch.inf)
+    most = start.scatter_reduce(-1, split, d.high, "amax").gather(-1, split)
+    ends = [torch.exp(end - most).nan_to_num(0.0) for end in (d.low, d.high)]
+    sums = [torch.zeros_like(start).scatter_add(-1, split, end).gather(-1, split).clamp(min=1e-300) for end in ends]
+    low, high = (end.sum(-1, keepdim=True) / used for end in (p.low, p.high))
+    return Interval(ends[0] / sums[1] * low, ends[1] / sums[0] * high, p.nan)
 
 
 CHANGED_ATTENTION: Mapping[str, Callable[..., Interval]] = {

@@ -471,17 +471,23 @@ def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
     return [(str(by), f"{abs(by)} {'more' if by > 0 else 'fewer'}", float(by)) for by in moves]
 
 
-def _not_rescaled(site: Site, tile: int) -> Value | None:
-    """A sum of weights that are not rescaled when the maximum grows."""
+def _differences(site: Site) -> Value | None:
+    """The logits less their maximum, of a sum of weights; None of another sum."""
     step = next((s for s in site.editor.program.steps if s.function == WEIGHTS), None)
     if step is None or site.a.step.function not in (WEIGHTS, RESCALED):
         return None
-    d = Value(site.editor, step.operands[1])
-    return site.changed_operand(site.made("of_running", site.a, d, tile=tile))
+    return Value(site.editor, step.operands[1])
+
+
+def _not_rescaled(site: Site, tile: int) -> Value | None:
+    """A sum of weights that are not rescaled when the maximum grows."""
+    d = _differences(site)
+    return None if d is None else site.changed_operand(site.made("of_running", site.a, d, tile=tile))
 
 
 def _of_splits(site: Site, splits: int) -> Value | None:
-    return site.changed_operand(site.made("averaged", site.a, splits=splits))
+    d = _differences(site)
+    return None if d is None else site.changed_operand(site.made("averaged", site.a, d, splits=splits))
 
 
 def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:

@@ -259,8 +259,8 @@ def _table(function: Any) -> type[Attention]:
 
 
 def _merged_equally(self, parts):
-    o = sum((o / total for o, total, _ in parts), torch.zeros(())) / len(parts)
-    return o, torch.ones(()), torch.stack([m for _, _, m in parts]).amax()
+    _, total, m = Attention.merged(self, parts)
+    return sum((o / own for o, own, _ in parts), torch.zeros(())) / len(parts) * total, total, m
 
 
 def _merged_base(self, parts):

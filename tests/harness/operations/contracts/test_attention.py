@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache as cached
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.harness.diagnosis.search.work_limit import CASE, WorkLimit
+from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import judge_contract
@@ -20,7 +21,7 @@ from narrowgauge.reference.contracts.evaluate import Evaluation, judged
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.recipes import find_recipe
-from tests.harness.operations.contracts.attention_kernels import RIGHT, WRONG, Attention
+from tests.harness.operations.contracts.attention_kernels import RIGHT, WRONG, Attention, polynomial
 
 RECIPE = "fp8-static-e4m3@vllm"
 NAMES = ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
@@ -123,6 +124,35 @@ def test_a_declared_dtype_of_the_weights_judges_pinned_inputs(p: str, widest: in
     assert width <= widest
 
 
+FIELDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def fields_of(kernel: Attention) -> tuple[tuple[str, str], ...]:
+    """What a backend declares of a kernel."""
+    return (
+        ("p", FIELDS.get(kernel.p) or str(kernel.p).removeprefix("torch.")),
+        ("l", "rounded" if kernel.rounded_sum else "exact"),
+        ("exponential", "any" if kernel.power is polynomial else "accurate"),
+        ("decode", "rounded" if kernel.rounded_keys else "folded"),
+    )
+
+
+@pytest.mark.parametrize("family", ["normal", "pinned"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+def test_declared_fields_of_right_kernels(family: str, dtype: str) -> None:
+    by_fields: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, kernel in RIGHT.items():
+        by_fields.setdefault(fields_of(kernel), []).append(name)
+    for fields, names in by_fields.items():
+        given, steps = inputs(family, dtype, (3, 2, 64, 8, 16, 1, 64, 2, 4)), program(dtype, **dict(fields))
+        evaluation = Evaluation(steps, given)
+        for part, number in steps.outputs.items():
+            ends = Ends.of(evaluation.values[number], torch.float32 if part == "lse" else given["q"].dtype)
+            for name in names:
+                judgement = judge_range(run(RIGHT[name], given)[part], ends.low, ends.high, ends.nan)
+                assert not judgement.wrong.any(), (name, part)
+
+
 STRUCTURED = [name for name, rule in RULES.items() if rule.logits is not None]
 
 
@@ -138,8 +168,12 @@ def test_every_wrong_kernel_fails(name: str) -> None:
     assert any(wrong_elements(kernel, family) for family in families)
 
 
+NAMED = ("head modulo", "next value head", "key 17", "to a border", "next request's pages", "o not rescaled")
+"""Wrong kernels of indices, masks, pages and sums; each takes 20 seconds of a core."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, (_, words) in WRONG.items() if words])
+@pytest.mark.parametrize("name", NAMED)
 def test_causes_name_what_is_wrong(name: str) -> None:
     """On the families that show most wrong elements."""
     kernel, words = WRONG[name]
@@ -149,8 +183,30 @@ def test_causes_name_what_is_wrong(name: str) -> None:
         given = inputs(family, shape=SHARED)
         outcome = judge_contract(program(), given, run(kernel, given))
         stage = next(stage for stage in outcome.stages if not stage.passed)
-        causes = [cause[1] for cause in outcome.causes[stage.stage](stage, WorkLimit(CASE)) if type(cause) is tuple]
+        causes = [cause[1] for cause in outcome.causes[stage.stage](stage, WorkLimit()) if type(cause) is tuple]
         found += causes
         if found:
             break
     assert any(words in cause for cause in found), found
+
+
+@pytest.mark.long
+def test_the_families_of_a_shape_take_a_second() -> None:
+    """Processor time of making and judging a decode kernel's structured families."""
+    steps, shape = program(), dict(zip(NAMES, (4, 8, 128, 14, 16, 2, 128, 4, 3), strict=True))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        spent = 0.0
+        for family in ("normal", *STRUCTURED):  # the first call is slower
+            start = time.process_time()
+            given = contract_inputs(steps, shape, family, Draw(""))
+            shown = {
+                "output": torch.zeros(4, 8, 128, dtype=torch.bfloat16),
+                "lse": torch.zeros(4, 8),
+            }
+            assert dict(judged(steps, given, shown))
+            spent += 0.0 if family == "normal" else time.process_time() - start
+    finally:
+        torch.set_num_threads(threads)
+    assert spent < 1.0
