@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.operations.timing.judge_outputs import Verdict
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
 
 COPY, SAME, MATMUL, DEQUANTIZED = "copy", "copy of as much", "matmul", "dequantize + matmul"
@@ -158,7 +159,9 @@ def cold_cache_bytes(device: torch.device) -> int:
 
 
 def nbytes(result: Any) -> int:
-    """Bytes of a result: a tensor, the codes, scales and amaxes of an operand, both halves, or results by name."""
+    """Bytes of a result: a tensor, an operand's codes, scales and amaxes, both halves, results by name, or a cache."""
+    if isinstance(result, Cache):
+        result = result.parts()
     if isinstance(result, Mapping):
         result = tuple(result.values())
     if isinstance(result, Quantized):
