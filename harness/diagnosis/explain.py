@@ -8,7 +8,7 @@ from dataclasses import replace
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
 from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
-from narrowgauge.harness.diagnosis.explanation import Explanation, gives_every_byte
+from narrowgauge.harness.diagnosis.explanation import Explanation, gives_every_byte, is_weak
 from narrowgauge.harness.diagnosis.formulas.explain_formula import explain_formula
 from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fused_output
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
@@ -114,7 +114,10 @@ def _confirmed(
             break
         given = {_kind(each.cause) for each in there if gives_every_byte(each.to_dict())}
         history.confirmed.update(each.cause for each in exact if _kind(each.cause) in given)
-        refuted = [each for each in exact if _kind(each.cause) not in given]
+        weak = {_kind(each.cause) for each in there if is_weak(each)}
+        refuted = [each for each in exact if _kind(each.cause) not in given | weak]
+        if not given and not refuted:
+            continue
         kept = [each for each in explanations if each not in refuted]
         if any(each.exact for each in kept):
             return kept

@@ -15,6 +15,10 @@ NO_DIAGNOSIS: Deviation[Any] = Deviation("no-diagnosis", "the diagnosis raised a
 """In place of an explanation (`harness.running`)."""
 
 
+SEPARATE = " separate this from a correct "
+"""Part of the sentence about a deviation that gives the bytes, of which too few differ from those of a right kernel."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A mistake that would make a correct kernel give the result of the wrong kernel."""
@@ -41,6 +45,11 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The explanation as an entry of the record's `explanations`."""
         return asdict(self)
+
+
+def is_weak(explanation: Explanation) -> bool:
+    """Whether the deviation gives the bytes, of which too few differ from those of a right kernel."""
+    return SEPARATE in explanation.sentence
 
 
 def gives_every_byte(entry: dict[str, Any]) -> bool:

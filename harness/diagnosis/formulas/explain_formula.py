@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.formulas.matrix_changes import MATRIX_CHANGES, OPERAND_CHANGES, changed_matrices
 from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     ATTENTION_GRADIENTS,
@@ -101,7 +101,7 @@ def _explanation(row: Deviation[Any], formula: Formula, ends: Ends) -> Explanati
     outside = ~_inside(right, ends) & right.isfinite()
     if int(outside.sum()) >= LEAST_SEPARATED:
         return Explanation.of(row, formula.stage)
-    words = f"{row.sentence}; fewer than {LEAST_SEPARATED} elements separate this from a correct kernel"
+    words = f"{row.sentence}; fewer than {LEAST_SEPARATED} elements{SEPARATE}kernel"
     return Explanation(row.cause, words, formula.stage, exact=False)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, SCALES_OF_SUM, accumulators
 from narrowgauge.harness.diagnosis.gemm.changed_products import ChangedProduct, changed_products
 from narrowgauge.harness.diagnosis.gemm.epilogues import EPILOGUES
@@ -136,7 +136,7 @@ def explain_gemm(
 
 
 def _explanation(match: Match, stage: str) -> Explanation:
-    words = "" if match.exact else f"; fewer than {_LEAST_SEPARATED} outputs separate this from a correct GEMM"
+    words = "" if match.exact else f"; fewer than {_LEAST_SEPARATED} outputs{SEPARATE}GEMM"
     return Explanation.of(replace(match, sentence=match.sentence + words), stage)
 
 

@@ -490,6 +490,9 @@ TENSORS = [
         lambda s, a: torch.full((1,), 448.0) / s.x.abs().float().amax()
     )),
     ("tensor-scale-constant:2240", case("nvfp4"), wrong_tensor(lambda s, a: 2240 / a)),
+    ("tensor-scale-exponent:down", case("nvfp4"), wrong_tensor(
+        lambda s, a: torch.exp2(torch.log2(right_tensor_scale(s)).floor())
+    )),
     ("rows-of-other", case("nvfp4"), {"x": lambda s: s.matrix.flip(0)}),
     ("rows-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s).roll(1, 0)}),
     ("columns-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[:, torch.arange(4) ^ 1]}),

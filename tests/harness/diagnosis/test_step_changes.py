@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.cause_names import is_cause
+from narrowgauge.harness.diagnosis.formulas.matrix_changes import OPERAND_CHANGES, changed_matrices
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import modules
@@ -79,6 +80,7 @@ WRONG: list[tuple[str, str, Step]] = [
     ("dbias", "outputs-zero", dbias(lambda dy: torch.zeros(dy.shape[1]))),
     ("dbias", "matrix-negated", dbias(lambda dy: -total(dy))),
     ("dbias", "matrix-without-signs", dbias(lambda dy: total(dy.abs()))),
+    ("dbias", "matrix-one", dbias(lambda dy: total(torch.ones_like(dy)))),
     ("dbias", "columns-of-other", dbias(lambda dy: total(dy).roll(1))),
     ("dbias", "columns-zero:64 to 95", dbias(lambda dy: total(dy) * (torch.arange(96) < 64))),
     ("dbias", "operand-exchanged", dbias(lambda dy: total(decoded(reference.quantize(dy, "mxfp8-e4m3")).bfloat16()))),
@@ -102,16 +104,26 @@ WRONG: list[tuple[str, str, Step]] = [
 ]  # fmt: skip
 
 
+SQUARE_WRONG: list[tuple[str, str, Step]] = [
+    ("dw", "matrix-transposed", dw(lambda right, a, b: decoded(a).T @ decoded(b).T)),
+]
+"""Mistakes that square matrices alone allow."""
+
+
 def of_rows(dy: torch.Tensor, x: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
     """dgamma of these rows, with gamma 1: dgamma does not depend on gamma."""
     return norm_backward(dy[rows], x[rows], torch.ones(x.shape[1]).bfloat16(), "layer", 1e-5)[1].value
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(("name", "cause", "step"), WRONG, ids=[f"{n}-{c}-{k}" for k, (n, c, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("name", "cause", "step"), [*WRONG, *SQUARE_WRONG],
+    ids=[f"{name}-{cause}-{number}" for number, (name, cause, _) in enumerate([*WRONG, *SQUARE_WRONG])],
+)  # fmt: skip
 def test_the_change_is_named(name: str, cause: str, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = "layernorm-linear" if step[0].startswith(NORM) else "linear"
-    case = case_from_labels(operation, "MXFP8BlockScaling", SHAPE, "bf16", "normal", ("bias",))
+    shape = SQUARE if cause == "matrix-transposed" else SHAPE
+    case = case_from_labels(operation, "MXFP8BlockScaling", shape, "bf16", "normal", ("bias",))
     monkeypatch.setattr(*step)
     record = run_case(case, backend(**DOORS))
     assert (record.verdict, record.stage) == ("fail", f"step 1 {name}"), record.message
@@ -119,6 +131,15 @@ def test_the_change_is_named(name: str, cause: str, step: Step, monkeypatch: pyt
     exact_causes = [entry["cause"] for entry in record.explanations if entry["exact"]]
     assert exact_causes[:1] == [named], record.explanations
     assert is_cause(named)
+
+
+@pytest.mark.parametrize(
+    ("cause", "change"), [("matrix-squared", torch.square), ("matrix-through-fp16", lambda m: m.half().to(m.dtype))]
+)
+def test_changes_of_an_operand(cause: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    m = torch.tensor([[1e-9, 3.0], [1 + 2.0**-20, -5.0]])
+    found = {row.cause: changed for row, changed in changed_matrices(OPERAND_CHANGES, m, "x")}
+    assert torch.equal(found[cause], change(m))
 
 
 def test_another_mistake_has_no_change(monkeypatch: pytest.MonkeyPatch) -> None:

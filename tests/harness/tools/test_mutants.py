@@ -165,7 +165,9 @@ def test_a_replaced_text_is_compiled_into_its_own_folder(tmp_path: Path, monkeyp
 
 
 def test_what_is_no_kernel_file_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no kernel file is called 'cpu/simt\.h'; there are common/blocks\.cuh, "):
+    with pytest.raises(
+        ValueError, match=r"no kernel file is called 'cpu/simt\.h'; there are attention/attention\.cu, "
+    ):
         sources.replaced("cpu/simt.h", "", tmp_path).__enter__()
 
 

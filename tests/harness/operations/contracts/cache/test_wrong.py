@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.verdict import Verdict
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, PageLayoutName, logical_parts, slots_of
 from tests.harness.operations.contracts.cache.kernels import Kernels
 from tests.harness.operations.contracts.cache.test_sound import cache_of, program
+from tests.harness.sample_backends import backend
+from tests.matrix import all_cases
 
 SIZES = {"tokens": 16, "heads": 4, "dim": 32, "v_dim": 32, "pages": 5, "page": 8, "requests": 6, "most": 2, "scales": 1}
 STATIC = "fp8-static-e4m3@torchao-affine"
@@ -208,3 +212,21 @@ def test_right_kernels_of_other_forms_pass(
 ) -> None:
     found = verdict(operation, kernel(), recipe, layout)
     assert found.passed, found
+
+
+class OfWhatWasThere(Kernels):
+    """Stores zeros if the first byte of the cache is large, as a kernel does that reads its output."""
+
+    def kv_write(self, k, v, cache, *arguments, **scales):
+        large = not bool(cache.keys.flatten()[0] & 0x80)
+        return Kernels.kv_write(self, 0 * k if large else k, v, cache, *arguments, **scales)
+
+
+def test_bytes_that_depend_on_the_bytes_before_are_named() -> None:
+    shape = tuple(SIZES[axis] for axis in ("tokens", "heads", "dim", "v_dim", "pages", "page", "scales"))
+    case = next(
+        case for case in all_cases() if case.operation == "kv-write" and case.recipe == "fp8-static-e4m3@vllm-kv"
+    )
+    record = run_case(replace(case, shape=shape, inputs="normal"), backend(kv_write=OfWhatWasThere().kv_write))
+    assert record.verdict == "fail"
+    assert "prefill-dependent" in [each["cause"] for each in record.explanations]
