@@ -56,11 +56,11 @@ struct Part {
 struct Shared {
     Vector4 q[KEY_PIECES][STEPS][WARP];  // of tensor cores' lanes
     union {
-    Part parts[WARPS][STAGES][PARTS];
-    struct {
-        float sums[WARPS][ROWS][VALUE_DIM + 4];  // + 4: lanes of a warp write to different banks
-        float maxima[WARPS][ROWS], weights[WARPS][ROWS];
-    } merged;
+        Part parts[WARPS][STAGES][PARTS];
+        struct {
+            float sums[WARPS][ROWS][VALUE_DIM + 4];  // + 4: lanes of a warp write to different banks
+            float maxima[WARPS][ROWS], weights[WARPS][ROWS];
+        } merged;
     };
 };
 
@@ -199,8 +199,9 @@ __device__ __forceinline__ int column_of(int step, int i, int second) {
     return NIBBLES ? step / 2 * 8 + step % 2 * 2 + i + 4 * second : 4 * step + 2 * i + second;
 }
 
-// Elements of a piece of v: pairs of keys 0 and 1, and of keys 2 and 3, of a lane. `scale_places`: of their scales.
-__device__ __forceinline__ void decode_values(const Part& part, int piece, int lane, [[maybe_unused]] const int (&scale_places)[4],
+// Elements of a piece of v: pairs of keys 0 and 1, and of keys 2 and 3, of a lane. `scale_places`: of their scales. `present`: a
+// byte of ones for each of the four keys that exists.
+__device__ __forceinline__ void decode_values(const Part& part, int piece, int lane, [[maybe_unused]] const int (&scale_places)[4], [[maybe_unused]] u32 present,
                                               u32 (&pairs)[VALUE_PIECE][2]) {
     u32 words[4][VALUE_BYTES / 4];
 #pragma unroll
@@ -209,9 +210,11 @@ __device__ __forceinline__ void decode_values(const Part& part, int piece, int l
     u32 scales = 0, factors[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales |= static_cast<u32>(part.v_scales[scale_places[i]]) << 8 * i;
+    scales &= present;  // a swizzled word has scales of keys that do not exist, which may be NaN
     scale_pairs<fp16>(scales, factors[0], factors[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+#pragma unroll
         for (int w = 0; w < VALUE_PIECE / 8; ++w) {
             // Upper bytes of float16 of the lower nibbles of a word, and of the upper ones.
             const auto even = [](u32 x) { return (x << 4 & 0x80808080u) | (x << 1 & 0x0E0E0E0Eu); };
@@ -243,7 +246,9 @@ __device__ __forceinline__ void decode_values(const Part& part, int piece, int l
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u64 bytes_to(int page, u32 bytes_of_page) { return static_cast<u64>(static_cast<u32>(page)) * bytes_of_page; }
+__device__ __forceinline__ u64 bytes_to(int page, u32 bytes_of_page) {
+    return static_cast<u64>(static_cast<u32>(page)) * bytes_of_page;
+}
 
 // Copies the block scales of 16 keys, as they lie. `row`: from one key to the next. `count`: of the keys that exist.
 template <int DIM>
@@ -252,7 +257,7 @@ __device__ __forceinline__ void copy_scales(u8* target, const u8* source, u32 ro
 #pragma unroll
     for (int first = 0; first < KEYS * WORDS; first += WARP) {
         const int word = first + lane, key = word / WORDS;
-        // Swizzled, the scales of four keys are neighbours. A NaN of a key that does not exist is not copied.
+        // Swizzled, the scales of four keys are neighbours.
         const bool present = swizzled ? word / (4 * WORDS) * 4 < count : key < count;
         if (key < KEYS) copy<4>(target + 4 * word, source + key * row + 4 * (word % WORDS), present);
     }
@@ -473,10 +478,19 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
         }
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
+            u32 present = 0xFFFFFFFFu;
+#if CACHE_NIBBLES
+            if (key + TILE_KEYS > last) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (key + part * KEYS + key_of_value(t, i) >= last) present &= ~(0xFFu << 8 * i);
+                }
+            }
+#endif
 #pragma unroll
             for (int piece = 0; piece < VALUE_PIECES; ++piece) {
                 u32 values[VALUE_PIECE][2];
-                decode_values(parts[part], piece, lane, scale_places[piece], values);
+                decode_values(parts[part], piece, lane, scale_places[piece], present, values);
 #pragma unroll
                 for (int j = 0; j < VALUE_PIECE; ++j) {
                     ptx::mma_m16n8k16_f32<fp16>(sums[piece * VALUE_PIECE + j], weights[part], values[j]);

@@ -60,14 +60,19 @@ def test_contract(family: str, tensor_cores: bool, dtype: str, device: str) -> N
             assert not judgement.wrong.any(), (splits, part)
 
 
-def cache_of(name: str, pages: int, page: int, heads: int, dim: int, seed: int) -> tuple[Pages, torch.Tensor]:
-    """Pages of a format, and their numbers in float64."""
+def cache_of(
+    name: str, used: torch.Tensor, heads: int, dim: int, seed: int
+) -> tuple[Pages, torch.Tensor]:  # fmt: skip
+    """Pages of a format, and their numbers in float64. `used` (pages, page): cells that are not hold NaN."""
+    (pages, page), unused = used.shape, ~used
     draw = torch.Generator().manual_seed(seed)
     if name == "CACHE_FP8":
         codes = torch.randn(pages, page, heads, dim, generator=draw).to(torch.float8_e4m3fn)
+        codes.view(torch.uint8)[unused] = 0x7F
         return Pages(codes.view(torch.uint8), None, name), codes.double()
     codes = torch.randint(0, 256, (pages, page, heads, dim // 2), dtype=torch.uint8, generator=draw)
     scales = (torch.rand(pages, page, heads, dim // 16, generator=draw) + 0.25).to(torch.float8_e4m3fn)
+    scales.view(torch.uint8)[unused] = 0x7F
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
     numbers = torch.where(nibbles > 7, -1.0, 1.0) * E2M1[nibbles % 8] * scales.double().repeat_interleave(16, -1)
     if name == "swizzled":  # digits T, s, r, t of the layout kv-v-swizzled
@@ -142,10 +147,12 @@ SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group
 def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, device: str) -> None:
     k_format, v_format, (k_dim, v_dim), heads, group, page, lengths, counts, causal, options = SHAPES[name]
     most = max(1, *(-(-length // page) for length in lengths))
-    k, k_numbers = cache_of(k_format, len(lengths) * most, page, heads, k_dim, 1)
-    v, v_numbers = cache_of(v_format, len(lengths) * most, page, heads, v_dim, 2)
     draw = torch.Generator().manual_seed(3)
     table = torch.randperm(len(lengths) * most, generator=draw).reshape(-1, most).int()
+    used = torch.zeros(len(lengths) * most, page, dtype=torch.bool)
+    used[table.long()] = (torch.arange(most * page) < torch.tensor(lengths)[:, None]).view(-1, most, page)
+    k, k_numbers = cache_of(k_format, used, heads, k_dim, 1)
+    v, v_numbers = cache_of(v_format, used, heads, v_dim, 2)
     q = torch.randn(sum(counts), heads * group, k_dim, generator=draw).to(dtype)
     starts = None if len(set(counts)) == 1 else torch.tensor([0, *counts]).cumsum(0).int()
     k, v = (Pages(*on(device, part.codes, part.scales), part.format, part.swizzled) for part in (k, v))
@@ -164,7 +171,7 @@ def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, devi
 
 @ON_EVERY_DEVICE
 def test_codes_of_a_result(device: str) -> None:
-    k, _ = cache_of("CACHE_FP8", 2, 16, 1, 64, 1)
+    k, _ = cache_of("CACHE_FP8", torch.ones(2, 16, dtype=torch.bool), 1, 64, 1)
     q = torch.randn(1, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
     table, length, scale = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int(), torch.tensor([0.125])
     pages = Pages(k.codes.to(device), None, k.format)
@@ -199,7 +206,7 @@ def test_merge_of_two_sets_of_keys(dtype: torch.dtype, device: str) -> None:
 
 
 def test_a_cache_that_tensor_cores_do_not_take() -> None:
-    k, _ = cache_of("CACHE_FP8", 2, 16, 1, 64, 1)
+    k, _ = cache_of("CACHE_FP8", torch.ones(2, 16, dtype=torch.bool), 1, 64, 1)
     assert not takes(k, Pages(k.codes[..., :48], None, k.format))
     assert not takes(Pages(k.codes[:, :8], None, k.format), k)
     assert not takes(Pages(k.codes.view(torch.int16).view(torch.uint8)[..., ::2], None, k.format), k)
