@@ -76,7 +76,7 @@ HOPPERS = {"gemm_wgmma", "gemm_wgmma_grouped", "gemm_wgmma_fp8", "gemm_fused_nvf
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Sources with documented fma: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and for an
 exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
-FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_only", "norm_quantize"}
+FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_only", "kv_write", "norm_quantize"}
 FUSED |= {"produced_mx", "produced_nvfp4", "produced_rows", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
