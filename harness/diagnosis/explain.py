@@ -97,7 +97,7 @@ def _other_deviations(
 def _confirmed(
     explanations: list[Explanation], history: SearchHistory, limit: WorkLimit, further: FurtherRun
 ) -> list[Explanation]:
-    """The explanations without those that other inputs refute. If they refute all: the explanations, not exact.
+    """The explanations that other inputs do not refute. If all are refuted: all of them, not exact.
 
     The case runs on inputs of the first family of `_FURTHER` on which the kernel is wrong at the same stage, or in the
     same fused matrix. A cause that does not give the bytes there is refuted. A cause is confirmed `_PROOFS` times.

@@ -26,7 +26,7 @@ def segments(lengths: Value, rows: Value) -> tuple[Value, Value]:
     """The number of the request of each row of a batch, an index, and the place of the row in its request:
     (queries, 1, 1).
 
-    Rows of one request lie one behind another: `lengths` (requests,) says how many. `rows`: the batch.
+    The rows of a request are neighbours, and `lengths` (requests,) counts them. `rows`: the batch.
     """
     axes, found = (rows.axes[0], "1", "1"), []
     for part, dtype in (("request", INDEX), ("place", "float32")):

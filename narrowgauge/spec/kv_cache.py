@@ -156,7 +156,7 @@ def slots_of(pages: torch.Tensor, lengths: torch.Tensor, page: int) -> torch.Ten
 
 
 def single_slots(slots: torch.Tensor) -> torch.Tensor:
-    """Tokens whose slot is theirs alone: places in `slots`, int64. Tokens of one slot race, so none of them counts."""
+    """Tokens whose slot is theirs alone: places in `slots`, int64. Two tokens of a slot race, so neither counts."""
     order = slots.argsort(stable=True)
     alike = (slots[order][1:] == slots[order][:-1]).nonzero()[:, 0]
     single = slots >= 0

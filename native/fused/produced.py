@@ -1,4 +1,4 @@
-"""Matrices of training that kernels make while they load them: passes over rows, and quantize in tiles."""
+"""Training kernels that compute a matrix while loading its operands: passes over rows, and quantize in tiles."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
 
 
 LEAST_SEPARATED = 10
-"""Right elements outside of the bounds of an exact change. Bounds that hold them hold other small mistakes too."""
+"""Right elements outside of the bounds of an exact change. With fewer, other small mistakes fit the bounds too."""
 _STEPS = 64
 """Work of an element of a formula: about as many operations in float64, on values and on their errors."""
 

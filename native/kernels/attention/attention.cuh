@@ -67,24 +67,6 @@ __device__ __forceinline__ Keys keys_of(const AttentionParameters& p, const Requ
     return {first, last > 0 ? last : 0};
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return std::exp2(x);
-#endif
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-#ifdef __CUDA_ARCH__
-    return log2f(x);
-#else
-    return std::log2(x);
-#endif
-}
-
 __device__ __forceinline__ float number_or_one(const float* numbers, int index) {
     return numbers == nullptr ? 1.0f : numbers[index];
 }

@@ -1,6 +1,7 @@
 // functions.cuh: functions of float32 numbers with an error. On a GPU the chip's approximations, on a CPU the C library.
 //
-// Errors, PTX ISA 9.0: ex2.approx 2 ulp, rcp.approx 1 ulp; CUDA C++ Programming Guide 13.0, table 17: erff 2 ulp, expf 2 ulp, rsqrtf 2 ulp.
+// Errors, PTX ISA 9.0: ex2.approx 2 ulp, rcp.approx 1 ulp; CUDA C++ Programming Guide 13.0, table 17: erff 2 ulp, expf 2 ulp,
+// log2f 1 ulp, rsqrtf 2 ulp.
 #pragma once
 
 #include "common/formats.cuh"
@@ -11,12 +12,29 @@
 
 namespace narrowgauge {
 
+// 2^x, off by 2 ulp. A subnormal result is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return std::exp2(x);
+#endif
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+#ifdef __CUDA_ARCH__
+    return log2f(x);
+#else
+    return std::log2(x);
+#endif
+}
+
 // e^x by 2^(x * log2 e), off by 2 ulp and by the rounding of the argument. A subnormal result is 0.
 __device__ __forceinline__ float exp_approx(float x) {
 #ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 0x1.715476p+0f));
-    return y;
+    return exp2_approx(x * 0x1.715476p+0f);
 #else
     return std::exp(x);
 #endif
