@@ -13,7 +13,7 @@
 // eighth of those of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of v: tensor cores add products in any order of columns, if both operands have
 // the same one. A lane copies the codes that it reads itself.
 #include "attention/attention.cuh"
-#include "gemm/ptx.cuh"
+#include "gemm/e2m1_pairs.cuh"
 
 #ifndef KEY_DIM
 #define KEY_DIM 128
@@ -110,11 +110,6 @@ __device__ __forceinline__ void load_words(const u8 (&bytes)[4 * WORDS], u32 (&w
 
 // ---- codes to pairs of T ---------------------------------------------------------------------------------------------
 
-template <class T>
-__device__ __forceinline__ u32 times(u32 pair, u32 factors) {
-    return ptx::is_bf16<T> ? ptx::mul_rn_bf16x2(pair, factors) : ptx::mul_rn_f16x2(pair, factors);
-}
-
 // Two numbers, rounded to float16.
 __device__ __forceinline__ u32 rounded_pair(float low, float high) {
 #ifdef __CUDA_ARCH__
@@ -140,20 +135,7 @@ __device__ __forceinline__ void e4m3_pairs(u32 codes, u32& low, u32& high) {
     }
 }
 
-// A code of E2M1 has its exponent and mantissa in the lowest bits of the exponent and in the first of the mantissa of T: it is 2^126
-// too small in bfloat16, 2^14 in float16. A block scale takes 2^119 of it, or 2^7, which T can hold, and the sum takes 2^7.
-constexpr float E2M1_REST = 0x1p7f;
-
-__device__ constexpr u32 shifted(u32 x, int left) { return left >= 0 ? x << left : x >> -left; }
-
-// Nibbles j of both halves of a word.
-template <class T>
-__device__ __forceinline__ u32 small_e2m1(u32 word, int j) {
-    constexpr int SHIFT = ptx::is_bf16<T> ? 6 : 9;
-    return (shifted(word, 12 - 4 * j) & 0x80008000u) | (shifted(word, SHIFT - 4 * j) & 0x00070007u << SHIFT);
-}
-
-// Factors of small_e2m1 from four scales.
+// Factors of small_e2m1 from four scales, RESTORE / REST.
 template <class T>
 __device__ __forceinline__ void scale_pairs(u32 codes, u32& low, u32& high) {
     constexpr u32 FACTOR = ptx::is_bf16<T> ? 0x7B007B00u : 0x58005800u;  // 2^119, 2^7
@@ -390,7 +372,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     float sums[VALUE_PIECES * VALUE_PIECE][4] = {};
     float m[2] = {no_score(), no_score()}, l[2] = {0.0f, 0.0f};
     const int halves = rows - tile.first_row > ROWS / 2 ? 2 : 1;  // of the tile, that have a row
-    const float factor = score_factor(p, head) * (NIBBLES ? E2M1_REST : 1.0f);
+    const float factor = score_factor(p, head) * (NIBBLES ? E2m1In<fp16>::REST : 1.0f);
     const int apart = WARPS * TILE_KEYS, start = first + warp * TILE_KEYS;
     int pages[PARTS];
 #pragma unroll
@@ -519,7 +501,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
         }
     }
     __syncthreads();
-    const float rest = NIBBLES ? E2M1_REST : 1.0f;
+    const float rest = NIBBLES ? E2m1In<fp16>::REST : 1.0f;
     for (int place = thread; place < ROWS * VALUE_DIM; place += WARPS * WARP) {
         const int of_tile = place / VALUE_DIM, d = place % VALUE_DIM, row = tile.first_row + of_tile;
         if (row >= rows) break;

@@ -9,6 +9,7 @@
 //
 // The kernel is bound by reading b and decoding it. A warp of a team has 16 rows of b, whose codes come two chunks ahead and are
 // decoded in registers. A team brings a to shared memory, one chunk ahead.
+#include "gemm/e2m1_pairs.cuh"
 #include "gemm/skinny/gemm_skinny.cuh"
 #include "gemm/weight_only.cuh"
 
@@ -52,28 +53,6 @@ __device__ __forceinline__ u32 both(float x) {
     T narrow;
     from_float(x, narrow);
     return narrow.bits * 0x10001u;
-}
-
-template <class T>
-__device__ __forceinline__ u32 times(u32 pair, u32 factors) {
-    return ptx::is_bf16<T> ? ptx::mul_rn_bf16x2(pair, factors) : ptx::mul_rn_f16x2(pair, factors);
-}
-
-// A code of E2M1 has its exponent and mantissa where T has the last two bits of the exponent and the first of the mantissa: it is
-// RESTORE times too small. A block scale of E4M3 takes as much of RESTORE as T can hold, and alpha takes REST.
-template <class T>
-struct E2m1In {
-    static constexpr int SHIFT = ptx::is_bf16<T> ? 6 : 9;
-    static constexpr float RESTORE = ptx::is_bf16<T> ? 0x1p126f : 0x1p14f, REST = 0x1p7f;
-};
-
-__device__ constexpr u32 shifted(u32 x, int left) { return left >= 0 ? x << left : x >> -left; }
-
-// Columns j and j + 4 of eight codes.
-template <class T>
-__device__ __forceinline__ u32 small_e2m1(u32 word, int j) {
-    constexpr int SHIFT = E2m1In<T>::SHIFT;
-    return (shifted(word, 12 - 4 * j) & 0x80008000u) | (shifted(word, SHIFT - 4 * j) & 0x00070007u << SHIFT);
 }
 
 // A whole number below 16 in the low bits of BASE, of which T has every whole number up to 2 * BASE.
