@@ -24,6 +24,7 @@ from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
 from narrowgauge.harness.cli.old_names import with_present_names
 from narrowgauge.harness.cli.order import find_order
+from narrowgauge.harness.cli.power import power_of
 from narrowgauge.harness.cli.predict import predict
 from narrowgauge.harness.cli.run import run
 from narrowgauge.harness.cli.sanitize import sanitize_cases
@@ -76,6 +77,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "doctor": doctor,
     },
     "Judge one thing": {
+        "power": power_of,
         "contract": contract_strength,
         "dialect": which_dialect,
         "order": find_order,

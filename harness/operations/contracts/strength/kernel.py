@@ -81,26 +81,29 @@ class Kernel:
 
     def _value(
         self, step: Step, values: list[Any], tensors: Mapping[str, torch.Tensor], draw: torch.Generator | None
-    ) -> torch.Tensor:
-        """The numbers of a step, float64; of a comparison bool."""
+    ) -> Any:
+        """The numbers of a step, float64; of a comparison bool; of a quantized argument a `Quantized`."""
         operands: list[Any] = [values[number] for number in step.operands]
         name, options = step.function, dict(step.options)
         if name in ("float32", ONCE):
-            return operands[0]  # type: ignore[no-any-return]
+            return operands[0]
         if name == "compare":
             return _RELATIONS[options["relation"]](*operands)
         if name == "cast" and not options:
             return _in(operands[0], step.dtype).double()
         if name == "any_of":
             of = 0 if draw is None else int(torch.randint(len(operands), (), generator=draw))
-            return torch.broadcast_tensors(*operands)[of]  # type: ignore[no-untyped-call,no-any-return]
+            return torch.broadcast_tensors(*operands)[of]  # type: ignore[no-untyped-call]
         if name in _FUNCTIONS and (name == "divide" or not options):
             value = _FUNCTIONS[name](*operands)
         else:
             evaluation = Evaluation(self.program, tensors, rows=slice(0, 0))
             for number, x in zip(step.operands, operands, strict=True):
                 evaluation.values[number] = x if isinstance(x, Quantized) else Interval(x, x)
-            value = _inside(STEPS[name](evaluation, step), step, operands, draw)
+            found = STEPS[name](evaluation, step)
+            if isinstance(found, Quantized):
+                return found
+            value = _inside(found, step, operands, draw)
         if draw is not None and bool(torch.randint(2, (), generator=draw)):
             return value
         return value.float().double()
