@@ -13,6 +13,7 @@ from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.assert_result import bound
 from narrowgauge.harness.api.inputs import make_case, name_of, named
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.operations import OPERATIONS, hold
 from narrowgauge.harness.operations.contracts.causes.changes import Change
@@ -127,6 +128,17 @@ class ContractSubject(Subject):
         if program.digest not in self._changes:
             self._changes[program.digest] = wrong_programs(program)
         return ContractTrial(label, program, tensors, self._changes[program.digest], earlier)
+
+
+def trial_of(case: Case, seed: int) -> Trial | None:
+    """The trial of a case of quantize or of a contract; None for another case, or one with two halves."""
+    made = make_inputs(case, seed=seed)
+    if isinstance(case, ContractCase):
+        return ContractTrial(case.id, case.program, made.tensors, wrong_programs(case.program))
+    if case.operation != "quantize" or getattr(case, "usage", "") != "rowwise":
+        return None
+    recipe, random = named(case.recipe_names[0]), made.random("x")
+    return QuantizeTrial(case.id, made.x, recipe, made.get("scale.x"), random)
 
 
 def is_tensor(value: Any) -> bool:

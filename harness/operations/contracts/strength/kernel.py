@@ -18,7 +18,7 @@ from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout.pages import Stored, given_scale, store
 from narrowgauge.reference.contracts.products import of_rotated, of_statistics
 from narrowgauge.reference.contracts.quantized import problem
-from narrowgauge.spec.program import HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
+from narrowgauge.spec.program import GEMM, HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
@@ -121,6 +121,8 @@ def _inside(x: Interval, step: Step, operands: list[Any], draw: torch.Generator 
         return x.low if x.point else _middle(x)
     many = len(operands) == 1 and isinstance(operands[0], torch.Tensor)
     terms = operands[0].numel() // max(1, x.low.numel()) if many else len(operands)
+    if step.function == GEMM:
+        terms = operands[0].shape[1]
     noise = torch.rand(x.shape, generator=draw, dtype=torch.float64) - 0.5
     error = (x.high - x.low) * noise / max(1, terms) ** 0.5
     return _middle(x) + torch.where(error.isfinite(), error, 0.0)
