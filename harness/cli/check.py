@@ -42,7 +42,7 @@ def check_function(
     ] = None,
     device: Device = "cpu",
     seed: Seed = 0,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds of the whole check.")] = 600.0,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that all cases may take together.")] = 600.0,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one case may take.")] = 60.0,
     workers: Workers = 0,
     untrusted: Annotated[
@@ -81,7 +81,7 @@ def check_function(
         backend, device, seed, workers=workers or default_workers(device), timeout=timeout, untrusted=untrusted
     )
     try:
-        found = run_cases(cases, settings, lambda record: None, seconds=limit - (time.monotonic() - started))
+        found = run_cases(cases, settings, lambda record: None, seconds=limit)
     except BackendError as error:
         stop(str(error))
     records = with_refusals(found, dict(zip([case.id for case in cases], optional, strict=True)), method)

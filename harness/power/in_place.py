@@ -14,10 +14,9 @@ import torch
 from narrowgauge import adapt
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import name_of_function
-from narrowgauge.harness.power.power import numbered
 from narrowgauge.harness.power.result import Counts, Key, Power
 from narrowgauge.harness.power.subject import Subject
-from narrowgauge.harness.power.trial import Mistake, Results, Trial, same_results
+from narrowgauge.harness.power.trial import Mistake, Results, Trial, numbered, same_results
 from narrowgauge.harness.watch import replaced
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import with_layout

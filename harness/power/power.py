@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,11 @@ from narrowgauge.harness.api.default_settings import callers_settings, default_s
 from narrowgauge.harness.api.function_backend import name_of_function
 from narrowgauge.harness.cases.keys import one_of
 from narrowgauge.harness.power.compares import Compares
-from narrowgauge.harness.power.result import Counts, Key, Power, RightKernels
+from narrowgauge.harness.power.in_place import Conventions, power_in_place
+from narrowgauge.harness.power.result import Counts, Power, RightKernels
 from narrowgauge.harness.power.subject import find_subject
 from narrowgauge.harness.power.tolerance import Tightest
-from narrowgauge.harness.power.trial import Mistake, Results, Trial, same_results, tensors_of
+from narrowgauge.harness.power.trial import Results, Trial, numbered, same_results, tensors_of
 from narrowgauge.reference import ops
 from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.quantized import Quantized
@@ -78,8 +79,6 @@ def power(
             raise ValueError(
                 f"{wrong} belongs to a judge; the test in place of whose function results stand has its own"
             )
-        from narrowgauge.harness.power.in_place import Conventions, power_in_place
-
         conventions = Conventions(tensor_scale_is, layout, nibbles, transposed=transposed)
         return power_in_place(judge, of, in_place_of, conventions)
     if (tensor_scale_is, layout, nibbles, transposed) != ("amax", "linear", "low-first", False):
@@ -121,22 +120,13 @@ def _measure(trial: Trial, judge: Judge, compares: str, counts: Counts) -> Right
         if same_results(results, trial.right):
             counts.add_unseen(key)
             continue
-        if compares == "results" and any(type(results[name]) is not type(trial.right[name]) for name in results):
+        if compares == Compares.RESULTS and any(type(results[name]) is not type(trial.right[name]) for name in results):
             continue  # values without codes
         counts.add(
             key, refused=not accepted(judge, _compared(results, compares), expected),
             narrowgauge=not trial.accepts(results), tightest=not tight.accepts(_values(results), values),
         )  # fmt: skip
     return RightKernels(trial.label, len(rights), refused, tight.rtol, tight.atol)
-
-
-def numbered(mistakes: Iterable[Mistake]) -> Iterator[tuple[Key, Mistake]]:
-    """Mistakes, each with the key of its kernel."""
-    before: Counter[tuple[str, str]] = Counter()
-    for mistake in mistakes:
-        name = mistake.name, mistake.sentence
-        yield (*name, before[name]), mistake
-        before[name] += 1
 
 
 def accepted(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
@@ -149,19 +139,27 @@ def accepted(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bo
 
 def _judged(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
     with callers_settings().in_force():
-        answers = [judge(a, e) for a, e in zip(actual, expected, strict=True)]
+        answers = [judge(a, _copied(e)) for a, e in zip(actual, expected, strict=True)]
     return all(answer is None or bool(answer) for answer in answers)
 
 
 def _compared(results: Results, compares: str) -> list[Any]:
-    """What a judge is given, an entry for each output and each part of a cache; copies, which it may change."""
+    """What a judge is given, an entry for each output and each part of a cache."""
     found: list[Any] = []
     for result in results.values():
-        if compares == "results" and isinstance(result, Quantized):
+        if compares == Compares.RESULTS and isinstance(result, Quantized):
             found.append(result)
         else:
-            found += [tensor.clone() for tensor in _values_of(result)]
-    return found
+            found += _values_of(result)
+    return [_copied(each) for each in found]
+
+
+def _copied(result: Any) -> Any:
+    """A copy that a judge may change."""
+    if not isinstance(result, Quantized):
+        return result.clone()
+    parts = {name: part.clone() for name, part in vars(result).items() if isinstance(part, torch.Tensor)}
+    return replace(result, **parts)
 
 
 def _values(results: Results) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ and columns that a kernel leaves out or takes from another place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +27,7 @@ from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.strength.kernel import Kernel
 from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages
+from narrowgauge.harness.power.result import Key
 from narrowgauge.reference import ops
 from narrowgauge.reference.contracts.evaluate import Evaluation, judged, of_rows
 from narrowgauge.reference.contracts.layout.pages import Stored
@@ -232,6 +234,15 @@ def _of_any_kernel(right: Results, before: Mapping[str, torch.Tensor], earlier: 
         yield Mistake(SAME_RESULT.cause, SAME_RESULT.sentence.format("the result is"), partial(dict, earlier))
     for name, x in before.items():
         yield Mistake(WIDER_FORMAT.cause, f"{name} is not quantized", partial(dict, {**right, name: x.float()}))
+
+
+def numbered(mistakes: Iterable[Mistake]) -> Iterator[tuple[Key, Mistake]]:
+    """Mistakes, each with the key of its kernel."""
+    before: Counter[tuple[str, str]] = Counter()
+    for mistake in mistakes:
+        name = mistake.name, mistake.sentence
+        yield (*name, before[name]), mistake
+        before[name] += 1
 
 
 def same_results(one: Results, other: Results) -> bool:
