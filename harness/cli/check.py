@@ -43,7 +43,7 @@ def check_function(
     device: Device = "cpu",
     seed: Seed = 0,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that all cases may take together.")] = 600.0,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one case may take.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one case may take.")] = 300.0,
     workers: Workers = 0,
     untrusted: Annotated[
         bool, typer.Option("--untrusted", help="Drawn cases, and no reference in the process of the function.")
@@ -165,6 +165,8 @@ def _strength(cases: list[Case], records: list[dict[str, Any]], seed: int) -> di
 
 def _text(document: dict[str, Any]) -> str:
     """The verdict, the counts and the failures, for people."""
+    from narrowgauge.harness.report.text import plural
+
     counts, subject = document["cases"], document["subject"]
     lines = [
         f"{document['verdict']}: {subject['function']}, {subject['operation']} {'+'.join(subject['recipes'])}: "
@@ -176,7 +178,7 @@ def _text(document: dict[str, Any]) -> str:
         lines += ["", f"{failure['verdict']}: {failure['sentence']}"]
         lines += [f"cause ({failure['certainty']}): {causes}"] if causes else []
         lines += [f"wrong elements: {place}" for place in failure["places"]]
-        lines += [f"{failure['cases']} cases, the first: {failure['case']}", f"reproduce: {failure['reproduce']}"]
+        lines += [f"{plural(failure['cases'], 'case')}: {failure['case']}", f"reproduce: {failure['reproduce']}"]
     lines += [f"cheat: {finding['cause']}: {finding['sentence']}" for finding in document["cheats"]]
     if document["strength"]:
         lines += ["", f"inputs show {document['strength']['shown']} of {document['strength']['known']} known mistakes"]

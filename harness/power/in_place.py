@@ -217,7 +217,8 @@ def _output(template: Any, result: Any, conventions: Conventions, dtype: torch.d
         return {name: _as(value, own[name]) if name in own else value for name, value in template.items()}
     if isinstance(template, tuple | list):
         return type(template)([_as(value, part) for value, part in zip(template, parts.values(), strict=False)])
-    raise ValueError(f"the function gives a {type(template).__name__}; it is read as tensors, or as a Quantized")
+    kind = type(template).__name__
+    raise ValueError(f"the function gives an object of type {kind}; it is read as tensors, or as a Quantized")
 
 
 def _as(template: Any, part: torch.Tensor | None) -> Any:

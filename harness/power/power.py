@@ -158,7 +158,7 @@ def _copied(result: Any) -> Any:
     """A copy that a judge may change."""
     if not isinstance(result, Quantized):
         return result.clone()
-    parts = {name: part.clone() for name, part in vars(result).items() if isinstance(part, torch.Tensor)}
+    parts: dict[str, Any] = {name: part.clone() for name, part in vars(result).items() if hasattr(part, "clone")}
     return replace(result, **parts)
 
 
