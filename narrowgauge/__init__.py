@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
+    from narrowgauge.harness.power.power import power
     from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
     from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
@@ -61,9 +62,9 @@ __all__ = [
     "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
     "assert_result", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
-    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
-    "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unpack_scales",
-    "unswizzle", "update_scale", "use_rules", "watch",
+    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "power", "quantize",
+    "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform",
+    "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -79,7 +80,7 @@ _MODULES = {
     "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",
-    "tolerance": "harness.api.error_figures.tolerance", "watch": "harness.watch.watch",
+    "power": "harness.power.power", "tolerance": "harness.api.error_figures.tolerance", "watch": "harness.watch.watch",
 }  # fmt: skip
 """Module of each name. Every other name is a function of the reference."""
 _NAME_IN_MODULE = {"recipe": "find_recipe"}

@@ -20,9 +20,10 @@ from narrowgauge.adapt.conventions import AnyLayout, Nibbles, TensorScaleIs, che
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.default_settings import default_settings
-from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
+from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function
 from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
 from narrowgauge.harness.api.judging.save_arguments import with_variables
+from narrowgauge.harness.backends.loading import parameters_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
@@ -157,13 +158,8 @@ def check(
     """
     __tracebackhide__ = True
     chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
+    operation, selected = selected_cases(subject, recipe, operation, chosen, layout, parameters_of(function))
     contract = _contract_of(subject, operation)
-    if contract is not None:
-        if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
-            recipe = _one_of(subject, recipe)
-        operation, selected = _of_contract(contract, operation, recipe, chosen)
-    else:
-        operation, selected = _selected(_one_of(subject, recipe), operation, chosen, layout, parameters_of(function))
     options: dict[str, Any] = {
         "contract": None if contract in CONTRACTS.values() else contract, "operation": operation,
         "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
@@ -198,6 +194,27 @@ def check(
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def selected_cases(
+    subject: Any,
+    recipe: Any,
+    operation: str | None,
+    chosen: dict[str, Any],
+    layout: AnyLayout,
+    known: Collection[str],
+) -> tuple[str, list[tuple[Case, bool]]]:
+    """The operation of a check, and its cases with whether an exception means that the function refuses the case.
+
+    `subject`, `recipe`, `operation`, `layout`: as of `check`. `chosen`: families, shapes, dtypes and keys. `known`:
+    names of parameters of the function. Raises ValueError and TypeError as `check` does.
+    """
+    contract = _contract_of(subject, operation)
+    if contract is None:
+        return _selected(_one_of(subject, recipe), operation, chosen, layout, known)
+    if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
+        recipe = _one_of(subject, recipe)
+    return _of_contract(contract, operation, recipe, chosen)
 
 
 def _one_of(subject: Any, recipe: Any) -> Any:
