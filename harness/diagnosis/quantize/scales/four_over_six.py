@@ -113,7 +113,7 @@ _ERRORS = {
     "of the odd elements of the block": lambda errors, scales: errors[..., 1::2],
 }
 _TOTALS = {
-    "the largest error, not the sum": lambda rows: rows.amax(1),
+    "the largest error": lambda rows: rows.amax(1),
     "the sum rounded to bfloat16": lambda rows: _sequential_sum(rows).bfloat16().float(),
     "the sum rounded to float16": lambda rows: _sequential_sum(rows).half().float(),
 }
