@@ -81,7 +81,7 @@ def is_pattern(name: str) -> bool:
 
 
 def is_condition(name: str) -> bool:
-    """Whether the cause is a value of a key without which the kernel is right (`diagnosis.search.conditions`)."""
+    """Whether the cause is a condition of the failure (`harness.diagnosis.search.conditions`)."""
     return name.startswith(_PATTERNS[-1])
 
 

@@ -98,7 +98,7 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
 
 
 class FurtherCases:
-    """Runs a failing case again: on inputs of other families, in plain calls, and with other values of its keys."""
+    """Runs a failing case again: on inputs of other families, in plain calls, and with changed values of its keys."""
 
     def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int) -> None:
         self._case, self._inputs, self._backend, self._seed = case, inputs, backend, seed
@@ -128,7 +128,7 @@ class FurtherCases:
         """Values of keys of the case without which the kernel is right (`harness.diagnosis.search.conditions`).
 
         They are searched in the first `_CONDITIONS` failures of a stage of an operation and recipe, in cases of at most
-        `_LARGEST` work, and not for a kernel with random bits of its own, which is judged by many draws.
+        `_LARGEST` work, and not for a kernel with random bits of its own: its judgement takes many draws.
         """
         from narrowgauge.harness.diagnosis.search.conditions import conditions
         from narrowgauge.harness.diagnosis.search.history import history_of
@@ -151,7 +151,7 @@ class FurtherCases:
         return conditions(plain, stage, passes)
 
     def _is_drawn(self) -> bool:
-        """Whether the inputs of another seed are others."""
+        """Whether the inputs depend on the seed."""
         from narrowgauge.harness.operations.registry import make_inputs
 
         try:
@@ -161,7 +161,7 @@ class FurtherCases:
         return any(not others[name].equal(tensor.cpu()) for name, tensor in self._inputs.tensors.items())
 
     def _outcome(self, case: Case, inputs: Inputs | None = None, seed: int | None = None) -> Outcome | None:
-        """The outcome of a case, on its own inputs or on these. `seed`: of its own inputs; None: that of the run.
+        """The outcome of a case, on its own inputs or on these. `seed`: the seed of its inputs; None: that of the run.
 
         None if the inputs cannot be made, or the kernel gives no result.
         """

@@ -58,7 +58,7 @@ def explain_fused_output(outcome: Outcome, wrong_stage: StageResult, limit: Work
 
     If no order of summation can round a sum, its bytes must be equal. Otherwise the bytes must lie between the results
     for both ends of the sum. A change is exact if at least `_LEAST_SEPARATED` codes of the right output differ.
-    If the codes are right under the kernel's scales, the changes are those of the outputs that give the scales.
+    If the codes are right under the kernel's scales, the scales alone are searched for.
     """
     matrix = next((kernel_matrix(judged) for judged in outcome.judged if judged.prefix == _PREFIX), None)
     if not wrong_stage.stage.startswith(_PREFIX) or matrix is None or matrix.subject.recipe.transform:

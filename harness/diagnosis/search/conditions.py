@@ -1,9 +1,9 @@
 """Conditions of a failure: values of keys of the case without which the kernel is right.
 
 Each size of the shape and each key of the failing case is changed alone, to an ordinary value. A value is a condition
-if the kernel is right with the ordinary value on all inputs that were tried, and wrong with the value of the case so
-often that chance explains it in less than 1 of 10 000 searches. With the ordinary value it must be right in a case of
-ordinary sizes on every input family, too: a mistake that small shapes show most often is no mistake of small shapes.
+if the kernel is right with the ordinary value on all inputs of the test, and wrong with the value of the case so often
+that chance explains the difference in less than 1 of 10 000 searches. With the ordinary value the kernel must also be
+right in a case of ordinary sizes on every input family: small shapes can show a mistake of all shapes more often.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ CONDITION: Deviation[Case] = Deviation(
     "when:{}", "only with {}: wrong on {} of {} inputs, right on all {} with {}", "case", exact=False
 )  # fmt: skip
 Passes = Callable[[Case, int], bool | None]
-"""Function from a case and a number of inputs to whether the kernel is right on them; None: it gives no result."""
+"""Function from a case and the number of its inputs to whether the kernel is right; None: it gives no result."""
 CHANCE = 1e-4
-"""Probability that a failure which does not depend on a key seems to depend on it."""
+"""Probability that a failure seems to depend on a key and does not."""
 MOST = 16
 """Inputs with each value of a key."""
 _RIGHT = 5
-"""Inputs on which the kernel may be right with the value of the case: with more, chance is not excluded."""
+"""Inputs on which the kernel may be right with the value of the case: with more, chance explains the rest."""
 _ORDINARY = 128, 64
 """Ordinary sizes: whole blocks and tiles of most recipes."""
 _MULTIPLES = 2, 16, 32, 64, 128
 _PROBES = 1, 2, 3, 16, 17, 32, 48, 63, 64, 96, 128, 129, 160, 192, 256
-"""Sizes that tell apart whether one size, odd sizes, tails or small sizes are wrong."""
+"""Sizes by which the wrong sizes are told: a single size, odd sizes, tails, small sizes."""
 _OTHERS = frozenset({"recipe", "w_recipe", "out_recipe", "training", "shape", "inputs", "random", "bands", "use",
                      "autograd", "repeats", "concurrency"})  # fmt: skip
-"""Keys that are no condition, or whose conditions the judge of the case finds."""
+"""Keys without conditions, and keys whose conditions the judge of the case finds."""
 
 
 def conditions(case: Case, stage: str, passes: Passes) -> list[Explanation]:
@@ -62,7 +62,7 @@ def _condition(words: str, others: str, counts: tuple[int, int], stage: str) -> 
 
 
 def _changed_keys(case: Case) -> Iterator[tuple[Key, Any, Any]]:
-    """Keys beside the shape with the value of the case and an ordinary one."""
+    """Keys beside the shape, with the value of the case and an ordinary value."""
     for key in keys_of(type(case)):
         if key.field in _OTHERS:
             continue
@@ -78,7 +78,7 @@ def _words(key: Key, value: Any) -> str:
 
 
 def _valid(case: Case, **changes: Any) -> Case | None:
-    """The changed case, or None if its values exclude one another."""
+    """The changed case, or None if the case has a problem."""
     try:
         changed = replace(case, **changes)
         return None if changed.problem() else changed
@@ -95,10 +95,10 @@ def _passes(case: Case | None, number: int, passes: Passes) -> bool | None:
 
 
 def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] | None:
-    """The number of inputs on which the case is wrong, and of all that were tried; None unless chance is excluded.
+    """The numbers of wrong inputs and of all inputs of the case; None unless chance is excluded.
 
-    If failures do not depend on the key, w of them all fall on one of two halves of 2n results with the probability
-    C(n, w)/C(2n, w) (Fisher's exact test).
+    If failures do not depend on the key, all w failures of 2n results lie in a given half of the results with the
+    probability C(n, w)/C(2n, w) (Fisher's exact test).
     """
     wrong = 0
     for tried in range(1, MOST + 1):
@@ -114,7 +114,7 @@ def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] |
 
 
 def _is_right(case: Case | None, passes: Passes) -> bool:
-    """Whether the kernel is right with ordinary sizes, on every input family that it has a result for."""
+    """Whether the kernel is right with ordinary sizes, on every input family with a result."""
     assert case is not None
     for number in range(len(case.shape)):
         case = _sized(case, number, _ORDINARY[0]) or case
@@ -123,7 +123,7 @@ def _is_right(case: Case | None, passes: Passes) -> bool:
 
 
 def _extent(name: str, size: int, other: int, right: Callable[[int], bool | None]) -> str:
-    """The sizes that are wrong, by probes of others: one, those that are no multiple, those below or above a limit."""
+    """The wrong sizes, by probes of further sizes: a single size, no multiples of a unit, sizes up to a limit."""
     results = {size: False, other: True}
     for probe in dict.fromkeys([size - 1, size + 1, *_PROBES]):
         if probe >= 0 and probe not in results and (result := right(probe)) is not None:

@@ -1,4 +1,4 @@
-"""Conditions: the values of keys without which a kernel is right."""
+"""Conditions: values of keys on which a failure depends."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def upper_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def power_of_two(direction: int, x: torch.Tensor) -> torch.Tensor:
-    """Finite positive numbers of `x`, float32, rounded up (1) or down (-1) to a power of two, and the others."""
+    """Finite positive numbers of `x`, float32, rounded up (1) or down (-1) to a power of two; the rest of `x` stays."""
     mantissa, exponent = torch.frexp(x)
     power = torch.ldexp(torch.ones_like(x), exponent - (mantissa.eq(0.5) | (direction < 0)).to(exponent.dtype))
     return torch.where((x > 0) & x.isfinite(), power, x)

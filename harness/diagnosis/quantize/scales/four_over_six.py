@@ -33,8 +33,7 @@ class _Choice:
     """The changed errors of the elements (M, blocks, elements of a block), with their signs, from the errors and the
     decoded scales (M, blocks, 1)."""
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The error of a block, from those of its elements (M, elements of a block, blocks), in place of their sum in
-    order."""
+    """The error of a block, from the errors (M, elements of a block, blocks). None: their sum in order."""
     each_row: bool = False
     """Every row of a tile has its own choice."""
 
