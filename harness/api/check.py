@@ -158,8 +158,9 @@ def check(
     """
     __tracebackhide__ = True
     chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
-    operation, selected = selected_cases(subject, recipe, operation, chosen, layout, parameters_of(function))
-    contract = _contract_of(subject, operation)
+    contract, operation, selected = selected_cases(
+        subject, recipe, operation, chosen, layout=layout, parameters=parameters_of(function)
+    )
     options: dict[str, Any] = {
         "contract": None if contract in CONTRACTS.values() else contract, "operation": operation,
         "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
@@ -178,9 +179,7 @@ def check(
         raise ValueError(f"{changed[0]} is a convention of results of quantize; the cases call {method}")
     recipes = "+".join(dict.fromkeys(case.recipe_label for case, _ in selected))
     title = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
-    with default_settings(), _generators_kept(options["device"]):
-        if type(torch.empty(0)) is not torch.Tensor:
-            raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
+    with settings_kept("check", options["device"]):
         outcomes: list[Outcome] = []
         records = _records(function, selected, options, outcomes)
     failed = [record for record in records if record["verdict"] not in ("pass", "unsupported")]
@@ -200,21 +199,22 @@ def selected_cases(
     subject: Any,
     recipe: Any,
     operation: str | None,
-    chosen: dict[str, Any],
-    layout: AnyLayout,
-    known: Collection[str],
-) -> tuple[str, list[tuple[Case, bool]]]:
-    """The operation of a check, and its cases with whether an exception means that the function refuses the case.
+    chosen: Mapping[str, Any],
+    *,
+    layout: AnyLayout = "linear",
+    parameters: Collection[str] = (),
+) -> tuple[Contract | None, str, list[tuple[Case, bool]]]:
+    """The contract if the cases are of one, the operation, and the cases with whether a right kernel may refuse each.
 
-    `subject`, `recipe`, `operation`, `layout`: as of `check`. `chosen`: families, shapes, dtypes and keys. `known`:
-    names of parameters of the function. Raises ValueError and TypeError as `check` does.
+    Arguments as of `check`. `chosen`: families, shapes, dtypes and keys. `parameters`: names of the parameters of the
+    function. Raises ValueError and TypeError.
     """
     contract = _contract_of(subject, operation)
     if contract is None:
-        return _selected(_one_of(subject, recipe), operation, chosen, layout, known)
+        return None, *_selected(_one_of(subject, recipe), operation, dict(chosen), layout, parameters)
     if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
         recipe = _one_of(subject, recipe)
-    return _of_contract(contract, operation, recipe, chosen)
+    return contract, *_of_contract(contract, operation, recipe, chosen)
 
 
 def _one_of(subject: Any, recipe: Any) -> Any:
@@ -451,14 +451,19 @@ def _is_finite(inputs: Inputs) -> bool:
 
 
 @contextmanager
-def _generators_kept(device: str) -> Iterator[None]:
-    """The states of torch's generators of before, after the context. Raises ValueError for a device without a GPU."""
+def settings_kept(caller: str, device: str) -> Iterator[None]:
+    """The default settings of torch, and after the context the settings and the states of the generators of before.
+
+    Raises ValueError for a device without a GPU, and TypeError under FakeTensorMode, with the name of the `caller`.
+    """
     if torch.device(device).type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device!r}, and torch sees no GPU; `narrowgauge doctor` says more")
         torch.cuda.init()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
+    with default_settings(), torch.random.fork_rng(devices):
+        if type(torch.empty(0)) is not torch.Tensor:
+            raise TypeError(f"{caller} needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
         yield
 
 

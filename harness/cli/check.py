@@ -120,7 +120,7 @@ def _selected(
             return _of_file(contracts_in(Path(contract)), contract, recipe, chosen)
         known = _parameters(function)
         subject = contract or None
-        return selected_cases(subject, recipe or None, operation or None, chosen, "linear", known)
+        return selected_cases(subject, recipe or None, operation or None, chosen, parameters=known)[1:]
     except (CaseFileError, OperationError, ContractError, ValueError, TypeError) as error:
         stop(str(error))
 

@@ -25,6 +25,7 @@ from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
 from narrowgauge.harness.cli.old_names import with_present_names
 from narrowgauge.harness.cli.order import find_order
+from narrowgauge.harness.cli.parity import compare_backends
 from narrowgauge.harness.cli.power import power_of
 from narrowgauge.harness.cli.predict import predict
 from narrowgauge.harness.cli.run import run
@@ -82,6 +83,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "power": power_of,
         "contract": contract_strength,
         "dialect": which_dialect,
+        "parity": compare_backends,
         "order": find_order,
         "predict": predict,
         "tolerance": tolerance_table,
