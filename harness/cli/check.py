@@ -26,7 +26,7 @@ class Form(StrEnum):
 
 
 _MEASURED = 4
-"""Cases whose inputs are measured for the strength: of different families, the smallest first."""
+"""Number of cases for the strength: of different families, the smallest first."""
 
 
 def check_function(
@@ -138,7 +138,7 @@ def _of_file(
 
 
 def _parameters(function: str) -> frozenset[str]:
-    """Names of the parameters of a function in a file, which is read and not run; empty if they are not found."""
+    """Names of the parameters of a function in a file. The file is read, not run. Empty without the function."""
     file, _, name = function.replace("::", ":").rpartition(":")
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def _parameters(function: str) -> frozenset[str]:
 
 
 def _strength(cases: list[Case], records: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Known mistakes that the inputs of tried cases show, the field `strength`."""
+    """The field `strength`: known mistakes that the inputs of tried cases show."""
     from narrowgauge.harness.power.strength import shown_mistakes
 
     tried = {record["case"] for record in records if record["verdict"] != "unsupported"}

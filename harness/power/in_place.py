@@ -24,7 +24,7 @@ from narrowgauge.reference.quantize.scaling import tensor_scale
 from narrowgauge.spec.quantized import Quantized
 
 _RIGHT: Key = ("", "", 0)
-"""In place of the key of a wrong kernel: the results of a right one."""
+"""Key of the right kernel."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Conventions:
 def power_in_place(
     test: Callable[[], Any], subject: Subject, function: str | Callable[..., Any], conventions: Conventions
 ) -> Power:
-    """Run a test with each known wrong result in the place of a function's. Raises as `power`."""
+    """Run a test once per wrong kernel, with wrong results in place of a function's results. Raises as `power`."""
     name = name_of_function(test)
     try:
         inspect.signature(test).bind()
@@ -96,7 +96,7 @@ def _found(name: str) -> Any:
 
 
 def _reason(test: Callable[[], Any]) -> str:
-    """Why a test fails: what it raises, or that it returns False; empty if it passes."""
+    """The reason of a failing test: its exception, or its result False. Empty if the test passes."""
     try:
         answer = test()
     except (KeyboardInterrupt, SystemExit):
@@ -116,7 +116,7 @@ class _Call:
 
 
 class _Place:
-    """The place of the function: an observer of its calls (`harness.watch.replaced`), which gives results."""
+    """Observer of the function (`harness.watch.replaced`) that replaces the results of its calls."""
 
     def __init__(self, subject: Subject, conventions: Conventions) -> None:
         self._subject, self._conventions = subject, conventions
@@ -124,7 +124,7 @@ class _Place:
         self._key: Key | None = None
         self._number = 0
         self.differs = self.refused = False
-        """Whether a result of this run differs from a right one, and whether narrowgauge refuses one."""
+        """Whether a result of this run differs from the right result, and whether narrowgauge refuses a result."""
 
     def begin(self, key: Key) -> None:
         """The next run has results of the kernel with this key."""
@@ -143,7 +143,7 @@ class _Place:
             right = mine.trial.right
             results: Results = right
             if (mistake := mine.wrong.get(self._key)) is not None:
-                with suppress(ValueError):  # these inputs cannot have it
+                with suppress(ValueError):  # no such mistake on these inputs
                     results = mistake.results()
             try:
                 given = _formed(template, results, self._conventions, mine.arguments[0].dtype)
@@ -157,7 +157,7 @@ class _Place:
         return given
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
-        """The call with its mistakes; those of the first run, if the arguments are the same."""
+        """The call with its mistakes, taken from the first run if the arguments are equal."""
         self._number += 1
         tensors = [x.detach() for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         known = self.calls[self._number - 1] if self._number <= len(self.calls) and self._key is not None else None
@@ -179,7 +179,7 @@ class _Place:
 
 
 def _formed(template: Any, results: Results, conventions: Conventions, dtype: torch.dtype) -> Any:
-    """Results in the form of the function's own result. Raises ValueError for a form that they do not have."""
+    """Results in the form of the function's own result. Raises ValueError for an unknown form."""
     if len(results) == 1:
         (result,) = results.values()
         return _output(template, result, conventions, dtype)
@@ -222,7 +222,7 @@ def _output(template: Any, result: Any, conventions: Conventions, dtype: torch.d
 
 
 def _as(template: Any, part: torch.Tensor | None) -> Any:
-    """A tensor of the dtype and shape of the function's own. Raises ValueError for other numbers of bytes."""
+    """A tensor in the dtype and shape of the function's own tensor. Raises ValueError if the sizes differ."""
     if template is None or part is None:
         return template
     if not isinstance(template, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which known wrong results does a user's comparison accept?"""
+"""Known wrong results that a user's comparison accepts."""
 
 from __future__ import annotations
 
@@ -45,30 +45,31 @@ def power(
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
 ) -> Power:
-    """Give a test the results of kernels with known mistakes, and report which of them it accepts.
+    """Give a test the results of kernels with known mistakes, and report the mistakes that the test accepts.
 
-    judge: a comparison `judge(actual, expected)`, which returns False or raises an exception to refuse a result. With
-    several outputs each one is compared. Or, with `in_place_of`, a test: a function without arguments.
+    judge: a comparison `judge(actual, expected)`, called once per output, which returns False or raises an exception to
+    refuse a result. Or, with `in_place_of`, a test: a function without arguments.
     subject: a recipe or its name, for results of quantize; or a contract (docs/contracts.md), or the name of a contract
     of this package, such as "scaled-gemm".
     recipe: the same by name; of a contract its recipe. Default of a contract: that of its signature.
-    inputs: your own inputs, a tensor x (…, K) for each call of quantize, or a mapping of its arguments (x, scale,
-    random); of a contract a mapping of its tensors. They replace families, shapes and dtypes.
+    inputs: your own inputs, a tensor x (…, K) per call of quantize, or a mapping of the arguments x, scale and random;
+    of a contract a mapping of the tensors. Families, shapes and dtypes are then ignored.
     families, shapes, dtypes, keys, seed: of the made inputs, as of `narrowgauge.check`. Default: the family normal at
     the first shape of a check.
-    compares: "values" gives the judge decoded values, float32 (M, K); "results" a `Quantized`. Other outputs are
-    tensors in both.
-    in_place_of: a function that the test calls, or its name "module.function". Each known wrong result stands in its
-    place once, in the form of the function's own result: (codes, scales), (codes, scales, amax), a mapping, a
-    `Quantized`, or one tensor of values or codes; of a contract its results. The first tensor arguments of a call are
-    the inputs.
-    tensor_scale_is, layout, nibbles, transposed: conventions of that result (docs/adapt.md).
+    compares: "values" gives the judge decoded values, float32 (M, K); "results" a `Quantized`. Outputs that are not
+    quantized are tensors in both.
+    in_place_of: a function that the test calls, or the name "module.function". The test runs once per wrong kernel,
+    with wrong results in place of the function's results and in the same form: (codes, scales), (codes, scales, amax),
+    a mapping, a `Quantized`, or a tensor of values or codes; of a contract the results. The first tensor arguments of a
+    call are the inputs.
+    tensor_scale_is, layout, nibbles, transposed: conventions of the function's results (docs/adapt.md).
 
-    The mistakes are the changes with which narrowgauge explains wrong bytes: docs/power.md. The smallest tolerance that
-    accepts right kernels is measured on a right result and, for a contract, on 8 right kernels with other orders and
-    roundings. Returns a summary: `known`, `caught`, `rows`, `table`. Raises ValueError and TypeError for arguments that
-    do not fit together, for a judge that cannot compare a right result with itself, and for a test that fails with
-    right results.
+    The mistakes are the changes with which narrowgauge explains wrong bytes: docs/power.md. The smallest tolerance for
+    right kernels is measured on the right result and, for a contract, on 8 right kernels with different orders of sums
+    and roundings.
+
+    Returns a summary: `known`, `caught`, `rows`, `table`. Raises ValueError and TypeError for wrong arguments, for a
+    judge that cannot compare a right result with itself, and for a test that fails with right results.
     """
     if wrong := one_of(list(Compares))(compares):
         raise ValueError(f"compares {wrong}")
@@ -115,7 +116,7 @@ def _measure(trial: Trial, judge: Judge, compares: str, counts: Counts) -> Right
     for key, mistake in numbered(trial.mistakes()):
         try:
             results = mistake.results()
-        except ValueError:  # these inputs cannot have it
+        except ValueError:  # no such mistake on these inputs
             continue
         if same_results(results, trial.right):
             counts.add_unseen(key)
@@ -144,7 +145,7 @@ def _judged(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> boo
 
 
 def _compared(results: Results, compares: str) -> list[Any]:
-    """What a judge is given, an entry for each output and each part of a cache."""
+    """The arguments of a judge: an entry per output, and per part of a cache."""
     found: list[Any] = []
     for result in results.values():
         if compares == Compares.RESULTS and isinstance(result, Quantized):

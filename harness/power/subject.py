@@ -1,4 +1,4 @@
-"""The operation whose wrong results a test is given: a recipe of quantize, or a contract."""
+"""The operation of the wrong results: quantize with a recipe, or a contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
 _SEEDS = 1
-"""Distance of the seeds of two calls: the second one finds the result of the first in its buffer."""
+"""Distance of the seeds of two calls: the buffer of the second call has the result of the first."""
 
 
 class Subject(ABC):
@@ -37,14 +37,14 @@ class Subject(ABC):
     def made(
         self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype], seed: int
     ) -> list[Trial]:
-        """A trial for each input family, shape and dtype. Raises ValueError for a wrong one."""
+        """A trial per input family, shape and dtype. Raises ValueError for a wrong family, shape or dtype."""
 
     @abstractmethod
     def trial(self, label: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Trial:
         """The trial of a call. Raises ValueError and TypeError for arguments that the operation does not take."""
 
     def given(self, inputs: Sequence[Any]) -> list[Trial]:
-        """A trial for each of the user's inputs."""
+        """A trial per entry of the user's inputs."""
         if not isinstance(inputs, list | tuple):
             raise TypeError(f"inputs is a list with an entry for each call, not {type(inputs).__name__}")
         return [
@@ -131,7 +131,7 @@ class ContractSubject(Subject):
 
 
 def trial_of(case: Case, seed: int) -> Trial | None:
-    """The trial of a case of quantize or of a contract; None for another case, or one with two halves."""
+    """The trial of a case of a contract or of a rowwise quantize; None for a case without a list of mistakes."""
     made = make_inputs(case, seed=seed)
     if isinstance(case, ContractCase):
         return ContractTrial(case.id, case.program, made.tensors, wrong_programs(case.program))
