@@ -62,7 +62,7 @@ def check_function(
     if secret is not None and not untrusted:
         stop("--secret belongs to --untrusted; add --untrusted")
     require_device(device)
-    from narrowgauge.harness.api.check_document import check_document, with_refusals
+    from narrowgauge.harness.api.check_document.document import check_document, with_refusals
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.running.pool import Settings, run_cases
 

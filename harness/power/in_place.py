@@ -22,6 +22,7 @@ from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.reference.quantize.scaling import tensor_scale
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _RIGHT: Key = ("", "", 0)
 """Key of the right kernel."""
@@ -32,7 +33,7 @@ class Conventions:
     """Conventions of the results of the function, as of `narrowgauge.adapt.quantized`."""
 
     tensor_scale_is: adapt.TensorScaleIs = "amax"
-    layout: adapt.AnyLayout = "linear"
+    layout: adapt.AnyLayout = LINEAR
     nibbles: adapt.Nibbles = "low-first"
     transposed: bool = False
 
@@ -210,7 +211,7 @@ def _output(template: Any, result: Any, conventions: Conventions, dtype: torch.d
         raise ValueError("numbers that are not quantized have no codes")
     if isinstance(template, Quantized):
         parts = {name: getattr(result, name) for name in ("codes", "scales", "amax")}
-        return with_layout(replace(template, **parts, tensor_scale=None, scale_layout="linear"), template.scale_layout)
+        return with_layout(replace(template, **parts, tensor_scale=None, scale_layout=LINEAR), template.scale_layout)
     parts = conventions.parts(result, dtype)
     if isinstance(template, Mapping):
         own = parts | {"tensor_scale": parts["amax"]}

@@ -23,6 +23,7 @@ from narrowgauge.reference import ops
 from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 Judge = Callable[..., Any]
 
@@ -41,7 +42,7 @@ def power(
     compares: Literal["values", "results"] = "values",
     in_place_of: str | Callable[..., Any] | None = None,
     tensor_scale_is: adapt.TensorScaleIs = "amax",
-    layout: adapt.AnyLayout = "linear",
+    layout: adapt.AnyLayout = LINEAR,
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
 ) -> Power:
@@ -82,7 +83,7 @@ def power(
             )
         conventions = Conventions(tensor_scale_is, layout, nibbles, transposed=transposed)
         return power_in_place(judge, of, in_place_of, conventions)
-    if (tensor_scale_is, layout, nibbles, transposed) != ("amax", "linear", "low-first", False):
+    if (tensor_scale_is, layout, nibbles, transposed) != ("amax", LINEAR, "low-first", False):
         raise ValueError("tensor_scale_is, layout, nibbles and transposed are conventions of the function in_place_of")
     with default_settings():
         trials = of.given(inputs) if inputs is not None else of.made(families, shapes, dtypes, seed)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.harness.api.check_document import CHEATS, check_document, with_refusals
+from narrowgauge.harness.api.check_document.document import CHEATS, check_document, with_refusals
 from narrowgauge.harness.cases.operations import case_from_id
 from tests.harness.runs import record
 from tests.paths import ROOT
 
-SCHEMA = json.loads((ROOT / "harness" / "api" / "check_schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((ROOT / "harness" / "api" / "check_document" / "schema.json").read_text(encoding="utf-8"))
 SUBJECT = {
     "function": "k.py:f", "operation": "quantize", "recipes": ["nvfp4"], "device": "cpu", "seed": 0,
     "untrusted": False, "secret": None,
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 def problems(value: Any, schema: Any, place: str = "$") -> list[str]:
-    """Where a value differs from a schema: the keywords that check_schema.json has."""
+    """Where a value differs from a schema: the keywords that schema.json has."""
     unknown = schema.keys() - {
         "$schema", "title", "description", "type", "const", "enum", "minimum", "properties", "required", "items",
         "additionalProperties", "anyOf",

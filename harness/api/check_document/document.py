@@ -1,4 +1,4 @@
-"""The result of `narrowgauge check` as one document for programs, by `check_schema.json` (docs/schema.md)."""
+"""The result of `narrowgauge check` as one document for programs, by `schema.json` (docs/schema.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_document(
     seconds: float,
     strength: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The document of a check, as `check_schema.json` describes it.
+    """The document of a check, as `schema.json` describes it.
 
     subject: the field `subject`. cases: the selected cases. records: the records of the tried cases.
     seconds: the time of the check. strength: the field `strength`, or None.
