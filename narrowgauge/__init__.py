@@ -63,8 +63,8 @@ __all__ = [
     "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
     "assert_result", "assert_rows_independent", "assert_stochastic", "assert_transformed", "bounds", "cases", "check",
-    "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "parity",
-    "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance",
+    "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales",
+    "parity", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance",
     "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 

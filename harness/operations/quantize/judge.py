@@ -192,8 +192,8 @@ def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
         (by_unit if recipe.granularity == "row" else shared)["amax"] = amax
 
     def run(given: Tensors) -> Tensors:
-        options = {"amax": given.get("amax") if recipe.granularity != "row" else None, "scale": given.get("scale")}
-        q = call_quantize(plan.backend, given["x"], recipe, **options)
+        own = None if recipe.granularity == "row" else given.get("amax")
+        q = call_quantize(plan.backend, given["x"], recipe, amax=own, scale=given.get("scale"))
         found = {"codes": q.codes} if recipe.whole else {"scales": q.scales, "codes": q.codes}
         if plan.backend.has("dequantize") and not bool(no_codes(q).any()):
             with suppress(Unsupported):

@@ -85,8 +85,8 @@ def _sections(case: GroupedQuantizeCase, given: Tensors, backend: Backend) -> In
         return None
 
     def run(units: Tensors) -> Tensors:
-        options = {"amax": units.get("amax"), "scale": units.get("scale")}
-        sections = quantize_grouped(backend, units["x"], units["sizes"], recipe, case.half, **options)
+        amax, scale = units.get("amax"), units.get("scale")
+        sections = quantize_grouped(backend, units["x"], units["sizes"], recipe, case.half, amax=amax, scale=scale)
         return {part: torch.stack([_digest(getattr(q, part)) for q in sections]) for part in ("scales", "codes")}
 
     return Independent(len(case.section_sizes), given, run, sizes=case.section_sizes, noun="section")

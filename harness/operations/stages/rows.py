@@ -86,9 +86,10 @@ class Independent:
     def taken(self, tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """The rows of these units, in this order."""
         if self.sizes and len(tensor) != self.count:
-            parts = tensor.split(list(self.sizes))
+            parts = torch.split(tensor, list(self.sizes))
             return torch.cat([parts[unit] for unit in units.tolist()])
-        return tensor.unflatten(0, (self.count, -1))[units.to(tensor.device)].flatten(0, 1).contiguous()
+        each = tensor.reshape(self.count, len(tensor) // self.count, *tensor.shape[1:])
+        return each[units.to(tensor.device)].flatten(0, 1).contiguous()
 
     def different(self, before: torch.Tensor, found: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """bool (units,): whether the bytes of a result of these units are not those of `before`, of all units."""
@@ -97,7 +98,8 @@ class Independent:
             return torch.ones(len(units), dtype=torch.bool)
         wrong = (element_bytes(expected) != element_bytes(found)).view(len(found), -1).any(1).cpu()
         if self.sizes and len(before) != self.count:
-            return torch.stack([part.any() for part in wrong.split([self.sizes[unit] for unit in units.tolist()])])
+            heights = [self.sizes[unit] for unit in units.tolist()]
+            return torch.stack([part.any() for part in torch.split(wrong, heights)])
         return wrong.view(len(units), -1).any(1)
 
     def among(self, units: torch.Tensor) -> Independent:
@@ -226,7 +228,7 @@ def _paths(rows: Independent, whole: torch.Tensor, first: Callable[[int], bytes 
         return f". Its place decides: as the first of {rows.number(rows.count)} it has other bytes too"
     seen = {count: at(count) for count in (*(n for n in COUNTS if n < rows.count), rows.count)}
     known = [count for count, found in seen.items() if found is not None]
-    changes = []
+    changes: list[int] = []
     for start, high in pairwise(known):
         low = start
         while len(changes) < _PATHS and at(low) != at(high) and (change := _change(at, low, high)):

@@ -13,7 +13,7 @@ import torch
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.reference import ops as reference
-from tests.harness.operation_cases import REFERENCE, grouped_case, quantize_case, run, stages
+from tests.harness.operation_cases import REFERENCE, grouped_case, half_long, quantize_case, run, stages
 from tests.harness.operations.contracts.attention_kernels import Attention
 from tests.harness.operations.contracts.serving_kernels import Kernels
 from tests.harness.sample_backends import backend
@@ -86,7 +86,7 @@ def _least(x: torch.Tensor, least: int, recipe: Any) -> Any:
     return reference.quantize(x, recipe)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", half_long(RIGHT))
 def test_right_kernels_pass(name: str) -> None:
     case, doors = RIGHT[name]
     found, record = rows_of(_case(case), **doors)
@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
     "values below M = 9": ("quantize mxfp4", FUNCTIONS | {"dequantize": _dequantize}, "of values .* From M = 9 on"),
     "beside NaN": ("quantize mxfp4", _quantize(lambda x: bool(x.isnan().any())), "beside rows of NaN"),
     "beside zeros": ("quantize mxfp4", _quantize(lambda x: not bool(x[1].any())), "beside rows of zeros"),
-    "large numbers": ("quantize mxfp4", _quantize(lambda x: bool((x > 1e38).any())), "rows of the largest"),
+    "large numbers": ("quantize mxfp4", _quantize(lambda x: bool((x > 1e38).any())), "the largest number"),
     "an amax of its own": ("quantize nvfp4", FUNCTIONS | {"quantize": _own_amax}, "of (scales|codes) have other"),
     "a block at M = 16": ("quantize nvfp4-2d", _quantize(lambda x: len(x) == 16), "blocks of 16 rows .* M = 16;"),
     "the transpose": ("quantize mxfp4 columnwise", _quantize(lambda x: len(x) == 1), "codes .* with M = 1"),
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
         "transform/nvfp4-rht/96x64/bf16/position", {"transform": _transform} | BUTTERFLY, "output .* M = 1",
     ),
     "a single section": ("sections mxfp4 ragged:4", {"quantize_grouped": _sections}, "with 1 section; .* 2 sections on"),
-    "a product at M = 1": (GEMM.format("nvfp4"), _gemm(lambda y: y if len(y) > 1 else _last_bit(y)), "From M = 2 on"),
+    "a product at M = 1": (GEMM.format("nvfp4"), _gemm(lambda y: _last_bit(y) if len(y) == 1 else y), "From M = 2"),
     "a product below M = 17": (
         GEMM.format("mxfp8-e4m3"), _gemm(lambda y: y if len(y) > 16 else _last_bit(y)), "From M = 17 on",
     ),
@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", half_long(WRONG))
 def test_wrong_kernels_fail(name: str) -> None:
     case, doors, words = WRONG[name]
     found, record = rows_of(_case(case), **doors)

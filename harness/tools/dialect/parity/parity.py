@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -22,7 +22,17 @@ from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.tools.dialect.contract import Fit as ContractFit
 from narrowgauge.harness.tools.dialect.fit import Fit
-from narrowgauge.harness.tools.dialect.parity import choices
+from narrowgauge.harness.tools.dialect.parity.choices import (
+    Choice,
+    Own,
+    contract_choices,
+    contract_fit,
+    contract_own,
+    order_of,
+    quantizer_choices,
+    quantizer_fit,
+    quantizer_own,
+)
 from narrowgauge.harness.tools.dialect.parity.results import Compared, Results, compared, results_of
 from narrowgauge.spec.recipes import Recipe
 
@@ -40,9 +50,9 @@ class Parity:
     subject: str
     """Operation and recipe."""
     found: Compared
-    choices: list[choices.Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     """Choices that explain different bytes, the first stage first."""
-    own: tuple[choices.Own, ...] = ()
+    own: tuple[Own, ...] = ()
     """Each kernel beside its own dialect or contract, if bytes differ."""
     changing: list[str] = field(default_factory=list)
     """Cases in which two equal calls of one kernel gave other bytes."""
@@ -111,7 +121,7 @@ class Kernel:
     @cached_property
     def rule(self) -> Fit | str:
         """The rule of a quantizer."""
-        return choices.quantizer_fit(self.backend, self.cases[0][0].recipes[0], self.device, self.seed)
+        return quantizer_fit(self.backend, self.cases[0][0].recipes[0], self.device, self.seed)
 
     @cached_property
     def fields(self) -> ContractFit | str:
@@ -119,7 +129,7 @@ class Kernel:
         case = self.cases[0][0]
         assert isinstance(case, ContractCase)
         recipes = list(dict.fromkeys(name for each, _ in self.cases for name in each.recipe_names))
-        return choices.contract_fit(self.backend, type(case), recipes, self.seed)
+        return contract_fit(self.backend, type(case), recipes, self.seed)
 
 
 def beside(one: Kernel, other: Kernel, subject: str) -> Parity:
@@ -140,33 +150,33 @@ def beside(one: Kernel, other: Kernel, subject: str) -> Parity:
     return Parity(names, subject, found, explained, own, changing)
 
 
-Explained = tuple[list[choices.Choice], tuple[choices.Own, ...]]
+Explained = tuple[list[Choice], tuple[Own, ...]]
 
 
 def _of_quantizer(one: Kernel, other: Kernel) -> Explained:
     rules = one.rule, other.rule
-    own = tuple(choices.quantizer_own(kernel.name, rule) for kernel, rule in zip((one, other), rules, strict=True))
+    own = tuple(quantizer_own(kernel.name, rule) for kernel, rule in zip((one, other), rules, strict=True))
     fits = [rule for rule in rules if isinstance(rule, Fit)]
-    return choices.quantizer_choices(*fits) if len(fits) == 2 else [], own
+    return quantizer_choices(*fits) if len(fits) == 2 else [], own
 
 
 def _of_contract(one: Kernel, other: Kernel) -> Explained:
     fitted = one.fields, other.fields
-    own = tuple(choices.contract_own(kernel.name, found) for kernel, found in zip((one, other), fitted, strict=True))
+    own = tuple(contract_own(kernel.name, found) for kernel, found in zip((one, other), fitted, strict=True))
     fits = [found for found in fitted if isinstance(found, ContractFit)]
-    return choices.contract_choices(*fits) if len(fits) == 2 else [], own
+    return contract_choices(*fits) if len(fits) == 2 else [], own
 
 
 def _of_product(one: Kernel, other: Kernel, case: GemmCase) -> Explained:
     orders, own = [], []
     for kernel in (one, other):
-        order, known = choices.order_of(kernel.backend, case, kernel.seed, kernel.device)
+        order, known = order_of(kernel.backend, case, kernel.seed, kernel.device)
         wrong = kernel.results.wrong
         right = "every output lies in the interval of its order" if not wrong else next(iter(wrong.values()))
-        own.append(choices.Own(kernel.name, not wrong, right if known else f"{right}; {order}"))
+        own.append(Own(kernel.name, not wrong, right if known else f"{right}; {order}"))
         orders += [order] if known else []
     differ = len(set(orders)) == 2
-    return [choices.Choice("order of summation", "output", (orders[0], orders[1]))] if differ else [], tuple(own)
+    return [Choice("order of summation", "output", (orders[0], orders[1]))] if differ else [], tuple(own)
 
 
 def pairs(kernels: Sequence[Kernel], subject: str) -> list[Parity]:
@@ -177,9 +187,9 @@ def pairs(kernels: Sequence[Kernel], subject: str) -> list[Parity]:
 def parity(
     f: Callable[..., Any],
     g: Callable[..., Any],
-    subject: str | Recipe | Contract | None = None,
+    subject: str | Recipe | Case | Iterable[Case | str] | Contract | None = None,
     *,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Case | Iterable[Case | str] | None = None,
     operation: str | None = None,
     families: Sequence[str] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,

@@ -89,7 +89,11 @@ def results_of(backend: Backend, name: str, cases: Sequence[tuple[Case, bool]], 
         except (BackendError, Unsupported, HostLost) as error:
             found.refused[case.id] = escape(str(error)) or type(error).__name__
             continue
-        found.given[case.id] = outputs
+        packed = any(recipe.element.bits == 4 for recipe in case.recipes)
+        found.given[case.id] = {
+            result: _nibbles(tensor) if packed and result.endswith("codes") else tensor
+            for result, tensor in outputs.items()
+        }
         for stage in stages:
             if stage.sentence and stage.stage == "repeat":
                 found.changing.append(f"{name} in {case.id}: {stage.sentence}")
@@ -114,6 +118,11 @@ def _run(backend: Backend, case: Case, inputs: Inputs) -> tuple[Tensors, list[St
     kept = {n: x.clone() for n, x in outputs.items() if not (case.is_product and n.startswith(_OPERANDS))}
     rank = {name: number for number, name in enumerate(_ORDER)}
     return dict(sorted(kept.items(), key=lambda pair: rank.get(pair[0].rpartition(".")[2], len(rank)))), stages
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, one in a byte, in the order of their nibbles; the nibble behind an odd K too."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2) if codes.dtype is torch.uint8 else codes
 
 
 @dataclass(frozen=True)
