@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
+    from narrowgauge.harness.power.power import power
     from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
     from narrowgauge.harness.tools.dialect.parity.parity import parity
     from narrowgauge.harness.watch.watch import watch
@@ -64,8 +65,8 @@ __all__ = [
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
     "assert_result", "assert_rows_independent", "assert_stochastic", "assert_transformed", "bounds", "cases", "check",
     "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales",
-    "parity", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance",
-    "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
+    "parity", "power", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle",
+    "tolerance", "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -82,7 +83,7 @@ _MODULES = {
     "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",
-    "parity": "harness.tools.dialect.parity.parity",
+    "parity": "harness.tools.dialect.parity.parity", "power": "harness.power.power",
     "tolerance": "harness.api.error_figures.tolerance", "watch": "harness.watch.watch",
 }  # fmt: skip
 """Module of each name. Every other name is a function of the reference."""

@@ -20,9 +20,10 @@ from narrowgauge.adapt.conventions import AnyLayout, Nibbles, TensorScaleIs, che
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.default_settings import default_settings
-from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
+from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function
 from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
 from narrowgauge.harness.api.judging.save_arguments import with_variables
+from narrowgauge.harness.backends.loading import parameters_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES

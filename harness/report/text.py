@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.diagnosis.cause_names import is_condition, is_pattern
 from narrowgauge.harness.machine.plain_text import RELATIVE_FROM
 from narrowgauge.harness.records.record import (
     OUTCOMES,
@@ -239,7 +239,8 @@ def explanation(cause: dict[str, Any] | None) -> str:
         return ""
     if cause["cause"] in (*OF_EARLIER_CASES, "no-diagnosis"):
         return str(cause["sentence"])
-    inexact = "wrong elements" if is_pattern(cause["cause"]) else "possible cause"
+    pattern = "condition" if is_condition(cause["cause"]) else "wrong elements"
+    inexact = pattern if is_pattern(cause["cause"]) else "possible cause"
     return f"{'explained exactly by' if cause['exact'] else inexact}: {cause['sentence']}"
 
 

@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
     "a rotation at M = 1": (
         "transform/nvfp4-rht/96x64/bf16/position", {"transform": _transform} | BUTTERFLY, "output .* M = 1",
     ),
-    "a single section": ("sections mxfp4 ragged:4", {"quantize_grouped": _sections}, "with 1 section; .* 2 sections on"),
+    "a single section": ("sections mxfp4 ragged:4", {"quantize_grouped": _sections}, "with 1 section; .* 2 sections"),
     "a product at M = 1": (GEMM.format("nvfp4"), _gemm(lambda y: _last_bit(y) if len(y) == 1 else y), "From M = 2"),
     "a product below M = 17": (
         GEMM.format("mxfp8-e4m3"), _gemm(lambda y: y if len(y) > 16 else _last_bit(y)), "From M = 17 on",
