@@ -43,7 +43,14 @@ from narrowgauge.spec.recipes import find_recipe
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
     """The operation of a contract."""
-    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table)
+    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table, run=_run, told_apart_by="fields")
+
+
+def _run(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Tensors, list[StageResult]]:
+    """The results of all products of a batch, and the stages of repeated and guarded calls."""
+    shown, outcome = called(case, inputs, backend)
+    parts = [stored_results(case.program, one) for one in shown]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}, outcome.stages
 
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:

@@ -180,6 +180,14 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
     return outcome
 
 
+def run_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> tuple[Tensors, list[StageResult]]:
+    """The results in the order of their stages, and the stages of repeated and guarded calls."""
+    plan = Plan(case, inputs, backend)
+    outputs, stages, _ = repeated(backend, inputs.x.device, plan.arguments, plan.call, plan.drawn)
+    order = ("amax", "tensor_scale", "scales", "codes")
+    return dict(sorted(outputs.items(), key=lambda pair: order.index(pair[0].rpartition(".")[2]))), stages
+
+
 def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
     """The rows of x, or its blocks of rows, with the amax of all of x; None if they may depend on one another."""
     case, recipe, x = plan.case, plan.recipe, plan.inputs.x

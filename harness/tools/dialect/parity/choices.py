@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.order.probe import accumulation_order
-from narrowgauge.harness.operations.gemm.case import GemmCase
 from narrowgauge.harness.operations.gemm.probed_gemm import operand_dtype, product_of
 from narrowgauge.harness.tools.dialect.contract import Fit as ContractFit
 from narrowgauge.harness.tools.dialect.contract import fit_contract
 from narrowgauge.harness.tools.dialect.fit import Fit, agreement_with, fit, simplified
 from narrowgauge.harness.tools.dialect.report import sentence
 from narrowgauge.harness.tools.dialect.rules import ELEMENT_FIELDS, with_fields
-from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe
 
 _NOUNS = {
@@ -148,14 +149,14 @@ def contract_own(name: str, found: ContractFit | str) -> Own:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def order_of(backend: Backend, case: GemmCase, seed: int, device: str) -> tuple[str, bool]:
+def order_of(backend: Backend, case: Case, dtype: torch.dtype, *, seed: int, device: str) -> tuple[str, bool]:
     """The order of a product in words, or why it is not known, and whether it predicts random products to the bit."""
-    x, w = case.operand_recipes
+    x, w = case.recipes
     if x != w:
         return f"order not probed: its operands have two recipes, {x} and {w}", False
     rows, columns, others = case.shape
     try:
-        function = product_of(backend, x, TORCH_DTYPES[case.out])
+        function = product_of(backend, x, dtype)
         order = accumulation_order(function, rows, columns, others, dtype=operand_dtype(x), device=device, seed=seed)
     except (ValueError, BackendError, Unsupported, HostLost) as error:
         return f"order not probed: {error}", False

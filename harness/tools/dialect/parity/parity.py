@@ -12,13 +12,13 @@ import torch
 
 from narrowgauge.contract import Contract
 from narrowgauge.harness.api.check import selected_cases, settings_kept
-from narrowgauge.harness.api.function_backend import FunctionBackend, name_of_function, parameters_of
+from narrowgauge.harness.api.function_backend import FunctionBackend, name_of_function
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.loading import parameters_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.operations.gemm.case import GemmCase
-from narrowgauge.harness.operations.quantize.case import QuantizeCase
+from narrowgauge.harness.operations.registry import operation_of
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.tools.dialect.contract import Fit as ContractFit
 from narrowgauge.harness.tools.dialect.fit import Fit
@@ -139,14 +139,15 @@ def beside(one: Kernel, other: Kernel, subject: str) -> Parity:
     if not found.differences:
         return Parity(names, subject, found, changing=changing)
     case = next(case for case, _ in one.cases if case.id == found.differences[0].case)
-    if isinstance(case, ContractCase):
+    told_apart_by = operation_of(case).told_apart_by
+    explained: list[Choice] = []
+    own: tuple[Own, ...] = ()
+    if told_apart_by == "fields":
         explained, own = _of_contract(one, other)
-    elif isinstance(case, QuantizeCase) and not case.halves:
+    elif told_apart_by == "rule" and case.called == next(iter(case.all_methods())):
         explained, own = _of_quantizer(one, other)
-    elif isinstance(case, GemmCase):
+    elif told_apart_by == "order":
         explained, own = _of_product(one, other, case)
-    else:
-        explained, own = [], ()
     return Parity(names, subject, found, explained, own, changing)
 
 
@@ -167,10 +168,11 @@ def _of_contract(one: Kernel, other: Kernel) -> Explained:
     return contract_choices(*fits) if len(fits) == 2 else [], own
 
 
-def _of_product(one: Kernel, other: Kernel, case: GemmCase) -> Explained:
+def _of_product(one: Kernel, other: Kernel, case: Case) -> Explained:
     orders, own = [], []
     for kernel in (one, other):
-        order, known = order_of(kernel.backend, case, kernel.seed, kernel.device)
+        dtype = kernel.results.given[case.id]["output"].dtype
+        order, known = order_of(kernel.backend, case, dtype, seed=kernel.seed, device=kernel.device)
         wrong = kernel.results.wrong
         right = "every output lies in the interval of its order" if not wrong else next(iter(wrong.values()))
         own.append(Own(kernel.name, not wrong, right if known else f"{right}; {order}"))
@@ -222,16 +224,10 @@ def parity(
     device = str(torch.device(device))
     with settings_kept("parity", device):
         kernels = [
-            Kernel(name, function_backend(name, function, cases[0][0], operation), cases, device, seed)
+            Kernel(name, FunctionBackend(name, function, cases[0][0], operation), cases, device, seed)
             for name, function in ((one, f), (other, g))
         ]
         return beside(kernels[0], kernels[1], subject_of(operation, cases))
-
-
-def function_backend(name: str, function: Callable[..., Any], case: Case, operation: str) -> Backend:
-    """A function as the backend of cases like `case`."""
-    conventions = {"tensor_scale_is": "amax", "layout": "linear", "nibbles": "low-first", "transposed": False}
-    return FunctionBackend(name, function, case, operation, declares={}, conventions=conventions, constraints={})
 
 
 class _Only(Backend):
