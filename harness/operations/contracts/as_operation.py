@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -97,11 +98,15 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
 
 
 def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> Independent | None:
-    """The rows of a contract, or its requests; None if they may depend on one another."""
+    """The rows of a contract, or its requests. None: rows may depend on other rows."""
     said = case.declared.rows or backend.declares.get("batch") == INVARIANT
     if not said or batch_of(case) or not (case.declared.sequences or has_rows(case.program)):
         return None
-    axes = {case.program.arguments[0].axes[0]} | ({"requests"} if case.declared.sequences else set())
+    first = case.program.arguments[0].axes[0]
+    parts = [re.split(r"[*/]", a.axes[0]) for a in case.program.arguments if a.axes[0] != first]
+    if any(first in names for names in parts):  # scales of several rows, or several rows for a row
+        return None
+    axes = {first} | ({"requests"} if case.declared.sequences else set())
     names = {a.name for a in case.program.arguments if a.axes[0] in axes}
     by_unit = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
     shared = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}

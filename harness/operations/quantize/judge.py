@@ -189,7 +189,7 @@ def run_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> tuple[
 
 
 def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
-    """The rows of x, or its blocks of rows, with the amax of all of x; None if they may depend on one another."""
+    """The rows of x, or its blocks of rows, with the amax of all of x. None: rows may depend on other rows."""
     case, recipe, x = plan.case, plan.recipe, plan.inputs.x
     height = block_rows(recipe)
     plain = case.inputs == FAMILY and not case.halves and (case.view, case.scales) == ("contiguous", "linear")

@@ -79,7 +79,7 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
 
 
 def _sections(case: GroupedQuantizeCase, given: Tensors, backend: Backend) -> Independent | None:
-    """The sections of x, each with its amax and scale; None if they may depend on one another."""
+    """The sections of x, each with its amax and scale. None: a section may depend on other sections."""
     recipe = find_recipe(case.recipe)
     if (case.inputs, case.view) != (FAMILY, "contiguous") or not has_own_rows(recipe, backend):
         return None

@@ -67,21 +67,22 @@ class Independent:
         found = {name: self.taken(tensor, units) for name, tensor in self.by_unit.items()}
         if spoilt is not None:
             odd = torch.arange(1, self.count, 2)
-            for name in self._numbers:
+            for name in self._changed(spoilt):
                 tensor = found[name].clone()
-                value = torch.finfo(tensor.dtype).max if spoilt == torch.inf else spoilt
+                value = spoilt if spoilt != torch.inf else torch.finfo(tensor.dtype).max
                 tensor.view(self.count, -1)[odd.to(tensor.device)] = value
                 found[name] = tensor
         return found | self.shared
 
     @property
-    def can_be_spoilt(self) -> bool:
-        """Whether another number can stand in the rows of a unit: there are numbers, and as many rows for each unit."""
-        return bool(self._numbers) and not self.sizes
+    def spoils(self) -> dict[str, float]:
+        """Numbers for the rows of a unit by their words; empty if units have different numbers of rows."""
+        return {} if self.sizes else {words: n for words, n in _SPOILT.items() if self._changed(n)}
 
-    @property
-    def _numbers(self) -> list[str]:
-        return [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
+    def _changed(self, spoilt: float) -> list[str]:
+        """The inputs that take a number: all numbers, and of codes 0, which is a code of every format."""
+        numbers = [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
+        return numbers + [name for name in self.by_unit if name.endswith("codes") and spoilt == 0]
 
     def taken(self, tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """The rows of these units, in this order."""
@@ -178,7 +179,7 @@ def _arrangements(rows: Independent, every: torch.Tensor) -> Iterator[tuple[str,
 
     The numbers beside a row come first, with M and every place as before: what changes later bytes is M or the place.
     """
-    for words, number in _SPOILT.items() if rows.can_be_spoilt else ():
+    for words, number in rows.spoils.items():
         yield f"beside rows of {words}", every, number
     for alone in COUNTS:
         if alone < rows.count:
@@ -257,7 +258,8 @@ def _of_changes(rows: Independent, seen: Mapping[int, bytes], changes: Sequence[
     if len(groups) < 2:
         return ""
     if len([1 for one, other in pairwise(seen.values()) if one != other]) == len(changes) == len(groups) - 1:
-        return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: another path"
+        what = "another path" if rows.spoils else "other bytes"  # then the content of other units may be the reason
+        return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: {what}"
     listed = "; ".join(", ".join(map(rows.number, counts[:_PATHS])) for counts in groups.values())
     return f". Numbers of {rows.noun}s with equal bytes: {listed}"
 

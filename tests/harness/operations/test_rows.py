@@ -109,6 +109,10 @@ ABSENT: dict[str, tuple[str, Doors]] = {
     "swizzled scales": ("quantize mxfp8-e4m3 swizzled", FUNCTIONS),
     "one row": ("quantize/mxfp4/1x64/bf16/position", FUNCTIONS),
     "no amax is taken": ("quantize nvfp4", {"quantize": _without_amax}),
+    "scales of several rows in sections": (
+        GROUPED.format("fp8-block-128x128-e4m3-fp32"),
+        PRODUCTS | INVARIANT,
+    ),
     "a product without a declaration": (GEMM.format("nvfp4"), PRODUCTS),
     "attention without a declaration": (ATTENTION, {"attention": Attention().attention}),
 }
@@ -157,6 +161,11 @@ def _last_bit(y: torch.Tensor, rows: int | slice = slice(None)) -> torch.Tensor:
     y = y.clone()
     y.view(torch.int32)[rows] ^= 1
     return y
+
+
+def _next_row(a: Any, b: Any, **options: Any) -> torch.Tensor:
+    y = reference.gemm(a, b, **options)
+    return y + (a.codes.roll(-1, 0).view(torch.uint8) == 0).all(1, keepdim=True)
 
 
 def _grouped(a: Any, b: Any, **options: Any) -> torch.Tensor:
@@ -210,7 +219,10 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
     "the last row of a product": (
         GEMM.format("mxfp8-e4m3") + "+bias", _gemm(lambda y: _last_bit(y, -1)), "rows of output have other bytes",
     ),
-    "few sections": (GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on"),
+    "codes of other rows": (
+        GEMM.format("mxfp8-e4m3"), {"gemm": _next_row} | INVARIANT, "output have other bytes beside rows of zeros",
+    ),
+    "few sections": (GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on: other bytes"),
     "a weight-only product": (WEIGHTS, {"weight_only_gemm": _weights} | INVARIANT, "From M = 8 on"),
     "attention of one request": (ATTENTION, {"attention": _Split().attention} | INVARIANT, "of lse .* From 2 requests"),
 }  # fmt: skip

@@ -231,7 +231,7 @@ def parity(
 
 
 class _Only(Backend):
-    """A backend of which cases call some methods."""
+    """A backend with some of its methods."""
 
     def __init__(self, backend: Backend, methods: frozenset[str]) -> None:
         super().__init__(backend.host)
