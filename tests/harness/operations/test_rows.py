@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.report.text import rows_alone
 from narrowgauge.reference import ops as reference
 from tests.harness.operation_cases import REFERENCE, grouped_case, half_long, quantize_case, run, stages
 from tests.harness.operations.contracts.attention_kernels import Attention
@@ -222,7 +223,9 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
     "codes of other rows": (
         GEMM.format("mxfp8-e4m3"), {"gemm": _next_row} | INVARIANT, "output have other bytes beside rows of zeros",
     ),
-    "few sections": (GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on: other bytes"),
+    "few sections": (
+        GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on: other bytes",
+    ),
     "a weight-only product": (WEIGHTS, {"weight_only_gemm": _weights} | INVARIANT, "From M = 8 on"),
     "attention of one request": (ATTENTION, {"attention": _Split().attention} | INVARIANT, "of lse .* From 2 requests"),
 }  # fmt: skip
@@ -237,6 +240,16 @@ def test_wrong_kernels_fail(name: str) -> None:
     assert record.verdict == "fail"
     if record.stage == "rows":
         assert [entry["cause"] for entry in record.explanations] == ["rows-dependent"]
+
+
+def test_the_report_has_a_sentence() -> None:
+    case = _case("quantize mxfp4")
+    right, wrong = (run(case, **doors).to_dict() for doors in (FUNCTIONS, _quantize(lambda x: len(x) < 9)))
+    assert rows_alone([]) == ""
+    assert rows_alone([right]).startswith("Rows by themselves: 750 rows of 1 case have the same bytes")
+    said = rows_alone([right, wrong, wrong])
+    assert said.startswith("Rows that depend on other rows: quantize/mxfp4/96x64/bf16/position: ")
+    assert said.count("From M = 9 on: another path") == 1
 
 
 def test_an_unknown_declaration_names_the_value() -> None:
