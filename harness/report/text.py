@@ -205,9 +205,28 @@ def note_counts(records: Iterable[dict[str, Any]]) -> str:
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
 
 
+def rows_alone(records: Iterable[dict[str, Any]]) -> str:
+    """The stage of rows by themselves in a sentence, with the first case of each operation whose rows depend on others.
+    Empty if no case has the stage."""
+    found = [
+        (record, stage)
+        for record in records
+        for stage in record["stages"]
+        if (stage["stage"], stage["rule"]) == ("rows", "repeat")
+    ]
+    wrong: dict[str, str] = {}
+    for record, stage in found:
+        if stage["sentence"]:
+            wrong.setdefault(record["operation"], f"{record['case']}: {stage['sentence']}")
+    if not found or wrong:
+        return f"Rows that depend on other rows: {'; '.join(wrong.values())}." if wrong else ""
+    rows = number(sum(stage["compared"] for _, stage in found))
+    return f"Rows by themselves: {rows} rows of {plural(len(found), 'case')} have the same bytes in every batch."
+
+
 def remarks(records: list[dict[str, Any]]) -> list[str]:
-    """Sentences below the verdict: what was not compared, and the number of notes if there are any."""
-    return list(filter(None, [not_compared(records), note_counts(records)]))
+    """Sentences below the verdict: what was not compared, rows by themselves, and the number of notes."""
+    return list(filter(None, [not_compared(records), rows_alone(records), note_counts(records)]))
 
 
 OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)

@@ -222,7 +222,7 @@ def names(table):
     return [f"{cause}/{wanted.recipe}/{wanted.inputs}" for cause, wanted, *_ in table]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), ELEMENTS, ids=names(ELEMENTS))
 def test_elements(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -467,7 +467,7 @@ SCALES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), SCALES, ids=names(SCALES))
 def test_scales(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -557,7 +557,7 @@ TENSORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), TENSORS, ids=names(TENSORS))
 def test_tensors_and_rotations(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
@@ -662,7 +662,7 @@ DRAWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("cause", "wanted", "steps"),
     # 16 bits stay in `make test`.
@@ -678,7 +678,7 @@ def test_a_kernel_that_draws_where_it_should_round():
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("numbers", "named"),
     [
@@ -771,7 +771,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cause", "recipe", "inputs", "fields"), CHOICES)
 def test_choices_of_a_recipe(cause, recipe, inputs, fields):
     other = replace(find_recipe(recipe), **fields)
@@ -797,7 +797,7 @@ def test_two_deviations_are_named_together():
     assert is_cause(first["cause"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_deviation_of_most_wrong_elements_is_not_exact(count):
     def codes(s):
