@@ -6,10 +6,16 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.diagnosis.search.conditions import conditions
+from narrowgauge.harness.operations.registry import make_inputs
+from narrowgauge.harness.running.judging import FurtherCases
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops
+from tests.harness.sample_backends import backend
 
 ROWWISE = "quantize/nvfp4/1x256/fp16/normal"
 BOTH = "quantize/nvfp4/129x48/bf16/normal/both"
@@ -58,3 +64,26 @@ def test_a_changed_case_without_a_result_is_no_evidence() -> None:
     case = case_from_id(ROWWISE)
     assert case is not None
     assert not conditions(case, "codes", lambda changed, *_: None if changed.shape != case.shape else False)
+
+
+def test_a_dtype_is_a_condition_on_the_same_numbers() -> None:
+    wide, narrow = (case_from_id(f"quantize/nvfp4/4x32/{dtype}/normal") for dtype in ("fp32", "bf16"))
+    assert wide is not None
+    assert narrow is not None
+    further = FurtherCases(narrow, make_inputs(narrow), backend(quantize=ops.quantize), 0)
+    given = further._inputs_of(wide, narrow, 3)
+    assert given is not None
+    assert given.x.dtype == torch.float32
+    assert torch.equal(given.x, make_inputs(narrow, seed=3).x.float())
+    assert further._inputs_of(narrow, wide, 3) is None  # bfloat16 does not hold the numbers
+
+
+def test_a_run_names_the_condition() -> None:
+    def negated_in_float16(x: torch.Tensor, recipe: object, **options: object) -> object:
+        return ops.quantize(-x if x.dtype == torch.float16 else x, recipe, **options)
+
+    case = case_from_id("quantize/mxfp8-e4m3/4x32/fp16/normal")
+    assert case is not None
+    record = run_case(case, backend(quantize=negated_in_float16, dequantize=ops.dequantize))
+    (found,) = [entry for entry in record.explanations if entry["cause"].startswith("when:")]
+    assert found["sentence"] == "only with dtype = fp16: wrong on 8 of 8 inputs, right on all 8 with dtype = fp32"

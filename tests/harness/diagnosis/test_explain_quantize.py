@@ -218,6 +218,12 @@ def check(cause, wanted, steps, *, first=False):
     assert {explanation["stage"] for explanation in record.explanations} == {record.stage}
 
 
+def test_an_amax_of_0_beside_nan_is_that_of_no_part():
+    record = record_of(case("fp8-current-e4m3", "nan", shape=(128, 256)), quantize=wrong(amax=lambda s: torch.zeros(1)))
+    assert causes(record) == []
+    assert record.explanations[0]["cause"] == "amax-too-small"
+
+
 def names(table):
     return [f"{cause}/{wanted.recipe}/{wanted.inputs}" for cause, wanted, *_ in table]
 
