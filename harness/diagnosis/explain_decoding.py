@@ -176,8 +176,9 @@ _LANES = {
 """Elements of a block of 16."""
 
 
-def _of_other_block(lanes: slice, step: int, q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+def _of_other_block(place: tuple[slice, int], q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
     """Values in which some elements of each block of 16 columns have the factor of a neighbouring block."""
+    lanes, step = place
     factors = per_row(decode_factors(q.scales, q), q.recipe, q.shape[0])
     if q.recipe.block[1] != 16 or factors.shape[1] < 2:
         return None
@@ -227,8 +228,7 @@ DECODINGS: tuple[Deviation[Quantized], ...] = (
     Deviation("subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", FACTORS,
               partial(_factor_of_code, 0, 0.0)),
     Deviation("values-saturated", "values too large for their dtype are its largest number", VALUES, _saturated),
-    Deviation("factor-of-other-block", "{}", VALUES, lambda lanes, q, dtype: _of_other_block(*lanes, q, dtype),
-              _neighbours()),
+    Deviation("factor-of-other-block", "{}", VALUES, _of_other_block, _neighbours()),
     Deviation("values-truncated", "values are truncated to their dtype, not rounded", VALUES, _truncated_values),
 )  # fmt: skip
 """Wrong decoding. `CHANGED_SCALES` and `CHANGED_CODES` follow."""

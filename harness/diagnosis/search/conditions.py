@@ -104,8 +104,10 @@ def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] |
     If failures do not depend on the key, all w failures of 2n results lie in a given half of the results with the
     probability C(n, w)/C(2n, w) (Fisher's exact test).
     """
+    if other is None:
+        return None
     wrong = 0
-    for tried in range(1, MOST + 1) if other is not None else ():
+    for tried in range(1, MOST + 1):
         if not passes(other, case, tried - 1):
             return None
         right = passes(case, case, tried - 1)
