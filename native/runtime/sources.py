@@ -60,7 +60,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 """Stem of a source file to its kernels: the functions that the file declares, or those of `_MADE_BY_MACROS`."""
 
 CPU_SOURCES = tuple(
-    name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused", "attention_tensor"))
+    name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused", "attention_tensor", "attention_prefill"))
 )
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from narrowgauge.contracts.attention import SCALE
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
-from narrowgauge.native.attention.attention import Options, attend, merge_attention, takes
+from narrowgauge.native.attention.attention import Options, Path, attend, merge_attention, takes
 from narrowgauge.native.attention.cache import Pages, pages_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.kv_cache import HALVES, Cache
@@ -23,6 +23,7 @@ from tests.native.devices import ON_EVERY_DEVICE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PATHS = get_args(Path)
 Result = tuple[torch.Tensor, torch.Tensor]
 SIZES = {
     "queries": 3, "q_heads": 4, "dim": 64, "pages": 20, "page": 16, "heads": 2, "v_dim": 64, "requests": 2, "most": 9,
@@ -41,19 +42,19 @@ def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", RULES)
-def test_contract(family: str, tensor_cores: bool, dtype: str, device: str) -> None:
+def test_contract(family: str, path: Path, dtype: str, device: str) -> None:
     given = inputs(family, dtype)
     q, keys, values, pages, lengths, counts, k_scale, v_scale = on(device, *(given[name] for name in (
         "q", "cache.keys", "cache.values", "pages", "lengths", "q_lengths", "k_scale", "v_scale")))  # fmt: skip
     held = Cache(keys, values, None, None, find_recipe(RECIPE), "nhd", 16)
     k, v = (pages_of(held, held.recipe, half) for half in HALVES)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    for splits in (1, 2):
+    for splits in (1,) if path == "prefill" else (1, 2):
         found = attend(
             q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
-            options=Options(tensor_cores=tensor_cores, splits=splits),
+            options=Options(path=path, splits=splits),
         )  # fmt: skip
         results = dict(zip(("output", "lse"), on("cpu", *found), strict=True))
         for part, judgement in judged(program(dtype), given, results):
@@ -140,11 +141,11 @@ SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in SHAPES]
 )
-def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, device: str) -> None:
+def test_sums_in_float64(name: str, path: Path, dtype: torch.dtype, device: str) -> None:
     k_format, v_format, (k_dim, v_dim), heads, group, page, lengths, counts, causal, options = SHAPES[name]
     most = max(1, *(-(-length // page) for length in lengths))
     draw = torch.Generator().manual_seed(3)
@@ -157,8 +158,8 @@ def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, devi
     starts = None if len(set(counts)) == 1 else torch.tensor([0, *counts]).cumsum(0).int()
     k, v = (Pages(*on(device, part.codes, part.scales), part.format, part.swizzled) for part in (k, v))
     assert takes(k, v)
-    chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=options.splits,
-                     tensor_cores=tensor_cores)  # fmt: skip
+    splits = None if path == "prefill" else options.splits
+    chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=splits, path=path)
     at = on(device, q, table, torch.tensor(lengths).int(), starts)
     found = attend(at[0], k, v, at[1], at[2], starts=at[3], scale=k_dim**-0.5, causal=causal, options=chosen)
     right = expected(q, k_numbers, v_numbers, table, lengths, counts, k_dim**-0.5, causal, options)
@@ -175,10 +176,10 @@ def test_codes_of_a_result(device: str) -> None:
     q = torch.randn(1, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
     table, length, scale = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int(), torch.tensor([0.125])
     pages = Pages(k.codes.to(device), None, k.format)
-    for tensor_cores in (False, True):
+    for path in PATHS:
         plain, codes = (
             attend(*on(device, q), pages, pages, *on(device, table, length), starts=None, scale=0.125,
-                   options=Options(out_scale=out_scale, tensor_cores=tensor_cores))[0].cpu()
+                   options=Options(out_scale=out_scale, path=path))[0].cpu()
             for out_scale in (None, scale.to(device))
         )  # fmt: skip
         numbers = codes.view(torch.float8_e4m3fn).float() * 0.125
