@@ -34,7 +34,7 @@ _PREFILL_DIMS = (64, 128, 192), (64, 128)
 """Head dimensions of keys, and of values."""
 _MOST_TILES = 1 << 30
 """Bytes of decoded keys and values, at most."""
-Path = Literal["portable", "decode", "prefill"]
+PathName = Literal["portable", "decode", "prefill"]
 """Kernels of the sources attention, attention_tensor and attention_prefill."""
 
 
@@ -99,7 +99,7 @@ class Options:
     """(1,) float32. With it, the result is codes of E4M3 of the result over this scale."""
     splits: int | None = None
     """Parts of the keys of a request that thread blocks take, at most. None: by the number of thread blocks."""
-    path: Path | None = None
+    path: PathName | None = None
     """None: on a GPU "prefill" for many rows of a request and "decode" for few, if their kernels take the cache."""
     weights: Literal["input", "e4m3"] = "input"
     """Dtype of the weights of the second product, of the path "prefill": that of q, or codes of E4M3 of 2⁸·p."""
@@ -128,13 +128,14 @@ def attend(
     _check(options, path)
     if path == "prefill" and any(n % 8 for n in (*q.stride()[:2], q.data_ptr() // 2)):
         q = q.contiguous()
-    fields: dict[str, Value] = dict(
-        q=q, token_stride=q.stride(0), head_stride=q.stride(1), k=k.fields(), v=v.fields(), pages=pages,
-        lengths=lengths, starts=starts, q_scale=options.q_scale, k_scale=k_scale, v_scale=v_scale, sinks=options.sinks,
-        out_scale=options.out_scale, scale_of_heads=k_scale is not None and k_scale.numel() > 1, causal=causal,
-        window=options.window, scale=scale, softcap=options.softcap, batch=len(lengths), tokens=tokens, heads=heads,
-        group=all_heads // heads, most_pages=pages.shape[1], out=out, lse=lse,
-    )  # fmt: skip
+    fields: dict[str, Value] = {
+        "q": q, "token_stride": q.stride(0), "head_stride": q.stride(1), "k": k.fields(), "v": v.fields(),
+        "pages": pages, "lengths": lengths, "starts": starts, "q_scale": options.q_scale, "k_scale": k_scale,
+        "v_scale": v_scale, "sinks": options.sinks, "out_scale": options.out_scale,
+        "scale_of_heads": k_scale is not None and k_scale.numel() > 1, "causal": causal, "window": options.window,
+        "scale": scale, "softcap": options.softcap, "batch": len(lengths), "tokens": tokens, "heads": heads,
+        "group": all_heads // heads, "most_pages": pages.shape[1], "out": out, "lse": lse,
+    }  # fmt: skip
     call = _Call(fields, q, k, v, pages, starts, options)
     {"portable": _portable, "decode": _decode, "prefill": _prefill}[path](call)
     return out, lse
@@ -186,7 +187,9 @@ class _Call:
             torch.empty(count * tokens * all_heads * dims, dtype=torch.float32, device=self.q.device)
             for dims in (self.v.dim, 2)
         )
-        return _PARAMETERS(**self.fields, row_tiles=row_tiles, splits=splits, keys_per_split=keys, sums=sums, maxima=maxima)
+        return _PARAMETERS(
+            **self.fields, row_tiles=row_tiles, splits=splits, keys_per_split=keys, sums=sums, maxima=maxima
+        )
 
     def merge(self, parameters: StructValue) -> None:
         """Adds the results of the splits."""
@@ -250,7 +253,7 @@ def _tile_bytes(part: Pages) -> int:
     return _PREFILL_KEYS * part.dim * 2
 
 
-def _path_of(q: torch.Tensor, k: Pages, v: Pages, pages: torch.Tensor) -> Path:
+def _path_of(q: torch.Tensor, k: Pages, v: Pages, pages: torch.Tensor) -> PathName:
     if q.device.type != "cuda" or not takes(k, v):
         return "portable"
     batch, heads, keys = len(pages), k.codes.shape[2], pages.shape[1] * k.codes.shape[1]
@@ -261,7 +264,7 @@ def _path_of(q: torch.Tensor, k: Pages, v: Pages, pages: torch.Tensor) -> Path:
     return "prefill" if fits and hopper and many and dims else "decode"
 
 
-def _check(options: Options, path: Path) -> None:
+def _check(options: Options, path: PathName) -> None:
     """Raises ValueError for options that a path does not have."""
     if path != "prefill" and (options.weights != "input" or options.lag):
         raise ValueError(
@@ -269,8 +272,8 @@ def _check(options: Options, path: Path) -> None:
         )
     if options.lag < 0 or (options.lag and options.weights == "e4m3"):
         raise ValueError(
-            f"lag {options.lag:g} with weights {options.weights!r}: a lag is at least 0, and 0 for e4m3, because 2⁸·p of "
-            "a larger p exceeds 448"
+            f"lag {options.lag:g} with weights {options.weights!r}: a lag is at least 0, and 0 for e4m3, because 2⁸·p "
+            "would exceed 448"
         )
     if path == "prefill" and options.splits not in (None, 1):
         raise ValueError(f"splits {options.splits}: the path 'prefill' has a single one; leave splits out")

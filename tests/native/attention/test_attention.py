@@ -13,7 +13,7 @@ from narrowgauge.contracts.attention import SCALE
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
-from narrowgauge.native.attention.attention import Options, Path, attend, merge_attention, takes
+from narrowgauge.native.attention.attention import Options, PathName, attend, merge_attention, takes
 from narrowgauge.native.attention.cache import Pages, pages_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.kv_cache import HALVES, Cache
@@ -23,7 +23,7 @@ from tests.native.devices import ON_EVERY_DEVICE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-PATHS = get_args(Path)
+PATHS = get_args(PathName)
 Result = tuple[torch.Tensor, torch.Tensor]
 SIZES = {
     "queries": 3, "q_heads": 4, "dim": 64, "pages": 20, "page": 16, "heads": 2, "v_dim": 64, "requests": 2, "most": 9,
@@ -40,25 +40,78 @@ def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("family", RULES)
-def test_contract(family: str, path: Path, dtype: str, device: str) -> None:
-    given = inputs(family, dtype)
+def results(
+    given: dict[str, torch.Tensor], device: str, options: Options, scale: float = SCALE
+) -> dict[str, torch.Tensor]:
+    """Of a path, on inputs of the contract."""
     q, keys, values, pages, lengths, counts, k_scale, v_scale = on(device, *(given[name] for name in (
         "q", "cache.keys", "cache.values", "pages", "lengths", "q_lengths", "k_scale", "v_scale")))  # fmt: skip
     held = Cache(keys, values, None, None, find_recipe(RECIPE), "nhd", 16)
     k, v = (pages_of(held, held.recipe, half) for half in HALVES)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    found = attend(q, k, v, pages.int(), lengths.int(), starts=starts, scale=scale, k_scale=k_scale, v_scale=v_scale,
+                   options=options)  # fmt: skip
+    return dict(zip(("output", "lse"), on("cpu", *found), strict=True))
+
+
+def wrong_parts(given: dict[str, torch.Tensor], found: dict[str, torch.Tensor], dtype: str, **fields: str) -> list[str]:
+    """Results that the contract with these fields refuses. Weights are declared, so that it judges every family."""
+    steps = program(dtype, l="exact", exponential="accurate", **fields)
+    return [part for part, judgement in judged(steps, given, found) if bool(judgement.wrong.any())]
+
+
+WEIGHTS = {"portable": "float32", "decode": "float16", "prefill": "input"}
+"""Dtype of the weights of each path."""
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", RULES)
+def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
+    given = inputs(family, dtype)
     for splits in (1,) if path == "prefill" else (1, 2):
-        found = attend(
-            q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
-            options=Options(path=path, splits=splits),
-        )  # fmt: skip
-        results = dict(zip(("output", "lse"), on("cpu", *found), strict=True))
-        for part, judgement in judged(program(dtype), given, results):
-            assert not judgement.wrong.any(), (splits, part)
+        found = results(given, device, Options(path=path, splits=splits))
+        assert not wrong_parts(given, found, dtype, p=WEIGHTS[path]), splits
+
+
+BORDERS = [
+    # (rows, tokens of a page, pages of a request): keys at, below and above the borders of tiles
+    pytest.param(*shape, marks=() if shape in ((15, 16, 5), (33, 16, 9)) else pytest.mark.long)
+    for shape in [(rows, 16, most) for rows in (15, 16, 17, 31, 33) for most in (2, 5, 8, 9)]
+    + [(129, 16, 16), (64, 64, 3)]
+]
+"""With 4 heads of q for a head of the cache, 15 to 17 and 31 to 33 rows are at the borders of 64 and of 128."""
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize(("rows", "page", "most"), BORDERS)
+def test_borders_of_the_tiles_of_prefill(rows: int, page: int, most: int, device: str) -> None:
+    """Requests end 3, 0, page - 1, page and 1 keys before the end of their last page."""
+    sizes = {**SIZES, "queries": rows, "heads": 1, "requests": 5, "page": page, "most": most, "pages": 5 * most}
+    for family in ("one-hot-ends", "geometric"):
+        given = contract_inputs(program("bfloat16"), sizes, family, Draw("borders"))
+        for weights, lag, p in (("input", 0.0, "input"), ("input", 8.0, "input"), ("e4m3", 0.0, "e4m3")):
+            found = results(given, device, Options(path="prefill", weights=weights, lag=lag))  # type: ignore[arg-type]
+            assert not wrong_parts(given, found, "bfloat16", p=p), (family, weights, lag)
+
+
+@ON_EVERY_DEVICE
+def test_a_row_of_prefill_depends_on_no_other_row_or_page(device: str) -> None:
+    """Bytes of the rows alone, of pages in another order, and beside further requests."""
+    given = contract_inputs(program("bfloat16"), {**SIZES, "queries": 19}, "normal", Draw("rows"))
+    options = Options(path="prefill")
+    whole, (first, second) = results(given, device, options), given["q_lengths"].tolist()
+    order = torch.arange(len(given["cache.keys"])).flip(0)
+    turned = {**given, "pages": (len(order) - 1) - given["pages"]}
+    turned |= {name: given[name][order] for name in ("cache.keys", "cache.values")}
+    last = {**given, **{name: given[name][1:] for name in ("pages", "lengths", "q_lengths")}, "q": given["q"][first:]}
+    row = {**last, "q": last["q"][-1:], "q_lengths": torch.ones(1, dtype=torch.int64)}
+    for name in ("output", "lse"):
+        assert torch.equal(results(turned, device, options)[name], whole[name])
+        assert torch.equal(results(last, device, options)[name], whole[name][first:])
+        assert torch.equal(results(row, device, options)[name], whole[name][-1:])
+    assert second
 
 
 def cache_of(
@@ -145,7 +198,7 @@ SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in SHAPES]
 )
-def test_sums_in_float64(name: str, path: Path, dtype: torch.dtype, device: str) -> None:
+def test_sums_in_float64(name: str, path: PathName, dtype: torch.dtype, device: str) -> None:
     k_format, v_format, (k_dim, v_dim), heads, group, page, lengths, counts, causal, options = SHAPES[name]
     most = max(1, *(-(-length // page) for length in lengths))
     draw = torch.Generator().manual_seed(3)
