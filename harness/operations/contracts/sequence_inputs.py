@@ -115,7 +115,7 @@ class _Rule:
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
     pinned: bool = False
     sinks: float = 0.0
-    """Deviation of the logits without a token. 0: they are 0, as the largest logit of a row."""
+    """Deviation of the logits without a token. 0: they are those of `_sinks`."""
 
 
 RULES: Mapping[str, _Rule] = {
@@ -146,7 +146,8 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
     power, scales = draw.index(4), [a.name for a in program.arguments if a.kind == "Scale"]
     found = {name: torch.full((1,), 2.0 ** (power - 3 * number)) for number, name in enumerate(scales)}
-    found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
+    sunk = [a.name for a in program.arguments if a.kind == "Sinks"]
+    found |= {name: draw.normal(q_heads) * rule.sinks if rule.sinks else _sinks(q_heads) for name in sunk}
     own = _split(draw, rows, requests, most * page)
     of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
     found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}
@@ -157,7 +158,7 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
         if rule.pinned:
             _pin(queries, keys)
     else:
-        queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page))
+        queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page), sunk=bool(sunk))
         keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, most * page - keys.shape[1]))
     found[q.name] = queries.to(DTYPES[q.dtype])
     name = kinds["Cache"].of_cache
@@ -212,7 +213,8 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
 
 
 def _of_logits(
-    rule: _Rule, draw: Draw, own: list[int], seen: torch.Tensor, unit: float, sizes: tuple[int, int, int, int]
+    rule: _Rule, draw: Draw, own: list[int], seen: torch.Tensor, unit: float, sizes: tuple[int, int, int, int], *,
+    sunk: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries (M, H, D) and keys (B, S, G, D), float32, with the logits of a rule.
 
@@ -252,10 +254,17 @@ def _of_logits(
                 visible = sees.nonzero()[:, 0].tolist()
                 assert rule.logits is not None
                 logits = rule.logits(draw, visible, page)
+                if len(logits) == 1:  # a log-sum-exp of 0 has no relative error; beside a sink of 0 it is ln 2
+                    logits = {key: 0.0 if sunk else logit or 1.0 for key, logit in logits.items()}
                 for key, logit in logits.items():
-                    own_keys[key, 0] = logit or float(len(logits) == 1)  # a log-sum-exp of 0 has no relative error
+                    own_keys[key, 0] = logit
         first += rows
     return queries, keys
+
+
+def _sinks(q_heads: int) -> torch.Tensor:
+    """Logits without a token: 0, as the largest logit of a row, or one without a weight, by turns of the heads."""
+    return torch.arange(q_heads) % 2 * (_FAR * math.log(2))
 
 
 def _pin(queries: torch.Tensor, keys: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ WRONG_ATTENTION = {
     "neighbouring-elements-of-q": (TENSOR, "4 * step + 2 * i + second", "4 * step + 2 * i + 1 - second"),
     "values-of-the-next-key": (TENSOR, "bytes_of(a, b, 0x5140)", "bytes_of(b, a, 0x5140)"),
     "warps-not-weighted": (TENSOR, "shared.merged.sums[w][of_tile][d] * lower", "shared.merged.sums[w][of_tile][d]"),
-    "prefill: keys-behind-the-end": (PREFILL, "if (first + key >= length) return;", ""),
+    "prefill: last-key-left-out": (PREFILL, "first + key >= length) return;", "first + key + 1 >= length) return;"),
     "prefill: mask-of-a-key-more": (PREFILL, "of_score >= rows.keys[half].last", "of_score > rows.keys[half].last"),
     "prefill: tiles-with-the-end-not-masked": (PREFILL, "key + KEYS > range.of_all.last", "key > range.of_all.last"),
     "prefill: sums-not-rescaled": (PREFILL, "sums[i] *= rows.lower[i / 2 % 2]", "sums[i] *= 1.0f"),
