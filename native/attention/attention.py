@@ -236,7 +236,7 @@ def _prefill(call: _Call) -> None:
     )
     parameters = [
         call.parameters(1, 0, of_request, merged=False),
-        _PREFILL(k_tiles=k_tiles, v_tiles=v_tiles, key_tiles=key_tiles, lag=call.options.lag),
+        _PREFILL(k_tiles=k_tiles, v_tiles=v_tiles, key_tiles=key_tiles, row_tiles=tiles, lag=call.options.lag),
     ]
     flags = (*call.flags(), f"-DWEIGHTS_E4M3={int(call.options.weights == 'e4m3')}")
     # sizeof(PrefillShared): a tile of q, two stages, barriers up to the alignment of the struct; and this alignment.
@@ -244,7 +244,8 @@ def _prefill(call: _Call) -> None:
     shared = _PREFILL_ROWS * call.k.dim * 2 + stages + 2 * 1024 if device.type == "cuda" else 0
     launch("attention_prefill", f"attention_pack_{suffix(call.q.dtype)}", (key_tiles, heads, batch), (256,), parameters,
            device=device, extra_flags=flags)  # fmt: skip
-    launch("attention_prefill", f"attention_prefill_{suffix(call.q.dtype)}", (tiles, heads), (384,), parameters,
+    blocks = min(tiles * heads, multiprocessors(device))
+    launch("attention_prefill", f"attention_prefill_{suffix(call.q.dtype)}", (blocks,), (384,), parameters,
            device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
 
 

@@ -4,8 +4,8 @@
 //   Sizes    head dimensions of k: 64, 128 or 192; of v: 64 or 128. Elements of a head are neighbours, and words of four codes are
 //            aligned; rows of q are aligned to 16 bytes
 //   Launch: attention_pack_TYPE with 256 threads, grid (tiles of 128 keys of the longest request, heads, requests);
-//           then attention_prefill_TYPE with 384 threads, grid (tiles of 128 rows, heads), sizeof(PrefillShared) + 1024 bytes of
-//           dynamic shared memory. Rows of a request and of a head of the cache: query times group + its head.
+//           then attention_prefill_TYPE with 384 threads, a block for each multiprocessor, sizeof(PrefillShared) + 1024 bytes of
+//           dynamic shared memory. It is a persistent kernel; tiles have 128 rows.
 //   Numerics: elements times block scales are numbers of TYPE, exactly. Tensor cores add 16 products at a time to a float32
 //             accumulator, truncated as in gemm/tensor_core_model.cuh. p is rounded for the second product, to TYPE, or with
 //             WEIGHTS_E4M3 to E4M3 of 2^8 p, and not for l. m is the largest score of the keys so far, and grows only if it would
@@ -48,6 +48,7 @@ struct PrefillParameters {
     u8* k_tiles;    // (requests, heads, key_tiles) of KeyTiles
     u8* v_tiles;    // the same of ValueTiles
     int key_tiles;  // of the longest request
+    int row_tiles;  // of all requests, at most
     float lag;      // in base 2
 };
 
@@ -149,11 +150,30 @@ __device__ __forceinline__ KeyRange range_of(const AttentionParameters& p, const
     return {begin, end > begin ? end - begin : 0, {last.first, first.last}};
 }
 
-// Producer thread: copies tiles of keys and of values into the next stages, as soon as the consumers have released them.
-__device__ __forceinline__ void produce(PrefillShared& shared, const u8* k, const u8* v, int count) {
+// Tiles of rows of a block, of all heads of the cache. With `causal` the longest tiles come first; blocks take them in turns of
+// alternating order, so that no block has the longest one of every turn.
+struct Schedule {
+    int turn = 0;
+
+    __device__ __forceinline__ bool take(const AttentionParameters& p, const PrefillParameters& of, Tile& tile, int& head) {
+        const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), all = of.row_tiles * p.heads;
+        while (turn * blocks < all) {
+            const int place = turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
+            ++turn;
+            if (place >= all) continue;
+            head = place % p.heads;
+            tile = tile_of<ROWS>(p, of.row_tiles - 1 - place / p.heads);
+            if (tile.first_row < tile.tokens.count * p.group) return true;
+        }
+        return false;
+    }
+};
+
+// Producer thread: copies tiles of keys and of values into the next stages, as soon as the consumers have released them. `done`:
+// tiles of keys so far.
+__device__ __forceinline__ void produce(PrefillShared& shared, const u8* k, const u8* v, int count, u32 done) {
     for (int i = 0; i < count; ++i) {
-        const int stage = i % STAGES;
-        const u32 released = static_cast<u32>(i / STAGES % 2) ^ 1u;
+        const u32 stage = (done + i) % STAGES, released = (done + i) / STAGES % 2 ^ 1u;
         ptx::mbarrier_try_wait_parity(shared.k_empty[stage], released);
         ptx::mbarrier_arrive_expect_tx(shared.k_full[stage], sizeof(KeyTiles));
         ptx::cp_async_bulk_shared_global<sizeof(KeyTiles)>(shared.k[stage][0], k + i64{i} * sizeof(KeyTiles), shared.k_full[stage]);
@@ -271,48 +291,47 @@ __device__ __forceinline__ void multiply_values(float (&sums)[PREFILL_SUMS], con
     for (int i = 0; i < VALUE_TILES; ++i) multiply_fragments<T, VALUE_DIM>(sums, weights[i], v[i], 0);
 }
 
-// The sums of p * v of a thread's rows, their m and l, over the keys of a range.
+// The sums of p * v of a thread's rows, their m and l, over the keys of a range. `done`: tiles of keys so far.
 template <class T>
 __device__ __forceinline__ void accumulate(float (&sums)[PREFILL_SUMS], ThreadRows& rows, PrefillShared& shared, const AttentionParameters& p,
-                                           const KeyRange& range, int warpgroup, int lane) {
+                                           const KeyRange& range, int warpgroup, u32 done) {
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
     if (range.count == 0) return;
     float s[SCORES];
     Fragments weights[VALUE_TILES];
-    const auto phase = [](int i) { return static_cast<u32>(i / STAGES % 2); };
     const auto weigh = [&](int i) {  // the scores of tile i, which the tensor cores have added
         const int key = (range.first + i) * KEYS;
         to_weights(s, rows, p, key, key < range.of_all.first || key + KEYS > range.of_all.last);
     };
-    const auto wait_for_values = [&](int i) {
+    const auto wait_for_values = [&](u32 stage) {
         wait_for_sums(sums);
 #pragma unroll
         for (Fragments& of_tile : weights) keep(of_tile);
-        release(shared.v_empty[i % STAGES], lane);
+        release(shared.v_empty[stage], lane);
     };
-    ptx::mbarrier_try_wait_parity(shared.k_full[0], 0);
-    multiply_keys<T>(s, shared.q[warpgroup], shared.k[0]);
+    ptx::mbarrier_try_wait_parity(shared.k_full[done % STAGES], done / STAGES % 2);
+    multiply_keys<T>(s, shared.q[warpgroup], shared.k[done % STAGES]);
     wait_for_sums(s);
-    release(shared.k_empty[0], lane);
+    release(shared.k_empty[done % STAGES], lane);
     weigh(0);
     round_weights<T>(s, weights);
 #pragma unroll 1
     for (int i = 1; i < range.count; ++i) {
-        const int stage = i % STAGES, before = (i - 1) % STAGES;
-        ptx::mbarrier_try_wait_parity(shared.k_full[stage], phase(i));
+        const u32 before = done % STAGES, phase = done / STAGES % 2, stage = ++done % STAGES;
+        ptx::mbarrier_try_wait_parity(shared.k_full[stage], done / STAGES % 2);
         multiply_keys<T>(s, shared.q[warpgroup], shared.k[stage]);
-        ptx::mbarrier_try_wait_parity(shared.v_full[before], phase(i - 1));
+        ptx::mbarrier_try_wait_parity(shared.v_full[before], phase);
         multiply_values<T>(sums, weights, shared.v[before]);
         wait_for_sums<VALUE_TILES>(s);
         release(shared.k_empty[stage], lane);
         weigh(i);
-        wait_for_values(i - 1);
+        wait_for_values(before);
         rescale(sums, rows);
         round_weights<T>(s, weights);
     }
-    const int last = range.count - 1;
-    ptx::mbarrier_try_wait_parity(shared.v_full[last % STAGES], phase(last));
-    multiply_values<T>(sums, weights, shared.v[last % STAGES]);
-    wait_for_values(last);
+    ptx::mbarrier_try_wait_parity(shared.v_full[done % STAGES], done / STAGES % 2);
+    multiply_values<T>(sums, weights, shared.v[done % STAGES]);
+    wait_for_values(done % STAGES);
 }
 
 // Stores the rows of a thread.
@@ -337,9 +356,10 @@ __device__ __forceinline__ void store_rows(const float (&sums)[PREFILL_SUMS], Th
     }
 }
 
+// A tile of rows of a consumer warpgroup.
 template <class T>
 __device__ __forceinline__ void consume(PrefillShared& shared, const AttentionParameters& p, const PrefillParameters& of, const Tile& tile,
-                                        const KeyRange& range, int head) {
+                                        const KeyRange& range, int head, u32 done) {
     const int thread = static_cast<int>(threadIdx.x) - WARPGROUP, warpgroup = thread / WARPGROUP, lane = thread % WARP;
     const int first_row = tile.first_row + warpgroup * WGMMA_M, count = tile.tokens.count * p.group;
     // A factor of 0 times minus infinity would be NaN; a negative one would exchange the smallest and the largest score.
@@ -351,11 +371,12 @@ __device__ __forceinline__ void consume(PrefillShared& shared, const AttentionPa
         rows.row[half] = row;
         rows.keys[half] = row < count ? keys_of(p, tile.tokens, row / p.group) : Keys{0, 0};
     }
+    ptx::bar_sync<WARPGROUP>(1 + warpgroup);  // all warps have multiplied the last queries
     load_queries<T>(shared.q[warpgroup], p, tile, first_row, head, factor < 0.0f);
     ptx::fence_proxy_async_shared();
     ptx::bar_sync<WARPGROUP>(1 + warpgroup);
     float sums[PREFILL_SUMS] = {};
-    accumulate<T>(sums, rows, shared, p, range, warpgroup, lane);
+    accumulate<T>(sums, rows, shared, p, range, warpgroup, done);
     store_rows<T>(sums, rows, p, tile, head);
 }
 
@@ -368,10 +389,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p, const Prefi
 #else
     __shared__ PrefillShared shared;
 #endif
-    const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
-    const Tile tile = tile_of<ROWS>(p, static_cast<int>(gridDim.x - 1 - blockIdx.x));  // with `causal` the longest ones begin first
-    if (tile.first_row >= tile.tokens.count * p.group) return;
-    if (thread == 0) {
+    if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(shared.k_full[stage], 1);
             ptx::mbarrier_init(shared.v_full[stage], 1);
@@ -381,16 +399,26 @@ __device__ __forceinline__ void attend(const AttentionParameters& p, const Prefi
         ptx::fence_mbarrier_init_and_proxy_async();
     }
     __syncthreads();
-    const KeyRange range = range_of(p, tile);
-    if (thread < WARPGROUP) {
+    Schedule schedule;
+    Tile tile;
+    int head;
+    u32 done = 0;
+    if (threadIdx.x < WARPGROUP) {
         ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (thread != 0) return;
-        const u8* const k = tiles_of<sizeof(KeyTiles)>(of.k_tiles, p, of, tile.request, head);
-        const u8* const v = tiles_of<sizeof(ValueTiles)>(of.v_tiles, p, of, tile.request, head);
-        produce(shared, k + i64{range.first} * sizeof(KeyTiles), v + i64{range.first} * sizeof(ValueTiles), range.count);
+        while (threadIdx.x == 0 && schedule.take(p, of, tile, head)) {
+            const KeyRange range = range_of(p, tile);
+            const u8* const k = tiles_of<sizeof(KeyTiles)>(of.k_tiles, p, of, tile.request, head);
+            const u8* const v = tiles_of<sizeof(ValueTiles)>(of.v_tiles, p, of, tile.request, head);
+            produce(shared, k + i64{range.first} * sizeof(KeyTiles), v + i64{range.first} * sizeof(ValueTiles), range.count, done);
+            done += range.count;
+        }
     } else {
         ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume<T>(shared, p, of, tile, range, head);
+        while (schedule.take(p, of, tile, head)) {
+            const KeyRange range = range_of(p, tile);
+            consume<T>(shared, p, of, tile, range, head, done);
+            done += range.count;
+        }
     }
 }
 

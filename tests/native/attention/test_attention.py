@@ -32,8 +32,8 @@ SIZES = {
 
 
 @cache
-def inputs(family: str, dtype: str) -> dict[str, torch.Tensor]:
-    return contract_inputs(program(dtype), SIZES, family, Draw("native"))
+def inputs(family: str, dtype: str, rows: int = SIZES["queries"]) -> dict[str, torch.Tensor]:
+    return contract_inputs(program(dtype), {**SIZES, "queries": rows}, family, Draw("native"))
 
 
 def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
