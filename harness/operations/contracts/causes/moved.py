@@ -99,26 +99,31 @@ def _of_read(program: Program, tensors: Tensors, number: int, part: Part, output
 
 
 def _of_weighted(program: Program, tensors: Tensors, number: int, part: Part, output: Step) -> Iterator[Change]:
-    """The cells that the rows of a sum of values were read from, if each wrong row has the values of a single cell and
-    is to have those of another cell of this head."""
+    """The cells that values were read from, by the wrong rows that have the values of a cell and are to have those of
+    another cell of this head; of several alike, the nearest one at this offset. If all offsets are right, all cells of
+    the pages are moved."""
     read = next(n for n in program.cone(program.steps[number].operands[1]) if program.steps[n].function == READ)
     sizes, step = page_sizes(program, tensors), program.steps[read]
     actual, low, high = (x.flatten(0, 1) for x in _orders(part))
     numbers = dequantize(read_all(program, tensors, step), DTYPES[output.dtype])
     cells = order_of(numbers, None).unflatten(0, (sizes.slots, sizes.heads))
     wrong = ((actual < low) | (actual > high)).any(1).nonzero()[:, 0].tolist()
-    if len(wrong) * cells.numel() > _MOST:
+    if len(wrong) * cells.numel() > _MOST or bool(part.actual.isnan().any()):
         return
-    places = dict[int, int]()
-    group = part.actual.shape[1] // sizes.heads
+    places, q_heads, page = dict[int, int](), part.actual.shape[1], sizes.page
     for row in wrong:
-        of_head = cells[:, row % part.actual.shape[1] // group]
+        of_head = cells[:, row % q_heads * sizes.heads // q_heads]
         right = ((of_head >= low[row]) & (of_head <= high[row])).all(1).nonzero()[:, 0].tolist()
         taken = (of_head == actual[row]).all(1).nonzero()[:, 0].tolist()
-        if len(right) != 1 or not taken or places.setdefault(right[0], taken[0]) != taken[0]:
-            return
-    if places:
-        yield _slot_change(program, step.operands[1], list(places.items()), sizes.page, "are read from", read)
+        if len(right) == 1 and taken:
+            near = min(taken, key=lambda slot: ((slot - right[0]) % page != 0, abs(slot - right[0])))
+            places.setdefault(right[0], near)
+    pairs = list(places.items())
+    if all(right % page == taken % page for right, taken in pairs):
+        of_pages = sorted({(right // page, taken // page) for right, taken in pairs})
+        pairs = [(right * page + at, taken * page + at) for right, taken in of_pages for at in range(page)]
+    if pairs:
+        yield _slot_change(program, step.operands[1], pairs, page, "are read from", read)
 
 
 def _orders(part: Part) -> tuple[torch.Tensor, ...]:

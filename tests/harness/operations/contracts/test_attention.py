@@ -195,7 +195,7 @@ def test_causes_name_what_is_wrong(name: str) -> None:
 @pytest.mark.parametrize("name", ["values of reversed pages", "values of the next page"])
 def test_causes_name_the_cells_that_were_read(name: str) -> None:
     kernel, words = WRONG[name]
-    given = inputs("one-hot", shape=SHARED)
+    given = inputs("one-hot-ends", shape=SHARED)
     shown = run(kernel, given)
     (change,) = moved_changes(program(), given, shown)
     assert words in change.sentence
