@@ -213,7 +213,13 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
 
 
 def _of_logits(
-    rule: _Rule, draw: Draw, own: list[int], seen: torch.Tensor, unit: float, sizes: tuple[int, int, int, int], *,
+    rule: _Rule,
+    draw: Draw,
+    own: list[int],
+    seen: torch.Tensor,
+    unit: float,
+    sizes: tuple[int, int, int, int],
+    *,
     sunk: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries (M, H, D) and keys (B, S, G, D), float32, with the logits of a rule.

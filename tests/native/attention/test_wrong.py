@@ -68,7 +68,7 @@ WRONG_ATTENTION = {
     ),
     "prefill: values-of-the-tile-before": (PREFILL, "weights, shared.v[before]", "weights, shared.v[stage]"),
     "prefill: last-tile-of-values-left-out": (
-        PREFILL, "multiply_values<T>(sums, weights, shared.v[last % STAGES]);", "",
+        PREFILL, "multiply_values<T>(sums, weights, shared.v[done % STAGES]);", "",
     ),
     "prefill: second-half-of-values-of-the-first": (PREFILL, "weights[i], v[i], 0", "weights[i], v[0], 0"),
     "prefill: weights-of-the-other-half": (PREFILL, "weights[i], v[i], 0", "weights[1 - i], v[i], 0"),

@@ -106,7 +106,7 @@ def _of_weighted(program: Program, tensors: Tensors, number: int, part: Part, ou
     sizes, step = page_sizes(program, tensors), program.steps[read]
     actual, low, high = (x.flatten(0, 1) for x in _orders(part))
     numbers = dequantize(read_all(program, tensors, step), DTYPES[output.dtype])
-    cells = order_of(numbers, None).unflatten(0, (sizes.slots, sizes.heads))
+    cells = order_of(numbers, None).unflatten(0, (sizes.slots, sizes.heads))  # type: ignore[no-untyped-call]
     wrong = ((actual < low) | (actual > high)).any(1).nonzero()[:, 0].tolist()
     if len(wrong) * cells.numel() > _MOST or bool(part.actual.isnan().any()):
         return
