@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import Any, get_args
 
@@ -257,6 +258,25 @@ def test_merge_of_two_sets_of_keys(dtype: torch.dtype, device: str) -> None:
     assert lse[2, 1] == -math.inf
     assert torch.equal(out[0, 0], b[0, 0])
     assert torch.equal(out[0, 1], a[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "words"),
+    [
+        (64, {"path": "decode", "lag": 8.0}, ("lag 8", "'prefill'", "'decode'")),
+        (64, {"weights": "e4m3", "path": "portable"}, ("'e4m3'", "'prefill'")),
+        (64, {"path": "prefill", "weights": "e4m3", "lag": 8.0}, ("lag 8", "'e4m3'", "448")),
+        (64, {"path": "prefill", "lag": -1.0}, ("lag -1", "at least 0")),
+        (64, {"path": "prefill", "splits": 2}, ("splits 2", "leave splits out")),
+        (256, {"path": "prefill"}, ("'prefill'", "256", "leave the path out")),
+    ],
+)
+def test_options_that_a_path_does_not_have(dim: int, options: dict[str, Any], words: tuple[str, ...]) -> None:
+    k, _ = cache_of("CACHE_FP8", torch.ones(2, 16, dtype=torch.bool), 1, dim, 1)
+    table, length = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int()
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        attend(torch.zeros(1, 4, dim), k, k, table, length, starts=None, scale=0.125, options=Options(**options))
+    assert all(word in str(error.value) for word in words)
 
 
 def test_a_cache_that_tensor_cores_do_not_take() -> None:
