@@ -19,6 +19,7 @@ from narrowgauge.native.attention.cache import Pages, pages_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.kv_cache import HALVES, Cache
 from narrowgauge.spec.recipes import find_recipe
+from tests.harness.operations.contracts.cache.test_sound import NVFP4
 from tests.harness.operations.contracts.test_attention import RECIPE, program
 from tests.native.devices import ON_EVERY_DEVICE
 
@@ -42,22 +43,25 @@ def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
 
 
 def results(
-    given: dict[str, torch.Tensor], device: str, options: Options, scale: float = SCALE
+    given: dict[str, torch.Tensor], device: str, options: Options, recipe: str = RECIPE
 ) -> dict[str, torch.Tensor]:
     """Of a path, on inputs of the contract."""
-    q, keys, values, pages, lengths, counts, k_scale, v_scale = on(device, *(given[name] for name in (
-        "q", "cache.keys", "cache.values", "pages", "lengths", "q_lengths", "k_scale", "v_scale")))  # fmt: skip
-    held = Cache(keys, values, None, None, find_recipe(RECIPE), "nhd", 16)
+    names = ("q", "pages", "lengths", "q_lengths", "k_scale", "v_scale")
+    q, pages, lengths, counts, k_scale, v_scale = on(device, *(given.get(name) for name in names))
+    parts = ("keys", "values", "key_scales", "value_scales")
+    held = Cache(*on(device, *(given.get(f"cache.{part}") for part in parts)), find_recipe(recipe), "nhd", 16)
     k, v = (pages_of(held, held.recipe, half) for half in HALVES)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    found = attend(q, k, v, pages.int(), lengths.int(), starts=starts, scale=scale, k_scale=k_scale, v_scale=v_scale,
+    found = attend(q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
                    options=options)  # fmt: skip
     return dict(zip(("output", "lse"), on("cpu", *found), strict=True))
 
 
-def wrong_parts(given: dict[str, torch.Tensor], found: dict[str, torch.Tensor], dtype: str, **fields: str) -> list[str]:
+def wrong_parts(
+    given: dict[str, torch.Tensor], found: dict[str, torch.Tensor], dtype: str, recipe: str = RECIPE, **fields: str
+) -> list[str]:
     """Results that the contract with these fields refuses. Weights are declared, so that it judges every family."""
-    steps = program(dtype, l="exact", exponential="accurate", **fields)
+    steps = program(dtype, recipe=recipe, l="exact", exponential="accurate", **fields)
     return [part for part, judgement in judged(steps, given, found) if bool(judgement.wrong.any())]
 
 
@@ -74,6 +78,21 @@ def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
     for splits in (1,) if path == "prefill" else (1, 2):
         found = results(given, device, Options(path=path, splits=splits))
         assert not wrong_parts(given, found, dtype, p=WEIGHTS[path]), splits
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize(("recipe", "path"), [("mxfp8-e4m3", "portable"), *((NVFP4, path) for path in PATHS)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "one-hot-ends" else pytest.mark.long) for name in RULES]
+)
+def test_recipes_with_scales_of_blocks(family: str, recipe: str, path: PathName, device: str) -> None:
+    steps = program("bfloat16", recipe=recipe, p=WEIGHTS[path])
+    given = contract_inputs(steps, SIZES, family, Draw("blocks"))
+    found = results(given, device, Options(path=path), recipe)
+    assert not wrong_parts(given, found, "bfloat16", recipe, p=WEIGHTS[path])
+    judgement = dict(judged(program("bfloat16", recipe=recipe), given, found))["output"]
+    if family not in ("normal", "pinned"):
+        assert judgement.determined >= 0.75 * judgement.actual.numel()  # as of FP8
 
 
 BORDERS = [

@@ -33,9 +33,11 @@ TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
 
 
 @cached
-def program(dtype: str = "bfloat16", contract: str = "attention", **options: Any) -> Program:
+def program(
+    dtype: str = "bfloat16", contract: str = "attention", recipe: str = RECIPE, **options: Any
+) -> Program:  # fmt: skip
     dtypes = {name: kind.dtypes[0] for name, (kind, _) in CONTRACTS[contract].tensors.items()}
-    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": RECIPE}, options)
+    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": recipe}, options)
 
 
 @cached
