@@ -8,14 +8,12 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
+from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.kv_cache import DATA, SCALES
 from narrowgauge.spec.recipes import Recipe
 
 Parts = dict[str, torch.Tensor]
 """Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns)."""
-STORED = ((E4M3.name, FP32.name), (E4M3.name, E8M0.name), (E2M1.name, E4M3.name))
-"""Elements and scales: FP8 with a given scale, MXFP8, NVFP4."""
 _BLOCK_SCALES = (*map(float, range(1, 17)), 64.0)
 """Numbers of E4M3."""
 _DIGITS = {E4M3.name: (126, (2, 1, 1)), E2M1.name: (7, (4, 3, 2))}
@@ -67,7 +65,7 @@ def positions(sizes: tuple[int, int, int, int], recipe: Recipe) -> Parts:
 
 def stores_scales(recipe: Recipe) -> bool:
     """Whether a row has scales of blocks."""
-    return recipe.scale is not FP32
+    return recipe.tensor_scale != "given"
 
 
 def unused_code(recipe: Recipe, part: str, *, nan: bool) -> int:

@@ -17,7 +17,6 @@ from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
 from narrowgauge.harness.operations.contracts.cache_inputs import (
-    STORED,
     exact,
     integers,
     positions,
@@ -27,7 +26,7 @@ from narrowgauge.harness.operations.contracts.cache_inputs import (
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Evaluation
 from narrowgauge.reference.contracts.interval import Interval, exactly
-from narrowgauge.spec.kv_cache import HALVES, part_name
+from narrowgauge.spec.kv_cache import HALVES, has_attention, part_name
 from narrowgauge.spec.program import HALF, SCORES, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -218,13 +217,11 @@ def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> fl
 
 
 def _recipe(program: Program) -> Recipe:
-    """The recipe of the cache. Raises ValueError for one whose rows are not those of `cache_inputs`."""
+    """The recipe of the cache. Raises ValueError for one without attention."""
     recipe = find_recipe(next(step.options["recipe"] for step in program.steps if step.function == HALF))
-    if (recipe.element.name, recipe.scale.name) not in STORED:
-        raise ValueError(
-            f"{program.name} has no inputs for a cache of {recipe.name}, {recipe.element.name} with scales of "
-            f"{recipe.scale.name}; take one of {', '.join(f'{element} with {scale}' for element, scale in STORED)}"
-        )
+    if not has_attention(recipe):
+        raise ValueError(f"a cache of {recipe.name} has no inputs for {program.name}: FP8 with a given scale of the "
+                         "tensor, MXFP8 and NVFP4 have")  # fmt: skip
     return recipe
 
 
