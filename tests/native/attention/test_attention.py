@@ -69,6 +69,7 @@ WEIGHTS = {"portable": "float32", "decode": "float16", "prefill": "input"}
 """Dtype of the weights of each path."""
 
 
+@pytest.mark.sampled(6)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("path", PATHS)
@@ -212,6 +213,7 @@ SHAPES = {
 SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("path", PATHS)
