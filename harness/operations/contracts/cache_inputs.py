@@ -35,7 +35,7 @@ def exact(x: torch.Tensor, recipe: Recipe) -> Parts:
     bits. Raises ValueError for others."""
     if not stores_scales(recipe):
         return {DATA: encode(x.float(), recipe.element)}
-    blocks = x.float().unflatten(-1, (-1, recipe.block[1]))
+    blocks = x.float().view(*x.shape[:-1], -1, recipe.block[1])
     scales = torch.zeros(blocks.shape[:-1])
     for scale in reversed(_BLOCK_SCALES if recipe.element.bits == 4 else _BLOCK_SCALES[:1]):
         elements = blocks / scale
@@ -89,6 +89,5 @@ def _stored(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe) -> Parts:
     if not stores_scales(recipe):
         return {DATA: codes}
     if recipe.element.bits == 4:
-        low, high = codes.unflatten(-1, (-1, 2)).to(torch.uint8).unbind(-1)
-        codes = low | high << 4
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
     return {DATA: codes, SCALES: encode(scales.contiguous(), recipe.scale)}

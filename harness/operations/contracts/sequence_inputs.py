@@ -211,7 +211,7 @@ def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> fl
         "Lengths": single,
         "QueryLengths": single,
     }
-    small = {a.name: of_kind[a.kind] if a.kind in of_kind else found.get(a.name) for a in program.arguments}
+    small = {a.name: of_kind.get(a.kind, found.get(a.name, one)) for a in program.arguments}
     small |= _cache(program, one.unsqueeze(0))
     return float(Evaluation(program, small).values[_logits(program)[1]].low) / math.log(2)
 
@@ -250,7 +250,7 @@ def _of_logits(
     own: list[int],
     seen: torch.Tensor,
     unit: float,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
     *,
     sunk: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:

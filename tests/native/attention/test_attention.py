@@ -69,7 +69,7 @@ WEIGHTS = {"portable": "float32", "decode": "float16", "prefill": "input"}
 """Dtype of the weights of each path."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("path", PATHS)
@@ -213,7 +213,7 @@ SHAPES = {
 SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("path", PATHS)
@@ -232,7 +232,10 @@ def test_sums_in_float64(name: str, path: PathName, dtype: torch.dtype, device: 
     q = torch.randn(sum(counts), heads * group, k_dim, generator=draw).to(dtype)
     starts = None if len(set(counts)) == 1 else torch.tensor([0, *counts]).cumsum(0).int()
     k, v = (Pages(*on(device, part.codes, part.scales), part.format, part.swizzled) for part in (k, v))
-    assert takes(k, v)
+    if not takes(k, v, path):
+        assert path == "prefill"
+        assert v_dim > 128
+        pytest.skip("the path has no such heads")
     splits = None if path == "prefill" else options.splits
     chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=splits, path=path)
     at = on(device, q, table, torch.tensor(lengths).int(), starts)
