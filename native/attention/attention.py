@@ -103,11 +103,11 @@ class Options:
     splits: int | None = None
     """Parts of the keys of a request that thread blocks take, at most. None: by the number of thread blocks."""
     path: PathName | None = None
-    """None: on a GPU "prefill" for many rows of a request and "decode" for few, if their kernels take the cache."""
+    """None: on a GPU "prefill" for many rows of a request and "decode" for few, if these kernels read the cache."""
     weights: Literal["input", "e4m3"] = "input"
     """Dtype of the weights of the second product, of the path "prefill": that of q, or codes of E4M3 of 2⁸·p."""
     lag: float = 0.0
-    """In base 2: the running maximum of the path "prefill" grows only if it would by more."""
+    """The running maximum of the path "prefill" grows only by more than the lag, in base 2."""
 
 
 def attend(
@@ -146,10 +146,10 @@ def attend(
 
 @dataclass(frozen=True)
 class _Call:
-    """What the kernels of a path are launched with."""
+    """Arguments of the kernels of a path."""
 
     fields: dict[str, Value]
-    """Of AttentionParameters, but those of splits and tiles."""
+    """Fields of AttentionParameters without splits and tiles."""
     q: torch.Tensor
     k: Pages
     v: Pages
@@ -168,14 +168,14 @@ class _Call:
         return self.q.shape[1] // self.k.codes.shape[2]
 
     def row_tiles(self, rows: int) -> tuple[int, int]:
-        """Tiles of so many rows: of a request if all have equally many, and of all requests, at most."""
+        """Tiles of `rows` rows: of a request if all requests have equally many rows, and at most of all requests."""
         tokens, batch = self.q.shape[0], len(self.pages)
         of_request = blocks_for(tokens // batch * self.group, rows)
         every = batch * of_request if self.starts is None else blocks_for(tokens * self.group, rows) + batch
         return of_request, every
 
     def flags(self) -> tuple[str, ...]:
-        """Of the kernels with tensor cores."""
+        """Flags of the kernels with tensor cores."""
         flags: tuple[str, ...] = (
             f"-DKEY_DIM={self.k.dim}",
             f"-DVALUE_DIM={self.v.dim}",
@@ -184,7 +184,7 @@ class _Call:
         return (*flags, f"-DHAS_SOFTCAP={int(self.options.softcap > 0)}") if self.q.device.type == "cuda" else flags
 
     def parameters(self, splits: int, keys: int, row_tiles: int = 0, *, merged: bool) -> StructValue:
-        """AttentionParameters of so many splits of keys. `merged`: whether the results are those of attention_merge."""
+        """AttentionParameters of splits of `keys` keys. `merged`: whether attention_merge adds the splits."""
         count, (tokens, all_heads, _) = splits if merged else 0, self.q.shape
         sums, maxima = (
             torch.empty(count * tokens * all_heads * dims, dtype=torch.float32, device=self.q.device)
@@ -253,7 +253,7 @@ def _prefill(call: _Call) -> None:
 
 
 def _tile_bytes(part: Pages) -> int:
-    """Of 128 decoded keys or values of a head."""
+    """Bytes of 128 decoded keys or values of a head."""
     return _PREFILL_KEYS * part.dim * 2
 
 
@@ -311,7 +311,7 @@ def merge_attention(
 
 
 def takes(k: Pages, v: Pages, path: PathName = "decode") -> bool:
-    """Whether a path has the format, sizes and alignment of a cache, and its device the instructions."""
+    """Whether a path reads the format, sizes and alignment of a cache, and the device has its instructions."""
     if path == "portable":
         return True
     if path == "prefill":

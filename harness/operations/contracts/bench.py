@@ -270,10 +270,10 @@ def _prepare_write(tokens: int, heads: int, scale: Tensor, inputs: BenchInputs) 
 def _prepare_attention(
     tokens: int, q_heads: int, scale: Tensor, inputs: BenchInputs, *, prefill: bool
 ) -> PreparedTask:  # fmt: skip
-    """One row of each request, or all rows of one, and `_GROUP` heads of q for each head of the cache.
+    """Decode of `_REQUESTS` requests with one row each, or prefill of a request; `_GROUP` heads of q share a head.
 
-    q is 0, so that the contract allows one result, the mean of the values: on random numbers it allows almost any
-    (docs/contracts.md). The first request is short, and judged.
+    q is 0: then the contract allows a single result, the mean of the values. On random numbers the contract allows
+    almost any result (docs/contracts.md). The first request is short, and the judge takes this request.
     """
     heads, of_request, device = max(1, q_heads // _GROUP), -(-tokens // _PAGE), inputs.device
     requests, judged = (2, _JUDGED_PREFILL) if prefill else (_REQUESTS, _JUDGED_TOKENS)
@@ -298,8 +298,9 @@ def _prepare_attention(
             verdict.add(stage)
         return verdict
 
+    timed = pages[1:] if prefill else pages
     k, v = (
-        part.view(torch.float8_e4m3fn).bfloat16()[pages[prefill:]].flatten(1, 2).transpose(1, 2).contiguous()
+        part.view(torch.float8_e4m3fn).bfloat16()[timed].flatten(1, 2).transpose(1, 2).contiguous()
         for part in (cache.keys, cache.values)
     )
     queries = q[first:].transpose(0, 1).unsqueeze(0) if prefill else q.unsqueeze(2)
@@ -320,4 +321,4 @@ CACHE_BENCH = OperationBench(
     further={"8192x8192": ("*",)},
 )
 PREFILL_BENCH = replace(CACHE_BENCH, rank=4.76, rows=[(attention.name, _CACHE_RECIPE, _PREFILL)], fewest_rows=2048)
-"""Few rows say nothing about it, and a CPU takes minutes for many."""
+"""Prefill, of sizes that a GPU takes alone: a CPU needs minutes."""

@@ -17,7 +17,7 @@ Parts = dict[str, torch.Tensor]
 _BLOCK_SCALES = (*map(float, range(1, 17)), 64.0)
 """Numbers of E4M3."""
 _DIGITS = {E4M3.name: (126, (2, 1, 1)), E2M1.name: (7, (4, 3, 2))}
-"""Positive codes of a format but NaN, and digits of so many values of a page, an offset and a head."""
+"""Format of the elements: its positive codes without NaN, and the digits of a page, an offset and a head."""
 
 
 def rounded(x: torch.Tensor, recipe: Recipe) -> Parts:
@@ -31,8 +31,9 @@ def rounded(x: torch.Tensor, recipe: Recipe) -> Parts:
 
 
 def exact(x: torch.Tensor, recipe: Recipe) -> Parts:
-    """Numbers (…, D) that are elements times one scale of `_BLOCK_SCALES` in each block, or elements if they have 8
-    bits. Raises ValueError for others."""
+    """Numbers (…, D), stored without a rounding: 4-bit elements times a scale of `_BLOCK_SCALES`, or 8-bit elements.
+
+    Raises ValueError for other numbers."""
     if not stores_scales(recipe):
         return {DATA: encode(x.float(), recipe.element)}
     blocks = x.float().view(*x.shape[:-1], -1, recipe.block[1])
@@ -69,8 +70,7 @@ def stores_scales(recipe: Recipe) -> bool:
 
 
 def unused_code(recipe: Recipe, part: str, *, nan: bool) -> int:
-    """The code, or the scale, of a cell that no token has: NaN, or the lowest code and a scale under which no element
-    is infinite."""
+    """The code or the scale of a cell without a token: NaN, or the lowest code with a scale that keeps it finite."""
     if part == DATA:
         return 0x7F if nan else 0xFE
     if recipe.scale is E4M3:

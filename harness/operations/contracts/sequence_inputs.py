@@ -113,14 +113,14 @@ class _Rule:
     tells_cell: bool = False
     """Whether values are codes of their page, offset, head and dimension, in place of small integers."""
     largest: int = 7
-    """The largest of the small integers, at most 4 in E2M1. The sum of the weights times it is exact by 13 fraction
-    bits."""
+    """The largest of the small integers, at most 4 in E2M1. The sum of the weights times this number is exact by 13
+    fraction bits."""
     unused_nan: bool = True
-    """Whether the cells that no token has are NaN, or else the most negative number."""
+    """Whether the cells without a token are NaN, or else the most negative number."""
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
     pinned: bool = False
     sinks: float = 0.0
-    """Deviation of the logits without a token. 0: they are those of `_sinks`."""
+    """Deviation of the logits without a token. 0: `_sinks` gives the logits."""
 
 
 RULES: Mapping[str, _Rule] = {
@@ -308,7 +308,7 @@ def _of_logits(
 
 
 def _sinks(q_heads: int) -> torch.Tensor:
-    """Logits without a token: 0, as the largest logit of a row, or one without a weight, by turns of the heads."""
+    """Logits without a token: 0 of even heads, as the largest logit of a row; of odd heads a logit without weight."""
     return torch.arange(q_heads) % 2 * (_FAR * math.log(2))
 
 

@@ -8,13 +8,12 @@
 //           dynamic shared memory. It is a persistent kernel; tiles have 128 rows.
 //   Numerics: elements times block scales are numbers of TYPE, exactly. Tensor cores add 16 products at a time to a float32
 //             accumulator, truncated as in gemm/tensor_core_model.cuh. p is rounded for the second product, to TYPE, or with
-//             WEIGHTS_E4M3 to E4M3 of 2^8 p, and not for l. m is the largest score of the keys so far, and grows only if it would
-//             by more than `lag`.
+//             WEIGHTS_E4M3 to E4M3 of 2^8 p, and not for l. m is the largest score of the keys so far, and grows only by more
+//             than `lag`.
 //
-// attention_pack decodes the pages to tiles of TYPE in global memory, of v transposed. Many rows read a tile, so that decoding once
-// costs a small part of the time. In attention_prefill a producer thread copies tiles to shared memory, and two warpgroups have 64
-// rows each. The product of q and the next keys and the product of p and v run at the same time, and the second one while a
-// warpgroup computes the next weights.
+// attention_pack decodes the pages to tiles of TYPE in global memory, and transposes v. Many rows read a tile, so decoding takes a
+// small part of the time. In attention_prefill a producer thread copies tiles to shared memory, and two warpgroups have 64 rows
+// each. A warpgroup computes the weights of the next keys while the tensor cores multiply p and v.
 #include "attention/attention.cuh"
 #include "attention/pairs.cuh"
 #include "gemm/sm90/tile.cuh"
@@ -46,7 +45,7 @@ constexpr int PACK_THREADS = 256, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 
 
 struct PrefillParameters {
     u8* k_tiles;    // (requests, heads, key_tiles) of KeyTiles
-    u8* v_tiles;    // the same of ValueTiles
+    u8* v_tiles;    // (requests, heads, key_tiles) of ValueTiles
     int key_tiles;  // of the longest request
     int row_tiles;  // of all requests, at most
     float lag;      // in base 2
@@ -150,8 +149,8 @@ __device__ __forceinline__ KeyRange range_of(const AttentionParameters& p, const
     return {begin, end > begin ? end - begin : 0, {last.first, first.last}};
 }
 
-// Tiles of rows of a block, of all heads of the cache. With `causal` the longest tiles come first; blocks take them in turns of
-// alternating order, so that no block has the longest one of every turn.
+// Tiles of rows of a block, of all heads of the cache. The last rows of a request come first: with `causal` they have the most
+// keys. The order of the blocks alternates from turn to turn, to balance their work.
 struct Schedule {
     int turn = 0;
 
@@ -192,7 +191,7 @@ struct ThreadRows {
     float factor, lag;
 };
 
-// Places 64 rows of q of a warpgroup, whose sign changes if `flip`. Rows beyond the last one are zeros.
+// Places 64 rows of q of a warpgroup, with the other sign if `flip`. Rows beyond the last row are zeros.
 template <class T>
 __device__ __forceinline__ void load_queries(u8 (&target)[KEY_TILES][QUERY_BYTES], const AttentionParameters& p, const Tile& tile,
                                              int first_row, int head, bool flip) {

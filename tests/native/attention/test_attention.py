@@ -60,7 +60,7 @@ def results(
 def wrong_parts(
     given: dict[str, torch.Tensor], found: dict[str, torch.Tensor], dtype: str, recipe: str = RECIPE, **fields: str
 ) -> list[str]:
-    """Results that the contract with these fields refuses. Weights are declared, so that it judges every family."""
+    """Results that the contract with these fields refuses. With declared weights the contract judges every family."""
     steps = program(dtype, recipe=recipe, l="exact", exponential="accurate", **fields)
     return [part for part, judgement in judged(steps, given, found) if bool(judgement.wrong.any())]
 

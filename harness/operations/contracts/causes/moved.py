@@ -99,9 +99,10 @@ def _of_read(program: Program, tensors: Tensors, number: int, part: Part, output
 
 
 def _of_weighted(program: Program, tensors: Tensors, number: int, part: Part, output: Step) -> Iterator[Change]:
-    """The cells that values were read from, by the wrong rows that have the values of a cell and are to have those of
-    another cell of this head; of several alike, the nearest one at this offset. If all offsets are right, all cells of
-    the pages are moved."""
+    """Other cells of values, if wrong rows of the output hold the values of a single cell in place of the right cell.
+
+    Several cells may have the same values: the nearest cell with the right offset counts. If all offsets are right,
+    the change moves whole pages."""
     read = next(n for n in program.cone(program.steps[number].operands[1]) if program.steps[n].function == READ)
     sizes, step = page_sizes(program, tensors), program.steps[read]
     actual, low, high = (x.flatten(0, 1) for x in _orders(part))
@@ -166,7 +167,7 @@ def _row_change(program: Program, number: int, word: str, pairs: Pairs) -> Chang
 def _slot_change(
     program: Program, number: int, pairs: Pairs, page: int, verb: str, reader: int | None = None
 ) -> Change:  # fmt: skip
-    """Slots of which some are other ones, for all users of the slots, or for a single step that reads."""
+    """Other slots in place of some slots, for all steps with these slots, or for the step `reader` alone."""
     editor = Editor(program)
     site = Site(editor, number)
     editor.restart(site.line)
