@@ -35,6 +35,9 @@ NORMS: Mapping[str, Mapping[str, Any]] = {
     "sglang-add-cast": {**_UNROUNDED, "rounded": "both"},
     # conch-triton-kernels 1.3.
     "conch": {**_STORED, "rounded": "both"},
+    # liger-kernel 0.8.5, casting_mode llama and gemma.
+    "liger": {**_STORED, "rounded": "both"},
+    "liger-gemma": {**_STORED, "rounded": "result"},
     # torch 2.11.0, torch.nn.functional.rms_norm.
     "torch": {**_UNROUNDED, "rounded": "result"},
 }
@@ -55,8 +58,9 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "sglang-triton-silu": {"rounded": "both"},
     # FlashInfer 0.7.2.post1, include/flashinfer/activation.cuh, with fast math.
     "flashinfer-activation": {"rounded": "result", "fast_math": True, **_FLUSHED},
-    # conch-triton-kernels 1.3; humming-kernels 0.1.19, process_input.
+    # conch-triton-kernels 1.3; liger-kernel 0.8.5; humming-kernels 0.1.19, process_input.
     "conch-activation": {"rounded": "both"},
+    "liger": {"rounded": "both"},
     "humming": {"rounded": "none"},
 }
 

@@ -1,14 +1,16 @@
 """Conch as a backend, on a GPU: Triton GEMMs of FP8 or INT8 with a scale for each tensor or row, and of a matrix of 16
-bits by INT4 weights; norms and SiLU."""
+bits by INT4 weights; norms, activations, writes to a cache of FP8, and decode attention over it."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import base_name, library
+from narrowgauge.harness.backends.adapters.common import base_name, decoded_requests, fp8_cache, library
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "conch-triton-kernels 1.3"
 _INSTALL = 'pip install "conch-triton-kernels[cuda]", for a GPU'
@@ -23,11 +25,12 @@ class Backend:
         "": "conch.ops.quantization.gemm.scaled_gemm",
         **dict.fromkeys(_WEIGHTS, "conch.ops.quantization.gemm.mixed_precision_gemm"),
     }
-    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_WEIGHTS), "te")
+    dialects: ClassVar = {**dict.fromkeys((*_RECIPES, *_WEIGHTS), "te"), "fp8-static-e4m3": ("conch-kv", "vllm")}
     constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
     declares: ClassVar = {
         "gemm": "probe-13", "accumulator": "truncating", "weight-only-gemm": {"decode": "rounded-scale"},
-        "silu-mul": "conch-activation", **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "conch"),
+        **dict.fromkeys(("silu-mul", "gelu-mul"), "conch-activation"),
+        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "conch"),
     }  # fmt: skip
 
     def check(self, device: torch.device) -> None:
@@ -84,6 +87,41 @@ class Backend:
         """`silu_and_mul`."""
         output: torch.Tensor = library("conch.ops.activation.silu_and_mul", _INSTALL).silu_and_mul(x)
         return output
+
+    def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+        """`gelu_tanh_and_mul`. Raises NotImplementedError for GELU by erf."""
+        if approximate != "tanh":
+            raise NotImplementedError(f"conch has GELU by tanh, not by {approximate}")
+        output: torch.Tensor = library("conch.ops.activation.gelu_tanh_and_mul", _INSTALL).gelu_tanh_and_mul(x)
+        return output
+
+    def kv_write(
+        self, k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor, recipe: Recipe, *,
+        k_scale: torch.Tensor, v_scale: torch.Tensor,
+    ) -> Cache:  # fmt: skip
+        """`reshape_and_cache`. Raises NotImplementedError for other caches than `fp8_cache` takes, scales of heads, and
+        values of another width than the keys."""
+        keys, values = fp8_cache(cache, k_scale, v_scale)
+        if k.shape != v.shape:
+            raise NotImplementedError(f"reshape_and_cache takes keys and values of one width; v is {tuple(v.shape)}")
+        write = library("conch.ops.vllm.reshape_and_cache", _INSTALL).reshape_and_cache
+        write(k.contiguous(), v.contiguous(), keys, values, slots, "fp8", k_scale, v_scale)
+        return cache
+
+    def attention(
+        self, q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
+        recipe: Recipe, *, k_scale: torch.Tensor, v_scale: torch.Tensor, scale: float, **options: Any,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """`paged_attention`: a row of q for each request. Raises NotImplementedError as `decoded_requests` does."""
+        keys, values = fp8_cache(cache, k_scale, v_scale)
+        softcap = options.pop("softcap", 0.0)
+        decoded_requests(q_lengths, options)
+        if q.shape[-1] != values.shape[-1]:
+            raise NotImplementedError(f"paged_attention takes keys and values of one width; v has {values.shape[-1]}")
+        attend = library("conch.ops.attention.paged_attention", _INSTALL).paged_attention
+        tables = pages.int(), lengths.int()
+        output = attend(q.contiguous(), keys, values, *tables, None, scale, softcap, "fp8", k_scale, v_scale)
+        return {"output": output}
 
 
 def packed_words(b: Quantized) -> tuple[torch.Tensor, int]:
