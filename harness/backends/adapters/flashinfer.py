@@ -6,6 +6,7 @@ Its kernels of quantization need sm_100 for these formats and round in another w
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,8 @@ from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.7.2.post1"
 _INSTALL = "pip install flashinfer-python; without a GPU, with --no-deps"
+VARIANTS = ("cuda",)
+"""The norms in CUDA in place of those in the CuTe DSL."""
 _TEMPLATES = {"nvfp4": "nvfp4_quantize_trace", "mxfp4": "mxfp4_quantize_trace", "mxfp8-e4m3": "mxfp8_quantize_trace"}
 
 
@@ -33,14 +36,22 @@ class Backend:
     but with NaN in the amax."""
 
     calls: ClassVar = {"": "flashinfer.trace.templates.quantize.<format>_quantize_trace.reference(x, …)"}
-    dialects: ClassVar = {**dict.fromkeys(_TEMPLATES, "flashinfer-trace"), "fp8-static-e4m3": ("flashinfer", "vllm")}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}
-    declares: ClassVar = {
-        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "flashinfer-norm"),
-        **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"),
-        "attention": "flashinfer-decode",
-    }
+
+    def __init__(self, variant: str = "") -> None:
+        if variant and variant not in VARIANTS:
+            raise ValueError(f"no variant {variant!r}; flashinfer has {', '.join(VARIANTS)}")
+        kind = f"-{variant}" if variant else ""
+        self.dialects: dict[str, tuple[str, ...]] = {
+            **dict.fromkeys(_TEMPLATES, ("flashinfer-trace",)), "fp8-static-e4m3": (f"flashinfer{kind}", "vllm"),
+        }  # fmt: skip
+        self.declares = {
+            **dict.fromkeys(("rmsnorm", "add-rmsnorm"), f"flashinfer-norm{kind}"),
+            **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"), "attention": "flashinfer-decode",
+        }  # fmt: skip
+        if variant:
+            os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
