@@ -20,6 +20,8 @@ NORMS: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, csrc/quantization/fused_kernels/layernorm_utils.cuh: scales of rows, and of groups of 64 or 128.
     "vllm-row": {**_UNROUNDED, "rounded": "both"},
     "vllm-block": {**_UNROUNDED, "rounded": "both"},
+    # vLLM 0.32.0, csrc/cpu/layernorm.cpp, of float16; results of bfloat16 are cut off on a CPU with AVX2 alone.
+    "vllm-cpu": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result"},
     # FlashInfer 0.7.2.post1: norm/kernels (CuTe DSL, the default), and include/flashinfer/norm.cuh with fast math.
     "flashinfer": {**_UNROUNDED, "rounded": "none"},
     "flashinfer-cuda": {**_UNROUNDED, "rounded": "none", **_FLUSHED},
@@ -47,6 +49,7 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "vllm-silu-static": {"rounded": "both"},
     "vllm-activation": {"rounded": "both"},
     "vllm-silu-block": {"rounded": "none"},
+    "vllm-cpu": {"rounded": "result"},  # 0.32.0, csrc/cpu/activation.cpp
     # vLLM 0.33.0, Triton, with scales of float32; with packed scales.
     "vllm-triton-silu": {"rounded": "both"},
     "vllm-triton-silu-packed": {"rounded": "result"},

@@ -1,5 +1,5 @@
 """Conch as a backend, on a GPU: Triton GEMMs of FP8 or INT8 with a scale for each tensor or row, and of a matrix of 16
-bits by INT4 weights; norms, activations, writes to a cache of FP8, and decode attention over it."""
+bits by INT4 weights; norms, SiLU, writes to a cache of FP8, and decode attention over it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Backend:
     constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
     declares: ClassVar = {
         "gemm": "probe-13", "accumulator": "truncating", "weight-only-gemm": {"decode": "rounded-scale"},
-        **dict.fromkeys(("silu-mul", "gelu-mul"), "conch-activation"),
-        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "conch"),
+        "silu-mul": "conch-activation", **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "conch"),
     }  # fmt: skip
 
     def check(self, device: torch.device) -> None:
@@ -86,13 +85,6 @@ class Backend:
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """`silu_and_mul`."""
         output: torch.Tensor = library("conch.ops.activation.silu_and_mul", _INSTALL).silu_and_mul(x)
-        return output
-
-    def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
-        """`gelu_tanh_and_mul`. Raises NotImplementedError for GELU by erf."""
-        if approximate != "tanh":
-            raise NotImplementedError(f"conch has GELU by tanh, not by {approximate}")
-        output: torch.Tensor = library("conch.ops.activation.gelu_tanh_and_mul", _INSTALL).gelu_tanh_and_mul(x)
         return output
 
     def kv_write(

@@ -157,7 +157,8 @@ def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _order_on_gpu(a: Quantized, b: Quantized) -> str:
-    """The order of blocks. Any order, truncated, for other scales, which are probed, and for K that cuBLAS
-    may cut into slices."""
-    return "aligned-13-32" if str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K else "truncating"
+def _order_on_gpu(a: Quantized | list[Quantized], b: Quantized | list[Quantized]) -> str:
+    """The order of blocks. Any order, truncated, for other scales, which are probed, for sections, and for K that
+    cuBLAS may cut into slices."""
+    blocks = isinstance(a, Quantized) and str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K
+    return "aligned-13-32" if blocks else "truncating"
