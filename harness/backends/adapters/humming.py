@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from narrowgauge.adapt.words import pack_words
 from narrowgauge.harness.backends.adapters.common import base_name, library, matrix
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -98,6 +99,5 @@ def layer_tensors(b: Quantized, name: str, dtype: torch.dtype) -> dict[str, torc
     if b.tensor_scale is not None:
         found["weight_scale_2"] = b.tensor_scale.view(1)
     if b.zeros is not None:
-        shifts = torch.arange(0, 32, 4, device=b.zeros.device).view(1, 8, 1)
-        found["zero_point"] = (b.zeros.view(-1, 8, b.zeros.shape[1]).long() << shifts).sum(1).to(torch.int32)
+        found["zero_point"] = pack_words(b.zeros, 4, 0)
     return found

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.adapt.words import WORDS, WordLayout, unpack_words
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
 from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SLAB = 1 << 22
 """Codes that are decoded at once."""
 _CLEAR = 6.0
@@ -47,9 +47,14 @@ class IntegerLayer:
         return f"int{self.bits}, groups of {-(-self.shape[1] // max(1, self.groups))}"
 
     @property
+    def words(self) -> WordLayout:
+        """The layout of the words."""
+        return WORDS[self.layout.lower()]
+
+    @property
     def by_row(self) -> bool:
         """Whether codes and scales are stored in rows of N; else in rows of K."""
-        return self.layout == "pack-quantized"
+        return self.words.by_row
 
     @property
     def groups(self) -> int:
@@ -88,11 +93,11 @@ class IntegerLayer:
         if self.zeros is None:
             return torch.full((self.groups, rows), float(1 << self.bits - 1), dtype=torch.float64)
         if self.by_row:
-            stored = _unpacked(self.zeros.read(), self.bits).view(*self.zeros.shape, -1)
-            codes = stored.permute(1, 0, 2).reshape(self.groups, -1)[:, :rows]
+            words = self.zeros.read().view(torch.int32).view(self.zeros.shape)
+            codes = unpack_words(words, self.bits, 0).T
         else:
-            codes = self._columns(_unpacked(self.zeros.read(), self.bits), rows)
-        return codes.double() + self.offset
+            codes = self._unpacked(self.zeros.read())
+        return codes[:, :rows].double() + self.offset
 
     def read_groups(self) -> torch.Tensor:
         """Group of each column, int64 (K,)."""
@@ -104,26 +109,18 @@ class IntegerLayer:
         """Codes of the columns `start` to `stop` of K, whole words: uint8 (stop − start, N)."""
         rows, per = self.shape[0], 32 // self.bits
         if self.layout == "AWQ":
-            return self._columns(_unpacked(self.codes.read(start, stop), self.bits), rows)
+            return self._unpacked(self.codes.read(start, stop))[:, :rows]
         if self.layout == "GPTQ":
-            words = _unpacked(self.codes.read(start // per, -(-stop // per)), self.bits).view(-1, rows, per)
-            return words.permute(0, 2, 1).reshape(-1, rows)[: stop - start]
-        words = self.codes.read().view(rows, -1)[:, start // 8 * self.bits : -(-stop // per) * 4]
-        return _unpacked(words.contiguous(), self.bits)[:, : stop - start].T
+            words = self.codes.read(start // per, -(-stop // per)).view(torch.int32).view(-1, rows)
+            return unpack_words(words, self.bits, 0)[: stop - start]
+        return self._unpacked(self.codes.read().view(rows, -1)[:, start // per * 4 : -(-stop // per) * 4])[
+            :, : stop - start
+        ].T
 
-    def _columns(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
-        """Codes of words along N in the order of the columns."""
-        if self.layout == "AWQ":
-            order = torch.tensor(_AWQ_ORDER[: 32 // self.bits]).argsort()
-            codes = codes.view(len(codes), -1, 32 // self.bits)[:, :, order].flatten(1)
-        return codes[:, :rows]
-
-
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes, uint8, of rows of bytes: the lowest bits first."""
-    if bits == 8:
-        return words
-    return torch.stack([words & 0xF, words >> 4], -1).flatten(-2)
+    def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
+        """Codes of rows of bytes, whose words lie along the last axis."""
+        words = stored.contiguous().view(torch.int32)
+        return unpack_words(words, self.bits, -1, self.words.order)
 
 
 def integer_layer(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> IntegerLayer | Finding | None:
