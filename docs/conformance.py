@@ -89,8 +89,8 @@ WRONG_HEAD = """
 
 A difference from a dialect is no mistake: libraries choose their rules. Each row here is a byte that contradicts the
 library's own rule or the format, with the byte that a third opinion gives: ml_dtypes for codes of E2M1, for bfloat16
-and for NaN, exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and runs where
-the library is installed.
+and for NaN, exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and
+runs where the library is installed.
 
 | name | input and mistake | library and recipe | its byte | third opinion |
 |---|---|---|---|---|

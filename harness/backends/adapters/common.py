@@ -110,12 +110,3 @@ def fp8_cache(cache: Cache, k_scale: torch.Tensor, v_scale: torch.Tensor) -> tup
     if cache.layout != "nhd" or cache.key_scales is not None or k_scale.numel() != 1 or v_scale.numel() != 1:
         raise NotImplementedError("the library takes pages in the layout nhd, and one scale for k and one for v")
     return cache.keys.view(torch.float8_e4m3fn), cache.values.view(torch.float8_e4m3fn)
-
-
-def decoded_requests(q_lengths: torch.Tensor, options: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError if a request has more or fewer rows of q than one, or if a keyword argument of
-    `attention` is not the default of decode."""
-    if bool((q_lengths != 1).any()):
-        raise NotImplementedError(f"the kernel decodes one row of q for each request, not {q_lengths.tolist()}")
-    if unknown := sorted(name for name, value in options.items() if name != "causal" and value):
-        raise NotImplementedError(f"the kernel has no {', '.join(unknown)}")

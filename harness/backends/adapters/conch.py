@@ -1,13 +1,13 @@
 """Conch as a backend, on a GPU: Triton GEMMs of FP8 or INT8 with a scale for each tensor or row, and of a matrix of 16
-bits by INT4 weights; norms, SiLU, writes to a cache of FP8, and decode attention over it."""
+bits by INT4 weights; norms, SiLU, and writes to a cache of FP8."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import base_name, decoded_requests, fp8_cache, library
+from narrowgauge.harness.backends.adapters.common import base_name, fp8_cache, library
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -25,7 +25,7 @@ class Backend:
         "": "conch.ops.quantization.gemm.scaled_gemm",
         **dict.fromkeys(_WEIGHTS, "conch.ops.quantization.gemm.mixed_precision_gemm"),
     }
-    dialects: ClassVar = {**dict.fromkeys((*_RECIPES, *_WEIGHTS), "te"), "fp8-static-e4m3": ("conch-kv", "vllm")}
+    dialects: ClassVar = {**dict.fromkeys((*_RECIPES, *_WEIGHTS), "te"), "fp8-static-e4m3": "conch-kv"}
     constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
     declares: ClassVar = {
         "gemm": "probe-13", "accumulator": "truncating", "weight-only-gemm": {"decode": "rounded-scale"},
@@ -99,21 +99,6 @@ class Backend:
         write = library("conch.ops.vllm.reshape_and_cache", _INSTALL).reshape_and_cache
         write(k.contiguous(), v.contiguous(), keys, values, slots, "fp8", k_scale, v_scale)
         return cache
-
-    def attention(
-        self, q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
-        recipe: Recipe, *, k_scale: torch.Tensor, v_scale: torch.Tensor, scale: float, **options: Any,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """`paged_attention`: a row of q for each request. Raises NotImplementedError as `decoded_requests` does."""
-        keys, values = fp8_cache(cache, k_scale, v_scale)
-        softcap = options.pop("softcap", 0.0)
-        decoded_requests(q_lengths, options)
-        if q.shape[-1] != values.shape[-1]:
-            raise NotImplementedError(f"paged_attention takes keys and values of one width; v has {values.shape[-1]}")
-        attend = library("conch.ops.attention.paged_attention", _INSTALL).paged_attention
-        tables = pages.int(), lengths.int()
-        output = attend(q.contiguous(), keys, values, *tables, None, scale, softcap, "fp8", k_scale, v_scale)
-        return {"output": output}
 
 
 def packed_words(b: Quantized) -> tuple[torch.Tensor, int]:

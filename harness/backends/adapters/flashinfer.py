@@ -1,5 +1,4 @@
-"""FlashInfer as a backend: the references in PyTorch of its trace templates; on a GPU its norms, activations, and
-attention over a cache of FP8.
+"""FlashInfer as a backend: the references in PyTorch of its trace templates; on a GPU its norms and activations.
 
 Its kernels of quantization need sm_100 for these formats and round in another way (docs/dialects.md).
 """
@@ -11,17 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import (
-    amax,
-    base_name,
-    decoded_requests,
-    fp8_cache,
-    library,
-    matrix,
-    on_gpu,
-    plain_library,
-)
-from narrowgauge.spec.kv_cache import Cache
+from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix, on_gpu, plain_library
 from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.7.2.post1"
@@ -44,11 +33,11 @@ class Backend:
             raise ValueError(f"no variant {variant!r}; flashinfer has {', '.join(VARIANTS)}")
         kind = f"-{variant}" if variant else ""
         self.dialects: dict[str, tuple[str, ...]] = {
-            **dict.fromkeys(_TEMPLATES, ("flashinfer-trace",)), "fp8-static-e4m3": (f"flashinfer{kind}", "vllm"),
+            **dict.fromkeys(_TEMPLATES, ("flashinfer-trace",)), "fp8-static-e4m3": (f"flashinfer{kind}",),
         }  # fmt: skip
         self.declares = {
             **dict.fromkeys(("rmsnorm", "add-rmsnorm"), f"flashinfer-norm{kind}"),
-            **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"), "attention": "flashinfer-decode",
+            **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"),
         }  # fmt: skip
         if variant:
             os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
@@ -103,30 +92,6 @@ class Backend:
         codes, total = torch.empty_like(x, dtype=torch.float8_e4m3fn), residual.clone()
         _kernel(x, "norm", "fused_add_rmsnorm_quant")(codes, x, total, weight, scale, eps)
         return {"residual": total, "codes": codes}
-
-    def attention(
-        self, q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
-        recipe: Recipe, *, k_scale: torch.Tensor, v_scale: torch.Tensor, scale: float, **options: Any,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """`BatchDecodeWithPagedKVCacheWrapper` on CUDA cores, on a GPU. Raises NotImplementedError as
-        `decoded_requests` does, and for a request without tokens."""
-        wrapper = _kernel(q, "decode", "BatchDecodeWithPagedKVCacheWrapper")
-        keys, values = fp8_cache(cache, k_scale, v_scale)
-        decoded_requests(q_lengths, options)
-        counts = (lengths + cache.page - 1) // cache.page
-        if bool((lengths < 1).any()) or q.shape[-1] != values.shape[-1]:
-            raise NotImplementedError("the kernel takes requests with tokens, and keys and values of one width")
-        decode = wrapper(torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=False)
-        used = torch.arange(pages.shape[1], device=pages.device) < counts.unsqueeze(1)
-        first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        last = lengths - (counts - 1) * cache.page
-        decode.plan(
-            first, pages[used].int(), last.int(), q.shape[1], keys.shape[2], q.shape[2], cache.page,
-            q_data_type=q.dtype, kv_data_type=keys.dtype, sm_scale=scale,
-        )  # fmt: skip
-        scales = {"k_scale": float(k_scale), "v_scale": float(v_scale)}
-        output, lse = decode.run(q, (keys, values), return_lse=True, **scales)
-        return {"output": output, "lse": lse}
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """`silu_and_mul`, on a GPU."""

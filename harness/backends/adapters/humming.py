@@ -95,6 +95,8 @@ def layer_tensors(b: Quantized, name: str, dtype: torch.dtype) -> dict[str, torc
     narrow = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(name)
     scales = b.scales if narrow is None else b.scales.view(narrow)
     rounded = integers or name in _CHANNEL
+    if name in _CHANNEL and not torch.equal(scales.to(dtype).float(), scales):
+        raise NotImplementedError(f"HummingLayer takes scales of rows in {dtype}; these are float32 numbers")
     found = {"weight": codes.contiguous().view(torch.int32), "weight_scale": scales.to(dtype) if rounded else scales}
     if b.tensor_scale is not None:
         found["weight_scale_2"] = b.tensor_scale.view(1)

@@ -158,7 +158,9 @@ def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
 
 
 def _order_on_gpu(a: Quantized | list[Quantized], b: Quantized | list[Quantized]) -> str:
-    """The order of blocks. Any order, truncated, for other scales, which are probed, for sections, and for K that
+    """The order of blocks, and of sections. Any order, truncated, for other scales, which are probed, and for K that
     cuBLAS may cut into slices."""
-    blocks = isinstance(a, Quantized) and str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K
-    return "aligned-13-32" if blocks else "truncating"
+    first = a if isinstance(a, Quantized) else a[0]
+    if first.shape[1] > _WHOLE_K or not (isinstance(a, list) or str(first.recipe) in _BLOCKS):
+        return "truncating"
+    return "aligned-13-32-128" if isinstance(a, list) else "aligned-13-32"

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.adapt.words import unpack_words
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.harness.backends.adapters import conch, flashinfer, liger, vllm
+from narrowgauge.harness.backends.adapters import conch, flashinfer, humming, liger, vllm
 from narrowgauge.harness.backends.adapters import torch as torch_adapter
+from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.spec.kv_cache import Cache
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 EVERY = pytest.mark.parametrize("operation", ["rmsnorm", "add-rmsnorm", "silu-mul", "gelu-mul"])
@@ -151,6 +154,32 @@ def test_liger_declares_its_dialects(operation: str, centred: bool, variant: str
         other = {"rounded": "result" if fields["rounded"] == "both" else "both"}
         with pytest.raises(AssertionError):
             judge(operation, result, **fields | other, **options)
+
+
+def test_a_weight_of_minus_zero_behind_an_offset(stand_ins: None) -> None:
+    x, weight = operands("rmsnorm")
+    weight[3] = -0.0
+    result = liger.Backend().rmsnorm(x, weight)
+    fields = dict(CONTRACTS["rmsnorm"].dialects["liger"])
+    narrowgauge.assert_result(CONTRACTS["rmsnorm"], result, x, weight, **fields)
+    with pytest.raises(AssertionError, match="16 of 1 024 elements of output differ"):
+        narrowgauge.assert_result(CONTRACTS["rmsnorm"], result, x, weight, **fields | {"zero_weight": "kept"})
+
+
+def test_humming_takes_words_and_narrow_scales() -> None:
+    codes = torch.arange(128 * 128, dtype=torch.int32).remainder(251).to(torch.uint8).view(128, 128)
+    points, scales = torch.arange(128, dtype=torch.uint8).view(128, 1) % 16, torch.full((128, 1), 1.001)
+    q = Quantized(codes[:, :64].contiguous(), scales, None, find_recipe("int4-g128-zp"), (128, 128), zeros=points)
+    found = humming.layer_tensors(q, "int4-g128-zp", torch.bfloat16)
+    assert torch.equal(unpack_words(found["weight"], 4), unpack(q.codes, 128))
+    assert torch.equal(unpack_words(found["zero_point"], 4, 0), points)
+    assert torch.equal(found["weight_scale"], scales.bfloat16())
+    q = Quantized(q.codes, scales, None, find_recipe("int4-g128"), (128, 128))
+    assert torch.equal(unpack_words(humming.layer_tensors(q, "int4-g128", torch.float16)["weight"], 4) ^ 8,
+                       unpack(q.codes, 128))  # fmt: skip
+    rows = Quantized(codes, scales, None, find_recipe("fp8-row-e4m3"), (128, 128))
+    with pytest.raises(NotImplementedError, match=r"takes scales of rows in torch\.bfloat16; these are float32 numbers"):
+        humming.layer_tensors(rows, "fp8-row-e4m3", torch.bfloat16)
 
 
 def test_conch_writes_rows_of_a_cache(stand_ins: None) -> None:
