@@ -44,9 +44,8 @@ def wrong(recipe: str, **fields: bool) -> int:
         scales = torch.cat([rows[0, valid] for rows, valid in zip(t["scales"], some, strict=True)]).view(-1, 1)
         assert torch.equal(scales.bfloat16().float(), scales)
         program = masked.trace({"x": "bfloat16", "scale": "float32"}, {"recipe": str(rule)}, fields)
-        shown = {
-            "scales": scales.bfloat16(), "quantized": Quantized(codes, torch.ones(1, 1), None, rule, tuple(codes.shape)),
-        }  # fmt: skip
+        quantized = Quantized(codes, torch.ones(1, 1), None, rule, tuple(codes.shape))
+        shown = {"scales": scales.bfloat16(), "quantized": quantized}
         parts = dict(judged(program, {"x": x, "scale": torch.ones(1)}, shown))
         assert parts["codes"].determined > 0.85 * codes.numel()
         found += sum(int(part.wrong.sum()) for part in parts.values())
