@@ -21,7 +21,7 @@ NORMS: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, csrc/quantization/fused_kernels/layernorm_utils.cuh: scales of rows, and of groups of 64 or 128.
     "vllm-row": {**_UNROUNDED, "rounded": "both"},
     "vllm-block": {**_UNROUNDED, "rounded": "both"},
-    # vLLM 0.32.0, csrc/cpu/layernorm.cpp, of float16; results of bfloat16 are cut off on a CPU with AVX2 alone.
+    # vLLM 0.32.0, csrc/cpu/layernorm.cpp, of float16; results of bfloat16 are truncated on a CPU with AVX2 alone.
     "vllm-cpu": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result"},
     # FlashInfer 0.7.2.post1: norm/kernels (CuTe DSL, the default), and include/flashinfer/norm.cuh with fast math.
     "flashinfer": {**_UNROUNDED, **_OFFSET, "rounded": "none"},

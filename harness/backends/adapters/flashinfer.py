@@ -5,7 +5,6 @@ Its kernels of quantization need sm_100 for these formats and round in another w
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +14,6 @@ from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "0.7.2.post1"
 _INSTALL = "pip install flashinfer-python; without a GPU, with --no-deps"
-VARIANTS = ("cuda",)
-"""The norms in CUDA in place of those in the CuTe DSL."""
 _TEMPLATES = {"nvfp4": "nvfp4_quantize_trace", "mxfp4": "mxfp4_quantize_trace", "mxfp8-e4m3": "mxfp8_quantize_trace"}
 
 
@@ -25,22 +22,13 @@ class Backend:
     but with NaN in the amax."""
 
     calls: ClassVar = {"": "flashinfer.trace.templates.quantize.<format>_quantize_trace.reference(x, …)"}
+    dialects: ClassVar = dict.fromkeys(_TEMPLATES, "flashinfer-trace")
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}
-
-    def __init__(self, variant: str = "") -> None:
-        if variant and variant not in VARIANTS:
-            raise ValueError(f"no variant {variant!r}; flashinfer has {', '.join(VARIANTS)}")
-        kind = f"-{variant}" if variant else ""
-        self.dialects: dict[str, tuple[str, ...]] = {
-            **dict.fromkeys(_TEMPLATES, ("flashinfer-trace",)), "fp8-static-e4m3": (f"flashinfer{kind}",),
-        }  # fmt: skip
-        self.declares = {
-            **dict.fromkeys(("rmsnorm", "add-rmsnorm"), f"flashinfer-norm{kind}"),
-            **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"),
-        }  # fmt: skip
-        if variant:
-            os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
+    declares: ClassVar = {
+        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "flashinfer-norm"),
+        **dict.fromkeys(("silu-mul", "gelu-mul"), "flashinfer-activation"),
+    }
 
     def check(self, device: torch.device) -> None:
         """Raise ModuleNotFoundError if the library is missing."""
@@ -75,23 +63,6 @@ class Backend:
         name = "gemma_fused_add_rmsnorm" if zero_centered else "fused_add_rmsnorm"
         _kernel(x, "norm", name)(output, total, weight, eps)
         return {"residual": total, "output": output}
-
-    def rmsnorm_quantize_static(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, recipe: Recipe, *, eps: float = 1e-6
-    ) -> torch.Tensor:
-        """`rmsnorm_quant`, on a GPU."""
-        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        _kernel(x, "norm", "rmsnorm_quant")(codes, x, weight, scale, eps)
-        return codes
-
-    def add_rmsnorm_quantize_static(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, recipe: Recipe, *,
-        eps: float = 1e-6,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """`fused_add_rmsnorm_quant`, on a GPU, which writes the sum into a copy of the residual."""
-        codes, total = torch.empty_like(x, dtype=torch.float8_e4m3fn), residual.clone()
-        _kernel(x, "norm", "fused_add_rmsnorm_quant")(codes, x, total, weight, scale, eps)
-        return {"residual": total, "codes": codes}
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """`silu_and_mul`, on a GPU."""

@@ -72,7 +72,7 @@ class IntegerLayer:
     def problem(self) -> str:
         """Why shapes or dtypes of the tensors do not fit, or the empty string."""
         (rows, columns), per = self.shape, 32 // self.bits
-        expected = {
+        expected: tuple[tuple[int, ...], ...] = {
             "GPTQ": ((-(-columns // per), rows), (self.groups, rows), (self.groups, -(-rows // per))),
             "AWQ": ((columns, -(-rows // per)), (self.groups, rows), (self.groups, -(-rows // per))),
             "pack-quantized": ((rows, -(-columns // per)), (rows, self.groups), (-(-rows // per), self.groups)),
