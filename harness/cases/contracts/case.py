@@ -86,6 +86,11 @@ class ContractCase(Case):
 
     # ---- the contract ------------------------------------------------------------------------------------------------
 
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        """M, K and N of matrices; a cache has none of them."""
+        return {name: (size,) for name, size in self.extents.items() if name in ("M", "K", "N")}
+
     @classmethod
     def may_declare(cls, key: str, value: object) -> bool:
         """Whether a backend may say this of its kernel: a dialect of the contract, or values of its fields by name."""
