@@ -30,8 +30,8 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 
 SMALL = Outer(amax=0x0500)
 """A tensor amax with few numbers below it: 2^-117 of bfloat16."""
-MIDDLE = Outer(amax=0x0800)
-"""A tensor amax under which blocks have all scales: 2^-111."""
+MIDDLE = Outer(amax=0x0828)
+"""A tensor amax under which blocks have all scales, and elements ties: 2688·2^-122."""
 Kernel = Callable[..., Any]
 
 
