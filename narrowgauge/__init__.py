@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.error_figures.tolerance import tolerance
     from narrowgauge.harness.api.inputs import inputs, matrix
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
+    from narrowgauge.harness.certify.certify import certify
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
-    from narrowgauge.harness.tools.certify.certify import certify
     from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
     from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
@@ -77,7 +77,7 @@ _MODULES = {
     "assert_quantized": "harness.api.assertions", "assert_result": "harness.api.assert_result",
     "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
-    "bounds": "harness.api.error_figures.bounds", "certify": "harness.tools.certify.certify",
+    "bounds": "harness.api.error_figures.bounds", "certify": "harness.certify.certify",
     "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",

@@ -23,7 +23,7 @@ def certify_backend(
     places: Annotated[
         int, typer.Option("--places", min=0, help="Places of a number in a block; 0: up to 128, on a GPU all.")
     ] = 0,
-    folder: Annotated[Path, typer.Option("--out", help="Folder of certificate.md and certificate.json.")] = Path(
+    folder: Annotated[Path, typer.Option("--report-dir", help="Folder of certificate.md and certificate.json.")] = Path(
         "reports/certificate"
     ),
     rules: Rules = None,
@@ -34,12 +34,12 @@ def certify_backend(
     """
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.certify.certificate import CertificateError
+    from narrowgauge.harness.certify.certify import Effort, certificate_of, numbers_of
     from narrowgauge.harness.hosts.remote_host import RemoteHost, hosted_backend
     from narrowgauge.harness.machine.process import one_thread
     from narrowgauge.harness.records.environment import describe_run, source_hashes
     from narrowgauge.harness.records.loaded_sources import LoadedSources
-    from narrowgauge.harness.tools.certify.certificate import CertificateError
-    from narrowgauge.harness.tools.certify.certify import Effort, certificate_of, numbers_of
     from narrowgauge.spec.dtypes import TORCH_DTYPES
     from narrowgauge.spec.recipes import find_recipe
 

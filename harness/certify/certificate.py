@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from narrowgauge.harness.certify.proof import Proof, WrongSet
+from narrowgauge.harness.certify.space import Numbers, Outer
 from narrowgauge.harness.report.text import number, plural
-from narrowgauge.harness.tools.certify.proof import Proof, WrongSet
-from narrowgauge.harness.tools.certify.space import Outer
 
 FORMAT = 1
 """Version of the JSON file."""
@@ -76,11 +78,9 @@ class Certificate:
         yield f"# {self.subject}, {self.recipe} of {self.dtype}: {self.verdict}"
         yield ""
         yield self.assumption
-        for trial in self.trials:
-            if trial.wrong:
-                yield f"**Refuted** by {trial.name}: {_of_trial(trial)}"
+        yield from (f"**{line}**" for line in self._refutations())
         for title, entries in (
-            ("Wrong inputs", [line for wrong in self.wrong for line in wrong_lines(wrong)]),
+            ("Wrong inputs", [line for wrong in self.wrong for line in wrong_lines(wrong, self.dtype)]),
             ("Proved", self.proved),
             ("Sampled", self.sampled),
             ("Trials of the assumption", [f"{trial.name}: {_of_trial(trial)}" for trial in self.trials]),
@@ -95,10 +95,15 @@ class Certificate:
         """The verdict, the assumption, what was proved and sampled, and the wrong inputs."""
         yield f"{self.subject}, {self.recipe} of {self.dtype}: {self.verdict}"
         yield self.assumption
-        yield from (f"refuted by {trial.name}: {_of_trial(trial)}" for trial in self.trials if trial.wrong)
-        yield from (line for wrong in self.wrong for line in wrong_lines(wrong))
+        yield from self._refutations()
+        yield from (line for wrong in self.wrong for line in wrong_lines(wrong, self.dtype))
         yield from (f"proved: {line}" for line in self.proved)
         yield from (f"sampled: {line}" for line in self.sampled)
+
+    def _refutations(self) -> Iterator[str]:
+        """Trials that refute the assumption. If the proof has wrong pairs, these make the trials wrong too."""
+        if not self.wrong:
+            yield from (f"refuted by {trial.name}: {_of_trial(trial)}" for trial in self.trials if trial.wrong)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the JSON file."""
@@ -167,10 +172,10 @@ def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple
     return proved, sampled
 
 
-def wrong_lines(wrong: WrongSet) -> Iterator[str]:
-    """Lines on a set of wrong inputs."""
+def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
+    """Lines on a set of wrong inputs of a dtype."""
     inputs = "block amaxes" if wrong.stage == "scales" else "pairs of a number and a scale"
-    where = outer_text(wrong.outer)
+    where = _under(wrong.outer, dtype)
     if wrong.stage == "amax":
         yield f"amax{where}: {_first(wrong.first)}"
         return
@@ -185,15 +190,18 @@ def wrong_lines(wrong: WrongSet) -> Iterator[str]:
 
 
 def _run(stage: str, scale: int, first: int, last: int) -> str:
-    numbers = f"0x{first & 0xFFFFFFFF:X}" + (f" to 0x{last & 0xFFFFFFFF:X}" if last > first else "")
+    numbers = f"0x{first:X}" + (f" to 0x{last:X}" if last > first else "")
     return numbers if stage == "scales" else f"{numbers} under 0x{scale:X}"
 
 
-def outer_text(outer: Outer) -> str:
+def _under(outer: Outer, dtype: str) -> str:
     """The tensor scale of a call for messages; empty if it has none."""
     if outer.scale is not None:
         return f" under the given scale {outer.scale!r}"
-    return "" if outer.amax is None else f" under the tensor amax of bits 0x{outer.amax:X}"
+    if outer.amax is None:
+        return ""
+    value = float(Numbers(getattr(torch, dtype)).tensor(torch.tensor(outer.amax)))
+    return f" under the tensor amax {value!r} (0x{outer.amax:X})"
 
 
 def _first(first: Mapping[str, Any]) -> str:

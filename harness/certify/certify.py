@@ -16,18 +16,19 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import FunctionBackend, name_of_function
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.certify.certificate import Certificate, CertificateError, Trial, proved_and_sampled
+from narrowgauge.harness.certify.compare import Calls, Parts, wrong_codes, wrong_scales
+from narrowgauge.harness.certify.proof import Prover
+from narrowgauge.harness.certify.space import Grid, Numbers, outers
+from narrowgauge.harness.certify.trials import CONTENTS, Content, shapes
+from narrowgauge.harness.certify.wrong import Feature, find_rule
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.report.text import number
-from narrowgauge.harness.tools.certify.certificate import Certificate, CertificateError, Trial, proved_and_sampled
-from narrowgauge.harness.tools.certify.compare import Calls, Parts, wrong_codes, wrong_scales
-from narrowgauge.harness.tools.certify.proof import Prover
-from narrowgauge.harness.tools.certify.space import Grid, Numbers, outers
-from narrowgauge.harness.tools.certify.trials import CONTENTS, Content, shapes
-from narrowgauge.harness.tools.certify.wrong import Feature, find_rule
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _VIEWS = ("offset-2", "offset-8", "pitched", "strided", "transposed")
 _ELEMENTS = 1 << 19
@@ -65,7 +66,7 @@ def certify(
     tensor_scales: int | None = None,
     places: int | None = None,
     tensor_scale_is: TensorScaleIs = "amax",
-    layout: AnyLayout = "linear",
+    layout: AnyLayout = LINEAR,
     nibbles: Nibbles = "low-first",
 ) -> Certificate:
     """Prove a quantizer on every number under every scale of a block, and try the assumption of the proof.
@@ -85,7 +86,9 @@ def certify(
     case = QuantizeCase(recipe=str(found), shape=(16, 256), dtype="bf16", inputs="normal")
     conventions = {"tensor_scale_is": tensor_scale_is, "layout": layout, "nibbles": nibbles, "transposed": False}
     subject = name_of_function(function)
-    backend = FunctionBackend(subject, function, case, "quantize", declares={}, conventions=conventions, constraints={})
+    backend = FunctionBackend(
+        subject, function, case, case.operation, declares={}, conventions=conventions, constraints={}
+    )
     effort = Effort.of(str(device), tensor_scales, places)
     with default_settings():
         certificate = certificate_of(backend, subject, found, numbers, effort, seed)
@@ -130,18 +133,20 @@ def numbers_of(recipe: Recipe, dtype: torch.dtype, device: str) -> Numbers:
 
 
 def _assumption(recipe: Recipe, trials: list[Trial]) -> str:
+    scope = {"tensor": "the tensor", "row": "its row"}[recipe.granularity]
     if recipe.tensor_scale == "given":
-        of_scale, shared = "every stored scale on the given scale", "the given scale"
+        depends = "a code depends on its number and the given scale alone"
     elif recipe.whole:
-        of_scale, shared = "the stored scale on the amax of the tensor", "this amax"
+        depends = "the scale depends on the amax of the tensor alone, and a code on its number and this scale alone"
+    elif recipe.tensor_scale == "none":
+        depends = "a scale depends on the amax of its block alone, and a code on its number and this scale alone"
     else:
-        scope = {"tensor": "the tensor", "row": "its row"}[recipe.granularity]
-        more = f" and of {scope}" if recipe.tensor_scale != "none" else ""
-        of_scale, shared = f"a stored scale on the amax of its block{more}", f"this amax{more}"
+        scale = f"a scale depends on the amaxes of its block and of {scope} alone"
+        depends = f"{scale}, and a code on its number, this scale and the amax of {scope} alone"
     blocks, calls = sum(trial.blocks for trial in trials), sum(trial.calls for trial in trials)
     return (
-        f"Assumption: {of_scale} alone, and a code on its number and {shared} alone; not on other numbers, on places, "
-        f"shapes, views or earlier calls. Tried on {number(blocks)} blocks in {number(calls)} calls."
+        f"Assumption: {depends}; not on other numbers, places, shapes, views or earlier calls. Tried on "
+        f"{number(blocks)} blocks in {number(calls)} calls."
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.tools.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
-from narrowgauge.harness.tools.certify.space import Numbers, Outer, Space
-from narrowgauge.harness.tools.certify.wrong import RUNS, Feature, Rule, find_rule, runs
+from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
+from narrowgauge.harness.certify.space import Numbers, Outer, Space
+from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.spec.formats import FP32, Format
 
@@ -226,10 +226,11 @@ class Prover:
 
     def _runs(self, scales: torch.Tensor, bits: torch.Tensor) -> list[dict[str, Any]]:
         """Runs of consecutive bits for each scale, at most `RUNS`."""
+        bits = bits & (2 * self.numbers.sign - 1)
         listed: list[dict[str, Any]] = []
         left = RUNS
         for scale in torch.unique(scales).tolist():
-            found = runs(bits[scales == scale])[:left]
+            found = runs(bits[scales == scale].sort().values)[:left]
             left -= len(found)
             if found:
                 listed.append({"scale": scale, "numbers": found})

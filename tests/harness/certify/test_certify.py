@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import FunctionBackend
+from narrowgauge.harness.certify import certify as certify_module
+from narrowgauge.harness.certify.certificate import Certificate, CertificateError, read
+from narrowgauge.harness.certify.certify import Effort, certificate_of, certify
+from narrowgauge.harness.certify.compare import Calls
+from narrowgauge.harness.certify.proof import Proof, Prover
+from narrowgauge.harness.certify.required import problems
+from narrowgauge.harness.certify.space import Numbers, Outer, Space, outers
+from narrowgauge.harness.certify.wrong import Feature, find_rule, runs
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
-from narrowgauge.harness.tools.certify import certify as certify_module
-from narrowgauge.harness.tools.certify.certificate import Certificate, CertificateError, read
-from narrowgauge.harness.tools.certify.certify import Effort, certificate_of, certify
-from narrowgauge.harness.tools.certify.compare import Calls
-from narrowgauge.harness.tools.certify.proof import Proof, Prover
-from narrowgauge.harness.tools.certify.space import Numbers, Outer, Space, outers
-from narrowgauge.harness.tools.certify.wrong import Feature, find_rule, runs
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.reference import ops
 from narrowgauge.reference.numbers.blocks import block_amax
 from narrowgauge.spec.quantized import Quantized
@@ -269,7 +271,9 @@ def test_a_certificate_says_what_it_did_not_try(tmp_path: Path) -> None:
     assert found.verdict == "certified"
     assert any("refuses 1 calls" in line for line in found.outside)
     assert (
-        str(found).splitlines()[2].startswith("Assumption: a stored scale on the amax of its block and of the tensor")
+        str(found)
+        .splitlines()[2]
+        .startswith("Assumption: a scale depends on the amaxes of its block and of the tensor")
     )
     page, data = found.write(tmp_path)
     assert page.read_text(encoding="utf-8") == f"{found}\n"
@@ -312,6 +316,36 @@ def test_a_file_that_is_no_certificate_is_one_error(tmp_path: Path, text: str) -
         read(tmp_path / "file.json")
 
 
+def recorded_run(**changed: Any) -> RecordedRun:
+    sources = {"kernels": "aa", "backend": "bb", "reference": "cc"}
+    fields = {"device": "cpu", "sources": sources, "loaded": {"file k.py": "dd"}} | changed
+    return RecordedRun(backend="k:B", seed=0, cases=[], environment={}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, []),
+        ({"device": "cuda"}, ["is of device cpu, and the run of cuda"]),
+        ({"loaded": {"file k.py": "ee"}}, ["file k.py is dd in the certificate, and ee in the run"]),
+        ({"loaded": {}}, ["file k.py is dd in the certificate, and not there in the run"]),
+        ({"sources": {"kernels": "ab", "backend": "bb"}}, ["kernels is aa in the certificate, and ab in the run"]),
+    ],
+)
+def test_the_gate_requires_a_certificate_of_the_same_kernel(
+    tmp_path: Path, changed: dict[str, Any], words: list[str]
+) -> None:
+    kernel = {"kernels": "aa", "backend": "bb", "reference": "dd", "file k.py": "dd"}
+    content = {"format": 1, "verdict": "certified", "device": "cpu", "kernel": kernel}
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(content))
+    found = list(problems(file, recorded_run(**changed)))
+    assert len(found) == len(words)
+    assert all(word in problem for word, problem in zip(words, found, strict=True))
+    file.write_text(json.dumps(content | {"verdict": "refused"}))
+    assert f"{file}: the kernel is refused" in list(problems(file, recorded_run()))
+
+
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +377,7 @@ def test_runs_are_the_numbers() -> None:
 @pytest.mark.long
 def test_the_command_writes_the_certificate(tmp_path: Path) -> None:
     wrong = "narrowgauge.examples.my_kernels:TiesAway"
-    arguments = ["certify", wrong, "--tensor-scales", "1", "--places", "1", "--out", str(tmp_path)]
+    arguments = ["certify", wrong, "--tensor-scales", "1", "--places", "1", "--report-dir", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output
     assert "scaled element: a tie" in result.output
