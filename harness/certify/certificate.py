@@ -16,6 +16,10 @@ from narrowgauge.harness.report.text import number, plural
 
 FORMAT = 1
 """Version of the JSON file."""
+_INPUTS = {
+    "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
+}  # fmt: skip
+"""Inputs of each stage."""
 _SHOWN = 12
 """Runs of wrong numbers on the page, for each set; the JSON file has all."""
 
@@ -174,7 +178,7 @@ def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple
 
 def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
     """Lines on a set of wrong inputs of a dtype."""
-    inputs = "block amaxes" if wrong.stage == "scales" else "pairs of a number and a scale"
+    inputs = _INPUTS.get(wrong.stage, "")
     where = _under(wrong.outer, dtype)
     if wrong.stage == "amax":
         yield f"amax{where}: {_first(wrong.first)}"
@@ -191,7 +195,7 @@ def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
 
 def _run(stage: str, scale: int, first: int, last: int) -> str:
     numbers = f"0x{first:X}" + (f" to 0x{last:X}" if last > first else "")
-    return numbers if stage == "scales" else f"{numbers} under 0x{scale:X}"
+    return numbers if stage == "scales" else f"{numbers} under scale 0x{scale:X}"
 
 
 def _under(outer: Outer, dtype: str) -> str:

@@ -18,6 +18,7 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError, Trial, proved_and_sampled
 from narrowgauge.harness.certify.compare import Calls, Parts, wrong_codes, wrong_scales
+from narrowgauge.harness.certify.decoding import prove_decoding
 from narrowgauge.harness.certify.proof import Prover
 from narrowgauge.harness.certify.space import Grid, Numbers, outers
 from narrowgauge.harness.certify.trials import CONTENTS, Content, shapes
@@ -107,9 +108,14 @@ def certificate_of(
         proof = Prover(calls, numbers, seed).prove(chosen, of, effort.places, effort.everywhere)
         trials = list(_trials(calls, numbers, chosen[0].given(numbers.device), seed))
         trials.append(before.again())
+        has_values = backend.has("dequantize")
+        decoding = prove_decoding(backend, recipe, numbers, chosen, seed) if has_values else None
     except (BackendError, Unsupported, HostLost) as error:
         raise CertificateError(f"{subject}, {recipe}: fails on an input of the proof: {escape(str(error))}") from error
     proved, sampled = proved_and_sampled(proof, Grid.of(recipe).size, numbers.complete)
+    if decoding is not None:
+        (proved if decoding.complete else sampled).append(decoding.sentence())
+        proof.wrong += decoding.wrong
     return Certificate(
         subject, str(recipe), str(numbers.dtype).removeprefix("torch."), numbers.device, _assumption(recipe, trials),
         trials, proved, sampled, _outside(trials), proof.wrong, {}, seconds=time.monotonic() - begun, seed=seed,

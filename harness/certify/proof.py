@@ -163,9 +163,9 @@ class Prover:
         """The first block with a wrong scale."""
         amax = self.numbers.tensor(blocks[wrong, 0][:1])
         return {
-            "block amax": _shown(amax, self.numbers),
-            "expected": _shown_code(int(expected.scales[scales][0]), self.recipe.scale),
-            "actual": _shown_code(int(kernel.scales[scales][0]), self.recipe.scale),
+            "block amax": shown_number(amax, self.numbers),
+            "expected": shown_code(int(expected.scales[scales][0]), self.recipe.scale),
+            "actual": shown_code(int(kernel.scales[scales][0]), self.recipe.scale),
         }
 
     def _first_code(
@@ -173,10 +173,10 @@ class Prover:
     ) -> dict[str, Any]:
         """The first wrong code of a call."""
         return {
-            "number": _shown(x[codes][:1], self.numbers),
-            "scale": _shown_code(int(spread[codes][0]), self.recipe.scale),
-            "expected": _shown_code(int(expected.codes[codes][0]), self.recipe.element),
-            "actual": _shown_code(int(kernel.codes[codes][0]), self.recipe.element),
+            "number": shown_number(x[codes][:1], self.numbers),
+            "scale": shown_code(int(spread[codes][0]), self.recipe.scale),
+            "expected": shown_code(int(expected.codes[codes][0]), self.recipe.element),
+            "actual": shown_code(int(kernel.codes[codes][0]), self.recipe.element),
         }
 
     # ---- the set of wrong inputs -------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     return values.double().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
-def _shown(number: torch.Tensor, numbers: Numbers) -> dict[str, str]:
+def shown_number(number: torch.Tensor, numbers: Numbers) -> dict[str, str]:
     """A number in full decimal and as bits."""
     value = float(number)
     digits = numbers.dtype.itemsize * 2
@@ -310,10 +310,10 @@ def _shown(number: torch.Tensor, numbers: Numbers) -> dict[str, str]:
     }
 
 
-def _shown_code(bits: int, fmt: Format) -> dict[str, str]:
+def shown_code(bits: int, fmt: Format) -> dict[str, str]:
     """A stored code, its value in full decimal and its bits."""
     if fmt is FP32:
-        return _shown(torch.tensor([bits], dtype=torch.int32).view(torch.float32), Numbers(torch.float32))
+        return shown_number(torch.tensor([bits], dtype=torch.int32).view(torch.float32), Numbers(torch.float32))
     value = fmt.values[bits & (fmt.codes - 1)]
     return {
         "decimal": format(Decimal(value), "f") if value - value == 0 else str(value),
@@ -323,5 +323,5 @@ def _shown_code(bits: int, fmt: Format) -> dict[str, str]:
 
 def _differing_amaxes(kernel: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     place = int((kernel != expected).nonzero()[0, 0])
-    shown = {name: _shown_code(int(bits[place]), FP32) for name, bits in (("expected", expected), ("actual", kernel))}
+    shown = {name: shown_code(int(bits[place]), FP32) for name, bits in (("expected", expected), ("actual", kernel))}
     return {"row": place, **shown}

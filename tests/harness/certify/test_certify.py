@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import FunctionBackend
+from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.certify import certify as certify_module
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError, read
 from narrowgauge.harness.certify.certify import Effort, certificate_of, certify
 from narrowgauge.harness.certify.compare import Calls
+from narrowgauge.harness.certify.decoding import prove_decoding
 from narrowgauge.harness.certify.proof import Proof, Prover
 from narrowgauge.harness.certify.required import problems
 from narrowgauge.harness.certify.space import Numbers, Outer, Space, outers
@@ -27,6 +30,7 @@ from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.reference import ops
 from narrowgauge.reference.numbers.blocks import block_amax
+from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -186,6 +190,33 @@ def test_a_code_that_depends_on_its_place_is_no_rule_of_numbers() -> None:
         return replace(q, codes=codes)
 
     assert not all(wrong.steady for wrong in prove(kernel, places=16).wrong)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e5m2", "mxfp4@ocp", "fp8-row-e4m3"])
+def test_values_of_the_reference_are_all_right(recipe: str) -> None:
+    found, numbers = find_recipe(recipe), Numbers(torch.bfloat16)
+    chosen, _ = outers(found, numbers, 2, 0)
+    proof = prove_decoding(Backend.local("reference", ops), found, numbers, chosen, 0)
+    assert proof.wrong == []
+    scales = 255 if found.scale is E8M0 else 127 if found.scale is E4M3 else 1045
+    nan_scale = found.nan == "propagate" and found.scale is not FP32
+    assert proof.pairs == (scales + nan_scale) * found.element.codes * proof.outers
+
+
+def test_wrong_values_are_named_by_code_and_scale() -> None:
+    def values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """Code 7 under scales up to 2^-8 is decoded as 4."""
+        low = (q.scales <= 2).repeat_interleave(8, 1)
+        return ops.dequantize(replace(q, codes=torch.where(low & (q.codes & 0xF == 7), q.codes - 1, q.codes)), dtype)
+
+    backend = Backend.local("own", SimpleNamespace(quantize=ops.quantize, dequantize=values))
+    chosen = [Outer(amax=0x4528)]
+    (wrong,) = prove_decoding(backend, find_recipe("nvfp4"), Numbers(torch.bfloat16), chosen, 0).wrong
+    assert wrong.count == 2  # a scale of 0 hides the code
+    assert wrong.rule is not None
+    assert wrong.rule.conditions["magnitude of the code"] == [6.0, 6.0]
+    assert wrong.rule.conditions["scale"] == [2.0**-9, 2.0**-8]
+    assert wrong.first["actual"]["decimal"] == "0.0078125"
 
 
 # ---- the assumption --------------------------------------------------------------------------------------------------
