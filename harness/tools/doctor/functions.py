@@ -91,12 +91,12 @@ class Errors:
         steps = torch.where(judged, (_ordinal(result) - _ordinal(rounded)).abs_(), 0)
         self.correctly_rounded += int((judged & (steps == 0)).sum())
         self.ulp_from_correctly_rounded = max(self.ulp_from_correctly_rounded, int(steps.max()))
-        error = torch.where(judged, (result.double() - exact).abs_(), 0.0)
+        error = torch.where(judged, (result.double() - exact).abs_(), 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
         power = (exact.view(torch.int64) & _EXPONENT).view(torch.float64)
         self.ulp_of_exact = max(self.ulp_of_exact, _largest(error / power) * 2.0**23)
         self.relative = max(self.relative, _largest(error / exact.abs()))
         near = (x > 0.5) & (x < 2)
-        self.absolute_near_1 = max(self.absolute_near_1, float(error.mul_(near).max()))
+        self.absolute_near_1 = max(self.absolute_near_1, float(torch.where(near, error, 0.0).max()))
 
     def as_json(self) -> dict[str, Any]:
         """The figures; relative and absolute errors as binary logarithms."""
@@ -127,8 +127,8 @@ class Divisions:
 
 
 def _largest(quotients: torch.Tensor) -> float:
-    """The largest finite quotient: 0/0 and 0/∞ belong to arguments that are not judged."""
-    return float(quotients.nan_to_num_(nan=0.0, posinf=0.0).max())
+    """The largest quotient: 0/0 and 0/∞ belong to arguments that are not judged."""
+    return float(quotients.nan_to_num_(nan=0.0, posinf=math.inf).max())
 
 
 def _ordinal(numbers: torch.Tensor) -> torch.Tensor:

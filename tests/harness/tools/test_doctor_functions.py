@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -53,6 +54,13 @@ def test_figures_of_wrong_results() -> None:
     assert found.absolute_near_1 == 3 * 2.0**-23
     assert found.relative == 3 * 2.0**-23 / float(x[5])
     assert found.as_json()["relative_log2"] == round(math.log2(found.relative), 4)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_result_that_is_no_number_is_an_infinite_error(wrong: float) -> None:
+    x = torch.tensor([1.0, 1.5, 2.0])
+    found = measured(torch.tensor([1.0, wrong, 2.0]), x, x.double())
+    assert found.relative == found.ulp_of_exact == found.absolute_near_1 == math.inf
 
 
 def test_a_decreasing_function_and_negative_arguments() -> None:
