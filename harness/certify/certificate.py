@@ -1,4 +1,4 @@
-"""A certificate: what was proved of a kernel, what was sampled, on which assumption, and which inputs are wrong."""
+"""A certificate: proved and sampled inputs of a kernel, the assumption of the proof, and the wrong inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMAT = 1
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
 }  # fmt: skip
-"""Inputs of each stage."""
+"""Inputs of every stage."""
 _SHOWN = 12
-"""Runs of wrong numbers on the page, for each set; the JSON file has all."""
+"""Runs of wrong numbers on the page, for every set; the JSON file has all runs."""
 
 
 class CertificateError(ValueError):
@@ -38,7 +38,7 @@ class Trial:
     wrong: int = 0
     """Wrong scales and wrong codes under right scales."""
     refused: int = 0
-    """Calls that the kernel refused."""
+    """Calls refused by the kernel."""
     note: str = ""
     """Rule of the wrong calls, or the first message of a refusal."""
 
@@ -56,7 +56,7 @@ class Certificate:
     proved: list[str]
     sampled: list[str]
     outside: list[str]
-    """Inputs of which the certificate says nothing."""
+    """Inputs not covered by the certificate."""
     wrong: list[WrongSet]
     kernel: dict[str, str]
     """Digests of the sources of the kernel."""
@@ -96,7 +96,7 @@ class Certificate:
                 yield from ("", f"## {title}", "", *(f"- {entry}" for entry in entries))
 
     def summary(self) -> Iterator[str]:
-        """The verdict, the assumption, what was proved and sampled, and the wrong inputs."""
+        """The verdict, the assumption, proved and sampled inputs, and wrong inputs."""
         yield f"{self.subject}, {self.recipe} of {self.dtype}: {self.verdict}"
         yield self.assumption
         yield from self._refutations()
@@ -105,7 +105,7 @@ class Certificate:
         yield from (f"sampled: {line}" for line in self.sampled)
 
     def _refutations(self) -> Iterator[str]:
-        """Trials that refute the assumption. If the proof has wrong pairs, these make the trials wrong too."""
+        """Trials with wrong bytes, which refute the assumption. Empty if the proof has wrong pairs: trials hold them too."""
         if not self.wrong:
             yield from (f"refuted by {trial.name}: {_of_trial(trial)}" for trial in self.trials if trial.wrong)
 
@@ -118,7 +118,7 @@ class Certificate:
         return {"format": FORMAT, "verdict": self.verdict, **content}
 
     def write(self, folder: str | Path) -> tuple[Path, Path]:
-        """Write `certificate.md` and `certificate.json` into a folder, which is made. Gives their paths.
+        """Write `certificate.md` and `certificate.json` into a new or existing folder. Returns the two paths.
 
         Raises CertificateError if a file cannot be written.
         """
@@ -133,7 +133,7 @@ class Certificate:
 
 
 def read(path: str | Path) -> Mapping[str, Any]:
-    """The JSON file of a certificate. Raises CertificateError for a file that is none."""
+    """The JSON file of a certificate. Raises CertificateError for a file of another format."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -146,7 +146,7 @@ def read(path: str | Path) -> Mapping[str, Any]:
 
 
 def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple[list[str], list[str]]:
-    """Sentences on what a proof has shown, and on what it sampled. `size`: elements of a block."""
+    """Sentences on the proved and on the sampled inputs of a proof. `size`: elements of a block."""
     kind = (
         "every number" if numbers_complete else "every rounding boundary of the codes ± 2 ulp and 256 numbers between"
     )
@@ -199,7 +199,7 @@ def _run(stage: str, scale: int, first: int, last: int) -> str:
 
 
 def _under(outer: Outer, dtype: str) -> str:
-    """The tensor scale of a call for messages; empty if it has none."""
+    """The tensor scale of a call for messages; empty for a recipe without a tensor scale."""
     if outer.scale is not None:
         return f" under the given scale {outer.scale!r}"
     if outer.amax is None:

@@ -35,20 +35,20 @@ _VIEWS = ("offset-2", "offset-8", "pitched", "strided", "transposed")
 _ELEMENTS = 1 << 19
 """Elements of a call of a trial."""
 _ROUNDS = 4
-"""Calls of each trial, with other tensor amaxes."""
+"""Calls of every trial, with different tensor amaxes."""
 ALL = 1 << 62
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of a space that is not complete is sampled."""
+    """Size of the samples of a proof."""
 
     tensor_scales: int
     """Tensor amaxes, or given scales."""
     places: int
     """Places of a number in a block."""
     everywhere: int
-    """Tensor amaxes with all `places`; the others have one place each."""
+    """Tensor amaxes with all `places`; further tensor amaxes have one place."""
 
     @staticmethod
     def of(device: str, tensor_scales: int | None = None, places: int | None = None) -> Effort:
@@ -123,7 +123,7 @@ def certificate_of(
 
 
 def numbers_of(recipe: Recipe, dtype: torch.dtype, device: str) -> Numbers:
-    """The numbers of a proof. Raises CertificateError for a recipe or dtype without one."""
+    """The numbers of a proof. Raises CertificateError for a recipe or dtype without a proof."""
     if dtype not in TORCH_DTYPES.values():
         raise CertificateError(f"dtype is {dtype}; it can be {', '.join(map(str, TORCH_DTYPES.values()))}")
     reasons = {
@@ -216,7 +216,7 @@ def _shape_features(tried: list[tuple[int, int]]) -> dict[str, Feature]:
 
 
 def _try(calls: Calls, numbers: Numbers, x: torch.Tensor, scale: torch.Tensor | None, trial: Trial) -> bool:
-    """Judge a call of a trial. Gives whether it is wrong."""
+    """Judge a call of a trial. Returns whether a byte is wrong."""
     trial.calls += 1
     try:
         expected = calls.expected(x, scale)
@@ -268,7 +268,7 @@ class _Repeated:
 
 
 def _digest_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Digest of the file of a function, if it has one."""
+    """Digest of the source file of a function, if Python finds the file."""
     name = name_of_function(function)
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))

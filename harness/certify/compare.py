@@ -23,7 +23,7 @@ class Parts:
     scales: torch.Tensor
     """Bits of the stored scales, linear: uint8 or int32."""
     amax: torch.Tensor | None
-    """Bits of the amaxes that the kernel shows, int32."""
+    """Bits of the returned amaxes, int32."""
 
     @staticmethod
     def of(q: Quantized) -> Parts:
@@ -51,12 +51,12 @@ class Calls:
 
 
 def wrong_scales(kernel: Parts, expected: Parts) -> torch.Tensor | None:
-    """Which stored scales differ, bool of their shape; None if none does."""
+    """Mask of the different stored scales, bool of the shape of the scales; None for equal scales."""
     return None if torch.equal(kernel.scales, expected.scales) else kernel.scales != expected.scales
 
 
 def over_elements(of_scales: torch.Tensor, shape: tuple[int, int], recipe: Recipe) -> torch.Tensor:
-    """Values of stored scales for each element of a matrix (M, K): bool or integers."""
+    """Values of stored scales for every element of a matrix (M, K): bool or integers."""
     rows = 1 if recipe.whole else recipe.stored_rows
     spread = of_scales.expand(shape[0], -1) if recipe.whole else of_scales.repeat_interleave(rows, 0)[: shape[0]]
     if recipe.spans_k:
@@ -65,7 +65,7 @@ def over_elements(of_scales: torch.Tensor, shape: tuple[int, int], recipe: Recip
 
 
 def wrong_codes(kernel: Parts, expected: Parts, scales: torch.Tensor | None, recipe: Recipe) -> torch.Tensor | None:
-    """Which codes differ under a right scale, bool (M, K); None if none does. `scales`: result of `wrong_scales`."""
+    """Mask of the different codes under right scales, bool (M, K), or None. `scales`: result of `wrong_scales`."""
     if torch.equal(kernel.codes, expected.codes):
         return None
     wrong = kernel.codes != expected.codes

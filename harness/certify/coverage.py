@@ -1,4 +1,4 @@
-"""Coverage of numbers: which scales, codes and sides of rounding boundaries the inputs of cases reach."""
+"""Coverage of numbers: scales, codes and sides of rounding boundaries in the inputs of cases."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from narrowgauge.spec.formats import E2M1, FP32, Format
 from narrowgauge.spec.recipes import Recipe
 
 _SIDES = len(SIDES) - 1
-"""Sides of a boundary that a number can be on; NaN has none."""
+"""Sides of a boundary; NaN has no side."""
 
 
 @dataclass
 class Reached:
-    """What inputs of one recipe reach: each a set, bool by number."""
+    """Sets reached by the inputs of a recipe: bool by number."""
 
     cells: torch.Tensor
     """By (scale code · codes of the element + code at or below) · sides + side of the midpoint above."""
     pairs: torch.Tensor
     """By first code + 16 · second code of a byte; empty for elements of 8 bits."""
     places: torch.Tensor
-    """Columns of a block that hold its amax."""
+    """Columns of the amax of a block."""
     tails: torch.Tensor
-    """Columns of the last block, 0 for a full one."""
+    """Columns of the last block, 0 for a full block."""
 
     @staticmethod
     def nothing(recipe: Recipe) -> Reached:
@@ -55,7 +55,7 @@ class Reached:
         return [self.cells, self.pairs, self.places, self.tails]
 
     def add(self, other: Reached) -> None:
-        """The union with other sets."""
+        """Add further sets."""
         for mine, more in zip(self.parts(), other.parts(), strict=True):
             mine.logical_or_(more)
 
@@ -73,7 +73,7 @@ def _cells(scales: torch.Tensor, scaled: torch.Tensor, element: Format) -> torch
 
 
 def reached(x: torch.Tensor, recipe: Recipe) -> Reached:
-    """What a matrix `x` (M, K) reaches under a recipe with `has_coverage`. Raises as the reference does."""
+    """Sets reached by a matrix `x` (M, K) under a recipe with `has_coverage`. Raises as the reference does."""
     found = Reached.nothing(recipe)
     q = quantize(x, recipe)
     shape, width = q.shape, recipe.block[1]
@@ -93,8 +93,8 @@ def reached(x: torch.Tensor, recipe: Recipe) -> Reached:
 
 @lru_cache(maxsize=64)
 def reachable(recipe: Recipe) -> torch.Tensor:
-    """The cells that bfloat16 numbers reach, under the tensor amax `recipe.max_product` if there is one: there the
-    tensor scale is 1, and ties are possible."""
+    """The cells of all bfloat16 numbers, with two levels of scales under the tensor amax `recipe.max_product`: the
+    tensor scale is then 1, and ties are possible."""
     numbers = Numbers(torch.bfloat16)
     top = int(numbers.bits(torch.tensor([recipe.max_product], dtype=torch.bfloat16)))
     space = Space(recipe, numbers, Outer() if recipe.tensor_scale == "none" else Outer(amax=top))
@@ -109,7 +109,7 @@ def reachable(recipe: Recipe) -> torch.Tensor:
 
 
 def by_family(cases: Iterable[Case], seed: int = 0) -> dict[Recipe, dict[str, Reached]]:
-    """What the rowwise cases of quantize reach, by recipe and input family."""
+    """Sets reached by the rowwise cases of quantize, by recipe and input family."""
     found: dict[Recipe, dict[str, Reached]] = {}
     made = set[tuple[object, ...]]()
     for case in cases:
@@ -128,7 +128,7 @@ def by_family(cases: Iterable[Case], seed: int = 0) -> dict[Recipe, dict[str, Re
 
 
 def lines(cases: Iterable[Case]) -> Iterator[str]:
-    """For each recipe a line with the shares, and a line for each family that reaches cells that no other reaches."""
+    """For every recipe a line with the shares, and a line for every family with cells of its own."""
     found = by_family(cases)
     if not found:
         yield "no rowwise case of quantize has byte scales, rounding to nearest and no rotation"

@@ -1,4 +1,4 @@
-"""The proof of a `dequantize`: every code under every stored scale, at each place of a block."""
+"""The proof of a `dequantize`: every code under every stored scale, at every place of a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from narrowgauge.spec.recipes import Recipe
 _SCALES = 1024
 """Float32 scales of a proof, beside the ends and powers of two."""
 _WHOLE = 64
-"""Float32 scales of a recipe with one scale for a tensor: a call each."""
+"""Float32 scales, and calls, for a recipe with one scale for a tensor."""
 _PLACES = 16
 """Places of a code in a block."""
 
@@ -37,18 +37,18 @@ class Decoding:
     """Pairs of a code and a scale, under all tensor amaxes."""
     outers: int = 0
     complete: bool = True
-    """Whether every stored scale was tried: those of 8 bits."""
+    """Whether every stored scale was tried, as for scales of 8 bits."""
     wrong: list[WrongSet] = field(default_factory=list)
 
     def sentence(self) -> str:
-        """What was proved or sampled."""
+        """The proved or sampled pairs."""
         scales = "every stored scale" if self.complete else "a sample of the float32 scales"
         under = f" under {self.outers} tensor amaxes" if self.outers > 1 else ""
         return f"values: every code under {scales}{under}: {self.pairs} pairs, each at {_PLACES} places of a block"
 
 
 def stored_scales(recipe: Recipe, device: str, seed: int) -> torch.Tensor:
-    """The scales that a kernel can store: uint8 codes without a sign, with NaN if the recipe stores it, or float32."""
+    """Stored scales of a recipe: all uint8 codes without a sign, with NaN if the recipe stores NaN; or a float32 sample."""
     if recipe.scale is not FP32:
         codes = list(range(recipe.scale.max_code + 1))
         if recipe.nan == "propagate" and recipe.scale.nan_code is not None:
@@ -63,7 +63,7 @@ def stored_scales(recipe: Recipe, device: str, seed: int) -> torch.Tensor:
 
 
 def prove_decoding(backend: Backend, recipe: Recipe, numbers: Numbers, outers: Sequence[Outer], seed: int) -> Decoding:
-    """Judge `dequantize` of a backend for each tensor amax. Raises Unsupported, BackendError and HostLost."""
+    """Judge `dequantize` of a backend for every tensor amax. Raises Unsupported, BackendError and HostLost."""
     proof = Decoding(complete=recipe.scale is not FP32)
     scales = stored_scales(recipe, numbers.device, seed)
     for outer in outers if recipe.decode != "s" else outers[:1]:
@@ -89,12 +89,12 @@ def prove_decoding(backend: Backend, recipe: Recipe, numbers: Numbers, outers: S
 def _matrices(
     recipe: Recipe, numbers: Numbers, outer: Outer, scales: torch.Tensor
 ) -> Iterator[tuple[Quantized, torch.Tensor, torch.Tensor]]:
-    """Matrices of all codes under all scales, a matrix for each place; of one scale for each if it is the tensor's.
-    With the code of each element, uint8 (M, K), and the number of its scale, int64 (M, K)."""
+    """Matrices of all codes under all scales, a matrix for every place; for a recipe with one scale for a tensor, a
+    matrix for every scale. Beside a matrix its codes, uint8 (M, K), and the numbers of their scales, int64 (M, K)."""
     grid, element = Grid.of(recipe), recipe.element
     many = -(-element.codes // grid.size)
     step = max(1, 128 // grid.height) * grid.across
-    for group in scales.split(1) if recipe.whole else [scales]:
+    for group in torch.split(scales, 1) if recipe.whole else [scales]:
         count = -(-len(group) * many // step) * step
         block = torch.arange(count, device=numbers.device)
         number = block // many % len(group)
@@ -132,7 +132,7 @@ def _quantized(recipe: Recipe, numbers: Numbers, outer: Outer, codes: torch.Tens
 def _first(
     recipe: Recipe, numbers: Numbers, scales: torch.Tensor, parts: tuple[torch.Tensor, ...]
 ) -> dict[str, dict[str, str]]:
-    """The first wrong value: `parts` are which values differ, codes, numbers of scales, and both values."""
+    """The first wrong value. `parts`: mask of wrong values, codes, numbers of scales, right values, the kernel's values."""
     different, codes, owners, expected, actual = parts
     scale = scales[owners[different][:1]]
     bits = scale.view(torch.int32) if recipe.scale is FP32 else scale

@@ -1,4 +1,4 @@
-"""The proof of a quantizer: all pairs and all block amaxes under each tensor amax, at several places in a block."""
+"""The proof of a quantizer: all pairs and all block amaxes under every tensor amax, at several places in a block."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class WrongSet:
     """Inputs of the stage under this tensor amax: block amaxes of both signs, or pairs."""
     rule: Rule | None
     runs: list[dict[str, Any]]
-    """Runs of consecutive numbers, as bits, for each scale."""
+    """Runs of consecutive numbers, as bits, for every scale."""
     first: dict[str, Any]
     """The first wrong input: numbers in decimal and bits, and the codes."""
     steady: bool
-    """Whether the inputs of the set are wrong at each place and beside all neighbours that were tried."""
+    """Whether the inputs of the set are wrong at every tried place and beside all tried neighbours."""
 
 
 @dataclass
@@ -46,24 +46,24 @@ class Proof:
     """Result of the proof."""
 
     outers: int = 0
-    """Tensor amaxes, or given scales, that were judged."""
+    """Judged tensor amaxes, or judged given scales."""
     outers_of: int = 1
-    """All that exist."""
+    """Number of all tensor amaxes, or of all given scales."""
     refused: int = 0
-    """Tensor amaxes that the recipe refuses."""
+    """Tensor amaxes refused by the recipe."""
     pairs: int = 0
     amaxes: int = 0
     places: list[int] = field(default_factory=list)
-    """Places of the amax in a block, for each tensor amax."""
+    """Places of the amax in a block, for every tensor amax."""
     elements: int = 0
-    """Codes that were compared."""
+    """Compared codes."""
     wrong: list[WrongSet] = field(default_factory=list)
     stopped: bool = False
 
 
 @dataclass
 class _Found:
-    """Wrong inputs of one tensor amax as keys, in one tensor for each call."""
+    """Wrong inputs under a tensor amax as keys, a tensor for every call."""
 
     codes: list[torch.Tensor] = field(default_factory=list)
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -78,8 +78,8 @@ class Prover:
         self.calls, self.recipe, self.numbers, self.seed = calls, calls.recipe, numbers, seed
 
     def prove(self, outers: Sequence[Outer], of: int, places: int, everywhere: int) -> Proof:
-        """Judge each tensor amax. `places`: places of the amax in a block; for the first `everywhere` tensor amaxes all
-        of these, then one each. `of`: number of the tensor amaxes that exist."""
+        """Judge every tensor amax. `places`: places of the amax in a block, all used for the first `everywhere` tensor
+        amaxes; then a tensor amax has one place. `of`: number of all tensor amaxes."""
         proof = Proof(outers_of=of)
         for number, outer in enumerate(outers):
             try:
@@ -225,7 +225,7 @@ class Prover:
         return find_rule(wrong, code_features(space, bits.flatten(), scaled.flatten(), classes))
 
     def _runs(self, scales: torch.Tensor, bits: torch.Tensor) -> list[dict[str, Any]]:
-        """Runs of consecutive bits for each scale, at most `RUNS`."""
+        """Runs of consecutive bits for every scale, at most `RUNS`."""
         bits = bits & (2 * self.numbers.sign - 1)
         listed: list[dict[str, Any]] = []
         left = RUNS
@@ -238,7 +238,7 @@ class Prover:
 
 
 def _scaled(space: Space, bits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Scaled elements of the numbers of `pair_blocks`, which are one fewer than those of whole blocks."""
+    """Scaled elements of the numbers of `pair_blocks`: one column less than a block."""
     numbers = space.numbers.tensor(bits)
     width = space.recipe.block[1]
     padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % width))
@@ -246,7 +246,7 @@ def _scaled(space: Space, bits: torch.Tensor, classes: torch.Tensor) -> torch.Te
 
 
 def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
-    """Features of block amaxes, int32 (n,), each of both signs of `space.amaxes`."""
+    """Features of block amaxes, int32 (n,), every of both signs of `space.amaxes`."""
     scales, _ = space._scales(space.numbers.float(space.amaxes))
     values = scales if space.recipe.scale is FP32 else decode(scales, space.recipe.scale)
     return {

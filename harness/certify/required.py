@@ -9,13 +9,13 @@ from narrowgauge.harness.certify.certificate import CertificateError, read
 from narrowgauge.harness.records.journal import RecordedRun
 
 _OF_KERNEL = ("kernels", "backend")
-"""Sources of a run that decide the bytes of a kernel, beside those that the backend loads."""
+"""Sources of a run, beside the files loaded by the backend, on which the bytes of a kernel depend."""
 
 
 def problems(path: Path, run: RecordedRun) -> Iterator[str]:
     """Reasons why the certificate in a file does not hold for the kernel of a run.
 
-    Raises CertificateError for a file that is no certificate.
+    Raises CertificateError for a file of another format.
     """
     content = read(path)
     kernel = content.get("kernel")

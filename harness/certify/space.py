@@ -1,4 +1,4 @@
-"""The inputs of a proof: every number of a dtype under every scale that a block can have, in blocks of a recipe.
+"""The inputs of a proof: every number of a dtype under every scale of a block, in blocks of a recipe.
 
 A scale depends on the amax of a block and on the tensor scale. Block amaxes with equal scales and factors form a class.
 Every number up to the largest amax of a class can lie under the scale of the class: these are the pairs of the proof.
@@ -25,7 +25,7 @@ _SLAB = 1 << 22
 _ROWS = 128
 """The rows of a matrix of a proof are a multiple of this number: some kernels require it."""
 _SAMPLED = 256
-"""Float32 numbers between the rounding boundaries, for each scale."""
+"""Float32 numbers between the rounding boundaries, for every scale."""
 _AMAXES = 4096
 """Float32 block amaxes between the rounding boundaries of the scales."""
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -51,7 +51,7 @@ class Numbers:
 
     @property
     def complete(self) -> bool:
-        """Whether a proof lists all numbers: those of 16 bits."""
+        """Whether a proof lists all numbers, as for dtypes of 16 bits."""
         return self.dtype.itemsize == 2
 
     @property
@@ -93,7 +93,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outer:
-    """What all blocks of a call share: the amax of the tensor, or a scale that the caller gives, or nothing."""
+    """The shared input of all blocks of a call: the amax of the tensor, or a given scale, or neither."""
 
     amax: int | None = None
     """Magnitude of the tensor amax."""
@@ -133,7 +133,7 @@ class Grid:
         return max(_ROWS // self.height, _SLAB // (self.size * self.across))
 
     def rows_for(self, blocks: int, across: int) -> int:
-        """Rows of blocks that hold so many blocks, `across` in each row: at most `most_rows`, a multiple of 128."""
+        """Rows for a number of blocks, `across` in a row: at most `most_rows`, and a multiple of 128 rows of the matrix."""
         step = max(1, _ROWS // self.height)
         return min(self.most_rows, -(-blocks // (across * step)) * step)
 
@@ -165,9 +165,9 @@ class Space:
         place = self.numbers.arange(len(keys)).long()
         last = place.new_zeros(int(owner.max()) + 1).scatter_reduce(0, owner, place, "amax", include_self=False)
         self.tops = self.amaxes[last]
-        """Largest amax of each class, int32 (C,)."""
+        """Largest amax of every class, int32 (C,)."""
         self.scales, self.factors = scales[last], factors[last]
-        """Stored scale and factor of the elements of each class."""
+        """Stored scale and factor of the elements of every class."""
 
     # ---- classes -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Space:
         return tensor_scale(amax, recipe, self.numbers.dtype)
 
     def _amaxes(self) -> torch.Tensor:
-        """Every block amax that the tensor amax admits, ascending, int32; of float32 the boundaries of the scales ± 2
+        """Every block amax up to the tensor amax, ascending, int32; of float32 the boundaries of the scales ± 2
         ulp and a sample."""
         numbers, outer = self.numbers, self.outer
         top = numbers.infinity if outer.amax is None else outer.amax
@@ -211,7 +211,7 @@ class Space:
         return scales.expand(1, len(amaxes)).reshape(-1), factors.expand(1, len(amaxes)).reshape(-1)
 
     def _scale_boundaries(self, top: int) -> torch.Tensor:
-        """Float32 amaxes ± 2 ulp of each boundary between two codes of the scale."""
+        """Float32 amaxes ± 2 ulp of every boundary between two codes of the scale."""
         if self.recipe.scale is FP32:
             return (
                 torch.arange(0, top + 1, 1 << 23, dtype=torch.int32, device=self.numbers.device)
@@ -236,7 +236,7 @@ class Space:
 
     @cached_property
     def _listed(self) -> torch.Tensor | None:
-        """Magnitudes of float32 under each class (C, n): every boundary between two codes ± 2 ulp, and a sample. None:
+        """Magnitudes of float32 under every class (C, n): every boundary between two codes ± 2 ulp, and a sample. None:
         every magnitude of the dtype."""
         if self.numbers.complete:
             return None
@@ -255,20 +255,20 @@ class Space:
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """Numbers of each class, both signs and NaN: int64 (C,)."""
+        """Numbers of every class, both signs and NaN: int64 (C,)."""
         nan_allowed = (self.tops > self.numbers.infinity) | (self.recipe.nan == "ignore")
         return 2 * self._magnitudes + nan_allowed.long() * (2 * self.numbers.nans)
 
     @cached_property
     def _magnitudes(self) -> torch.Tensor:
-        """Magnitudes of each class that are no NaN, int64 (C,)."""
+        """Magnitudes of every class without NaN, int64 (C,)."""
         listed = self._listed
         if listed is not None:
             return torch.full_like(self.tops, listed.shape[1]).long()
         return self.tops.clamp(max=self.numbers.infinity).long() + 1
 
     def number(self, classes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The numbers `index` (n, w) of classes (n,) as bits: both signs of each magnitude, then NaN."""
+        """The numbers `index` (n, w) of classes (n,) as bits: both signs of every magnitude, then NaN."""
         finite = self._magnitudes[classes.long()].view(-1, 1)
         place = index >> 1
         if self._listed is None:
@@ -283,7 +283,7 @@ class Space:
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """Number of the first block of each class, and of the block behind the last: int64 (C + 1,)."""
+        """Number of the first block of every class, and of the block behind the last: int64 (C + 1,)."""
         counts = -(-self.lengths // (self.grid.size - 1))
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
@@ -293,7 +293,7 @@ class Space:
         return int(self.lengths.sum())
 
     def pair_blocks(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks (count, elements) of the pairs, from the block `first`, and the class of each. Element 0 is the amax.
+        """Blocks (count, elements) of the pairs, from the block `first`, and the class of every. Element 0 is the amax.
 
         Behind the last block, the blocks begin again.
         """
@@ -307,8 +307,8 @@ class Space:
         return torch.cat([amax.view(-1, 1), self.number(classes, index)], 1), classes
 
     def amax_blocks(self, first: int, count: int) -> torch.Tensor:
-        """Blocks (count, elements) with every block amax as element 0, positive and then negative, beside numbers up to
-        it."""
+        """Blocks (count, elements) with every block amax as element 0, positive and then negative, beside
+        smaller numbers."""
         block = torch.arange(first, first + count, device=self.numbers.device) % self.amax_count
         amax = self.amaxes[block % len(self.amaxes)]
         lane = torch.arange(1, self.grid.size, device=self.numbers.device)
@@ -324,7 +324,7 @@ class Space:
         return 2 * len(self.amaxes)
 
     def sheets(self) -> Iterator[torch.Tensor]:
-        """Blocks of each matrix of the proof: all pairs, then all amaxes; with a block of the tensor amax in each
+        """Blocks of every matrix of the proof: all pairs, then all amaxes; with a block of the tensor amax in each
         row."""
         shared = self.outer.amax is not None and not self.recipe.whole
         across = self.grid.across - shared
@@ -340,7 +340,7 @@ class Space:
         return self.pair_blocks(first, count)[0]
 
     def _with_tensor_amax(self, blocks: torch.Tensor, rows: int) -> torch.Tensor:
-        """A block with the tensor amax in each row of blocks, in another column of each row."""
+        """A block with the tensor amax in every row of blocks; its column changes from row to row."""
         assert self.outer.amax is not None
         across, row = self.grid.across, self.numbers.arange(rows)
         shared = torch.zeros(rows, 1, self.grid.size, dtype=torch.int32, device=self.numbers.device)
@@ -353,7 +353,7 @@ class Space:
 
 def outers(recipe: Recipe, numbers: Numbers, count: int, seed: int) -> tuple[list[Outer], int]:
     """The tensor amaxes, or given scales, of a proof, and the number of all: the ends, powers of two and a sample, or
-    all if `count` is at least their number. A recipe without a tensor scale has one."""
+    all if `count` is at least their number. A recipe without a tensor scale has a single `Outer`."""
     if recipe.tensor_scale == "none":
         return [Outer()], 1
     generator = torch.Generator().manual_seed(seed)
@@ -384,7 +384,7 @@ def _ulps(numbers: Numbers) -> torch.Tensor:
 
 
 def _first(reached: Callable[[torch.Tensor], torch.Tensor], top: torch.Tensor) -> torch.Tensor:
-    """The least magnitude for which `reached`, a monotone condition, holds; `top` if it holds for none up to it."""
+    """The least magnitude that meets `reached`, a monotone condition; `top` if no smaller magnitude meets the condition."""
     low, high = torch.zeros_like(top), top.clone()
     for _ in range(32):
         middle = low + (high - low) // 2

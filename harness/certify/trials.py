@@ -11,7 +11,7 @@ from narrowgauge.harness.certify.space import Grid, Numbers
 from narrowgauge.spec.recipes import Recipe
 
 _BINADES = 20
-"""Powers of two between the largest and the smallest block amax of a trial, so that most scales are not 0."""
+"""Powers of two between the largest and the smallest block amax of a trial, and most scales are not 0."""
 _NEAR = 6
 """Powers of two between the amax of a block and most of its numbers."""
 _ROWS = (
@@ -43,11 +43,11 @@ _ROWS = (
     16385,
     65537,
 )
-"""Rows of the shapes that are tried, beside a power of two and the thresholds of kernels."""
+"""Rows of the tried shapes: thresholds of kernels, powers of two and their neighbours."""
 _BLOCKS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 257, 513, 1025)
-"""Blocks in a row of the shapes that are tried."""
+"""Blocks in a row of the tried shapes."""
 _LARGE = 1 << 21
-"""Elements of the largest shape that is tried."""
+"""Elements of the largest tried shape."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Content:
         return magnitudes - self.integers(2, *magnitudes.shape) * self.numbers.sign
 
     def amaxes(self) -> torch.Tensor:
-        """An amax for each block, finite: int32 (blocks, 1)."""
+        """An amax for every block, finite: int32 (blocks, 1)."""
         if self.recipe.tensor_scale == "none":
             return self.integers(self.numbers.infinity, self.blocks, 1)
         top = int(self.integers(self.numbers.infinity, 1))
         return (top - self.integers(_BINADES * self.binade, self.blocks, 1)).clamp(min=0)
 
     def below(self, amaxes: torch.Tensor) -> torch.Tensor:
-        """Magnitudes up to the amax of each block, most of them within `_NEAR` powers of two, the first the amax."""
+        """Magnitudes up to the amax of every block, most of them within `_NEAR` powers of two, the first the amax."""
         near = amaxes - self.integers(_NEAR * self.binade, self.blocks, self.size)
         near[:, 0] = amaxes[:, 0]
         return near.clamp(min=0)
@@ -169,7 +169,7 @@ def _opposite_pairs(content: Content) -> torch.Tensor:
 
 
 def _special(content: Content) -> torch.Tensor:
-    """NaN, zeros of both signs and subnormal numbers beside others; NaN only if amaxes ignore it."""
+    """NaN, zeros of both signs and subnormal numbers beside normal numbers; NaN only if amaxes ignore NaN."""
     numbers, blocks = content.numbers, _random(content)
     kinds = [0, -numbers.sign, 1, 1 - numbers.sign, content.binade - 1]
     if content.recipe.nan == "ignore":
@@ -180,7 +180,7 @@ def _special(content: Content) -> torch.Tensor:
 
 
 def _infinite(content: Content) -> torch.Tensor:
-    """Infinity of both signs in some blocks."""
+    """Infinity of both signs in a third of the blocks."""
     blocks = _random(content)
     some = content.integers(3 * content.size, content.blocks, content.size) == 0
     return torch.where(some, content.signed(torch.full_like(blocks, content.numbers.infinity)), blocks)

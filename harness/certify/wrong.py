@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 RUNS = 10_000
-"""Largest number of runs of wrong inputs that a certificate lists."""
+"""Largest number of listed runs of wrong inputs."""
 
 
 @dataclass
 class Feature:
-    """A property of the inputs that a rule may name."""
+    """A property of the inputs, named by rules."""
 
     values: torch.Tensor
-    """int64 (n,) or float64 (n,): the property of each input."""
+    """int64 (n,) or float64 (n,): the property of every input."""
     names: Sequence[str] | None = None
-    """Name of each value from 0; None: the values are ordered, and a rule names an interval."""
+    """Name of every value from 0; None: the values are ordered, and a rule names an interval."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A conjunction of conditions that holds for the wrong inputs and for no other input."""
+    """A conjunction of conditions that holds for the wrong inputs and for no right input."""
 
     conditions: dict[str, list[Any]]
     """By feature: names of the values, or the two ends of an interval."""
@@ -43,7 +43,7 @@ class Rule:
 def find_rule(wrong: torch.Tensor, features: Mapping[str, Feature]) -> Rule | None:
     """The conjunction of conditions, as short as possible, that holds exactly for the inputs `wrong`, bool (n,).
 
-    Each condition is the least that covers the wrong inputs: the values of a feature that occur, or the interval
+    Every condition is the least that covers the wrong inputs: the values of a feature that occur, or the interval
     between the least and the largest. None if a right input meets all conditions too, or if no input is wrong.
     """
     if not bool(wrong.any()):
@@ -67,7 +67,7 @@ def find_rule(wrong: torch.Tensor, features: Mapping[str, Feature]) -> Rule | No
 
 
 def _condition(wrong: torch.Tensor, feature: Feature) -> tuple[torch.Tensor, list[Any]]:
-    """Inputs that meet the least condition on a feature that covers all wrong inputs, and the condition."""
+    """Inputs under the least condition on a feature that covers all wrong inputs, and the condition."""
     found = feature.values[wrong]
     if feature.names is None:
         low, high = found.min(), found.max()
@@ -77,7 +77,7 @@ def _condition(wrong: torch.Tensor, feature: Feature) -> tuple[torch.Tensor, lis
 
 
 def runs(keys: torch.Tensor) -> list[list[int]]:
-    """First and last of each run of consecutive integers in `keys`, int64 (n,), sorted and different."""
+    """First and last of every run of consecutive integers in `keys`, int64 (n,), sorted and different."""
     if not keys.numel():
         return []
     breaks = torch.nn.functional.pad((keys.diff() != 1).nonzero().flatten() + 1, (1, 0))

@@ -68,7 +68,7 @@ class Errors:
     """Normal arguments with a normal result."""
     subnormal_results: int = 0
     flushed: int = 0
-    """Of these, results of 0."""
+    """Subnormal results replaced by 0."""
 
     def add(self, x: torch.Tensor, result: torch.Tensor, exact: torch.Tensor, rising: int) -> None:
         """Count results, float32 (n,), of arguments in the order of their bits; `exact`: float64 (n,). The last
@@ -127,7 +127,7 @@ class Divisions:
 
 
 def _largest(quotients: torch.Tensor) -> float:
-    """The largest quotient: 0/0 and 0/∞ belong to arguments that are not judged."""
+    """The largest quotient: 0/0 and 0/∞ belong to arguments without a judgement."""
     return float(quotients.nan_to_num_(nan=0.0, posinf=math.inf).max())
 
 
@@ -138,7 +138,7 @@ def _ordinal(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def bounds(chunk: int) -> Iterator[tuple[int, int]]:
-    """First and last bits of each chunk of all float32 numbers: a chunk, and the first number of the next."""
+    """First and last bits of every chunk of all float32 numbers: a chunk, and the first number of the next."""
     for sign in (0, 1 << 31):
         for first in range(sign, sign + (1 << 31), chunk):
             yield first, min(first + chunk, sign + (1 << 31))
@@ -153,7 +153,7 @@ def arguments(first: int, last: int, device: str) -> torch.Tensor:
 
 
 def source() -> str:
-    """CUDA C++ with a kernel for each function and division."""
+    """CUDA C++ with a kernel for every function and division."""
     text = []
     for number, (name, (kind, _, _)) in enumerate(_TABLE.items()):
         body = f'asm("{name} %0, %1;" : "=f"(y) : "f"(x));' if kind == "ptx" else f"y = {name}(x);"
@@ -179,7 +179,7 @@ extern "C" __global__ void {name}(const float* in, const float* by, float* out, 
 def measure(report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The errors of all functions on the current GPU, as JSON content: `about`, `functions`, `divisions`.
 
-    `report`: called with the errors of each function. Raises FunctionsError without a GPU or CuPy.
+    `report`: called with the errors of every function. Raises FunctionsError without a GPU or CuPy.
     """
     module, about = _module()
 
@@ -208,14 +208,14 @@ def measure(report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
 
 
 def _random(generator: torch.Generator, count: int) -> torch.Tensor:
-    """Random float32 numbers with magnitudes from 2^-31 to 2^32, so that quotients are normal."""
+    """Random float32 numbers with magnitudes from 2^-31 to 2^32, for normal quotients."""
     bits = torch.randint(0, 1 << 29, (count,), generator=generator, device="cuda", dtype=torch.int64)
     signs = torch.randint(0, 2, (count,), generator=generator, device="cuda", dtype=torch.int64)
     return (bits + (96 << 23) - (signs << 31)).int().view(torch.float32)
 
 
 def _module() -> tuple[Any, dict[str, str]]:
-    """The compiled kernels, and the facts that the errors depend on. Raises FunctionsError."""
+    """The compiled kernels, and GPU, driver and compiler. Raises FunctionsError."""
     if not torch.cuda.is_available():
         raise FunctionsError("doctor --functions measures a GPU, and torch sees none; `narrowgauge doctor` says more")
     try:
@@ -243,7 +243,7 @@ def _module() -> tuple[Any, dict[str, str]]:
 
 
 def _driver() -> str:
-    """Version of the driver, as the kernel module shows it; empty if it shows none."""
+    """Version of the driver from /proc; empty without this file."""
     try:
         found = re.search(r"Module\D*([0-9.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
     except OSError:

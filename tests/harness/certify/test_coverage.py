@@ -1,4 +1,4 @@
-"""Coverage of numbers: cells counted one number at a time, and the families that add some."""
+"""Coverage of numbers: cells counted by hand, and the new cells of input families."""
 
 from __future__ import annotations
 
