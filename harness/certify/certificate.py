@@ -105,7 +105,7 @@ class Certificate:
         yield from (f"sampled: {line}" for line in self.sampled)
 
     def _refutations(self) -> Iterator[str]:
-        """Trials with wrong bytes, which refute the assumption. Empty if the proof has wrong pairs: trials hold them too."""
+        """Trials with wrong bytes, which refute the assumption. Empty if the proof has wrong pairs."""
         if not self.wrong:
             yield from (f"refuted by {trial.name}: {_of_trial(trial)}" for trial in self.trials if trial.wrong)
 

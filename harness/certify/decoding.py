@@ -48,7 +48,7 @@ class Decoding:
 
 
 def stored_scales(recipe: Recipe, device: str, seed: int) -> torch.Tensor:
-    """Stored scales of a recipe: all uint8 codes without a sign, with NaN if the recipe stores NaN; or a float32 sample."""
+    """Stored scales of a recipe: all uint8 codes without a sign, NaN if the recipe stores NaN; or a float32 sample."""
     if recipe.scale is not FP32:
         codes = list(range(recipe.scale.max_code + 1))
         if recipe.nan == "propagate" and recipe.scale.nan_code is not None:
@@ -132,7 +132,7 @@ def _quantized(recipe: Recipe, numbers: Numbers, outer: Outer, codes: torch.Tens
 def _first(
     recipe: Recipe, numbers: Numbers, scales: torch.Tensor, parts: tuple[torch.Tensor, ...]
 ) -> dict[str, dict[str, str]]:
-    """The first wrong value. `parts`: mask of wrong values, codes, numbers of scales, right values, the kernel's values."""
+    """The first wrong value. `parts`: mask of wrong values, codes, numbers of scales, right and wrong values."""
     different, codes, owners, expected, actual = parts
     scale = scales[owners[different][:1]]
     bits = scale.view(torch.int32) if recipe.scale is FP32 else scale

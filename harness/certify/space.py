@@ -133,7 +133,7 @@ class Grid:
         return max(_ROWS // self.height, _SLAB // (self.size * self.across))
 
     def rows_for(self, blocks: int, across: int) -> int:
-        """Rows for a number of blocks, `across` in a row: at most `most_rows`, and a multiple of 128 rows of the matrix."""
+        """Rows for a number of blocks, `across` in a row: at most `most_rows`, and a multiple of 128 matrix rows."""
         step = max(1, _ROWS // self.height)
         return min(self.most_rows, -(-blocks // (across * step)) * step)
 
@@ -384,7 +384,7 @@ def _ulps(numbers: Numbers) -> torch.Tensor:
 
 
 def _first(reached: Callable[[torch.Tensor], torch.Tensor], top: torch.Tensor) -> torch.Tensor:
-    """The least magnitude that meets `reached`, a monotone condition; `top` if no smaller magnitude meets the condition."""
+    """The least magnitude that meets `reached`, a monotone condition; `top` if no smaller one meets it."""
     low, high = torch.zeros_like(top), top.clone()
     for _ in range(32):
         middle = low + (high - low) // 2

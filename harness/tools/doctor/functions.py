@@ -55,6 +55,9 @@ class Errors:
     """Largest errors of a function."""
 
     function: str
+    is_logarithm: bool = False
+    """Whether relative errors leave out arguments between 0.5 and 2: a logarithm has an absolute error there (PTX ISA
+    9.0, lg2.approx)."""
     ulp_from_correctly_rounded: int = 0
     ulp_of_exact: float = 0.0
     """Largest distance from the exact result, in ulps of the exact result."""
@@ -90,17 +93,22 @@ class Errors:
         self.of += int(judged.sum())
         steps = torch.where(judged, (_ordinal(result) - _ordinal(rounded)).abs_(), 0)
         self.correctly_rounded += int((judged & (steps == 0)).sum())
+        near = (x > 0.5) & (x < 2)
+        if self.is_logarithm:
+            steps = torch.where(near, 0, steps)
         self.ulp_from_correctly_rounded = max(self.ulp_from_correctly_rounded, int(steps.max()))
         error = torch.where(judged, (result.double() - exact).abs_(), 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
         power = (exact.view(torch.int64) & _EXPONENT).view(torch.float64)
+        self.absolute_near_1 = max(self.absolute_near_1, float(torch.where(near, error, 0.0).max()))
+        if self.is_logarithm:
+            error = torch.where(near, 0.0, error)
         self.ulp_of_exact = max(self.ulp_of_exact, _largest(error / power) * 2.0**23)
         self.relative = max(self.relative, _largest(error / exact.abs()))
-        near = (x > 0.5) & (x < 2)
-        self.absolute_near_1 = max(self.absolute_near_1, float(torch.where(near, error, 0.0).max()))
 
     def as_json(self) -> dict[str, Any]:
         """The figures; relative and absolute errors as binary logarithms."""
         figures = dict(vars(self))
+        del figures["is_logarithm"]
         for name in ("relative", "absolute_near_1"):
             value = figures.pop(name)
             figures[f"{name}_log2"] = round(math.log2(value), 4) if value else None
@@ -190,7 +198,7 @@ def measure(report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
 
     found = []
     for number, (name, (_, exact, rising)) in enumerate(_TABLE.items()):
-        errors = Errors(name)
+        errors = Errors(name, is_logarithm=exact in (torch.log, torch.log2))
         for first, last in bounds(_CHUNK):
             x = arguments(first, last, "cuda")
             errors.add(x, evaluate(f"function_{number}", x, x), exact(x.double()), rising)
@@ -245,7 +253,9 @@ def _module() -> tuple[Any, dict[str, str]]:
 def _driver() -> str:
     """Version of the driver from /proc; empty without this file."""
     try:
-        found = re.search(r"Module\D*([0-9.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        found = re.search(
+            r"\b([0-9]{3,}(?:\.[0-9]+)+)\b", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        )
     except OSError:
         return ""
     return found[1] if found else ""

@@ -69,9 +69,9 @@ def right(x: torch.Tensor, recipe: Recipe) -> Quantized:
     ("recipe", "outer", "dtype"),
     [
         ("nvfp4", SMALL, torch.bfloat16),
-        ("nvfp4-2d", Outer(amax=300), torch.bfloat16),
-        ("nvfp4-rowscaled", SMALL, torch.float16),
-        ("nvfp4@modelopt", SMALL, torch.bfloat16),
+        pytest.param("nvfp4-2d", Outer(amax=300), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("nvfp4-rowscaled", SMALL, torch.float16, marks=pytest.mark.long),
+        pytest.param("nvfp4@modelopt", SMALL, torch.bfloat16, marks=pytest.mark.long),
         ("fp8-current-e4m3", Outer(amax=0x3F80), torch.bfloat16),
     ],
 )
@@ -139,7 +139,13 @@ def test_tensor_amaxes_are_all_or_a_sample_with_the_ends() -> None:
 # ---- right and wrong kernels -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "fp8-current-e4m3"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8-current-e4m3",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled")),
+    ],
+)
 def test_the_proof_of_the_reference_finds_nothing(recipe: str) -> None:
     proof = prove(right, recipe)
     assert proof.wrong == []
@@ -192,7 +198,17 @@ def test_a_code_that_depends_on_its_place_is_no_rule_of_numbers() -> None:
     assert not all(wrong.steady for wrong in prove(kernel, places=16).wrong)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e5m2", "mxfp4@ocp", "fp8-row-e4m3"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        "mxfp4@ocp",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e5m2", "fp8-row-e4m3")
+        ),
+    ],
+)
 def test_values_of_the_reference_are_all_right(recipe: str) -> None:
     found, numbers = find_recipe(recipe), Numbers(torch.bfloat16)
     chosen, _ = outers(found, numbers, 2, 0)
@@ -283,8 +299,13 @@ def certificate(kernel: Kernel) -> Certificate:
     return certificate_of(backend, "kernel", find_recipe("nvfp4"), Numbers(torch.bfloat16), Effort(1, 1, 1), 0)
 
 
+_FAST = ("equal numbers", "rows from 4097", "strided", "a later call")
+
+
 @pytest.mark.usefixtures("small_trials")
-@pytest.mark.parametrize("name", BY_CONTENT)
+@pytest.mark.parametrize(
+    "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.long) for name in BY_CONTENT]
+)
 def test_a_kernel_that_is_wrong_by_content_is_refused(name: str) -> None:
     found = certificate(BY_CONTENT[name])
     assert found.verdict == "refused"

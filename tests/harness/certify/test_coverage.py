@@ -42,6 +42,7 @@ def test_cells_of_one_block() -> None:
     assert bool(found.pairs[7 + 16 * 0])
 
 
+@pytest.mark.long
 def test_all_pairs_reach_all_that_is_reachable() -> None:
     """Every bfloat16 number beside every power of two is in a block of MXFP4."""
     recipe = find_recipe("mxfp4")

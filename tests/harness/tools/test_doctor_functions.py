@@ -63,6 +63,19 @@ def test_a_result_that_is_no_number_is_an_infinite_error(wrong: float) -> None:
     assert found.relative == found.ulp_of_exact == found.absolute_near_1 == math.inf
 
 
+def test_a_logarithm_has_an_absolute_error_near_1() -> None:
+    x = torch.tensor([1.25, 4.0, 8.0])
+    exact = torch.log2(x.double())
+    result = exact.float()
+    result[0] += 2.0**-20
+    for is_logarithm in (False, True):
+        found = Errors("f", is_logarithm=is_logarithm)
+        found.add(x, result, exact, 1)
+        assert (found.ulp_of_exact > 1) is not is_logarithm
+        assert (found.ulp_from_correctly_rounded > 1) is not is_logarithm
+        assert found.absolute_near_1 > 2.0**-21
+
+
 def test_a_decreasing_function_and_negative_arguments() -> None:
     for sign, rising in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
         x = sign * torch.arange(0x3F800000, 0x3F800000 + 65, dtype=torch.int32).view(torch.float32)
