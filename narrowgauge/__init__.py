@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.inputs import inputs, matrix
     from narrowgauge.harness.api.judging.rows import assert_rows_independent
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
+    from narrowgauge.harness.certify.certify import certify
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
     from narrowgauge.harness.power.power import power
@@ -63,10 +64,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
-    "assert_result", "assert_rows_independent", "assert_stochastic", "assert_transformed", "bounds", "cases", "check",
-    "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales",
-    "parity", "power", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle",
-    "tolerance", "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
+    "assert_result", "assert_rows_independent", "assert_stochastic", "assert_transformed", "bounds", "cases", "certify",
+    "check", "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics",
+    "pack_scales", "parity", "power", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule",
+    "swizzle", "tolerance", "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -80,7 +81,8 @@ _MODULES = {
     "assert_rows_independent": "harness.api.judging.rows",
     "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
-    "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
+    "bounds": "harness.api.error_figures.bounds", "certify": "harness.certify.certify",
+    "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",
     "parity": "harness.tools.dialect.parity.parity", "power": "harness.power.power",

@@ -20,8 +20,9 @@ PATH = re.compile(r"`((?:narrowgauge|reference|native|harness|cases|tests|report
 TERMS = 50
 """Rows of the glossary at most."""
 TASKS = (
-    "adapt", "api", "backends", "bench", "checkpoints", "conformance", "contracts", "dialects", "gate", "guards",
-    "libraries", "mutants", "pytest", "recipes", "running", "schema", "tolerance", "training", "untrusted", "verdicts",
+    "adapt", "api", "backends", "bench", "certify", "checkpoints", "conformance", "contracts", "dialects", "gate",
+    "guards", "libraries", "mutants", "pytest", "recipes", "running", "schema", "tolerance", "training", "untrusted",
+    "verdicts",
 )  # fmt: skip
 
 

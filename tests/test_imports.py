@@ -22,7 +22,7 @@ FOLDERS = {
 }
 ORDER = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
-    "report", "api", "watch", "power", "gate", "tools", "cli", "pytest_plugin",
+    "report", "api", "watch", "power", "gate", "certify", "tools", "cli", "pytest_plugin",
 )  # fmt: skip
 """Folders of the harness: each imports only from itself and from earlier folders."""
 BUILDERS = {
@@ -30,7 +30,7 @@ BUILDERS = {
     "narrowgauge.harness.hosts.changed_source",  # compiles kernels with a changed file
     "narrowgauge.harness.records.environment",  # names the compilers and their flags
     "narrowgauge.harness.running.sanitizer",  # builds kernels with sanitizers
-    "narrowgauge.harness.tools.doctor",  # tries the sanitizers of the compiler
+    "narrowgauge.harness.tools.doctor.facts",  # tries the sanitizers of the compiler
 }
 """Modules of the harness that build kernels and import `native`, beside the tools in `bench` and `mutants`, and the
 `bench.py` of each operation."""

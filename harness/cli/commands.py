@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from narrowgauge.harness.cli.baseline import accept
 from narrowgauge.harness.cli.bench import bench
 from narrowgauge.harness.cli.build import build
+from narrowgauge.harness.cli.certify import certify_backend
 from narrowgauge.harness.cli.check import check_function
 from narrowgauge.harness.cli.checkpoint import checkpoint
 from narrowgauge.harness.cli.compare import compare_runs
@@ -79,6 +80,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "doctor": doctor,
     },
     "Judge one thing": {
+        "certify": certify_backend,
         "check": check_function,
         "power": power_of,
         "contract": contract_strength,

@@ -48,6 +48,12 @@ def list_cases(
     summary: Annotated[
         bool, typer.Option("--summary", help="For each operation a table of shapes × flags in place of the ids.")
     ] = False,
+    coverage: Annotated[
+        bool,
+        typer.Option(
+            "--coverage", help="Share of scales, codes and rounding boundaries that the inputs of quantize reach."
+        ),
+    ] = False,
 ) -> None:
     """Print the ids of the cases that the same `run` would take."""
     require_device_name(device)
@@ -55,6 +61,12 @@ def list_cases(
     chosen = select_cases(paths, tier, keyword, source, tensors, recipes, device)
     if part := part_of_run(chosen, shard, durations):
         chosen = part.cases
+    if coverage:
+        from narrowgauge.harness.certify.coverage import lines
+
+        for line in lines(chosen):
+            typer.echo(line)
+        return
     for line in _summary(chosen) if summary else (case.id for case in chosen):
         typer.echo(line)
     typer.echo(f"{len(chosen)} case{'s' * (len(chosen) != 1)}", err=True)

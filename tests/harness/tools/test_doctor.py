@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.running.sanitizer import Sanitizer
-from narrowgauge.harness.tools import doctor
+from narrowgauge.harness.tools.doctor import facts as doctor
 from narrowgauge.native.runtime import cuda, host
 from tests.paths import ROOT
 

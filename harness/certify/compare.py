@@ -1,0 +1,75 @@
+"""A call of a kernel beside the reference on the same matrix: wrong scales of blocks and wrong codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.operations.quantize.call import quantize
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.layout import elements, linear_scales
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+
+
+@dataclass
+class Parts:
+    """A result in the form in which results are compared."""
+
+    codes: torch.Tensor
+    """uint8 (M, K), one code in a byte."""
+    scales: torch.Tensor
+    """Bits of the stored scales, linear: uint8 or int32."""
+    amax: torch.Tensor | None
+    """Bits of the returned amaxes, int32."""
+
+    @staticmethod
+    def of(q: Quantized) -> Parts:
+        """The parts of a result."""
+        scales = linear_scales(q)
+        codes = elements(q.codes, q.shape[1], q.recipe)
+        bits = scales.view(torch.int32) if scales.dtype == torch.float32 else scales
+        return Parts(codes, bits, None if q.amax is None else q.amax.view(torch.int32))
+
+
+class Calls:
+    """Calls of `quantize` of a backend for one recipe, counted."""
+
+    def __init__(self, backend: Backend, recipe: Recipe) -> None:
+        self.backend, self.recipe, self.count = backend, recipe, 0
+
+    def kernel(self, x: torch.Tensor, scale: torch.Tensor | None) -> Parts:
+        """The result of the kernel. Raises Unsupported, BackendError and HostLost."""
+        self.count += 1
+        return Parts.of(quantize(self.backend, x, self.recipe, scale=scale))
+
+    def expected(self, x: torch.Tensor, scale: torch.Tensor | None) -> Parts:
+        """The result of the reference. Raises ValueError if the recipe refuses the amax."""
+        return Parts.of(reference.quantize(x, self.recipe, scale=scale))
+
+
+def wrong_scales(kernel: Parts, expected: Parts) -> torch.Tensor | None:
+    """Mask of the different stored scales, bool of the shape of the scales; None for equal scales."""
+    return None if torch.equal(kernel.scales, expected.scales) else kernel.scales != expected.scales
+
+
+def over_elements(of_scales: torch.Tensor, shape: tuple[int, int], recipe: Recipe) -> torch.Tensor:
+    """Values of stored scales for every element of a matrix (M, K): bool or integers."""
+    rows = 1 if recipe.whole else recipe.stored_rows
+    spread = of_scales.expand(shape[0], -1) if recipe.whole else of_scales.repeat_interleave(rows, 0)[: shape[0]]
+    if recipe.spans_k:
+        return spread.expand(shape)
+    return spread.repeat_interleave(recipe.block[1], 1)[:, : shape[1]]
+
+
+def wrong_codes(kernel: Parts, expected: Parts, scales: torch.Tensor | None, recipe: Recipe) -> torch.Tensor | None:
+    """Mask of the different codes under right scales, bool (M, K), or None. `scales`: result of `wrong_scales`."""
+    if torch.equal(kernel.codes, expected.codes):
+        return None
+    wrong = kernel.codes != expected.codes
+    if scales is not None:
+        shape = (wrong.shape[0], wrong.shape[1])
+        wrong &= ~over_elements(scales, shape, recipe)
+    return wrong if bool(wrong.any()) else None

@@ -1,0 +1,328 @@
+"""The proof of a quantizer: all pairs and all block amaxes under every tensor amax, at several places in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
+from narrowgauge.harness.certify.space import Numbers, Outer, Space
+from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
+from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.spec.formats import FP32, Format
+
+FAILING = 3
+"""Tensor amaxes with wrong bytes after which a proof stops."""
+_MASK = 0xFFFFFFFF
+SIDES = ("exact", "a tie", "below the midpoint", "above the midpoint", "above the largest", "NaN")
+_KINDS = ("zero", "subnormal", "normal", "infinity", "NaN")
+
+
+@dataclass
+class WrongSet:
+    """The wrong inputs of a stage under one tensor amax."""
+
+    stage: str
+    """amax, scales or codes."""
+    outer: Outer
+    count: int
+    of: int
+    """Inputs of the stage under this tensor amax: block amaxes of both signs, or pairs."""
+    rule: Rule | None
+    runs: list[dict[str, Any]]
+    """Runs of consecutive numbers, as bits, for every scale."""
+    first: dict[str, Any]
+    """The first wrong input: numbers in decimal and bits, and the codes."""
+    steady: bool
+    """Whether the inputs of the set are wrong at every tried place and beside all tried neighbours."""
+
+
+@dataclass
+class Proof:
+    """Result of the proof."""
+
+    outers: int = 0
+    """Judged tensor amaxes, or judged given scales."""
+    outers_of: int = 1
+    """Number of all tensor amaxes, or of all given scales."""
+    refused: int = 0
+    """Tensor amaxes refused by the recipe."""
+    pairs: int = 0
+    amaxes: int = 0
+    places: list[int] = field(default_factory=list)
+    """Places of the amax in a block, for every tensor amax."""
+    elements: int = 0
+    """Compared codes."""
+    wrong: list[WrongSet] = field(default_factory=list)
+    stopped: bool = False
+
+
+@dataclass
+class _Found:
+    """Wrong inputs under a tensor amax as keys, a tensor for every call."""
+
+    codes: list[torch.Tensor] = field(default_factory=list)
+    scales: list[torch.Tensor] = field(default_factory=list)
+    amax: bool = False
+    first: dict[str, Any] = field(default_factory=dict)
+
+
+class Prover:
+    """Runs the proof of one kernel."""
+
+    def __init__(self, calls: Calls, numbers: Numbers, seed: int) -> None:
+        self.calls, self.recipe, self.numbers, self.seed = calls, calls.recipe, numbers, seed
+
+    def prove(self, outers: Sequence[Outer], of: int, places: int, everywhere: int) -> Proof:
+        """Judge every tensor amax. `places`: places of the amax in a block, all used for the first `everywhere` tensor
+        amaxes; then a tensor amax has one place. `of`: number of all tensor amaxes."""
+        proof = Proof(outers_of=of)
+        for number, outer in enumerate(outers):
+            try:
+                space = Space(self.recipe, self.numbers, outer, self.seed + number)
+            except ValueError:  # the recipe refuses this tensor amax
+                proof.refused += 1
+                continue
+            size = space.grid.size
+            if number < everywhere:
+                chosen = sorted({place * size // min(places, size) for place in range(min(places, size))})
+            else:
+                chosen = [number * 5 % size]
+            self._prove_one(proof, space, chosen)
+            if len({id(wrong.outer) for wrong in proof.wrong}) >= FAILING:
+                proof.stopped = number + 1 < len(outers)
+                break
+        return proof
+
+    def _prove_one(self, proof: Proof, space: Space, places: Sequence[int]) -> None:
+        found = _Found()
+        for blocks in space.sheets():
+            expected: Parts | None = None
+            for place in places:
+                if expected is None:
+                    x = self._matrix(space, blocks, place)
+                    expected, before = self.calls.expected(x, space.outer.given(self.numbers.device)), place
+                else:
+                    x = self._matrix(space, blocks, place)
+                    expected, before = self._moved(space, expected, place - before), place
+                self._compare(space, blocks, expected, place, found)
+                proof.elements += x.numel()
+        proof.outers += 1
+        proof.pairs += space.pairs
+        proof.amaxes += space.amax_count
+        proof.places.append(len(places))
+        proof.wrong += self._wrong_sets(space, found, len(places))
+
+    def _matrix(self, space: Space, blocks: torch.Tensor, place: int) -> torch.Tensor:
+        """The matrix of blocks whose elements are moved by `place`, around the end of the block."""
+        moved = blocks.roll(place, 1) if place else blocks
+        return space.grid.matrix(self.numbers.tensor(moved))
+
+    def _moved(self, space: Space, expected: Parts, by: int) -> Parts:
+        """The right result for blocks whose elements are moved: the scales stay."""
+        codes = space.grid.matrix(space.grid.blocks(expected.codes).roll(by, 1))
+        return Parts(codes, expected.scales, expected.amax)
+
+    def _compare(self, space: Space, blocks: torch.Tensor, expected: Parts, place: int, found: _Found) -> None:
+        x = self._matrix(space, blocks, place)
+        kernel = self.calls.kernel(x, space.outer.given(self.numbers.device))
+        if kernel.amax is not None and expected.amax is not None and not torch.equal(kernel.amax, expected.amax):
+            found.amax = True
+            found.first.setdefault("amax", _differing_amaxes(kernel.amax, expected.amax))
+        scales = wrong_scales(kernel, expected)
+        shape = (x.shape[0], x.shape[1])
+        if scales is not None:
+            of_blocks = space.grid.blocks(over_elements(scales, shape, self.recipe)).any(1)
+            keys = blocks[of_blocks, 0]
+            found.scales.append(torch.unique(keys.long()))
+            if "scales" not in found.first:
+                found.first["scales"] = self._first_scale(space, kernel, expected, scales, blocks, of_blocks)
+        codes = wrong_codes(kernel, expected, scales, self.recipe)
+        if codes is not None:
+            spread = over_elements(expected.scales, shape, self.recipe)
+            bits = self.numbers.bits(x)
+            found.codes.append(torch.unique((spread[codes].long() & _MASK) << 32 | (bits[codes].long() & _MASK)))
+            if "codes" not in found.first:
+                found.first["codes"] = self._first_code(x, kernel, expected, codes, spread)
+
+    # ---- the first wrong input ---------------------------------------------------------------------------------------
+
+    def _first_scale(
+        self,
+        space: Space,
+        kernel: Parts,
+        expected: Parts,
+        scales: torch.Tensor,
+        blocks: torch.Tensor,
+        wrong: torch.Tensor,
+    ) -> dict[str, Any]:
+        """The first block with a wrong scale."""
+        amax = self.numbers.tensor(blocks[wrong, 0][:1])
+        return {
+            "block amax": shown_number(amax, self.numbers),
+            "expected": shown_code(int(expected.scales[scales][0]), self.recipe.scale),
+            "actual": shown_code(int(kernel.scales[scales][0]), self.recipe.scale),
+        }
+
+    def _first_code(
+        self, x: torch.Tensor, kernel: Parts, expected: Parts, codes: torch.Tensor, spread: torch.Tensor
+    ) -> dict[str, Any]:
+        """The first wrong code of a call."""
+        return {
+            "number": shown_number(x[codes][:1], self.numbers),
+            "scale": shown_code(int(spread[codes][0]), self.recipe.scale),
+            "expected": shown_code(int(expected.codes[codes][0]), self.recipe.element),
+            "actual": shown_code(int(kernel.codes[codes][0]), self.recipe.element),
+        }
+
+    # ---- the set of wrong inputs -------------------------------------------------------------------------------------
+
+    def _wrong_sets(self, space: Space, found: _Found, places: int) -> list[WrongSet]:
+        sets = []
+        if found.amax:
+            sets.append(WrongSet("amax", space.outer, 1, 1, None, [], found.first["amax"], steady=True))
+        if found.scales:
+            keys, counts = torch.unique(torch.cat(found.scales), return_counts=True)
+            every = torch.cat([space.amaxes, space.amaxes - self.numbers.sign]).long()
+            wrong = torch.isin(every, keys)
+            rule = find_rule(wrong, amax_features(space, every.int()))
+            listed = self._runs(torch.zeros_like(keys), keys)
+            steady = bool((counts >= places).all())
+            sets.append(
+                WrongSet("scales", space.outer, len(keys), len(every), rule, listed, found.first["scales"], steady)
+            )
+        if found.codes:
+            keys, counts = torch.unique(torch.cat(found.codes), return_counts=True)
+            rule = self._rule_of_codes(space, keys)
+            listed = self._runs(keys >> 32, keys & _MASK)
+            steady = bool((counts >= places).all())
+            sets.append(
+                WrongSet("codes", space.outer, len(keys), space.pairs, rule, listed, found.first["codes"], steady)
+            )
+        return sets
+
+    def _rule_of_codes(self, space: Space, keys: torch.Tensor) -> Rule | None:
+        """A rule of the pairs with these keys. None: no rule is known, or the dtype has too many pairs to list."""
+        if space.pairs > 1 << 24:
+            return None
+        blocks, classes = space.pair_blocks(0, int(space.starts[-1]))
+        bits = blocks[:, 1:]
+        scaled = (
+            space.scaled(self.numbers.tensor(bits), classes) if self.recipe.spans_k else _scaled(space, bits, classes)
+        )
+        classes = classes.view(-1, 1).expand(bits.shape).flatten()
+        stored = space.scales.view(torch.int32) if self.recipe.scale is FP32 else space.scales
+        own = (stored[classes].long() & _MASK) << 32 | (
+            self.numbers.bits(self.numbers.tensor(bits)).flatten().long() & _MASK
+        )
+        wrong = torch.isin(own, keys)
+        if not bool(torch.isin(keys, own).all()):
+            return None
+        return find_rule(wrong, code_features(space, bits.flatten(), scaled.flatten(), classes))
+
+    def _runs(self, scales: torch.Tensor, bits: torch.Tensor) -> list[dict[str, Any]]:
+        """Runs of consecutive bits for every scale, at most `RUNS`."""
+        bits = bits & (2 * self.numbers.sign - 1)
+        listed: list[dict[str, Any]] = []
+        left = RUNS
+        for scale in torch.unique(scales).tolist():
+            found = runs(bits[scales == scale].sort().values)[:left]
+            left -= len(found)
+            if found:
+                listed.append({"scale": scale, "numbers": found})
+        return listed
+
+
+def _scaled(space: Space, bits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Scaled elements of the numbers of `pair_blocks`: one column less than a block."""
+    numbers = space.numbers.tensor(bits)
+    width = space.recipe.block[1]
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % width))
+    return space.scaled(padded, classes)[:, : numbers.shape[1]]
+
+
+def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
+    """Features of block amaxes, int32 (n,), every of both signs of `space.amaxes`."""
+    scales, _ = space._scales(space.numbers.float(space.amaxes))
+    values = scales if space.recipe.scale is FP32 else decode(scales, space.recipe.scale)
+    return {
+        **_number_features("block amax", space.numbers, bits),
+        "scale": Feature(_ordered(values).repeat(2)),
+    }
+
+
+def boundaries(scaled: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The code at or below the magnitude of scaled elements, and the side of the midpoint above it as a number of
+    `SIDES`: int64, the shape of `scaled`."""
+    points = torch.tensor(fmt.values[: fmt.max_code + 1], device=scaled.device)
+    merged = torch.stack([points, (points + points.roll(-1)) / 2], 1).flatten()[:-1]  # exact: few bits
+    magnitude = scaled.abs()
+    place = torch.searchsorted(merged, magnitude, right=True).sub_(1).clamp_(0, len(merged) - 1)
+    lower, odd = place >> 1, place & 1
+    side = torch.where(magnitude == merged[place], odd, odd + 2)
+    side.masked_fill_(magnitude > merged[-1], 4).masked_fill_(magnitude.isnan(), 5)
+    return lower, side
+
+
+def code_features(space: Space, bits: torch.Tensor, scaled: torch.Tensor, classes: torch.Tensor) -> dict[str, Feature]:
+    """Features of pairs: numbers int32 (n,), their scaled elements float32 (n,) and their classes (n,)."""
+    lower, side = boundaries(scaled, space.recipe.element)
+    stored = space.scales if space.recipe.scale is FP32 else decode(space.scales, space.recipe.scale)
+    return {
+        "scaled element": Feature(side, SIDES),
+        "lower code": Feature(lower & 1, ("even", "odd")),
+        "grid point below": Feature(decode(lower.to(torch.uint8), space.recipe.element).double()),
+        **_number_features("number", space.numbers, bits),
+        "scale": Feature(_ordered(stored)[classes]),
+    }
+
+
+def _number_features(name: str, numbers: Numbers, bits: torch.Tensor) -> dict[str, Feature]:
+    magnitude = numbers.magnitude(bits)
+    smallest = int(numbers.bits(torch.tensor([torch.finfo(numbers.dtype).smallest_normal], dtype=numbers.dtype)))
+    kind = (magnitude > 0).int() + (magnitude >= smallest).int() + (magnitude >= numbers.infinity).int()
+    kind += (magnitude > numbers.infinity).int()
+    power = torch.frexp(numbers.float(magnitude).double()).mantissa == 0.5
+    return {
+        f"sign of the {name}": Feature((bits < 0).long(), ("+", "−")),
+        f"kind of the {name}": Feature(kind.long(), _KINDS),
+        f"{name}, a power of two": Feature(power.long(), ("no", "yes")),
+        f"magnitude of the {name}": Feature(_ordered(numbers.float(magnitude))),
+    }
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """float64, NaN as infinity: in order."""
+    return values.double().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+
+
+def shown_number(number: torch.Tensor, numbers: Numbers) -> dict[str, str]:
+    """A number in full decimal and as bits."""
+    value = float(number)
+    digits = numbers.dtype.itemsize * 2
+    bits = int(numbers.bits(number)) & ((1 << 4 * digits) - 1)
+    return {
+        "decimal": format(Decimal(value), "f") if value - value == 0 else str(value),
+        "bits": f"0x{bits:0{digits}X}",
+    }
+
+
+def shown_code(bits: int, fmt: Format) -> dict[str, str]:
+    """A stored code, its value in full decimal and its bits."""
+    if fmt is FP32:
+        return shown_number(torch.tensor([bits], dtype=torch.int32).view(torch.float32), Numbers(torch.float32))
+    value = fmt.values[bits & (fmt.codes - 1)]
+    return {
+        "decimal": format(Decimal(value), "f") if value - value == 0 else str(value),
+        "bits": f"0b{bits:0{fmt.bits}b}",
+    }
+
+
+def _differing_amaxes(kernel: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    place = int((kernel != expected).nonzero()[0, 0])
+    shown = {name: shown_code(int(bits[place]), FP32) for name, bits in (("expected", expected), ("actual", kernel))}
+    return {"row": place, **shown}

@@ -1,0 +1,1 @@
+"""What a machine can do: tools that are tried, and errors of its GPU's functions."""
