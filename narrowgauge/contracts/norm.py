@@ -138,8 +138,12 @@ def _sum(x, residual, sum_of, product_of):
 
 
 def _rmsnorm(x, squares, z, weight, eps, zero_centered, rounded, order):
+    return normalized(x, squares, z, _factor(weight, zero_centered), eps, rounded, order)
+
+
+def normalized(x, squares, z, w, eps, rounded, order):
+    """z·rs·w, with rs of `squares`, by the fields `rounded` and `order`."""
     rs = c.once(c.rsqrt(c.mean(c.square(squares)) + eps))
-    w = _factor(weight, zero_centered)
     first, second = (rs, w) if order == "rs-first" else (w, rs)
     y = z * first
     if rounded in ("both", "first"):

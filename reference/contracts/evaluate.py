@@ -42,7 +42,7 @@ from narrowgauge.reference.contracts.layout.pages import (
     read_rows,
     slots,
 )
-from narrowgauge.reference.contracts.quantized import judge_quantized
+from narrowgauge.reference.contracts.quantized import hidden_values, judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
     dependent,
@@ -622,6 +622,31 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
 
 
+def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
+    """The values of a quantization. A second operand is another one, whose scales a wrong kernel takes."""
+    program, (number, *others) = evaluation.program, step.operands
+    of, dtype, flushes = program.steps[number], DTYPES[step.dtype], program.flushes
+    fused = bool(step.options.get("fused"))
+    if of.recipe is not None and number not in evaluation.values:
+        x, recipe = evaluation.values[of.operands[0]], find_recipe(of.recipe)
+        ends = Ends.of(x, DTYPES[of.dtype])
+        by = of.operands[1] if of.options.get("statistics") else None
+        if by is not None or recipe.approximate or ends.uncertain is not None:
+            if others or "view" in step.options or changed_quantize(of.options)[0] is not None:
+                raise ValueError("a changed quantization is judged where every element is one number")
+            statistics = None if by is None else Ends.of(evaluation.values[by], torch.float32)
+            scale = given_scale(program, of, evaluation.tensors)
+            values = hidden_values(ends, recipe, scale, of.line, statistics=statistics, flushes=flushes)
+            rounded = products.rounded_values(values, dtype)
+            return i.hull([values, rounded]) if fused else rounded
+    q: Quantized = evaluation.values[number]
+    if others:
+        q = replace(q, scales=evaluation.values[others[0]].scales)
+    q = CHANGED_CODES[step.options["view"]][1](q) if "view" in step.options else q
+    values = products.values_of(q, dtype, flushes=flushes)
+    return i.hull([values, products.exact_values(q)]) if fused else values
+
+
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
@@ -869,9 +894,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
-    DEQUANTIZE: lambda evaluation, step: products.values_of(
-        evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
-    ),
+    DEQUANTIZE: _dequantized,
     OF_HEADS: _of_heads, CODES: _codes,
     READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -90,10 +91,11 @@ class RankedHost:
         parts = [inputs_of(inputs, rank) for rank in range(len(self.hosts))]
         return RankedRun([host.prepare(part, home, poison) for host, part in zip(self.hosts, parts, strict=True)])
 
-    def call(self, method: str, *arguments: Sequence[Any], **options: Any) -> list[Any]:
-        """The results of a method on each rank. `arguments`: those of each rank."""
+    def call(self, method: str, *arguments: tuple[Sequence[Any], Mapping[str, Any]], **options: Any) -> list[Any]:
+        """The results of a method on each rank. `arguments`: those of each rank, by place and by name."""
         calls = zip(self.hosts, arguments, strict=True)
-        return self.together([partial(host.call, method, *given, **options) for host, given in calls])
+        return self.together([partial(host.call, method, *by_place, **named, **options)
+                              for host, (by_place, named) in calls])  # fmt: skip
 
     def join(self) -> None:
         """Make the hosts a group, unless they are one. Raises BackendError and Unsupported."""
@@ -125,7 +127,8 @@ class RankedHost:
 
         with ThreadPoolExecutor(len(calls)) as pool:
             futures = [pool.submit(timed, rank) for rank in range(len(calls))]
-            done, late = wait(futures, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+            seconds = max(0.0, deadline - time.monotonic())
+            done, late = wait(futures, seconds if seconds < threading.TIMEOUT_MAX else None, FIRST_EXCEPTION)
             failed = any(future.exception() is not None for future in done)
             if failed:
                 late = wait(late, _GRACE).not_done

@@ -34,6 +34,8 @@ from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYT
 from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, Program
 
+NO_DIAGNOSIS = "no-diagnosis"
+"""Name of the sentence that there is no cause."""
 _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4
@@ -242,7 +244,7 @@ class _Search:
         pairs = f" and {self.pairs} pair{'s' * (self.pairs > 1)}" if self.pairs else ""
         tried = f"{len(self.singles)} changes{pairs}"
         if not self.found:
-            yield PossibleCause("no-diagnosis", f"none of {tried} of this contract gives these bytes")
+            yield PossibleCause(NO_DIAGNOSIS, f"none of {tried} of this contract gives these bytes")
             return
         found, plain = self._unlike(), self._of_all_rows(self.program)
         rivals = (change for change in self.near if not self._of_all_rows(change.program).excluded)
