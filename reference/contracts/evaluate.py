@@ -54,7 +54,7 @@ from narrowgauge.reference.contracts.scopes import (
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import (
     BEHIND,
     CODES,
@@ -472,7 +472,7 @@ def judge_output(
     if isinstance(result, torch.Tensor):
         if ends[0].low.shape != result.shape:
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
-        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
+        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number))
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
     scale = given_scale(program, quantization, tensors)
@@ -492,6 +492,15 @@ def judge_output(
     )  # fmt: skip
     for part, judgement in parts:
         yield part if name == "quantized" else f"{name}.{part}", judgement
+
+
+def _decoded_format(program: Program, number: int) -> Format | None:
+    """Format of the codes of a quantization whose values a result has, rounded; None of other results."""
+    step = program.steps[number]
+    while step.function in ("cast", "float32"):
+        step = program.steps[step.operands[0]]
+    of = program.steps[step.operands[0]] if step.function == DEQUANTIZE else step
+    return find_recipe(of.recipe).element if of.recipe is not None and step is not of else None
 
 
 def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
@@ -644,7 +653,10 @@ def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
         q = replace(q, scales=evaluation.values[others[0]].scales)
     q = CHANGED_CODES[step.options["view"]][1](q) if "view" in step.options else q
     values = products.values_of(q, dtype, flushes=flushes)
-    return i.hull([values, products.exact_values(q)]) if fused else values
+    if not fused:
+        return values
+    exact = products.exact_values(q)
+    return values if i.same(values, exact) else i.hull([values, exact])
 
 
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:

@@ -15,7 +15,7 @@ import torch
 from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.changed_steps import Scaled
 from narrowgauge.reference.contracts.estimates import sorted_places
-from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.interval import Interval, hull
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.elements import element_codes
@@ -224,9 +224,10 @@ def hidden_values(
                 values += [over_elements(numbers, per_row(one, recipe, rows), recipe, torch.mul) for one in by]
         if _same(*blocks):
             break
-    low, high = values[0], values[0]
-    for value in values[1:]:
-        low, high = torch.minimum(low, value), torch.maximum(high, value)
+    found = hull([Interval(value, value) for value in values])
+    if len(values) == 1:
+        return found
+    low, high = found.low, found.high
     nan = None if y.nan is None else y.nan & ~y.never
     row, column = (torch.arange(size, device=low.device) for size in low.shape)
     at = _blocks_of(row, column, recipe)
