@@ -97,7 +97,9 @@ def _supported(recipe: str | Recipe) -> Recipe:
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     rows = recipe.tensor_scale == "none" and recipe.stored_rows == 1 and not recipe.whole
     if recipe.element not in (E4M3, E5M2) or recipe.scale not in (FP32, E8M0) or not rows or recipe.transform:
-        raise NotImplementedError(f"collectives have FP8 with scales of rows or of groups of a row, not recipe {recipe}")
+        raise NotImplementedError(
+            f"collectives have FP8 with scales of rows or of groups of a row, not recipe {recipe}"
+        )
     return recipe
 
 

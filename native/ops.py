@@ -73,7 +73,8 @@ __all__ = [
 _REDUCING = ("all-reduce", "reduce-scatter", "all-reduce-norm-quantize")
 _WEIGHT_ONLY = {"decode": "rounded-scale"}
 declares: dict[str, Any] = {
-    "transform": "butterfly", **{name: {"reduce": "rank-order"} for name in _REDUCING}, "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
+    "transform": "butterfly", **{name: {"reduce": "rank-order"} for name in _REDUCING},
+    "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
 }  # fmt: skip
 """Declared orders of summation, and fields of contracts. A rotation adds in the butterfly order of the reference and
 gives the same bytes. `gemm_order` names the order of a GEMM."""

@@ -165,7 +165,9 @@ class Backend:
         Raises Unsupported if the host has no processes, or too few GPUs for the ranks.
         """
         if (group := getattr(self.host, "ranks", None)) is None:
-            raise Unsupported("a collective runs in a process for each rank: use `narrowgauge run`, not a local backend")
+            raise Unsupported(
+                "a collective runs in a process for each rank: use `narrowgauge run`, not a local backend"
+            )
         found = copy(self)
         found.host = group(count)
         return found

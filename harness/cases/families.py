@@ -181,7 +181,9 @@ RANK_FAMILIES = (
     Family("powers", "rank r has numbers times 2^r: scales or sums of another rank"),
     Family("nan-rank", "the last rank has NaN in a row: which rows and ranks it reaches"),
     Family("padding-rows", "the last rows are zeros, NaN and the largest number: whether other rows read them"),
-    Family("exact-sums", "integers under scales that are powers of two: sums are exact, so every order gives one result"),
+    Family(
+        "exact-sums", "integers under scales that are powers of two: sums are exact, so every order gives one result"
+    ),
 )
 """Families of contracts of a group of processes, beside the shared ones."""
 

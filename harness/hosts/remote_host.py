@@ -81,8 +81,8 @@ class RemoteHost:
         gpu: str = "",
         takes_lock: bool = True,
     ) -> None:
-        """`load`: seconds that the backend may take to load. `interpreter`: of the host; None: the host is a fork. `gpu`:
-        as of `Channel.start`. `takes_lock`: whether the host takes the lock of its GPU; else another host does.
+        """`load`: seconds that the backend may take to load. `interpreter`: of the host; None: the host is a fork.
+        `gpu`: as of `Channel.start`. `takes_lock`: whether the host takes the lock of its GPU; else another one does.
 
         Raises BackendError if the backend cannot be loaded.
         """

@@ -193,7 +193,9 @@ class _Server:
         try:
             join(descriptors[0], message["rank"], message["count"], self.device.type)
         except Exception as error:
-            return {"error": f"the group of {message['count']} processes: {type(error).__name__}: {error}"[: codec.TEXT]}
+            return {
+                "error": f"the group of {message['count']} processes: {type(error).__name__}: {error}"[: codec.TEXT]
+            }
         return {}
 
     def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:

@@ -167,7 +167,8 @@ class Bits(Argument):
 
 
 TYPES = (
-    Matrix, Ranks, QuantizedRanks, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Sinks,
+    Matrix, Ranks, QuantizedRanks, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths,
+    QueryLengths, Heads, Sinks,
     Cache,
 )  # fmt: skip
 """Types of tensors."""

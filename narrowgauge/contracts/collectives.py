@@ -52,7 +52,8 @@ def reduce_scatter(
 def all_reduce_norm_quantize(
     x: c.Ranks, weight: c.Row, recipe: c.Recipe, *, ranks: int = 2, residual: c.Matrix | None = None,
     eps: float = 1e-6, bias: float = 0.0, scale: c.Scale | None = None,
-    reduce: Reduce = "any", accumulate: Literal["float32", "rounded"] = "float32", zeros: Literal["kept", "positive"] = "kept",
+    reduce: Reduce = "any", accumulate: Literal["float32", "rounded"] = "float32",
+    zeros: Literal["kept", "positive"] = "kept",
     rounded: Rounded = "result", order: Order = "rs-first", sum_of: Sum = "stored", product_of: Sum = "stored",
     subnormals: Subnormals = "kept",
 ):  # fmt: skip
@@ -67,7 +68,9 @@ def all_reduce_norm_quantize(
     z = c.float32(c.cast(hops, x[0].dtype)) + c.float32(residual)
     stored = c.cast(z, x[0].dtype)
     numbers = {"stored": c.float32(stored), "unrounded": z}
-    y = normalized(x[0], numbers[sum_of], numbers[product_of], c.float32(weight) + bias, eps, rounded, order)
+    w = c.float32(weight) + bias
+    w = w if bias else c.any_of(w, c.float32(weight))  # −0 + 0 is +0
+    y = normalized(x[0], numbers[sum_of], numbers[product_of], w, eps, rounded, order)
     return {"residual": stored, "quantized": c.quantize(y, recipe, scale if c.takes_scale(recipe) else None)}
 
 

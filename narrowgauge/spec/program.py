@@ -89,8 +89,8 @@ PAGE_LAYOUT = "page_layout"
 RANKS = "ranks"
 """The reserved option of a contract: the number of processes of a group, each with matrices of its own."""
 OWN_STRIPE = "own_stripe"
-"""The reserved result of a contract of a group: rows that the rank itself reduces. They are stripe r of the first result
-on rank r, or all that rank r returns if there is no other result."""
+"""The reserved result of a contract of a group: rows that the rank itself reduces. They are stripe r of the result
+`output` on rank r, or all that rank r returns if there is no other result."""
 SUBNORMALS = "subnormals"
 """The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")

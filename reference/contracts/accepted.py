@@ -149,8 +149,8 @@ def judge_range(
 ) -> Part:
     """The part of a result that has to lie between two numbers or codes of its dtype.
 
-    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN. `decoded`: format
-    of the codes that a float is a multiple of: it is determined as far as its code is.
+    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN. `decoded`: the
+    format of the codes that a float is a multiple of: the float is determined as far as its code is.
     """
     differs = different(actual, lower, fmt)
     if upper is lower and nan is None:

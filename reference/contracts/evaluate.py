@@ -472,7 +472,10 @@ def judge_output(
     if isinstance(result, torch.Tensor):
         if ends[0].low.shape != result.shape:
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
-        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number))
+        yield (
+            name,
+            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number)),
+        )
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
     scale = given_scale(program, quantization, tensors)

@@ -76,7 +76,9 @@ def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Int
 
 def exact_values(q: Quantized) -> Interval:
     """Codes times scales (M, K), unrounded, of a recipe with one level of scales."""
-    exact = multiply_blocks(element_values(q), scale_values(q), q.recipe.block[1] if not q.recipe.spans_k else q.shape[1])
+    exact = multiply_blocks(
+        element_values(q), scale_values(q), q.recipe.block[1] if not q.recipe.spans_k else q.shape[1]
+    )
     return Interval(exact, exact)
 
 

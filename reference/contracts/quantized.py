@@ -178,7 +178,7 @@ def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
     return amaxes
 
 
-# ---- hidden quantizations ---------------------------------------------------------------------------------------------
+# ---- hidden quantizations --------------------------------------------------------------------------------------------
 
 
 def hidden_values(
@@ -204,9 +204,7 @@ def hidden_values(
     blocks = _block_amaxes(y if statistics is None else statistics, recipe)
     rows, dtype = y.low.shape[0], y.low.dtype
     scales = [block_scales(amax, scale, recipe, dtype if statistics is None else torch.float32) for amax in blocks]
-    stored = [
-        s.double() if recipe.scale is FP32 else decode(s, recipe.scale, torch.float64) for s in scales
-    ]
+    stored = [s.double() if recipe.scale is FP32 else decode(s, recipe.scale, torch.float64) for s in scales]
     if recipe.scale is E8M0 or recipe.scale_rounding in ("up", "down"):
         # Between two neighbouring powers of two lies no scale, and each has its own codes.
         apart = stored[1] > 2 * stored[0]

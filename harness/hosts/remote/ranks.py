@@ -213,4 +213,3 @@ class RankedRun:
             [f"{text} (rank {rank})" for rank, texts in enumerate(found) for text in texts[kind]] for kind in (0, 1)
         )
         return outside, changed
-

@@ -46,8 +46,8 @@ class Transport:
         hidden: Sequence[str] | None,
         gpu: str = "",
     ) -> None:
-        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork. `hidden`, `gpu`: as
-        of `Channel.start`."""
+        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork. `hidden`, `gpu`:
+        as of `Channel.start`."""
         self.process: HostProcess | None = None
         self.orphaned = False
         """Whether the process that starts the hosts has ended: a backend can kill its parent."""

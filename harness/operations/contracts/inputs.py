@@ -304,7 +304,8 @@ def _cached(want: _Wanted) -> torch.Tensor:
 
 
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Ranks": _of_rank, "QuantizedRanks": _of_rank, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number, "Scales": _scales,
+    "Matrix": _matrix, "Ranks": _of_rank, "QuantizedRanks": _of_rank, "Row": _row, "Column": _column,
+    "Scalar": _number, "Scale": _number, "Scales": _scales,
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
     "Cache": _cached,
 }  # fmt: skip

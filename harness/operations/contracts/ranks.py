@@ -52,7 +52,9 @@ class _Call:
     shown: Shown
 
 
-def judge_ranks(case: ContractCase, inputs: Inputs, backend: Backend, program: Program, others: list[Change]) -> Outcome:
+def judge_ranks(
+    case: ContractCase, inputs: Inputs, backend: Backend, program: Program, others: list[Change]
+) -> Outcome:
     """Run the method on all ranks, and judge their results. `others`: other values of the fields of the contract.
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
@@ -142,7 +144,8 @@ def _calls(program: Program, tensors: Tensors, results: Sequence[Tensors]) -> It
     for rank, result in enumerate(results):
         if _gathered(program):
             parts = {
-                f"rank{r}.{name}": part for name, t in result.items() for r, part in enumerate(_equal_parts(name, t, ranks))
+                f"rank{r}.{name}": part
+                for name, tensor in result.items() for r, part in enumerate(_equal_parts(name, tensor, ranks))
             }  # fmt: skip
             calls = [_Call(rank, tensors, named_results(program, tensors, parts))]
         elif OWN_STRIPE not in program.outputs:
@@ -161,9 +164,7 @@ def _calls(program: Program, tensors: Tensors, results: Sequence[Tensors]) -> It
                 yield call
 
 
-def _stripe_of_rank(
-    program: Program, tensors: Tensors, shown: Shown, rows: slice, owner: int, rank: int
-) -> _Call:
+def _stripe_of_rank(program: Program, tensors: Tensors, shown: Shown, rows: slice, owner: int, rank: int) -> _Call:
     """The rows of a stripe in the result of a rank: its own are those that it keeps."""
     index = torch.arange(rows.start, rows.stop)
     part = {name: rows_of(result, index) for name, result in shown.items()}
@@ -284,15 +285,15 @@ class _Diagnosis:
         """The changes that explain the first wrong results, or a sentence that there is none."""
         if (cause := self._moved()) is not None:
             return [cause]
-        none: list[Cause | PossibleCause] = []
-        for call, words in self.places:
+        found: list[Cause | PossibleCause] = []
+        places = list(self.places)
+        for (call, words), singly in [*((place, True) for place in places), *((place, False) for place in places[:1])]:
             changes = [*self.others, *rank_changes(self.program, call.rank)]
             here = replace(stage, wrong_elements=None) if words else stage
-            found = list(changed_causes(self.program, call.tensors, call.shown, changes, here, limit))
+            found = list(changed_causes(self.program, call.tensors, call.shown, changes, here, limit, singly=singly))
             if any(name != NO_DIAGNOSIS for name, *_ in found):
                 return [c if isinstance(c, PossibleCause) else (c[0], f"{c[1]}{words}") for c in found]
-            none = none or found
-        return none
+        return found
 
     def confirmed(self, cause: str) -> str:
         """The sentence of the mistake with this name if it gives the bytes; else empty."""

@@ -53,10 +53,13 @@ def changed_causes(
     others: Sequence[Change],
     stage: StageResult,
     limit: Limit,
+    *,
+    singly: bool = False,
 ) -> Iterable[Cause | PossibleCause]:
     """The changes under which all results of the kernel are right, or a sentence that there is none.
 
-    `others`: further changes, such as other values of the fields of the contract.
+    `others`: further changes, such as other values of the fields of the contract. `singly`: no pairs are tried if no
+    single change explains the results.
     """
     program, shown = _of_stage(program, shown, stage.stage)
     small = sum(result_elements(result) for result in shown.values()) < _SMALL
@@ -65,9 +68,9 @@ def changed_causes(
         search.try_singles(others)
         if not search.found:
             search.try_singles(moved_changes(program, tensors, shown), alone=True)
-        if not search.found:
+        if not search.found and not singly:
             search.try_pairs(search.nearest())
-        else:
+        elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
             search.try_pairs(rivals, {change.sentence for change in rivals})
         return list(search.causes())
