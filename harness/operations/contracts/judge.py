@@ -97,7 +97,7 @@ def judge_calls(
     program: Program, calls: Sequence[tuple[Mapping[str, torch.Tensor], Shown]], outcome: Outcome,
     others: Sequence[Change],
 ) -> Outcome:  # fmt: skip
-    """`judge_batch`. Raises Unsupported if the contract does not determine the results and no earlier stage is wrong."""
+    """`judge_batch`. Raises Unsupported if the contract determines too little, and no earlier stage is wrong."""
     try:
         return judge_batch(program, calls, outcome, others)
     except UndeterminedError as error:
