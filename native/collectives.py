@@ -88,8 +88,7 @@ def all_reduce_norm_quantize(
     options: dict[str, Any] = {"eps": eps, "zero_centered": bias == 1.0}
     if scale is None:
         return add_rmsnorm_quantize(total, residual, weight, recipe, scales=scales, **options)
-    stored, codes = add_rmsnorm_quantize_static(total, residual, weight, scale, recipe, **options)
-    return {"residual": stored, "codes": codes}
+    return {**add_rmsnorm_quantize_static(total, residual, weight, scale, recipe, **options)}
 
 
 def _supported(recipe: str | Recipe) -> Recipe:

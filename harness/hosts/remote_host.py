@@ -182,8 +182,10 @@ class RemoteHost:
         return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
 
     def close(self) -> None:
-        """End the process and its descendants."""
+        """End the process and its descendants, and the other ranks of its group."""
         self.transport.close()
+        for other in self._others:
+            other.transport.abandon()
 
     # ---- groups ----------------------------------------------------------------------------------------------------
 

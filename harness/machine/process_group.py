@@ -20,7 +20,7 @@ def join(meeting: int, rank: int, count: int, device: str) -> None:
         dist.destroy_process_group()
     os.environ |= _WITHOUT_MULTICAST
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"/proc/self/fd/{meeting}", count)
+    store = dist.FileStore(f"/proc/self/fd/{meeting}", count)  # type: ignore[attr-defined]  # of a C++ module
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=count)
 
 

@@ -49,7 +49,7 @@ def total(x: Interval, depth: int | None = None, *, flushes: bool = False) -> In
     low = size if finite is x.low else x.low.sum(-1, keepdim=True)
     high = low if x.point else x.high.sum(-1, keepdim=True)
     exact = terms <= 1
-    known = x.point or (x.low == x.high).all(-1, keepdim=True)
+    known = torch.ones_like(exact) if x.point else (x.low == x.high).all(-1, keepdim=True)
     if x.point or bool(known.any()):
         quantum = _quantum(finite, size)
         few_bits = (size <= 2.0**ACCUMULATOR_BITS * quantum) & (quantum >= (SMALLEST_NORMAL if flushes else 0.0))

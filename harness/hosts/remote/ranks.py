@@ -76,7 +76,8 @@ class RankedHost:
 
     def variations(self, device: torch.device) -> list[str]:
         """Names of the ways of running."""
-        return self.together([partial(host.variations, device) for host in self.hosts])[0]
+        names: list[str] = self.together([partial(host.variations, device) for host in self.hosts])[0]
+        return names
 
     def lock(self) -> nullcontext[None]:
         """Nothing: the host of rank 0 takes the lock of the GPU for all."""

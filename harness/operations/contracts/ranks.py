@@ -94,7 +94,7 @@ def judge_ranks(
 
 def _tensors_of(case: ContractCase, tensors: Tensors, rank: int) -> Tensors:
     """The tensors that a rank is given, by the names of the parameters and of the parts of quantized ones."""
-    found = {}
+    found: Tensors = {}
     for name, (kind, _, _) in case.declared.tensors.items():
         own = tensors.get(f"{name}.{rank}" if kind.endswith("Ranks") else name)
         if own is None:
