@@ -106,6 +106,8 @@ def test_a_group_needs_processes(kernels: str) -> None:
 
 
 def test_a_separated_host_joins_no_group(kernels: str) -> None:
-    with hosted_backend(kernels, settings=HostSettings(kernels, untrusted=True)) as backend:
-        with pytest.raises(Unsupported, match="a group of processes is not run with --untrusted"):
-            backend.ranks(2)
+    with (
+        hosted_backend(kernels, settings=HostSettings(kernels, untrusted=True)) as backend,
+        pytest.raises(Unsupported, match="a group of processes is not run with --untrusted"),
+    ):
+        backend.ranks(2)

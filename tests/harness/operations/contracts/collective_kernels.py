@@ -253,3 +253,35 @@ class ResidualLeftOut(Kernels):
     def all_reduce_norm_quantize(self, x, weight, recipe, group, *, residual, **options):
         zero = torch.zeros_like(residual)
         return super().all_reduce_norm_quantize(x, weight, recipe, group, residual=zero, **options)
+
+
+# ---- other right kernels ---------------------------------------------------------------------------------------------
+
+
+class Reversed(Kernels):
+    """The last rank first."""
+
+    def summed(self, values, group):
+        return super().summed(values[::-1], group)
+
+
+class InFloat64(Kernels):
+    """Sums in float64."""
+
+    def summed(self, values, group):
+        return super().summed([v.double() for v in values], group).float()
+
+
+class Fused(Kernels):
+    """Products of codes and scales that are added without a rounding, as a fused multiply-add does."""
+
+    def decoded(self, parts, recipe, shape, group):
+        from narrowgauge.reference.contracts.products import exact_values
+
+        return [exact_values(Quantized(c, s, None, recipe, shape)).low for c, s in parts]
+
+    def summed(self, values, group):
+        total = values[0].float()
+        for value in values[1:]:
+            total = (total.double() + value.double()).float()
+        return total
