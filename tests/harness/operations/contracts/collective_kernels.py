@@ -231,6 +231,14 @@ class OneRank(Kernels):
         return super().summed(values[1:] if last else values, group)
 
 
+class OwnFirst(Kernels):
+    """Each rank adds from its own contribution on, so that ranks may hold different bytes, each of them right."""
+
+    def summed(self, values, group):
+        rank = dist.get_rank(group)
+        return super().summed(values[rank:] + values[:rank], group)
+
+
 class ResidualTwice(Kernels):
     """The residual is added by each rank before the sum."""
 

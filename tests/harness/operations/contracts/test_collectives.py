@@ -100,6 +100,18 @@ def test_other_mistakes_are_caught(mistake: tuple[str, str, str, int]) -> None:
     assert record(*mistake).verdict == "fail"
 
 
+def test_ranks_that_add_in_other_orders_are_found() -> None:
+    """Each rank's sum in float32 is right by itself."""
+    cls = OPERATIONS[NORM]
+    assert issubclass(cls, ContractCase)
+    case = cls._made("fp8-row-e4m3", "fp32", (8, 256), {"inputs": "normal", "option_ranks": 3, "weight_dtype": "fp32"})
+    with backend_in_host(Settings(backend=f"{KERNELS}:OwnFirst")) as backend:
+        found = run_case(case, backend, timeout=100.0)
+    assert found.verdict == "fail"
+    assert [s["stage"] for s in found.stages if s["mismatches"]] == ["ranks"]
+    assert [cause["cause"] for cause in found.explanations[:1]] == ["ranks-differ"]
+
+
 def test_a_right_kernel_passes_in_all_stages() -> None:
     found = record("Right", REDUCE, "cancelling", 3, (7, 256))
     assert (found.verdict, [s["stage"] for s in found.stages]) == ("pass", ["memory", "repeat", "output", "ranks"])
