@@ -635,7 +635,7 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
 
 
 def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
-    """The values of a quantization. A second operand is another one, whose scales a wrong kernel takes."""
+    """The values of a quantization. A second operand is the quantization whose scales a wrong kernel takes."""
     program, (number, *others) = evaluation.program, step.operands
     of, dtype, flushes = program.steps[number], DTYPES[step.dtype], program.flushes
     fused = bool(step.options.get("fused"))

@@ -1,7 +1,7 @@
 """The kernel hosts of a group of processes: each rank calls a method of the backend on its own inputs.
 
 Rank 0 is the host of the judge, and the others start beside it on first use. They meet in a file without a name, whose
-descriptor the judge passes. If a rank dies, hangs or raises, all are ended: the others may wait for it for ever.
+descriptor the judge passes. If a rank dies, hangs or raises, all hosts are ended: a collective waits for every rank.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from narrowgauge.spec.recipes import find_recipe
 RANKS_DIFFER = "ranks-differ"
 """The cause of results that should be equal on all ranks and are not."""
 STRIPES_EXCHANGED = "stripes-exchanged"
-"""The cause of results whose stripes of rows are those of other ranks."""
+"""The cause of stripes of rows that lie in the place of another stripe."""
 OTHER_SLICES = "other-slices"
 """The cause of gathered slices with codes or scales of another rank."""
 
@@ -47,7 +47,7 @@ class _Call:
     """Results to judge together."""
 
     rank: int
-    """The rank that returns them, or whose stripe they are."""
+    """The rank that returns the results, or that reduces their stripe."""
     tensors: Tensors
     shown: Shown
 
@@ -165,7 +165,7 @@ def _calls(program: Program, tensors: Tensors, results: Sequence[Tensors]) -> It
 
 
 def _stripe_of_rank(program: Program, tensors: Tensors, shown: Shown, rows: slice, owner: int, rank: int) -> _Call:
-    """The rows of a stripe in the result of a rank: its own are those that it keeps."""
+    """The rows of a stripe in the result of a rank, which keeps its own stripe unquantized."""
     index = torch.arange(rows.start, rows.stop)
     part = {name: rows_of(result, index) for name, result in shown.items()}
     if owner == rank:
@@ -195,6 +195,8 @@ def _equality(program: Program, results: Sequence[Tensors]) -> StageResult:
     """The stage of equal bytes on all ranks, but for the stripes that a rank keeps."""
     stage, ranks = StageResult("ranks", "repeat", compared=0), len(results)
     for name, first in results[0].items():
+        if not all(name in result for result in results):
+            continue
         rows = first.shape[0] if first.dim() else 0
         for rank in range(1, ranks):
             pairs = [(0, rank, slice(None))]
@@ -282,7 +284,7 @@ class _Diagnosis:
                     return
 
     def causes(self, stage: StageResult, limit: Limit) -> Iterable[Cause | PossibleCause]:
-        """The changes that explain the first wrong results, or a sentence that there is none."""
+        """The changes that explain the first wrong results, or a sentence without a cause."""
         if (cause := self._moved()) is not None:
             return [cause]
         found: list[Cause | PossibleCause] = []

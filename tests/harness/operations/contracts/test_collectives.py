@@ -133,6 +133,16 @@ def test_right_kernels_are_never_refused(operation: str, kernel: str) -> None:
                         assert found.verdict == "pass", (case.id, found.message)
 
 
+def test_a_rank_keeps_its_own_stripe() -> None:
+    assert record("OwnStripe", REDUCE, "normal", 3, (7, 256)).verdict == "pass"
+
+
+@pytest.mark.long
+def test_a_kept_stripe_needs_a_declaration() -> None:
+    assert record("OwnStripeUndeclared", REDUCE, "normal", 3, (7, 256)).verdict == "fail"
+    assert record("Right", REDUCE, "only-last", 2, (1, 256)).verdict == "pass"
+
+
 def test_stripes_cover_all_rows_once() -> None:
     for rows in (0, 1, 5, 8, 13):
         for ranks in (2, 3, 8):
@@ -255,6 +265,6 @@ def test_values_of_hidden_quantizations_hold(recipe: str) -> None:
 def test_a_hidden_amax_of_the_tensor_is_refused() -> None:
     y = torch.ones(2, 32)
     with pytest.raises(
-        ValueError, match="line 7 is hidden.*amax of the tensor: let the kernel return the quantization"
+        ValueError, match=r"line 7 is hidden.*amax of the tensor: let the kernel return the quantization"
     ):
         hidden_values(Ends(y, y * 2), find_recipe("nvfp4"), None, 7)
