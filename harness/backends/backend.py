@@ -91,6 +91,7 @@ declaration of "operands" if the method returns a name. With a declared probe, p
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import Host
@@ -159,6 +160,19 @@ class Backend:
             raise Unsupported(f"backend {self.name} has no {method}")
         with count_seconds("backend"):
             return self.host.call(method, *arguments, **options)
+
+    def ranks(self, count: int) -> Backend:
+        """The backend in a group of processes. Its `call` takes and gives a sequence with an entry for each rank.
+
+        Raises Unsupported if the host has no processes, or too few GPUs for the ranks.
+        """
+        if (group := getattr(self.host, "ranks", None)) is None:
+            raise Unsupported(
+                "a collective runs in a process for each rank: use `narrowgauge run`, not a local backend"
+            )
+        found = copy(self)
+        found.host = group(count)
+        return found
 
     def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
         """The steps of a module, as `module_driver.run` gives them. Raises as `call` does."""

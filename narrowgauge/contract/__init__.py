@@ -20,7 +20,9 @@ from narrowgauge.contract.declaration import (
     Matrix,
     Pages,
     Passed,
+    QuantizedRanks,
     QueryLengths,
+    Ranks,
     Recipe,
     Row,
     Scalar,
@@ -90,7 +92,8 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
-    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots",
+    "Pages", "Passed", "Program", "QuantizedRanks", "QueryLengths", "Ranks", "Recipe", "Row", "Scalar", "Scale",
+    "Scales", "Sinks", "Slots",
     "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
     "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads",
     "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",

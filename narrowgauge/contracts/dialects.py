@@ -68,6 +68,13 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "humming": {"rounded": "none"},
 }
 
+COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
+    # FlashInfer 0.7.2.post1, quantized_all_reduce: groups of 256, sums in rank order.
+    "flashinfer-all-reduce": {"reduce": "rank-order", "own_stripe": True},
+    # TensorRT-LLM in FlashInfer 0.7.2.post1, include/flashinfer/comm/trtllm_allreduce_fusion.cuh, one-shot.
+    "trtllm": {"reduce": "rank-order", "zeros": "positive", **_STORED, "rounded": "result"},
+}
+
 SCALED: Mapping[str, Mapping[str, Any]] = {
     # torch 2.11.0 on an H200: _scaled_mm with scales of rows, and use_fast_accum; scaled_mm of 1x128 by 128x128, 1x128.
     "torch-rowwise": {"accumulator": "aligned-13-32-128"},

@@ -38,7 +38,7 @@ def rmsnorm(
     norm of heads: a row for each head, K = head_dim (transformers at 9ee3f43, models/qwen3/modeling_qwen3.py).
     """
     z = c.float32(x)
-    return c.cast(_rmsnorm(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), x.dtype)
+    return c.cast(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), x.dtype)
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -51,7 +51,7 @@ def rmsnorm_quantize(
     the scales, scale_ub of vLLM 0.33 (csrc/quantization/fused_kernels/layernorm_utils.cuh).
     """
     z = c.float32(x)
-    return _quantized(_rmsnorm(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, ub)
+    return _quantized(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, ub)
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -67,7 +67,7 @@ def rmsnorm_quantize_static(
     """
     z = c.float32(x)
     return c.quantize(
-        _rmsnorm(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, scale
+        normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, scale
     )
 
 
@@ -82,7 +82,7 @@ def add_rmsnorm(
     fused_add_rms_norm of vLLM 0.33 (csrc/layernorm_kernels.cu): the norm is that of the stored sum.
     """
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "output": c.cast(y, x.dtype)}
 
 
@@ -96,7 +96,7 @@ def add_rmsnorm_quantize(
     """RMSNorm of the rows of x + residual (M, K), quantized: `add_rmsnorm`, then quantize, with the ub of
     `rmsnorm_quantize`."""
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "quantized": _quantized(y, recipe, ub)}
 
 
@@ -112,7 +112,7 @@ def add_rmsnorm_quantize_static(
     fused_add_rms_norm_static_fp8_quant of vLLM 0.33 (csrc/layernorm_quant_kernels.cu).
     """
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "quantized": c.quantize(y, recipe, scale)}
 
 
@@ -144,7 +144,8 @@ def _sum(x, residual, sum_of, product_of):
     return stored, numbers[sum_of], numbers[product_of]
 
 
-def _rmsnorm(x, squares, z, w, eps, rounded, order):
+def normalized(x, squares, z, w, eps, rounded, order):
+    """z·rs·w, with rs of `squares`, by the fields `rounded` and `order`."""
     rs = c.once(c.rsqrt(c.mean(c.square(squares)) + eps))
     first, second = (rs, w) if order == "rs-first" else (w, rs)
     y = z * first

@@ -86,6 +86,11 @@ ONCE = "once"
 
 PAGE_LAYOUT = "page_layout"
 """The reserved option of a contract: the order in memory of a cache, which the cache tells a kernel."""
+RANKS = "ranks"
+"""The reserved option of a contract: the number of processes of a group, each with matrices of its own."""
+OWN_STRIPE = "own_stripe"
+"""The reserved result of a contract of a group: rows that the rank itself reduces. They are stripe r of the result
+`output` on rank r, or all that rank r returns if there is no other result."""
 SUBNORMALS = "subnormals"
 """The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
@@ -103,6 +108,17 @@ class ContractError(ValueError):
 def request_key(request: Mapping[str, Any]) -> str:
     """Arguments of `narrowgauge.contract.Contract.trace` by name as text, the same for equal arguments."""
     return json.dumps([request[name] for name in ("dtypes", "recipes", "options")], sort_keys=True)
+
+
+def rank_name(name: str, rank: int) -> str:
+    """Name of the matrix that a rank has for an argument of a group."""
+    return f"{name}.{rank}"
+
+
+def stripe(rows: int, ranks: int, rank: int) -> slice:
+    """The rows that a rank reduces: ⌈rows/ranks⌉ each, in order; the last stripes may be shorter, or empty."""
+    height = -(-rows // ranks)
+    return slice(min(rows, rank * height), min(rows, (rank + 1) * height))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ _MADE_BY_MACROS = {
     "produced_mx": tuple(f"produced_mx_{t}" for t in _TYPED),
     "produced_nvfp4": tuple(f"{kernel}_{t}" for kernel in ("produced_nvfp4", "produced_amax") for t in _TYPED),
     "produced_rows": tuple(f"{kernel}_{t}" for kernel in ("produced_rows", "column_sums") for t in _TYPED),
+    "sum_ranks": tuple(f"sum_{kind}_{t}" for t in _TYPED for kind in ("codes", "values")),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_wgmma": (
         "pack",

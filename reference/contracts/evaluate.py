@@ -42,7 +42,7 @@ from narrowgauge.reference.contracts.layout.pages import (
     read_rows,
     slots,
 )
-from narrowgauge.reference.contracts.quantized import judge_quantized
+from narrowgauge.reference.contracts.quantized import hidden_values, judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
     dependent,
@@ -54,7 +54,7 @@ from narrowgauge.reference.contracts.scopes import (
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import (
     BEHIND,
     CODES,
@@ -472,7 +472,10 @@ def judge_output(
     if isinstance(result, torch.Tensor):
         if ends[0].low.shape != result.shape:
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
-        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
+        yield (
+            name,
+            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number)),
+        )
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
     scale = given_scale(program, quantization, tensors)
@@ -492,6 +495,15 @@ def judge_output(
     )  # fmt: skip
     for part, judgement in parts:
         yield part if name == "quantized" else f"{name}.{part}", judgement
+
+
+def _decoded_format(program: Program, number: int) -> Format | None:
+    """Format of the codes of a quantization whose values a result has, rounded; None of other results."""
+    step = program.steps[number]
+    while step.function in ("cast", "float32"):
+        step = program.steps[step.operands[0]]
+    of = program.steps[step.operands[0]] if step.function == DEQUANTIZE else step
+    return find_recipe(of.recipe).element if of.recipe is not None and step is not of else None
 
 
 def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
@@ -620,6 +632,34 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     random = bits_of(evaluation.program, step, evaluation.tensors)
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
+
+
+def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
+    """The values of a quantization. A second operand is the quantization whose scales a wrong kernel takes."""
+    program, (number, *others) = evaluation.program, step.operands
+    of, dtype, flushes = program.steps[number], DTYPES[step.dtype], program.flushes
+    fused = bool(step.options.get("fused"))
+    if of.recipe is not None and number not in evaluation.values:
+        x, recipe = evaluation.values[of.operands[0]], find_recipe(of.recipe)
+        ends = Ends.of(x, DTYPES[of.dtype])
+        by = of.operands[1] if of.options.get("statistics") else None
+        if by is not None or recipe.approximate or ends.uncertain is not None:
+            if others or "view" in step.options or changed_quantize(of.options)[0] is not None:
+                raise ValueError("a changed quantization is judged where every element is one number")
+            statistics = None if by is None else Ends.of(evaluation.values[by], torch.float32)
+            scale = given_scale(program, of, evaluation.tensors)
+            values = hidden_values(ends, recipe, scale, of.line, statistics=statistics, flushes=flushes)
+            rounded = products.rounded_values(values, dtype)
+            return i.hull([values, rounded]) if fused else rounded
+    q: Quantized = evaluation.values[number]
+    if others:
+        q = replace(q, scales=evaluation.values[others[0]].scales)
+    q = CHANGED_CODES[step.options["view"]][1](q) if "view" in step.options else q
+    values = products.values_of(q, dtype, flushes=flushes)
+    if not fused:
+        return values
+    exact = products.exact_values(q)
+    return values if i.same(values, exact) else i.hull([values, exact])
 
 
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:
@@ -869,9 +909,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
-    DEQUANTIZE: lambda evaluation, step: products.values_of(
-        evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
-    ),
+    DEQUANTIZE: _dequantized,
     OF_HEADS: _of_heads, CODES: _codes,
     READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,

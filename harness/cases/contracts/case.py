@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
+from narrowgauge.harness.cases.families import PRODUCTS, RANK_FAMILIES, SEQUENCES, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -38,6 +39,7 @@ from narrowgauge.spec.program import (
     PAGE_LAYOUT,
     PER_ELEMENT,
     QUANTIZE,
+    RANKS,
     ContractError,
     Program,
 )
@@ -65,6 +67,8 @@ _SEQUENCES = tuple(
     for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
 )
 """Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
+_MOST_RANKS = 64
+"""Processes of a group at most."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -153,13 +157,18 @@ class ContractCase(Case):
         """Options that a kernel is given: those that differ from their defaults."""
         given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
         fields = self.declared.fields
-        own = (*fields, PAGE_LAYOUT) if self.declared.caches else fields
+        own = (*fields, RANKS, PAGE_LAYOUT) if self.declared.caches or self.declared.of_ranks else fields
         return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in own}
 
     @property
     def page_layout(self) -> str:
         """Name of the order in memory of a cache; "nhd" without one."""
         return str(getattr(self, f"{_OPTION}{PAGE_LAYOUT}", "nhd"))
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the group that calls the kernel; 1 without a group."""
+        return int(getattr(self, f"{_OPTION}{RANKS}", 1)) if self.declared.of_ranks else 1
 
     @property
     def recipe_label(self) -> str:
@@ -193,7 +202,7 @@ class ContractCase(Case):
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
-        if not self.declared.quantized and not self.declared.caches:
+        if not self.declared.quantized and not self.declared.caches and not self.declared.of_ranks:
             return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
         return {argument.name: argument.axes for argument in self.program.arguments}
 
@@ -243,6 +252,8 @@ class ContractCase(Case):
             parts = math.prod(map(int, divisors))
             if parts > 1 and self.extents[name] % parts:
                 return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        if self.declared.of_ranks and not 2 <= self.ranks <= _MOST_RANKS:
+            return f"{RANKS} is {self.ranks}; a group has 2 to {_MOST_RANKS} processes"
         if self.declared.caches and (wrong := self._cache_problem()):
             return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
@@ -502,8 +513,10 @@ def _among(values: tuple[Any, ...]) -> Check:
     return check
 
 
-def _families(declared: Declared) -> dict[str, tuple[Kind, ...] | tuple[Family, ...]]:
-    """The kinds of inputs of a contract, and its own families."""
+def _families(declared: Declared) -> dict[str, Any]:
+    """The kinds of inputs of a contract, its own families, and whether its cases are judged on a CPU."""
+    if declared.of_ranks:  # the processes copy their tensors from and to a CPU
+        return {"own_families": RANK_FAMILIES, "small": sys.maxsize}
     if declared.sequences:
         return {"kinds": (), "own_families": SEQUENCES}
     return {"own_families": PRODUCTS if declared.quantized else ()}

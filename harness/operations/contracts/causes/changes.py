@@ -31,6 +31,7 @@ from narrowgauge.spec.program import (
     CODES,
     COLUMNS,
     DECODE,
+    DEQUANTIZE,
     DIVISIONS,
     FACTOR,
     GEMM,
@@ -277,6 +278,24 @@ def _slices(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]
     """Parts of K that a product may take alone; of a product of known numbers, any of `_some_columns`."""
     known = site.a.step.function != QUANTIZE
     return [some for some in _some_columns(site) if known or some[0] in _SLICES]
+
+
+def _terms(site: Site) -> list[tuple[str, str, int]]:
+    """The terms of a sum of several values."""
+    return [(str(n), _named(term), n) for n, term in enumerate(site.operands)]
+
+
+def _without_term(site: Site, left_out: int) -> Value:
+    """A sum of several values without one of them."""
+    terms = [term for number, term in enumerate(site.operands) if number != left_out]
+    return c.float32(terms[0]) if len(terms) == 1 else c.sum(terms)
+
+
+def _largest_term(site: Site) -> Value:
+    found = site.operands[0]
+    for term in site.operands[1:]:
+        found = c.maximum(found, term)
+    return found
 
 
 def _halves_in(site: Site, dtype: str) -> Value | None:
@@ -591,6 +610,10 @@ ROWS: tuple[Row, ...] = (
     Row(("subtract",), "added", "{b} is added to {a}", lambda s, _: s.a + s.b),
     Row(_SUMS, "second-twice", "{b} is taken twice in {self}", lambda s, _: s.as_function(s.step.function, s.old, s.b)),
     Row(("add",), "first-twice", "{a} is taken twice in {self}", lambda s, _: s.old + s.a),
+    Row(("sum_of",), "left-out", "{v} is not added in {self}", lambda s, v: _without_term(s, v[2]), _terms),
+    Row(("sum_of",), "twice", "{v} is added twice in {self}", lambda s, v: s.old + s.operands[v[2]], _terms),
+    Row(("sum_of",), "mean", "{self} is divided by the number of terms", lambda s, _: s.old / float(len(s.operands))),
+    Row(("sum_of",), "largest", "the largest term is in place of {self}", lambda s, _: _largest_term(s)),
     Row(_ELEMENTWISE, "later", "{v}", _applied_later, _later),
     Row(("multiply",), "constant-moved", "{v} is added to the other factor of {self}",
         lambda s, v: (v[2] + v[3]) * v[4], lambda s: [*_moved(s.a, s.b), *_moved(s.b, s.a)]),
@@ -686,6 +709,8 @@ ROWS: tuple[Row, ...] = (
     Row((COLUMNS,), "order", "{v} in place of {self}", lambda s, v: s.changed(order=v[2]), _other_orders),
     Row((COLUMNS,), "sign", "{self} has the other sign",
         lambda s, _: -s.old if "rotated" in s.option("order") else None),
+    Row((DEQUANTIZE,), "unquantized", "{a} is not quantized",
+        lambda s, _: c.float32(Value(s.editor, s.a.step.operands[0])) if s.a.step.recipe is not None else None),
     Row((JOINED,), "halves", "the halves of {self} are {v}", lambda s, v: s.made(COLUMNS, s.old, order=v),
         lambda s: ("exchanged", "interleaved")),
     Row((ROTATED,), "left-out", "{a} is not rotated", lambda s, _: c.float32(s.a)),

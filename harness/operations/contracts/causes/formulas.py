@@ -6,6 +6,7 @@ from narrowgauge.spec.program import (
     CODES,
     COLUMNS,
     DECODE,
+    DEQUANTIZE,
     HALF,
     HEADS,
     JOINED,
@@ -52,7 +53,7 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE, DECODE, READ, SQUEEZED):
+    if step.function in ("float32", "cast", "merged", ONCE, DECODE, DEQUANTIZE, READ, SQUEEZED):
         return _text(program, step.operands[0], depth)
     if step.function == HALF:
         return str(step.options["half"]), _ATOM
