@@ -20,6 +20,7 @@ A backend is any object or module that has some of these methods (docs/design.md
     update_scale(history, scale, recipe) -> (history, scale)
     pad_sections(x, sizes, recipe) -> (padded, sizes)
     unpad_sections(y, sizes, recipe) -> Tensor
+    permute(x, expert_ids, *, experts, alignment=1, capacity=0) -> (x, source_rows, sizes)
     Linear(in_features, out_features, bias=True, *, dtype=torch.bfloat16, device=None, seed=0, accumulate=False,
            quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
     LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module

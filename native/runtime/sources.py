@@ -32,6 +32,10 @@ _MADE_BY_MACROS = {
     "produced_nvfp4": tuple(f"{kernel}_{t}" for kernel in ("produced_nvfp4", "produced_amax") for t in _TYPED),
     "produced_rows": tuple(f"{kernel}_{t}" for kernel in ("produced_rows", "column_sums") for t in _TYPED),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
+    "permute": (
+        *(f"{kernel}_{ids}" for kernel in ("count", "place") for ids in ("i32", "i64")),
+        *(f"gather_{size}" for size in (1, 2, 4, 8, 16)),
+    ),
     "gemm_wgmma": (
         "pack",
         "gemm_tensor",
