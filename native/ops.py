@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
+from narrowgauge.native.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.native.experts.rows import combine, permute
 from narrowgauge.native.fused.activation import (
     gelu_mul_quantize,
@@ -57,14 +58,15 @@ from narrowgauge.spec.recipes import find_recipe
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
     "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "amax", "attention", "attention_sinks", "check", "combine",
-    "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order",
-    "gemm_quantized", "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections",
-    "permute", "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_backward",
-    "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both", "rmsnorm_quantize_both_stochastic",
-    "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic", "rope_partial_quantize", "rope_quantize", "scaled_gemm",
-    "scaled_gemm_bias", "silu_mul_backward", "silu_mul_backward_quantize_both", "silu_mul_backward_quantize_stochastic",
-    "silu_mul_quantize", "silu_mul_quantize_both", "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle",
-    "transform", "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
+    "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm", "gemm_contiguous", "gemm_grouped",
+    "gemm_masked", "gemm_order", "gemm_quantized", "kv_read", "kv_write", "layernorm_quantize", "merge_attention",
+    "pack_scales", "pad_sections", "permute", "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize",
+    "rmsnorm_backward", "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
+    "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",
+    "rope_partial_quantize", "rope_quantize", "scaled_gemm", "scaled_gemm_bias", "silu_mul_backward",
+    "silu_mul_backward_quantize_both", "silu_mul_backward_quantize_stochastic", "silu_mul_quantize",
+    "silu_mul_quantize_both", "silu_mul_quantize_static", "swiglu_clamped_quantize", "swizzle", "transform",
+    "unpack_scales", "unpad_sections", "unswizzle", "update_scale", "variations", "weight_only_gemm",
     "weight_only_gemm_bias",
 ]  # fmt: skip
 

@@ -137,7 +137,7 @@ class Sinks(Argument):
 
 
 class Positions(Argument):
-    """The row of a matrix that each choice of a token names; a negative position names none: int64 (tokens, choices)."""
+    """The row of a matrix that each choice of a token names; a negative one names none: int64 (tokens, choices)."""
 
     own_axes = ("tokens", "choices")
     dtypes = (INDEX,)

@@ -56,8 +56,8 @@ from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.program import (
-    BEHIND,
     ACCUMULATED,
+    BEHIND,
     CHOSEN,
     CODES,
     COLUMNS,

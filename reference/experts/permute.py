@@ -12,11 +12,11 @@ def permute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copies of the rows of `x` (T, K) for each choice of a token, ordered by expert, then by token and choice.
 
-    `expert_ids`: int32 or int64 (T, k); a negative id is no choice. Section e begins behind section e − 1, at a multiple
-    of `alignment`; with a `capacity` at e·capacity, and choices beyond the capacity are left out. Returns the rows
-    (R, K), with zeros in rows of no choice, `source_rows` int64 (R,), t·k + j of choice j of token t, −1 of no choice,
-    and the sizes of the sections, int64 (experts,). R: `narrowgauge.spec.modules.routing.permuted_rows`. Raises TypeError or
-    ValueError for ids of another dtype or shape, and ids beyond the experts.
+    `expert_ids`: int32 or int64 (T, k); a negative id is no choice. Section e begins behind section e − 1, at a
+    multiple of `alignment`; with a `capacity` at e·capacity, and choices beyond the capacity are left out. Returns the
+    rows (R, K), with zeros in rows of no choice, `source_rows` int64 (R,), t·k + j of choice j of token t, −1 of no
+    choice, and the sizes of the sections, int64 (experts,). R: `spec.modules.routing.permuted_rows`. Raises TypeError
+    or ValueError for ids of another dtype or shape, and ids beyond the experts.
     """
     check_routing(x, expert_ids, experts, alignment, capacity)
     tokens, choices = expert_ids.shape

@@ -130,6 +130,6 @@ def wrong_rows(
     sources = found["source_rows"]
     named = ((sources >= 0) & (sources < routing.expert_ids.numel())).nonzero()[:, 0]
     for row in rows_of(ROWS, routing):
-        if limit.may_try(float(named.numel() * x.shape[1])) and len(x):
-            if equal_bits(row.result(routing, sources[named], x), found["x"][named]):
-                yield row.cause, row.sentence
+        may_try = limit.may_try(float(named.numel() * x.shape[1])) and len(x) > 0
+        if may_try and equal_bits(row.result(routing, sources[named], x), found["x"][named]):
+            yield row.cause, row.sentence

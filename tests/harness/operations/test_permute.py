@@ -72,7 +72,9 @@ def late(x: torch.Tensor, ids: torch.Tensor, **options: int) -> Placed:
     _, sources, sizes = permute(x, ids, **options)
     aligned = -(-sizes // options["alignment"]) * options["alignment"]
     found = torch.full_like(sources, -1)
-    for start, first, size in zip((aligned.cumsum(0) - aligned).tolist(), aligned.cumsum(0).tolist(), sizes.tolist()):
+    for start, first, size in zip(
+        (aligned.cumsum(0) - aligned).tolist(), aligned.cumsum(0).tolist(), sizes.tolist(), strict=True
+    ):
         room = found[first : first + size]
         room[:] = sources[start : start + size][: len(room)]
     return rows_of(x, found, found // ids.shape[1]), found, sizes

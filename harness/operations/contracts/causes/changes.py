@@ -24,8 +24,8 @@ from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_S
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
-from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (

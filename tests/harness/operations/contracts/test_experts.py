@@ -74,7 +74,8 @@ WRONG = [
     (lambda y, p, w: combine(y, torch.where(p < 0, p, (p + 1) % len(y)), w), "y is that of the next row"),
     (lambda y, p, w: combine(y, p.clamp(min=0), w), "a choice of no row takes row 0"),
     (lambda y, p, w: combine(y, torch.where(p < 0, len(y) - 1, p), w), "a choice of no row takes the last row"),
-    (lambda y, p, w: combine(y, p, w, dtype=torch.bfloat16, rounded_terms=False), "each partial sum of the choices is rounded to bfloat16"),
+    (lambda y, p, w: combine(y, p, w, dtype=torch.bfloat16, rounded_terms=False),
+     "each partial sum of the choices is rounded to bfloat16"),
     (lambda y, p, w: combine(y, p, w.bfloat16().float()), "weights is rounded to bfloat16"),
 ]  # fmt: skip
 
