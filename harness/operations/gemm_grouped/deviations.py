@@ -136,20 +136,21 @@ def _past_empty(pairs: Sequence[Pair]) -> list[Pair]:
     return [(a, b) for a, (_, b) in zip(full, pairs, strict=False)]
 
 
-def _scales(pairs: Sequence[Pair], side: int, step: int) -> list[Pair] | None:
-    """The scales of a matrix are those of another expert, or those of a row of another row."""
-    found = []
-    for number, pair in enumerate(pairs):
-        other = pairs[(number + step) % len(pairs)][side] if side else pair[0]
-        scales = other.scales if side else other.scales.roll(-step, 0)
-        amax = other.amax if side else pair[0].amax
-        changed = replace(pair[side], scales=scales)
-        found.append((pair[0], replace(changed, amax=pair[1].amax)) if side else (replace(changed, amax=amax), pair[1]))
-    return found
+def _scales_of(pairs: Sequence[Pair], step: int) -> list[Pair]:
+    """Each section with its matrix, which has the block scales of another one."""
+    matrices = [b for _, b in pairs]
+    scales = [matrices[(number + step) % len(pairs)].scales for number in range(len(pairs))]
+    return [(a, replace(b, scales=other)) for (a, b), other in zip(pairs, scales, strict=True)]
+
+
+def _scales_of_rows(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each row with the scales of the next one of its section."""
+    return [(replace(a, scales=a.scales.roll(-1, 0)), b) for a, b in pairs]
 
 
 ARRANGEMENTS: tuple[Deviation[Sequence[Pair]], ...] = (
-    Deviation("matrix-of-next-expert", "each expert takes the matrix of the next one", "output", lambda p: _of_next(p, 1)),
+    Deviation("matrix-of-next-expert", "each expert takes the matrix of the next one", "output",
+              lambda p: _of_next(p, 1)),
     Deviation("matrix-of-previous-expert", "each expert takes the matrix of the one before", "output",
               lambda p: _of_next(p, -1)),
     Deviation("matrix-of-first-expert", "every expert takes the matrix of expert 0", "output",
@@ -158,13 +159,14 @@ ARRANGEMENTS: tuple[Deviation[Sequence[Pair]], ...] = (
               "output", lambda p: _border(p, first=True)),
     Deviation("last-row-of-next-expert", "the last row of a section takes the matrix of the next expert", "output",
               lambda p: _border(p, first=False)),
-    Deviation("empty-experts-skipped", "matrices are taken in order, as if no expert were empty", "output", _past_empty),
+    Deviation("empty-experts-skipped", "matrices are taken in order, as if no expert were empty", "output",
+              _past_empty),
     Deviation("scales-of-next-expert", "a matrix has the block scales of the next one", "output",
-              lambda p: _scales(p, 1, 1)),
+              lambda p: _scales_of(p, 1)),
     Deviation("scales-of-previous-expert", "a matrix has the block scales of the one before", "output",
-              lambda p: _scales(p, 1, -1)),
+              lambda p: _scales_of(p, -1)),
     Deviation("scales-of-next-row", "a row has the scales of the next row of its section", "output",
-              lambda p: _scales(p, 0, 1)),
+              _scales_of_rows),
 )  # fmt: skip
 """Wrong matrices and scales of rows of experts in a buffer."""
 

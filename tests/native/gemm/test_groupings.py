@@ -24,21 +24,35 @@ def placed(part: torch.Tensor, rows: list[int], height: int, filling: int) -> to
     return buffer.view(part.dtype)
 
 
+CASES = [
+    *((path, sizes, grouping) for path in ("portable", "fused", "tensor", "beside") for sizes in SIZES
+      for grouping in ("masked", "contiguous")),
+    *(("portable", "few", grouping) for grouping in ("psum", "indptr")),
+]  # fmt: skip
+"""Paths, sizes and groupings. "beside": matrices are dequantized beside the products."""
+
+
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("grouping", ["masked", "contiguous", "psum", "indptr"])
-@pytest.mark.parametrize("recipe", PAIRS)
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(SIZES[n], id=n, marks=[] if n == "few" else [pytest.mark.long]) for n in SIZES]
+    ("path", "sizes", "grouping"),
+    [pytest.param(*case, marks=[] if case[:2] == ("portable", "few") else [pytest.mark.long]) for case in CASES],
 )
-@pytest.mark.parametrize("path", ["portable", pytest.param("fast", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", PAIRS)
 def test_rows_of_experts(
-    grouping: Grouping, recipe: str, sizes: list[int], path: str, device: str, monkeypatch: pytest.MonkeyPatch
+    grouping: Grouping, recipe: str, sizes: str, path: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check(grouping, recipe, SIZES[sizes], path, monkeypatch)
+
+
+def check(grouping: Grouping, recipe: str, sizes: list[int], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = find_recipe(recipe)
     draw = torch.Generator().manual_seed(0)
-    n, k = (256, 512) if path == "fast" else (40, 256)
-    if path == "fast":
-        monkeypatch.setattr(paths, "grouped_path_for", fast)
+    n, k = (40, 256) if path == "portable" else (256, 1024)
+    if path != "portable":
+        if recipe.startswith("fp8") and path != "fused":
+            pytest.skip("the FP8 tensor cores have one path")
+        monkeypatch.setattr(paths, "grouped_path_for", lambda *given: path_of(path, given[-1]))
+        monkeypatch.setattr(paths, "ROWS_BESIDE", 0 if path == "beside" else 1 << 30)
     x = torch.randn(sum(sizes), k, generator=draw).bfloat16()
     w = [torch.randn(n, k, generator=draw).bfloat16() for _ in sizes]
     a: GroupedQuantized = ops.quantize_grouped(x, torch.tensor(sizes), recipe)
@@ -64,6 +78,8 @@ def test_rows_of_experts(
         assert torch.equal(found[place.rows].view(torch.int16), right.view(torch.int16))
 
 
-def fast(m: int, codes: torch.Tensor, recipe: object, b: list[Quantized], family: str) -> str:
-    """The path of tensor cores that has a model on a CPU."""
-    return {"nvfp4": paths.TENSOR, "mx": paths.FUSED}.get(family, paths.FP8)
+def path_of(path: str, family: str) -> str:
+    """The path of tensor cores, which has a model on a CPU."""
+    if family.startswith("fp8"):
+        return paths.FP8
+    return paths.FUSED if path == "fused" else paths.TENSOR
