@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.error_figures.metrics import metrics
     from narrowgauge.harness.api.error_figures.tolerance import tolerance
     from narrowgauge.harness.api.inputs import inputs, matrix
+    from narrowgauge.harness.api.rows import assert_rows_independent
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
+    from narrowgauge.harness.power.power import power
     from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
+    from narrowgauge.harness.tools.dialect.parity.parity import parity
     from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
         dequantize,
@@ -60,10 +63,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedQuantized", "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__",
     "accumulation_order", "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized",
-    "assert_result", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
-    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales", "quantize", "quantize_both",
-    "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle", "tolerance", "transform", "unpack_scales",
-    "unswizzle", "update_scale", "use_rules", "watch",
+    "assert_result", "assert_rows_independent", "assert_stochastic", "assert_transformed", "bounds", "cases", "check",
+    "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "pack_scales",
+    "parity", "power", "quantize", "quantize_both", "quantize_grouped", "recipe", "recipes", "save_rule", "swizzle",
+    "tolerance", "transform", "unpack_scales", "unswizzle", "update_scale", "use_rules", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -74,11 +77,13 @@ _MODULES = {
     "Order": "harness.checks.order.order", "accumulation_order": "harness.checks.order.probe",
     "assert_checkpoint": "harness.tools.checkpoint.assertion",
     "assert_quantized": "harness.api.assertions", "assert_result": "harness.api.assert_result",
+    "assert_rows_independent": "harness.api.rows",
     "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
     "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",
+    "parity": "harness.tools.dialect.parity.parity", "power": "harness.power.power",
     "tolerance": "harness.api.error_figures.tolerance", "watch": "harness.watch.watch",
 }  # fmt: skip
 """Module of each name. Every other name is a function of the reference."""

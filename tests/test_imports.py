@@ -22,7 +22,7 @@ FOLDERS = {
 }
 ORDER = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
-    "report", "api", "watch", "gate", "tools", "cli", "pytest_plugin",
+    "report", "api", "watch", "power", "gate", "tools", "cli", "pytest_plugin",
 )  # fmt: skip
 """Folders of the harness: each imports only from itself and from earlier folders."""
 BUILDERS = {

@@ -60,6 +60,7 @@ def test_the_page_has_the_wrong_casts(folder: Path) -> None:
     assert examples in PAGE, printed
 
 
+@pytest.mark.long
 def test_replaced_casts_are_right_for_every_value(folder: Path) -> None:
     program = "import triton_interpreter as one; one.Backend(); print(one.table())"
     counts, examples = interpreted(folder, "-c", program).strip().split("\n\n")

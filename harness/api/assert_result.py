@@ -38,7 +38,7 @@ def assert_result(
     Source of the rules: docs/contracts.md. Raises WrongResult for a wrong result, ContractError for a function that is
     no contract, ValueError and TypeError for arguments that do not fit together.
     """
-    program, tensors = _bound(contract, inputs, arguments)
+    program, tensors = bound(contract, inputs, arguments)
     check_tensors(program, tensors)
     shown = named_results(program, tensors, logical_parts(result) if isinstance(result, Cache) else result)
     outcome = judge_contract(program, tensors, shown)
@@ -48,7 +48,7 @@ def assert_result(
     return Judgement(outcome, label, first, diagnose, saved=saved)
 
 
-def _bound(
+def bound(
     contract: Contract | Program | str, inputs: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """The steps for the dtypes of the tensors, and the tensors by name."""

@@ -20,9 +20,10 @@ from narrowgauge.adapt.conventions import AnyLayout, Nibbles, TensorScaleIs, che
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.api.default_settings import default_settings
-from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function, parameters_of
+from narrowgauge.harness.api.function_backend import OPERATIONS, FunctionBackend, name_of_function
 from narrowgauge.harness.api.inputs import make_case, name_of, named, require_keys
 from narrowgauge.harness.api.judging.save_arguments import with_variables
+from narrowgauge.harness.backends.loading import parameters_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.keys import nearest, one_of
 from narrowgauge.harness.cases.operations import OPERATIONS as CASE_CLASSES
@@ -157,13 +158,9 @@ def check(
     """
     __tracebackhide__ = True
     chosen = {"families": families, "shapes": shapes, "dtypes": dtypes, "keys": keys or {}}
-    contract = _contract_of(subject, operation)
-    if contract is not None:
-        if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
-            recipe = _one_of(subject, recipe)
-        operation, selected = _of_contract(contract, operation, recipe, chosen)
-    else:
-        operation, selected = _selected(_one_of(subject, recipe), operation, chosen, layout, parameters_of(function))
+    contract, operation, selected = selected_cases(
+        subject, recipe, operation, chosen, layout=layout, parameters=parameters_of(function)
+    )
     options: dict[str, Any] = {
         "contract": None if contract in CONTRACTS.values() else contract, "operation": operation,
         "device": str(torch.device(device)), "seed": seed, "declares": dict(declares or {}),
@@ -182,9 +179,7 @@ def check(
         raise ValueError(f"{changed[0]} is a convention of results of quantize; the cases call {method}")
     recipes = "+".join(dict.fromkeys(case.recipe_label for case, _ in selected))
     title = f"{name_of_function(function)}, {operation} {recipes}".rstrip()
-    with default_settings(), _generators_kept(options["device"]):
-        if type(torch.empty(0)) is not torch.Tensor:
-            raise TypeError("check needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
+    with settings_kept("check", options["device"]):
         outcomes: list[Outcome] = []
         records = _records(function, selected, options, outcomes)
     failed = [record for record in records if record["verdict"] not in ("pass", "unsupported")]
@@ -198,6 +193,28 @@ def check(
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def selected_cases(
+    subject: Any,
+    recipe: Any,
+    operation: str | None,
+    chosen: Mapping[str, Any],
+    *,
+    layout: AnyLayout = "linear",
+    parameters: Collection[str] = (),
+) -> tuple[Contract | None, str, list[tuple[Case, bool]]]:
+    """The contract if the cases are of one, the operation, and the cases with whether a right kernel may refuse each.
+
+    Arguments as of `check`. `chosen`: families, shapes, dtypes and keys. `parameters`: names of the parameters of the
+    function. Raises ValueError and TypeError.
+    """
+    contract = _contract_of(subject, operation)
+    if contract is None:
+        return None, *_selected(_one_of(subject, recipe), operation, dict(chosen), layout, parameters)
+    if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
+        recipe = _one_of(subject, recipe)
+    return contract, *_of_contract(contract, operation, recipe, chosen)
 
 
 def _one_of(subject: Any, recipe: Any) -> Any:
@@ -434,14 +451,19 @@ def _is_finite(inputs: Inputs) -> bool:
 
 
 @contextmanager
-def _generators_kept(device: str) -> Iterator[None]:
-    """The states of torch's generators of before, after the context. Raises ValueError for a device without a GPU."""
+def settings_kept(caller: str, device: str) -> Iterator[None]:
+    """The default settings of torch, and after the context the settings and the states of the generators of before.
+
+    Raises ValueError for a device without a GPU, and TypeError under FakeTensorMode, with the name of the `caller`.
+    """
     if torch.device(device).type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device!r}, and torch sees no GPU; `narrowgauge doctor` says more")
         torch.cuda.init()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
+    with default_settings(), torch.random.fork_rng(devices):
+        if type(torch.empty(0)) is not torch.Tensor:
+            raise TypeError(f"{caller} needs numbers; tensors of FakeTensorMode have none: call it outside of the mode")
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,33 +10,20 @@ import torch
 
 from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.loading import parameters_of, passed
 from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, read_conventions
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
 """Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
 called as the method of a backend is."""
-
-
-def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of the parameters of a Python function or of a custom op; empty for a function without a signature."""
-    op: Any = getattr(function, "_opoverload", function)  # of torch.library.custom_op
-    overloads = [op]
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
-    if all(isinstance(overload, torch._ops.OpOverload) for overload in overloads):
-        return frozenset(argument.name for overload in overloads for argument in overload._schema.arguments)
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
@@ -123,14 +109,8 @@ class FunctionBackend(Backend):
     def _method(self, *arguments: Any, **options: Any) -> Any:
         """Any other method: its recipe, or that of its first operand, is passed by keyword, and so are all options. The
         function has a parameter for each option that is not optional."""
-        for name in options:
-            if name not in self._parameters and name not in self._optional:
-                raise NotImplementedError(f"the function has no parameter {name!r}")
-        recipes = [argument for argument in arguments if isinstance(argument, Recipe)]
-        stored = (Quantized, BatchedQuantized, GroupedQuantized)
-        recipes += [argument.recipe for argument in arguments if isinstance(argument, stored)]
-        given = tuple(argument for argument in arguments if not isinstance(argument, Recipe))
-        return self._run(given, **options, **({"recipe": recipes[0]} if recipes else {}))
+        operands, named = passed(self._parameters, self._optional, arguments, options)
+        return self._run(operands, **named)
 
     def _run(self, operands: tuple[Any, ...], **options: Any) -> Any:
         """Call the function with the settings of the caller."""

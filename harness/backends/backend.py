@@ -65,6 +65,8 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
                                    multiplied; the sums are judged in any order
 
+    {"batch": "invariant"}         rows of a product and requests of attention have the same bytes in every batch: the
+                                   stage `rows` runs them alone
     {"results": "reused"}          a result is valid until the next call of the same method: the backend gives the same
                                    memory again. Without it a result belongs to its caller
 

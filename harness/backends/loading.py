@@ -1,5 +1,5 @@
 """Loading the object that implements a backend: `native`, `reference`, a library, `package.module[:Name]` or
-`folder/file.py[:Name]`."""
+`folder/file.py[:Name]`. A function is a backend with one method: `folder/file.py:function@method`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import site
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,8 @@ from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.operations import all_methods
+from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import Recipe
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
 LIBRARIES = tuple(
@@ -36,7 +38,7 @@ LIBRARIES = tuple(
 )
 """Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 
-_FILE = re.compile(r"(.+\.py)((?::\w+)?)")
+_FILE = re.compile(r"(.+\.py)((?::\w+(?:@\w+)?)?)")
 """A backend by its file, and the name in it."""
 _OWN = str(Path(__file__).parents[2])
 """Folder of this package."""
@@ -167,13 +169,63 @@ class _BuiltIn:
         return getattr(importlib.import_module(module), function)
 
 
+def parameters_of(function: Any) -> frozenset[str]:
+    """Names of the parameters of a Python function or of a custom op; empty for a function without a signature."""
+    import torch
+
+    op: Any = getattr(function, "_opoverload", function)  # of torch.library.custom_op
+    overloads = [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
+    if all(isinstance(overload, torch._ops.OpOverload) for overload in overloads):
+        return frozenset(argument.name for overload in overloads for argument in overload._schema.arguments)
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def passed(
+    parameters: frozenset[str], optional: Sequence[str], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function is called with in place of a method: the operands by position, and by name the recipe, which may
+    be that of an operand, and the options, of those that it has a parameter for.
+
+    `optional`: options that a function may lack (`Method.optional`). Raises NotImplementedError for any other.
+    """
+    for name in options:
+        if name not in parameters and name not in optional:
+            raise NotImplementedError(f"the function has no parameter {name!r}")
+    recipes = [argument for argument in arguments if isinstance(argument, Recipe)]
+    stored = (Quantized, BatchedQuantized, GroupedQuantized)
+    recipes += [argument.recipe for argument in arguments if isinstance(argument, stored)]
+    named = {**options, **({"recipe": recipes[0]} if recipes else {})}
+    operands = tuple(argument for argument in arguments if not isinstance(argument, Recipe))
+    return operands, {name: value for name, value in named.items() if name in parameters}
+
+
+class OneFunction:
+    """A function as the only method of a backend."""
+
+    def __init__(self, function: Any, method: str, optional: Sequence[str]) -> None:
+        """`optional`: as of `passed`."""
+        parameters = parameters_of(function)
+        self.declares = {"random": "own"} if method == "quantize" and "random" not in parameters else {}
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            operands, named = passed(parameters, optional, arguments, options)
+            return function(*operands, **named)
+
+        setattr(self, method, call)
+
+
 def load_implementation(name: str, device: str = "", methods: Mapping[str, Method] | None = None) -> Any:
     """The module or object called `native`, `reference`, `package.module[:Name]`, `folder/file.py[:Name]`, or
     `library[:variant]` of `LIBRARIES`. A class is instantiated, that of a library with the variant, if there is one.
 
-    `methods`: those of operations, for a process that does not know these. Modules are found as by `python -m`, also in
-    the current folder. Raises BackendError if the backend cannot be loaded, or if its `check` rejects `device` (if
-    given).
+    A name with `@method` is that of a function. `methods`: those of operations, for a process that does not know these.
+    Modules are found as by `python -m`, also in the current folder. Raises BackendError if the backend cannot be
+    loaded, or if its `check` rejects `device` (if given).
     """
     _check_form(name)
     _search_here()
@@ -181,6 +233,7 @@ def load_implementation(name: str, device: str = "", methods: Mapping[str, Metho
     if file is not None:
         check_name(name)
     module_name, _, attribute = _place(name).partition(":")
+    attribute, _, method = attribute.partition("@")
     try:
         implementation: Any = importlib.import_module(module_name) if file is None else _module_of_file(file)
     except Exception as error:
@@ -205,6 +258,12 @@ def load_implementation(name: str, device: str = "", methods: Mapping[str, Metho
             implementation = implementation(*([variant] if variant and library in LIBRARIES else []))
         except Exception as error:
             raise BackendError(f"backend {name}: {attribute}() raised {type(error).__name__}: {error}") from error
+    elif method:
+        methods = all_methods() if methods is None else methods
+        if method not in methods or not callable(implementation):
+            wrong = f"{attribute} is no function" if method in methods else f"no method is called {method!r}"
+            raise BackendError(f"backend {name}: {wrong}{nearest(method, methods)}; it is function@method")
+        return OneFunction(implementation, method, methods[method].optional)
     if device and callable(check := getattr(implementation, "check", None)):
         import torch
 

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from narrowgauge.harness.cli.baseline import accept
 from narrowgauge.harness.cli.bench import bench
 from narrowgauge.harness.cli.build import build
+from narrowgauge.harness.cli.check import check_function
 from narrowgauge.harness.cli.checkpoint import checkpoint
 from narrowgauge.harness.cli.compare import compare_runs
 from narrowgauge.harness.cli.contract import contract_strength
@@ -24,6 +25,8 @@ from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
 from narrowgauge.harness.cli.old_names import with_present_names
 from narrowgauge.harness.cli.order import find_order
+from narrowgauge.harness.cli.parity import compare_backends
+from narrowgauge.harness.cli.power import power_of
 from narrowgauge.harness.cli.predict import predict
 from narrowgauge.harness.cli.run import run
 from narrowgauge.harness.cli.sanitize import sanitize_cases
@@ -76,8 +79,11 @@ _GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "doctor": doctor,
     },
     "Judge one thing": {
+        "check": check_function,
+        "power": power_of,
         "contract": contract_strength,
         "dialect": which_dialect,
+        "parity": compare_backends,
         "order": find_order,
         "predict": predict,
         "tolerance": tolerance_table,

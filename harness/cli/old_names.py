@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 POSITION = ""
 """Present name of an option whose value is a positional argument."""
 _CASES = {"--cases": POSITION}
+_JSON = {"--json": "--format=json"}
 OLD_NAMES: Mapping[str, Mapping[str, str]] = {
+    "check": _JSON,
+    "power": _JSON,
     "run": _CASES,
     "list": _CASES,
     "show": _CASES,
@@ -20,10 +23,10 @@ OLD_NAMES: Mapping[str, Mapping[str, str]] = {
     "dialect": {
         "--backend": POSITION,
         "--rows": "--details",
-        "--json": "--format=json",
+        **_JSON,
         "--issue": "--format=issue",
     },
-    "order": {"--backend": POSITION, "--gemm": "--shape", "--json": "--format=json"},
+    "order": {"--backend": POSITION, "--gemm": "--shape", **_JSON},
     "predict": {"--gemm": "--shape", "--inputs": "--family", "--from": "--input", "--out": "--save"},
     "tolerance": {"--gemm": "--shape", "--inputs": "--family", "--out": "--out-dtype"},
     "bench": {"--sizes": "--shape", "--out": "--report-dir"},

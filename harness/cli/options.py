@@ -37,7 +37,7 @@ Contracts = Annotated[
 BACKEND_HELP = "native, reference, package.module:Name or folder/file.py:Name."
 
 
-def _backend_name(name: str) -> str:
+def backend_name(name: str) -> str:
     """The name of --backend or BACKEND, that of a file from the current folder."""
     if ".py" not in name:
         return name
@@ -46,8 +46,8 @@ def _backend_name(name: str) -> str:
     return normal_name(name)
 
 
-BackendOption = Annotated[str, typer.Option("--backend", callback=_backend_name, help=BACKEND_HELP)]
-BackendArgument = Annotated[str, typer.Argument(metavar="BACKEND", callback=_backend_name, help=BACKEND_HELP)]
+BackendOption = Annotated[str, typer.Option("--backend", callback=backend_name, help=BACKEND_HELP)]
+BackendArgument = Annotated[str, typer.Argument(metavar="BACKEND", callback=backend_name, help=BACKEND_HELP)]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
 Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case. quick has more on a GPU.")]

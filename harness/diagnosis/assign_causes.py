@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from narrowgauge.harness.diagnosis.cause_names import is_condition
 from narrowgauge.harness.diagnosis.explanation import gives_every_byte
 
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -18,7 +19,7 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     Several deviations can give the bytes of a case if its inputs cannot tell them apart. The causes are therefore
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
     higher in their lists, which are in the order of simplicity. Inexact explanations are assigned only to records
-    without an exact explanation. Records without any explanation are left out.
+    without an exact explanation. Conditions are assigned to no record. Records without any explanation are left out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the
@@ -26,7 +27,7 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     exact, and its sentence has the number of records that it explains, or the sentences of the other causes.
     """
     records = list(records)
-    failing = [record for record in records if record["explanations"]]
+    failing = [record for record in records if _causes(record)]
     with_bytes = [record for record in failing if _has_bytes(record)]
     without_bytes = [record for record in failing if not _has_bytes(record)]
     exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, True)]
@@ -82,7 +83,7 @@ def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
         counts: Counter[str] = Counter()
         ranks: defaultdict[str, int] = defaultdict(int)
         for record in remaining:
-            for rank, explanation in enumerate(record["explanations"]):
+            for rank, explanation in enumerate(_causes(record)):
                 if gives_every_byte(explanation) == exact:
                     counts[explanation["cause"]] += 1
                     ranks[explanation["cause"]] += rank
@@ -94,6 +95,11 @@ def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
         assigned.append((explanation, explained))
         remaining = [record for record in remaining if _explanation_of(record, best) is None]
     return assigned
+
+
+def _causes(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The explanations of a record without conditions, which are no causes."""
+    return [entry for entry in record["explanations"] if not is_condition(entry["cause"])]
 
 
 def _explanation_of(record: dict[str, Any], cause: str) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ _NAMES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MU
 CAUSES = tuple(sorted({name for name in _NAMES if "…" not in name}))
 FAMILIES = tuple(sorted({name.partition("…")[0] for name in _NAMES if "…" in name}))
 """Prefixes of names with a variable part: a number, a formula or a place."""
-_PATTERNS = ("place:", "only:")
+_PATTERNS = ("place:", "only:", "when:")
 _HEAD = """# Causes
 
 Every cause that the report of a failure can name, the step of the reference that it changes, and its sentences.
@@ -36,6 +36,7 @@ _QUANTIZE, _GEMM = "diagnosis.quantize", "diagnosis.gemm"
 _MODULES = {
     "Observed while the backend ran": ("diagnosis.explain_memory", "diagnosis.explanation"),
     "Places and classes of wrong elements": ("diagnosis.patterns.signatures",),
+    "Conditions": ("diagnosis.search.conditions",),
     "Elements": (f"{_QUANTIZE}.elements.element_deviations",),
     "Stochastic rounding": (f"{_QUANTIZE}.elements.stochastic_deviations",),
     "Amax and scale of the tensor": (
@@ -76,8 +77,13 @@ def is_cause(name: str) -> bool:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether the cause is a place or a class of the wrong elements, and no deviation."""
+    """Whether the cause is a place or a class of the wrong elements or a condition of the failure, and no deviation."""
     return name.startswith(_PATTERNS)
+
+
+def is_condition(name: str) -> bool:
+    """Whether the cause is a condition of the failure (`harness.diagnosis.search.conditions`)."""
+    return name.startswith(_PATTERNS[-1])
 
 
 def tables() -> dict[str, list[Deviation[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -130,8 +131,8 @@ def _confirmed(
 
 
 def _kind(cause: str) -> str:
-    """The cause without its variable part: a range of columns follows from the inputs."""
-    return cause.partition(":")[0]
+    """The cause without its numbers: a range of columns follows from the inputs."""
+    return re.sub(r"\d[\d.]*", "#", cause)
 
 
 def _subject(stage: str) -> str:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.diagnosis.cause_names import is_pattern
+from narrowgauge.harness.diagnosis.cause_names import is_condition, is_pattern
 from narrowgauge.harness.machine.plain_text import RELATIVE_FROM
 from narrowgauge.harness.records.record import (
     OUTCOMES,
@@ -205,9 +205,28 @@ def note_counts(records: Iterable[dict[str, Any]]) -> str:
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
 
 
+def rows_alone(records: Iterable[dict[str, Any]]) -> str:
+    """The stage of rows by themselves in a sentence, with the first case of each operation whose rows depend on others.
+    Empty if no case has the stage."""
+    found = [
+        (record, stage)
+        for record in records
+        for stage in record["stages"]
+        if (stage["stage"], stage["rule"]) == ("rows", "repeat")
+    ]
+    wrong: dict[str, str] = {}
+    for record, stage in found:
+        if stage["sentence"]:
+            wrong.setdefault(record["operation"], f"{record['case']}: {stage['sentence']}")
+    if not found or wrong:
+        return f"Rows that depend on other rows: {'; '.join(wrong.values())}." if wrong else ""
+    rows = number(sum(stage["compared"] for _, stage in found))
+    return f"Rows by themselves: {rows} rows of {plural(len(found), 'case')} have the same bytes in every batch."
+
+
 def remarks(records: list[dict[str, Any]]) -> list[str]:
-    """Sentences below the verdict: what was not compared, and the number of notes if there are any."""
-    return list(filter(None, [not_compared(records), note_counts(records)]))
+    """Sentences below the verdict: what was not compared, rows by themselves, and the number of notes."""
+    return list(filter(None, [not_compared(records), rows_alone(records), note_counts(records)]))
 
 
 OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)
@@ -220,7 +239,8 @@ def explanation(cause: dict[str, Any] | None) -> str:
         return ""
     if cause["cause"] in (*OF_EARLIER_CASES, "no-diagnosis"):
         return str(cause["sentence"])
-    inexact = "wrong elements" if is_pattern(cause["cause"]) else "possible cause"
+    pattern = "condition" if is_condition(cause["cause"]) else "wrong elements"
+    inexact = pattern if is_pattern(cause["cause"]) else "possible cause"
     return f"{'explained exactly by' if cause['exact'] else inexact}: {cause['sentence']}"
 
 

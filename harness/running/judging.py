@@ -12,9 +12,16 @@ from narrowgauge.harness.cases.case import Case
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.explain_memory import Run
+    from narrowgauge.harness.diagnosis.explanation import Explanation
     from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
     from narrowgauge.harness.inputs.inputs import Inputs
     from narrowgauge.harness.operations.stages.outcome import Outcome
+
+
+_CONDITIONS = 2
+"""Failures of a stage whose conditions are searched."""
+_LARGEST = 1 << 18
+"""Largest work of a case whose conditions are searched, in elements."""
 
 
 def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> Outcome:
@@ -59,6 +66,8 @@ def explained(
             next(stage for stage in outcome.stages if not stage.passed).causes.append(condition)
         found = explain(outcome, history, runs=runs, limit=limit, further=further)
         # In plain calls the kernel has no deviation: one that gives the bytes is no rival of the condition.
+        if further is not None and not condition:
+            found += further.conditions(outcome)
         entries = [explanation.to_dict() for explanation in found]
         return [entry | {"exact": entry["exact"] and condition in ("", entry["cause"])} for entry in entries]
     except HostLost:
@@ -89,7 +98,7 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
 
 
 class FurtherCases:
-    """Runs a failing case again: on inputs of other families, and in plain calls."""
+    """Runs a failing case again: on inputs of other families, in plain calls, and with changed values of its keys."""
 
     def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int) -> None:
         self._case, self._inputs, self._backend, self._seed = case, inputs, backend, seed
@@ -115,8 +124,44 @@ class FurtherCases:
         plain = self._outcome(replace(self._case, autograd="plain", repeats=0, concurrency="sequential"), self._inputs)
         return plain is not None and all(stage.passed for stage in plain.stages)
 
-    def _outcome(self, case: Case, inputs: Inputs | None = None) -> Outcome | None:
-        """The outcome of a case, on its own inputs or on these.
+    def conditions(self, outcome: Outcome) -> list[Explanation]:
+        """Values of keys of the case without which the kernel is right (`harness.diagnosis.search.conditions`).
+
+        They are searched in the first `_CONDITIONS` failures of a stage of an operation and recipe, in cases of at most
+        `_LARGEST` work, and not for a kernel with random bits of its own: its judgement takes many draws.
+        """
+        from narrowgauge.harness.diagnosis.search.conditions import conditions
+        from narrowgauge.harness.diagnosis.search.history import history_of
+
+        case, searches = self._case, history_of(self._backend).conditions
+        stage = next(stage.stage for stage in outcome.stages if not stage.passed)
+        kind = case.operation, case.recipe_label, stage
+        own = case.chance and self._backend.declares.get("random") == "own"
+        if own or case.work > _LARGEST or searches[kind] >= _CONDITIONS:
+            return []
+        searches[kind] += 1
+        plain = replace(case, repeats=0, concurrency="sequential")
+        if not self._is_drawn() and "normal" in case.families():
+            plain = replace(plain, inputs="normal")
+
+        def passes(changed: Case, number: int) -> bool | None:
+            found = self._outcome(changed, seed=self._seed + 1 + number)
+            return None if found is None else all(stage.passed for stage in found.stages)
+
+        return conditions(plain, stage, passes)
+
+    def _is_drawn(self) -> bool:
+        """Whether the inputs depend on the seed."""
+        from narrowgauge.harness.operations.registry import make_inputs
+
+        try:
+            others = make_inputs(self._case, seed=self._seed + 1).tensors
+        except ValueError:  # a captured tensor
+            return False
+        return any(not others[name].equal(tensor.cpu()) for name, tensor in self._inputs.tensors.items())
+
+    def _outcome(self, case: Case, inputs: Inputs | None = None, seed: int | None = None) -> Outcome | None:
+        """The outcome of a case, on its own inputs or on these. `seed`: the seed of its inputs; None: that of the run.
 
         None if the inputs cannot be made, or the kernel gives no result.
         """
@@ -125,7 +170,8 @@ class FurtherCases:
         if self._lost or case.inputs not in (*case.families(), self._case.inputs) or case.problem() is not None:
             return None
         try:
-            given = make_inputs(case, seed=self._seed).to(self._device) if inputs is None else inputs
+            chosen = self._seed if seed is None else seed
+            given = make_inputs(case, seed=chosen).to(self._device) if inputs is None else inputs
             return judge(case, given, self._backend)
         except HostLost:  # the next call starts a new host
             self._lost = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +26,11 @@ took 485 s, and 12 s each if the cases took nothing."""
 
 
 def run_cases(
-    cases: Sequence[Case], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = lambda news: None
+    cases: Sequence[Case],
+    settings: Settings,
+    on_record: OnRecord,
+    on_loaded: OnRecord = lambda news: None,
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Run every case on the inputs of the settings' seed, as `run_tasks` does; the records, in the order they came."""
     records: list[dict[str, Any]] = []
@@ -34,12 +39,16 @@ def run_cases(
         records.append(record)
         on_record(record)
 
-    run_tasks([Task(case, settings.seed) for case in cases], settings, keep, on_loaded)
+    run_tasks([Task(case, settings.seed) for case in cases], settings, keep, on_loaded, seconds)
     return records
 
 
 def run_tasks(
-    tasks: Iterable[Task], settings: Settings, on_record: OnRecord, on_loaded: OnRecord = lambda news: None
+    tasks: Iterable[Task],
+    settings: Settings,
+    on_record: OnRecord,
+    on_loaded: OnRecord = lambda news: None,
+    seconds: float = math.inf,
 ) -> None:
     """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here. `on_loaded` gets what
     the backend has loaded (`harness.records.loaded_sources`), before the record of the case that loaded it.
@@ -47,10 +56,10 @@ def run_tasks(
     A run begins with as many workers as the tasks are worth (`worthwhile_workers`). Another worker starts whenever the
     workers were busy for as long as a start takes: the time of a task is an estimate, and kernels may be compiled.
     A worker whose judge dies, or gives no record in time, is replaced; its task gets the verdict `crash` or `timeout`.
-    If the new worker cannot load the backend, the remaining tasks are errors. An interrupt ends the run early and keeps
-    all records. Raises BackendError if the backend cannot be loaded at the start.
+    If the new worker cannot load the backend, the remaining tasks are errors. An interrupt, and the end of `seconds`,
+    end the run early and keep all records. Raises BackendError if the backend cannot be loaded at the start.
     """
-    given = list(tasks)
+    given, until = list(tasks), time.monotonic() + seconds
     settings = replace(settings, sharing=settings.sharing or count_chance_cases(task.case for task in given))
     finished = 0
     gpus = [worker_gpu(number, settings.device) for number in range(min(settings.workers, len(given)))]
@@ -113,7 +122,7 @@ def run_tasks(
             replaced(worker)
 
     try:
-        while workers:
+        while workers and time.monotonic() < until:
             for worker in [worker for worker in workers if worker.stopped]:
                 lose(worker, Lost("timeout", "the judge of the case was stopped by another process", loaded=True))
             for worker in late_or_readable(workers):

@@ -290,8 +290,10 @@ class Program:
         for step in self.steps:
             if step.function == SLOTS:
                 found[step.axes[0]] = int(tensors[self.steps[step.operands[1]].options["name"]].sum())
-        for argument in self.arguments:  # codes of 4 bits, of which a row of a cache has whole bytes
-            name, _, count = argument.axes[-1].partition("/") if argument.of_cache else ("", "", "")
+        for argument in self.arguments:  # codes of 4 bits, of which a row has whole bytes
+            name, _, count = (
+                argument.axes[-1].partition("/") if argument.of_cache or argument.of_codes else ("", "", "")
+            )
             if count == "2":
                 found.setdefault(name, 2 * found[argument.axes[-1]])
         for axis in [axis for axis in found if "*" in axis]:

@@ -635,7 +635,7 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
 
 def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:
     """The quantized argument `name` of its tensors: (rows, columns)."""
-    sizes = {axis: size for a in program.arguments for axis, size in zip(a.axes, tensors[a.name].shape, strict=True)}
+    sizes = program.sizes(tensors)
     parts: dict[str, Any] = {part: tensors.get(f"{name}.{part}") for part in (*PARTS, "zeros")}
     rows, columns = next(s.axes for s in program.steps if s.function == CODES and s.options["name"] == name)
     shape = sizes[rows], sizes[columns]

@@ -96,13 +96,17 @@ PLACE_CHANGES: tuple[Deviation[Extents], ...] = (
               _PLACES, lambda of: of.columns > 1),
 )  # fmt: skip
 """Rows and columns of another place. The sentence has {of} for the matrix."""
-MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
-    Deviation("matrix-zero", "{of} is taken to be 0", "matrix", torch.zeros_like),
-    Deviation("matrix-negated", "{of} has the other sign", "matrix", torch.neg),
+LEFT_OUT: tuple[Deviation[Extents], ...] = (
     Deviation("rows-zero:{}", "{of} is taken to be 0 in rows {0}", "matrix", lambda part, m: _without(0, part, m),
               lambda of: _ranges(of.rows, of.batch)),
     Deviation("columns-zero:{}", "{of} is taken to be 0 in columns {0}", "matrix",
               lambda part, m: _without(1, part, m), lambda of: _ranges(of.columns)),
+)  # fmt: skip
+"""Rows and columns that a loop leaves out."""
+MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
+    Deviation("matrix-zero", "{of} is taken to be 0", "matrix", torch.zeros_like),
+    Deviation("matrix-negated", "{of} has the other sign", "matrix", torch.neg),
+    *LEFT_OUT,
     *PLACE_CHANGES,
     Deviation("matrix-transposed", "{of} is read as if it were transposed", "matrix", _transposed),
     Deviation("matrix-through-{}", "{of} is rounded to {}", "matrix", _rounded, NARROW),

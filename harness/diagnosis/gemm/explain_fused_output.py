@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.gemm.changed_products import changed_products
 from narrowgauge.harness.diagnosis.gemm.epilogues import before_last_cast
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import gemm_deviations
@@ -46,6 +46,10 @@ NOT_CAST: Deviation[GemmParts] = Deviation(
 )
 
 
+STATISTICS: Deviation[GemmParts] = Deviation("fused-scales-of:{}", "scales are made of other outputs: {}", "output")
+"""Scales of a changed product, and codes of the right one."""
+
+
 def explain_fused_output(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit) -> list[Explanation]:
     """Changes of the product whose quantized output fits all stages of the fused matrix.
 
@@ -54,6 +58,7 @@ def explain_fused_output(outcome: Outcome, wrong_stage: StageResult, limit: Work
 
     If no order of summation can round a sum, its bytes must be equal. Otherwise the bytes must lie between the results
     for both ends of the sum. A change is exact if at least `_LEAST_SEPARATED` codes of the right output differ.
+    If the codes are right under the kernel's scales, the scales alone are searched for.
     """
     matrix = next((kernel_matrix(judged) for judged in outcome.judged if judged.prefix == _PREFIX), None)
     if not wrong_stage.stage.startswith(_PREFIX) or matrix is None or matrix.subject.recipe.transform:
@@ -61,6 +66,8 @@ def explain_fused_output(outcome: Outcome, wrong_stage: StageResult, limit: Work
     (parts,) = split_products(outcome.products, None)
     if any(_all_stages_fit(matrix, ends) for ends in before_last_cast(parts, parts.sums().ends)):
         return [Explanation.of(NOT_CAST.bound(str(parts.dtype).removeprefix("torch.")), wrong_stage.stage)]
+    if all(stage.passed for stage in outcome.stages if stage.stage == f"{_PREFIX}codes"):
+        return _explain_scales(matrix, parts, wrong_stage, limit)
     values = dequantize(matrix.result).float()
     work = parts.output.numel() * (1 + parts.left.shape[1] / 128)
     distances: list[float] = []
@@ -76,9 +83,35 @@ def explain_fused_output(outcome: Outcome, wrong_stage: StageResult, limit: Work
             continue
         if ends := next((ends for ends in ends_of(False) if _all_stages_fit(matrix, ends)), None):
             right, changed = (_replayed_stage(matrix, x, "codes") for x in (matrix.subject.matrix, ends[0]))
-            exact = int((right != changed).sum()) >= _LEAST_SEPARATED
-            found[row.cause] = Explanation.of(replace(row, exact=exact), wrong_stage.stage)
+            found[row.cause] = _explanation(row, right, changed, wrong_stage.stage)
     return list(found.values())
+
+
+def _explain_scales(
+    matrix: KernelMatrix, parts: GemmParts, wrong_stage: StageResult, limit: WorkLimit
+) -> list[Explanation]:
+    """Changes of the product whose outputs give the amax and the scales of the kernel."""
+    work = parts.output.numel() * (1 + parts.left.shape[1] / 128)
+    found: dict[str, Explanation] = {}
+    for row, ends_of in _changes(parts):
+        if row.cause in found or not limit.may_try(work):
+            continue
+        if not any(_statistics_fit(matrix, ends) for ends in ends_of(True)):
+            continue
+        if ends := next((ends for ends in ends_of(False) if _statistics_fit(matrix, ends)), None):
+            right, changed = (_replayed_stage(matrix, x, "scales") for x in (matrix.subject.matrix, ends[0]))
+            words = STATISTICS.cause.format(row.cause), STATISTICS.sentence.format(row.sentence)
+            other = replace(row, cause=words[0], sentence=words[1])
+            found[row.cause] = _explanation(other, right, changed, wrong_stage.stage)
+    return list(found.values())
+
+
+def _explanation(row: Deviation[Any], right: torch.Tensor, changed: torch.Tensor, stage: str) -> Explanation:
+    """The explanation by a change, exact if enough of its codes or scales differ from the right ones."""
+    if int((right != changed).sum()) < _LEAST_SEPARATED:
+        weak = f"; fewer than {_LEAST_SEPARATED} of them{SEPARATE}kernel"
+        row = replace(row, sentence=row.sentence + weak, exact=False)
+    return Explanation.of(row, stage)
 
 
 EndsOf = Callable[[bool], list[Ends]]
@@ -111,6 +144,16 @@ def _same_ends(ends: list[Ends], loose: bool) -> list[Ends]:
 
 def _all_stages_fit(matrix: KernelMatrix, ends: Ends) -> bool:
     """Whether every stage of the kernel fits outputs between `ends`, given the kernel's result of the stage before."""
+    if not _statistics_fit(matrix, ends):
+        return False
+    recipe, columns = matrix.subject.recipe, matrix.subject.matrix.shape[1]
+    stored = matrix.kernel_stages["codes"], *(_replayed_stage(matrix, end, "codes") for end in ends)
+    codes, low_codes, high_codes = (elements(packed, columns, recipe) for packed in stored)
+    return _between(codes, low_codes, high_codes, recipe.element)
+
+
+def _statistics_fit(matrix: KernelMatrix, ends: Ends) -> bool:
+    """Whether amax, tensor scale and scales of the kernel fit outputs between `ends`."""
     low, high = ends
     smallest = torch.where((low <= 0) & (high >= 0), 0.0, torch.minimum(low.abs(), high.abs()))
     magnitudes = (smallest, torch.maximum(low.abs(), high.abs()))
@@ -121,14 +164,8 @@ def _all_stages_fit(matrix: KernelMatrix, ends: Ends) -> bool:
         low_result, high_result = (_replayed_stage(matrix, magnitude, stage) for magnitude in magnitudes)
         if not _between(stages[stage], low_result, high_result, fmt):
             return False
-    if "tensor scale" in stages and not equal_bits(
-        stages["tensor scale"], Replay(matrix).compute_stage("tensor scale")
-    ):
-        return False
-    columns = matrix.subject.matrix.shape[1]
-    stored = stages["codes"], _replayed_stage(matrix, low, "codes"), _replayed_stage(matrix, high, "codes")
-    codes, low_codes, high_codes = (elements(packed, columns, recipe) for packed in stored)
-    return _between(codes, low_codes, high_codes, recipe.element)
+    tensor = stages.get("tensor scale")
+    return tensor is None or equal_bits(tensor, Replay(matrix).compute_stage("tensor scale"))
 
 
 def _replayed_stage(matrix: KernelMatrix, x: torch.Tensor, stage: str) -> torch.Tensor:

@@ -49,6 +49,8 @@ def list_deviations(
     matrices: Sequence[KernelMatrix],
     wrong_masks: Mapping[str, Sequence[torch.Tensor]],
     history: SearchHistory,
+    *,
+    dialects: bool = True,
 ) -> list[QuantizeDeviation]:
     """Deviations of matrices with the same recipe, the simplest first.
 
@@ -58,14 +60,15 @@ def list_deviations(
 
     `wrong_masks`: for each wrong stage the bool masks of wrong elements, a mask for each matrix. Deviations that cannot
     change a wrong stage are left out. Some deviations are derived from the masks, such as lanes that the amax skips.
-    `history`: earlier cases of the backend.
+    `history`: earlier cases of the backend. `dialects`: with the rules of other libraries, which are no mistakes there.
     """
     recipe = matrices[0].subject.recipe
     amax_shown = "amax" in matrices[0].kernel_stages
     step_deviations = list(_without_amax(_step_deviations(matrices, wrong_masks, history), amax_shown=amax_shown))
     return [
         *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
-        *(deviation for deviation in step_deviations if deviation.implausible), *dialect_deviations(recipe),
+        *(deviation for deviation in step_deviations if deviation.implausible),
+        *(dialect_deviations(recipe) if dialects else ()),
         *changed_step_deviations(matrices[0]),
     ]  # fmt: skip
 

@@ -43,6 +43,8 @@ class SearchHistory:
     """Deviations that special inputs left, by dtype and deviations."""
     confirmed: Counter[str] = field(default_factory=Counter)
     """Cases in which further inputs confirmed a cause of a product or a formula."""
+    conditions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Number of searches for conditions, by operation, recipe and stage."""
     _amaxes: list[float] = field(default_factory=list)
 
     def begin_case(self, amaxes: Sequence[float]) -> None:

@@ -33,7 +33,7 @@ from narrowgauge.harness.operations.contracts.stored_operands import (
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.harness.operations.stages.rows import prefill_stage, rows_stage
+from narrowgauge.harness.operations.stages.rows import INVARIANT, Independent, add_rows, prefill_stage
 from narrowgauge.reference.contracts.evaluate import Shown
 from narrowgauge.reference.contracts.layout.pages import written_slots
 from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, Cache
@@ -60,9 +60,7 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
     fields = case.declared_fields(backend.declares)
     shown, outcome = called(case, inputs, backend)
-    by_rows = case.declared.rows and has_rows(case.program) and not batch_of(case)
-    if by_rows and len(next(iter(inputs.tensors.values()))) > 1:
-        outcome.stages.append(_rows(case, inputs, backend, shown[0]))
+    add_rows(outcome, _rows(case, inputs, backend, shown[0]), backend)
     program, others = case.declared_program(fields), list(_other_fields(case, fields))
     try:
         calls = zip(products_of(case, inputs.tensors), shown, strict=True)
@@ -91,19 +89,26 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
                 yield Change(f"field:{name}={other}", sentence, program)
 
 
-def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:
-    """The stage of rows by themselves."""
-    axis = case.program.arguments[0].axes[:1]
-    names = {a.name for a in case.program.arguments if a.axes[:1] == axis}
-    by_row = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
-    others = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}
-    whole = {name: tensor for name, tensor in stored_results(case.program, shown).items() if tensor.dim() > 1}
+def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> Independent | None:
+    """The rows of a contract, or its requests; None if they may depend on one another."""
+    said = case.declared.rows or backend.declares.get("batch") == INVARIANT
+    if not said or batch_of(case) or not (case.declared.sequences or has_rows(case.program)):
+        return None
+    axes = {case.program.arguments[0].axes[0]} | ({"requests"} if case.declared.sequences else set())
+    names = {a.name for a in case.program.arguments if a.axes[0] in axes}
+    by_unit = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
+    shared = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}
+    judged = [name for name, tensor in stored_results(case.program, shown).items() if tensor.dim() > 1]
 
     def run(given: Tensors) -> Tensors:
-        found = named_results(case.program, given, _call(case, backend, given))
-        return {name: t for name, t in stored_results(case.program, found).items() if name in whole}
+        found = stored_results(case.program, named_results(case.program, given, _call(case, backend, given)))
+        return {name: found[name] for name in judged}
 
-    return rows_stage(backend, by_row, others, whole, run)
+    if case.declared.sequences:
+        kinds = {name: kind for name, (kind, _, _) in case.declared.tensors.items()}
+        sizes = next(by_unit[name].tolist() for name, kind in kinds.items() if kind == "QueryLengths")
+        return Independent(len(sizes), by_unit, run, shared, sizes, noun="request")
+    return Independent(len(next(iter(by_unit.values()))), by_unit, run, shared)
 
 
 def _prefill(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:

@@ -161,6 +161,7 @@ class GemmCase(ProductCase):
     descriptions: ClassVar[tuple[str, ...]] = ("gemm_order",)
     declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "gemm": (*ORDERS, *PROBES), "accumulator": (TRUNCATING,), "subnormals": ("flushed",), "operands": OPERANDS,
+        "batch": ("invariant",),
     }  # fmt: skip
     seconds: ClassVar[tuple[float, float]] = (11e-3, 40e-9)
 

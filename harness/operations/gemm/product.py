@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
+from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, TensorForm
+from narrowgauge.harness.cases.axes import block_rows
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.gemm.case import PROBES, TRUNCATING
@@ -17,7 +19,8 @@ from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import made_of
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
+from narrowgauge.harness.operations.stages.rows import INVARIANT, Independent, add_rows
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.spec.quantized import Quantized
@@ -123,7 +126,28 @@ def judge_product(
     outcome.products.append(Product(*operands, inputs.get("c"), inputs.get("bias"), output, limits, order))
     stored = {"a.codes": a.codes, "a.scales": a.scales, "b.codes": b.codes, "b.scales": b.scales}
     outcome.outputs = {**outcome.outputs, **stored, **outputs}
+    if backend.declares.get("batch") == INVARIANT and not bands:
+        add_rows(outcome, _rows(a, b, present(arguments), backend, out_dtype), backend)
     return output
+
+
+def _rows(a: Quantized, b: Quantized, given: Tensors, backend: Backend, out_dtype: torch.dtype) -> Independent | None:
+    """The rows of a product, or its blocks of rows; None if they are not stored one below the other."""
+    height = block_rows(a.recipe)
+    if a.transposed or a.scale_layout != LINEAR or a.shape[0] % height:
+        return None
+    count = a.shape[0] // height
+    own = {"a.codes", "c"} | (set() if a.recipe.whole else {"a.scales"})
+    own |= {"a.amax", "a.tensor_scale"} if a.recipe.granularity == "row" else set()
+    by_unit = {name: dense(tensor) for name, tensor in given.items() if name in own}
+
+    def run(units: Tensors) -> Tensors:
+        rows = len(units["a.codes"])
+        left = replace(made_of(units, a, "a."), shape=(rows, a.shape[1]))
+        form = {"output": TensorForm((rows, b.shape[0]), out_dtype)}
+        return backend.results("gemm", form, left, made_of(units, b, "b."), out_dtype=out_dtype, **addends(units))
+
+    return Independent(count, by_unit, run, {n: x for n, x in given.items() if n not in own}, height=height)
 
 
 def note_any_order(outcome: Outcome, backend: Backend, order: Summation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
+from narrowgauge.harness.operations.stages.rows import INVARIANT, Independent, add_rows
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, joined_sections
@@ -60,7 +61,31 @@ def judge_gemm_grouped(case: GroupedGemmCase, inputs: Inputs, backend: Backend) 
     note_any_order(outcome, backend, order)
     add_end_to_end(outcome, [(a.own, b.own) for a, b in zip(x, w, strict=True)])
     outcome.outputs = {**codes_and_scales(arguments), **outputs}
+    if backend.declares.get("batch") == INVARIANT:
+        add_rows(outcome, _sections(sections, matrices, present(arguments), backend, out_dtype), backend)
     return outcome
+
+
+def _sections(
+    sections: Sequence[Quantized],
+    matrices: Sequence[Quantized],
+    given: Tensors,
+    backend: Backend,
+    out_dtype: torch.dtype,
+) -> Independent:
+    """The sections of a grouped product, each with its matrix."""
+    parts = [name for name in QUANTIZED_PARTS if f"b0.{name}" in given]
+    own = {name: tensor for name, tensor in given.items() if not name.startswith("b") or name == "bias"}
+    own |= {f"b.{part}": torch.stack([given[f"b{n}.{part}"] for n in range(len(matrices))]) for part in parts}
+
+    def run(units: Tensors) -> Tensors:
+        heights = units["sizes"].tolist()
+        matrices_of_units = [replace(matrices[0], codes=codes) for codes in units["b.codes"]]
+        named_parts = {f"b{n}.{part}": units[f"b.{part}"][n] for n in range(len(heights)) for part in parts}
+        shapes = [replace(sections[0], shape=(rows, sections[0].shape[1])) for rows in heights]
+        return {"output": grouped_product(units | named_parts, shapes, matrices_of_units, backend, out_dtype)}
+
+    return Independent(len(sections), own, run, sizes=[q.shape[0] for q in sections], noun="section")
 
 
 def judge_x(

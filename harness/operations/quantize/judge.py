@@ -13,6 +13,7 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
+from narrowgauge.harness.cases.axes import block_rows
 from narrowgauge.harness.cases.families import CODES
 from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.checks.distance import format_count
@@ -35,6 +36,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     values_stage,
 )
 from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
+from narrowgauge.harness.operations.stages.rows import FAMILY, Independent, add_rows
 from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.arguments import split_random
 from narrowgauge.spec.quantized import Half, Quantized
@@ -174,7 +176,37 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
         outcome.stages.append(_halves(outputs, plan.drawn))
     if case.usage != "both":
         _dequantized(case, inputs, backend, outcome, kernels[0])
+    add_rows(outcome, _rows(plan, outcome.judged[0].oracle.amax), backend)
     return outcome
+
+
+def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
+    """The rows of x, or its blocks of rows, with the amax of all of x; None if they may depend on one another."""
+    case, recipe, x = plan.case, plan.recipe, plan.inputs.x
+    height = block_rows(recipe)
+    plain = case.inputs == FAMILY and not case.halves and (case.view, case.scales) == ("contiguous", "linear")
+    if not plain or x.dim() != 2 or x.shape[0] % height or not has_own_rows(recipe, plan.backend):
+        return None
+    by_unit, shared = {"x": x}, present({"scale": plan.arguments.get("scale")})
+    if recipe.tensor_scale not in ("none", "given") and amax is not None:
+        (by_unit if recipe.granularity == "row" else shared)["amax"] = amax
+
+    def run(given: Tensors) -> Tensors:
+        options = {"amax": given.get("amax") if recipe.granularity != "row" else None, "scale": given.get("scale")}
+        q = call_quantize(plan.backend, given["x"], recipe, **options)
+        found = {"codes": q.codes} if recipe.whole else {"scales": q.scales, "codes": q.codes}
+        if plan.backend.has("dequantize") and not bool(no_codes(q).any()):
+            with suppress(Unsupported):
+                found["values"] = dequantize(plan.backend, replace(q, amax=given.get("amax", q.amax)), x.dtype)
+        return found
+
+    return Independent(len(x) // height, by_unit, run, shared, height=height)
+
+
+def has_own_rows(recipe: Recipe, backend: Backend) -> bool:
+    """Whether rows, or blocks of rows, that are quantized under one amax have bytes of their own: no random bits, which
+    follow the place of an element, and no sums in an order that is free."""
+    return recipe.rounding != "stochastic" and not (recipe.transform and rotates_freely(backend))
 
 
 def _dequantized(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: Outcome, kernel: Quantized) -> None:

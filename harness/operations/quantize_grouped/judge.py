@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, non_default
+from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.results import as_sections, split_sections
 from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
-from narrowgauge.harness.operations.quantize.judge import add_judged, rotates_freely
+from narrowgauge.harness.operations.quantize.judge import add_judged, has_own_rows, rotates_freely
 from narrowgauge.harness.operations.quantize_grouped.case import GroupedQuantizeCase
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
+from narrowgauge.harness.operations.stages.rows import FAMILY, Independent, add_rows
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Half, Quantized, joined_sections
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -71,7 +74,28 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
         outcome, parts, kernels, oracle.sections(), half=half, random=random,
         free=rotates_freely(backend), own=own, amax_given=case.amax,
     )  # fmt: skip
+    add_rows(outcome, _sections(case, present(given), backend), backend)
     return outcome
+
+
+def _sections(case: GroupedQuantizeCase, given: Tensors, backend: Backend) -> Independent | None:
+    """The sections of x, each with its amax and scale; None if they may depend on one another."""
+    recipe = find_recipe(case.recipe)
+    if (case.inputs, case.view) != (FAMILY, "contiguous") or not has_own_rows(recipe, backend):
+        return None
+
+    def run(units: Tensors) -> Tensors:
+        options = {"amax": units.get("amax"), "scale": units.get("scale")}
+        sections = quantize_grouped(backend, units["x"], units["sizes"], recipe, case.half, **options)
+        return {part: torch.stack([_digest(getattr(q, part)) for q in sections]) for part in ("scales", "codes")}
+
+    return Independent(len(case.section_sizes), given, run, sizes=case.section_sizes, noun="section")
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """SHA-256 of the bytes, uint8 (32,)."""
+    content = hashlib.sha256(element_bytes(tensor).cpu().numpy().tobytes()).digest()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def judge_sections(

@@ -1,20 +1,24 @@
 """Stages that compare two runs of a kernel, so that no reference is needed.
 
 Rows by themselves: a row has the same bytes in another place, beside other rows, and alone. Operations whose rows are
-declared independent have this stage. Memory that a kernel changes in part: other bytes before the run.
+independent have this stage. Memory that a kernel changes in part: other bytes before the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import pairwise
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guard import POISON
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.checks.distance import format_count
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors
 
 ROWS = "rows"
@@ -25,63 +29,235 @@ PREFILL = "prefill"
 """Name of the stage of memory with other bytes before the run."""
 PREFILL_DEPENDENT = "prefill-dependent"
 """Its cause."""
-_ALONE = (1, 2, 7, 128)
+FAMILY = "position"
+"""Family of the cases whose rows run alone: each row differs from all others."""
+INVARIANT = "invariant"
+"""Value of the declaration `batch`: a row of a product has the same bytes in every batch."""
+COUNTS = (1, 2, 7, 128)
 """Numbers of rows that run alone: a single one, and numbers at which kernels take another path."""
-_PADDING = 3
-"""Rows behind the others, as in a buffer that is larger than its content."""
+_SPOILT = {"zeros": 0.0, "NaN": torch.nan, "the largest number": torch.inf}
+"""Numbers of the rows beside the others. Infinity stands for the largest number of the dtype."""
+_NEAR = 3
+"""Numbers of rows behind a change that are tried too: a path for even numbers or for tails is no threshold."""
+_PATHS = 4
+"""Changes of the bytes with M that are searched."""
 
 
-def rows_stage(
-    backend: Backend, by_row: Tensors, others: Tensors, whole: Tensors, run: Callable[[Tensors], Tensors]
-) -> StageResult:
-    """Run rows again among others, and compare each row with that of the run of all rows.
+@dataclass(frozen=True)
+class Independent:
+    """A call whose rows, blocks of rows, sections or requests are independent: the units of the call."""
 
-    by_row: inputs (M, …), contiguous. others: further inputs. whole: results (M, …) of all rows, by name. run: from
-    inputs to results of these names. A kernel that refuses a number of rows raises as `Backend.call` does.
-    """
-    count = next(iter(by_row.values())).shape[0]
-    result = StageResult(ROWS, "repeat", compared=0)
-    for phrase, rows, padding in _arrangements(count):
-        given = {name: _padded(tensor[rows.to(tensor.device)], padding) for name, tensor in by_row.items()}
-        prepared = backend.host.prepare(given | others, next(iter(by_row.values())).device, POISON[0])
+    count: int
+    """Number of units."""
+    by_unit: Tensors
+    """Inputs (count·n, …), n rows for each unit in order, contiguous."""
+    run: Callable[[Tensors], Tensors]
+    """From inputs to results, which have rows for each unit in order too."""
+    shared: Tensors = field(default_factory=dict)
+    """Further inputs."""
+    sizes: Sequence[int] = ()
+    """Rows of each unit in tensors with more rows than units; empty: as many for each unit."""
+    height: int = 1
+    """Rows of the operation in a unit."""
+    noun: str = "row"
+    """Name of a unit."""
+
+    def given(self, units: torch.Tensor, spoilt: float | None = None) -> Tensors:
+        """Inputs of these units in this order. `spoilt`: number of every second unit; None: their own numbers."""
+        found = {name: self.taken(tensor, units) for name, tensor in self.by_unit.items()}
+        if spoilt is not None:
+            odd = torch.arange(1, self.count, 2)
+            for name in self._numbers:
+                tensor = found[name].clone()
+                value = torch.finfo(tensor.dtype).max if spoilt == torch.inf else spoilt
+                tensor.view(self.count, -1)[odd.to(tensor.device)] = value
+                found[name] = tensor
+        return found | self.shared
+
+    @property
+    def can_be_spoilt(self) -> bool:
+        """Whether another number can stand in the rows of a unit: there are numbers, and as many rows for each unit."""
+        return bool(self._numbers) and not self.sizes
+
+    @property
+    def _numbers(self) -> list[str]:
+        return [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
+
+    def taken(self, tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """The rows of these units, in this order."""
+        if self.sizes and len(tensor) != self.count:
+            parts = tensor.split(list(self.sizes))
+            return torch.cat([parts[unit] for unit in units.tolist()])
+        return tensor.unflatten(0, (self.count, -1))[units.to(tensor.device)].flatten(0, 1).contiguous()
+
+    def different(self, before: torch.Tensor, found: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """bool (units,): whether the bytes of a result of these units are not those of `before`, of all units."""
+        expected = self.taken(before, units)
+        if expected.shape != found.shape:
+            return torch.ones(len(units), dtype=torch.bool)
+        wrong = (element_bytes(expected) != element_bytes(found)).view(len(found), -1).any(1).cpu()
+        if self.sizes and len(before) != self.count:
+            return torch.stack([part.any() for part in wrong.split([self.sizes[unit] for unit in units.tolist()])])
+        return wrong.view(len(units), -1).any(1)
+
+    def among(self, units: torch.Tensor) -> Independent:
+        """The call with these units alone, in this order, for reading its results."""
+        return replace(self, count=len(units), by_unit={}, sizes=[self.sizes[u] for u in units.tolist() if self.sizes])
+
+    def of_unit(self, tensor: torch.Tensor, unit: int) -> torch.Tensor:
+        """The rows of a unit."""
+        return self.taken(tensor, torch.tensor([unit]))
+
+    def number(self, count: int) -> str:
+        """A number of units in words: `M = 9`, or `2 sections`."""
+        return f"M = {count * self.height}" if self.noun == "row" else f"{count} {self.noun}{'s'[: count != 1]}"
+
+
+Runner = Callable[[Tensors, Callable[[Tensors], Tensors]], Tensors]
+"""Gives the results of a function for inputs, in guarded memory for a backend."""
+
+
+def add_rows(outcome: Outcome, rows: Independent | None, backend: Backend) -> None:
+    """Add the stage of units by themselves to an outcome whose results are the same in two equal runs."""
+    repeat = next((stage for stage in outcome.stages if stage.stage == "repeat"), None)
+    if rows is None or rows.count < 2 or not rows.by_unit or (repeat is not None and not repeat.passed):
+        return
+
+    def guarded(given: Tensors, run: Callable[[Tensors], Tensors]) -> Tensors:
+        prepared = backend.host.prepare(given, next(iter(given.values())).device, POISON[0])
         with backend.host.lock(), prepared.running(0) as passed:
             found = run(passed)
-        found = {name: tensor[: len(rows)] for name, tensor in prepared.keep(found).items()}
-        for name, tensor in found.items():
-            before = whole[name][rows.to(whole[name].device)]
-            wrong = (element_bytes(tensor) != element_bytes(before)).view(len(rows), -1).any(1)
-            result.compared += len(rows)
+        return prepared.keep(found)
+
+    stage = rows_stage(rows, guarded, refusals=(Unsupported, BackendError))
+    if stage.compared:
+        outcome.stages.append(stage)
+
+
+def rows_stage(rows: Independent, runner: Runner, *, refusals: tuple[type[Exception], ...]) -> StageResult:
+    """Run units alone, in reverse order and beside other numbers, and compare each with that of the run of all units.
+
+    refusals: exceptions by which a kernel refuses a number of units, which is then left out.
+    """
+    result = StageResult(ROWS, "repeat", compared=0)
+
+    def results(units: torch.Tensor, spoilt: float | None = None) -> Tensors | None:
+        try:
+            return runner(rows.given(units, spoilt), rows.run)
+        except refusals:
+            return None
+
+    every = torch.arange(rows.count)
+    whole = results(every)
+    if whole is None:
+        return result
+    for words, units, spoilt in _arrangements(rows, every):
+        found = results(units, spoilt)
+        for name, tensor in (found or {}).items():
+            if not tensor.numel():
+                continue
+            wrong = rows.different(whole[name], tensor, units)
+            wrong &= (units % 2 == 0) if spoilt is not None else torch.ones_like(wrong)
+            result.compared += len(units) if spoilt is None else int((units % 2 == 0).sum())
             result.mismatches += int(wrong.sum())
             if bool(wrong.any()) and not result.sentence:
-                first = int(rows[wrong.nonzero()[0, 0].cpu()])
                 result.causes = [DEPENDENT]
-                result.sentence = (
-                    f"{format_count(int(wrong.sum()))} of {format_count(len(rows))} rows of {name} have other bytes "
-                    f"{phrase}; the first is row {first}"
-                )
+                place = int(wrong.nonzero()[0, 0])
+                unit = int(units[place])
+                pair = rows.of_unit(whole[name], unit), rows.among(units).of_unit(tensor, place)
+                result.sentence = _sentence(rows, name, words, wrong, pair, unit)
+                if spoilt is None:
+                    result.sentence += _paths(rows, pair[0], partial(_first, rows, results, name, unit), unit)
     return result
 
 
-def _arrangements(count: int) -> Iterator[tuple[str, torch.Tensor, float | None]]:
-    """What is done with the rows in words, the rows of each run, and the number in the rows behind them."""
-    every = torch.arange(count)
+def _arrangements(rows: Independent, every: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float | None]]:
+    """What is done with the units in words, the units of each run, and the number in every second unit.
+
+    The numbers beside a row come first, with M and every place as before: what changes later bytes is M or the place.
+    """
+    for words, number in _SPOILT.items() if rows.can_be_spoilt else ():
+        yield f"beside rows of {words}", every, number
+    for alone in COUNTS:
+        if alone < rows.count:
+            start = (rows.count - alone) // 2
+            yield f"with {rows.number(alone)}", every[start : start + alone], None
     yield "in reverse order", every.flip(0), None
-    for number, words in ((0.0, "zeros"), (torch.nan, "NaN"), (torch.inf, "the largest number")):
-        yield f"before rows of {words}", every, number
-    for alone in _ALONE:
-        if alone < count:
-            start = (count - alone) // 2
-            yield f"with M = {alone}", every[start : start + alone], None
 
 
-def _padded(rows: torch.Tensor, number: float | None) -> torch.Tensor:
-    """The rows with some rows of a number behind them; infinity stands for the largest finite number."""
-    if number is None:
-        return rows.contiguous()
-    if not rows.is_floating_point():
-        number = 0.0  # an index
-    value = torch.finfo(rows.dtype).max if number == torch.inf else number
-    return torch.cat([rows, rows.new_full((_PADDING, *rows.shape[1:]), value)])
+def _sentence(
+    rows: Independent, name: str, words: str, wrong: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], unit: int
+) -> str:
+    """How many units differ, and the first element of the first one in both runs."""
+    count = f"{format_count(int(wrong.sum()))} of {format_count(len(wrong))}"
+    noun = f"{rows.noun}s" if rows.height == 1 else f"blocks of {rows.height} rows"
+    one, other = map(element_bytes, pair)
+    place = int((one != other).any(1).nonzero()[0])
+    here, there = ("0x" + bytes(x[place].tolist())[::-1].hex().upper() for x in (one, other))
+    first = (
+        f"the first is {rows.noun} {format_count(unit * rows.height)}: element {place} is {there} in place of {here}"
+    )
+    return f"{count} {noun} of {name} have other bytes {words}; {first}"
+
+
+# ---- the number of rows at which bytes change ------------------------------------------------------------------------
+
+
+def _first(
+    rows: Independent, results: Callable[[torch.Tensor], Tensors | None], name: str, unit: int, count: int
+) -> bytes | None:
+    """The bytes of a unit that is the first of `count` units, the units behind it in a circle; None: refused."""
+    units = (unit + torch.arange(count)) % rows.count
+    found = results(units)
+    return None if found is None else _bytes(rows.among(units).of_unit(found[name], 0))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(element_bytes(tensor).flatten().cpu().numpy())
+
+
+def _paths(rows: Independent, whole: torch.Tensor, first: Callable[[int], bytes | None], unit: int) -> str:
+    """At which numbers of units the bytes of a unit change, as the end of a sentence; empty if it is another matter.
+
+    whole: its results among all units. first: its bytes as the first of a number of units.
+    """
+    at = cache(first)
+    if unit and at(rows.count) not in (_bytes(whole), None):
+        return f". Its place decides: as the first of {rows.number(rows.count)} it has other bytes too"
+    seen = {count: at(count) for count in (*(n for n in COUNTS if n < rows.count), rows.count)}
+    known = [count for count, found in seen.items() if found is not None]
+    changes = []
+    for start, high in pairwise(known):
+        low = start
+        while len(changes) < _PATHS and at(low) != at(high) and (change := _change(at, low, high)):
+            changes.append(change)
+            low = change
+    for change in changes:
+        seen |= {n: at(n) for n in range(change - 1, min(change + _NEAR, rows.count) + 1)}
+    return _of_changes(rows, {n: found for n, found in sorted(seen.items()) if found is not None}, changes)
+
+
+def _change(at: Callable[[int], bytes | None], low: int, high: int) -> int | None:
+    """The least number of units above `low` with other bytes than `low`, found by halving; None if one is refused."""
+    start = at(low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = at(middle)
+        if found is None:
+            return None
+        low, high = (middle, high) if found == start else (low, middle)
+    return high
+
+
+def _of_changes(rows: Independent, seen: Mapping[int, bytes], changes: Sequence[int]) -> str:
+    """The changes in words, or the numbers of units that have equal bytes if bytes come back."""
+    groups = {found: [count for count in seen if seen[count] == found] for found in seen.values()}
+    if len(groups) < 2:
+        return ""
+    if len([1 for one, other in pairwise(seen.values()) if one != other]) == len(changes) == len(groups) - 1:
+        return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: another path"
+    listed = "; ".join(", ".join(map(rows.number, counts[:_PATHS])) for counts in groups.values())
+    return f". Numbers of {rows.noun}s with equal bytes: {listed}"
 
 
 def prefill_stage(

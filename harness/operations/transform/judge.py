@@ -21,6 +21,7 @@ from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject, float_views
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.rows import FAMILY, Independent, add_rows
 from narrowgauge.harness.operations.transform.case import TransformCase
 from narrowgauge.harness.operations.transform.deviations import wrong_rotations
 from narrowgauge.spec.recipes import find_recipe
@@ -32,11 +33,14 @@ def judge_transform(case: TransformCase, inputs: Inputs, backend: Backend) -> Ou
     subject = Subject(x, recipe, free=rotates_freely(backend))
 
     def call(given: Tensors) -> Tensors:
-        return backend.results("transform", {"output": TensorForm(tuple(x.shape), x.dtype)}, given["x"], recipe)
+        form = {"output": TensorForm(tuple(given["x"].shape), x.dtype)}
+        return backend.results("transform", form, given["x"], recipe)
 
     outputs, protection, seconds = repeated(backend, x.device, {"x": laid_out(x, case.view)}, call)
     outcome = Outcome(protection, outputs, seconds=seconds)
     add_rotated(outcome, subject, outputs["output"])
+    if (case.inputs, case.view) == (FAMILY, "contiguous") and not rotates_freely(backend):
+        add_rows(outcome, Independent(len(x), {"x": x}, call), backend)
     return outcome
 
 

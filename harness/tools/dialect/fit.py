@@ -171,7 +171,7 @@ def fit(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: int
 def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
     """The rule of these bytes. `dialects`: the named rules to compare with."""
     rules = Rules(observed)
-    agreements = sorted((_agreement(rules, dialect) for dialect in dialects), key=lambda agreement: agreement.score)
+    agreements = sorted((agreement_with(rules, dialect) for dialect in dialects), key=lambda agreement: agreement.score)
     best = agreements[0]
     if best.score == Score(0, 0):
         return Fit(str(observed.recipe), rules, agreements, best.plain, best, {}, {}, [])
@@ -180,10 +180,10 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
         found = _descend(best.plain, _LAST_ELEMENTS, rules.code_score, _with_elements)
         found = min((found, _elements(rules, [best.plain])), key=rules.code_score)
         exact = rules.code_score(found) == Score(0, 0)
-        rule, nearest, changes = _simplified(rules, found if exact else best.plain, best)
+        rule, nearest, changes = simplified(rules, found if exact else best.plain, best)
     else:
         found = _search(rules, [agreement.plain for agreement in agreements])
-        simple = [_simplified(rules, found, agreement) for agreement in agreements[:_NEAR]]
+        simple = [simplified(rules, found, agreement) for agreement in agreements[:_NEAR]]
         rule, nearest, changes = min(simple, key=lambda result: len(result[2]))
         left = classified(rules, rule)
         if not _known(left):
@@ -211,7 +211,7 @@ def _kinds(differences: list[Difference]) -> set[str]:
     return {difference.kind for difference in differences}
 
 
-def _agreement(rules: Rules, recipe: Recipe) -> Agreement:
+def agreement_with(rules: Rules, recipe: Recipe) -> Agreement:
     plain = with_fields(recipe) or recipe
     unequal = [scales + codes for scales, codes in rules.by_input(plain)]
     explained = sum(score == Score(0, 0) for score in unequal)
@@ -385,7 +385,7 @@ def _descend(
 # ---- what the bytes leave open ---------------------------------------------------------------------------------------
 
 
-def _simplified(
+def simplified(
     rules: Rules, found: Recipe, agreement: Agreement
 ) -> tuple[Recipe, Agreement, dict[str, tuple[Any, Any]]]:
     """`found` with the values of a dialect in every field where they explain as many bytes, and what still differs."""

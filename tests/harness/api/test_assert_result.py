@@ -51,6 +51,7 @@ def test_a_right_kernel_passes(recipe: str) -> None:
     narrowgauge.assert_result(rmsnorm_quantize, named, x, w, recipe=recipe)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mistake", "cause"),
     [
@@ -116,6 +117,7 @@ def test_the_dialect_behind_a_recipe_gives_the_options() -> None:
         narrowgauge.assert_result(silu_mul_quantize_static, once, x, scale, recipe=recipe)
 
 
+@pytest.mark.long
 def test_the_command_of_a_failure_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fresh process, from the steps alone: the file of the contract is not there."""
     monkeypatch.setenv("NARROWGAUGE_FAILURES", str(tmp_path))

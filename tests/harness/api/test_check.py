@@ -168,6 +168,7 @@ def test_scales_that_follow_from_more_than_bounds() -> None:
     assert "return the amax too" in report(without_amax, "gemm-quantized/nvfp4/33x48x17", families=["cancelling"])
 
 
+@pytest.mark.long
 def test_results_are_read_by_convention() -> None:
     conventions: dict[str, Any] = {"layout": "128x4", "nibbles": "high-first", "tensor_scale_is": "decode"}
     assert check(swizzled, "nvfp4", **SMALL, **conventions).passed == 7
@@ -395,6 +396,7 @@ def test_a_function_of_another_recipe_is_told_its_recipe() -> None:
     assert done.cases == done.passed
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("own", ["fp8-block-1x128-e4m3-fp32-eps1e-10@modelopt", "fp8-block-1x128-e4m3-pow2-eps0.0001"])
 def test_another_epsilon_and_dialect_is_told(own: str) -> None:
 

@@ -60,6 +60,7 @@ class UpdatesEveryForward(modules.Linear):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "stage"), [(KeepsLastAmax, "step 1 history"), (UpdatesEveryForward, "step 2 x.tensor scale")]
 )

@@ -75,7 +75,7 @@ def fresh(own, seed, offset):
 # Right samplers.
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

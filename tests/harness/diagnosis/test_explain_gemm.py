@@ -142,7 +142,7 @@ def as_linear(q):
 BLOCKS = [rule for rule in RECIPES if "current" not in rule]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("which", ["a", "b", "ab"])
 def test_scales_of_another_block(recipe, which):
@@ -152,14 +152,14 @@ def test_scales_of_another_block(recipe, which):
     assert record.explanations[0]["sentence"].startswith(words)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_scales_ignored_and_a_block_dropped(recipe):
     assert "scales-ignored" in causes(explained(on_operands(ignored), recipe))
     assert "last-block-dropped" in causes(explained(on_operands(last_block), recipe))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 4), ("mxfp8-e4m3", 2), ("fp8-block-1x128", 2)])
 def test_scales_of_the_first_step(recipe, count):
     def first(q):
@@ -302,7 +302,7 @@ def test_forms_of_alpha():
         ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("cause", "factor"),
     [
@@ -354,7 +354,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("cause", ENDS)
 def test_a_wrong_epilogue(cause):
     # If α is small, an addend times α is as good as left out.
@@ -437,7 +437,7 @@ def narrow(rounded, step):
     return gemm
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cause", ROUND)
 @pytest.mark.parametrize(("recipe", "step"), [("nvfp4", 16), ("nvfp4", 1), ("mxfp8-e4m3", 32), ("nvfp4", 64)])
 def test_narrow_accumulators(cause, recipe, step):
@@ -502,7 +502,7 @@ PICKS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("words", PICKS)
 def test_what_is_of_another_section(words):
     case = case_from_labels("gemm-grouped", "nvfp4", (72, 96, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias"))
@@ -544,7 +544,7 @@ def spread(generator, rows, columns):
     return torch.randn(rows, columns, generator=generator) * 2.0**exponents
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_nothing_explains_has_no_explanation(recipe):
     a, b = operands(recipe)
@@ -633,7 +633,7 @@ def decoded_first(dtype, last=None):
     return gemm
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [("nvfp4", BF16), ("nvfp4", F32), ("nvfp4", torch.float16), ("nvfp4-rowscaled", BF16), ("fp8-current", BF16)],
@@ -683,7 +683,7 @@ def test_declared_operands_that_are_not_decoded():
 GAINS = [*product(((1.004, "1.004"), (0.5, "0.5"), (1 - 2.0**-9, "0.998")), ("nvfp4", "mxfp8-e4m3"), ("fp32", "bf16"))]
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("gain", "recipe", "dtype"), GAINS)
 def test_gains(gain, recipe, dtype):
     factor, words = gain
@@ -700,7 +700,7 @@ def test_gains(gain, recipe, dtype):
         assert record.explanations[0]["sentence"].startswith(f"{noun} are {words}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("first", "second"), [(1.004, 1.002), (1.5, 1.25)])
 def test_two_gains_are_no_gain(first, second):
     def gemm(a, b, *, out_dtype, **options):
@@ -712,7 +712,7 @@ def test_two_gains_are_no_gain(first, second):
     assert causes(explained(gemm, dtype="fp32", inputs="normal")) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "name"), [(BF16, "bf16"), (torch.float16, "fp16")])
 @pytest.mark.parametrize("width", [96, 64])
 @pytest.mark.parametrize("scaled", [True, False])

@@ -222,7 +222,7 @@ def names(table):
     return [f"{cause}/{wanted.recipe}/{wanted.inputs}" for cause, wanted, *_ in table]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), ELEMENTS, ids=names(ELEMENTS))
 def test_elements(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -385,6 +385,9 @@ SCALES = [
     ("block-amax-through-bf16", case("mxfp8-e4m3", "scale-edges", dtype="fp32", shape=(128, 256)), {
         "blocks": lambda s: block_amax(s.x, 32).bfloat16().float()
     }),
+    ("block-amax-exponent:up", case("nvfp4"), {
+        "blocks": lambda s: torch.exp2(block_amax(s.x, 16).log2().ceil())
+    }),
     ("block-amax-skips:15", case("nvfp4"), by_lane(lambda lane: lane != 15)),
     ("block-amax-skips:0", case("nvfp4-2d", shape=(256, 256)), by_lane(lambda lane: lane != 0)),
     ("block-amax-skips:31", case("mxfp8-e4m3", shape=(128, 256)), by_lane(lambda lane: lane != 31)),
@@ -433,6 +436,12 @@ SCALES = [
     ("four-over-six-order:tree", case("nvfp4-4over6-448-mae", "e2m1-ties", shape=(256, 256), dtype="fp32"), chosen(
         lambda six, four: four < six, add=halves
     )),
+    ("four-over-six-errors", case("nvfp4-4over6-448-mae"), chosen(
+        lambda six, four: four < six, measure=lambda error: error[..., ::2].abs()
+    )),
+    ("four-over-six-total", case("nvfp4-rowscaled-4over6-256-mse"), chosen(
+        lambda six, four: four < six, add=lambda errors: errors.amax(-1)
+    )),
     ("four-over-six-fma", case("nvfp4-4over6-448-mse", "e2m1-ties", shape=(256, 256), dtype="fp32"), chosen(
         lambda six, four: four < six, measure=lambda error: error, add=fused_squares
     )),
@@ -458,7 +467,7 @@ SCALES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), SCALES, ids=names(SCALES))
 def test_scales(cause, wanted, steps):
     check(cause, wanted, steps)
@@ -498,6 +507,10 @@ TENSORS = [
     ("columns-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[:, torch.arange(4) ^ 1]}),
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
+    ("amax-exponent:up", case("nvfp4"), wrong_amax(lambda s: torch.exp2(s.x.abs().amax().float().log2().ceil()))),
+    ("amax-exponent:down", case("nvfp4-rowscaled"), {
+        "amax": lambda s: torch.exp2(s.x.abs().float().amax(1).log2().floor())
+    }),
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),
     ("subnormal-amaxes-flushed", case("nvfp4", "subnormal", dtype="fp32"), wrong_tensor(
         lambda s, a: torch.where(a < 2.0**-126, 1.0, right_tensor_scale(s))
@@ -544,7 +557,7 @@ TENSORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), TENSORS, ids=names(TENSORS))
 def test_tensors_and_rotations(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
@@ -649,7 +662,7 @@ DRAWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("cause", "wanted", "steps"),
     # 16 bits stay in `make test`.
@@ -665,7 +678,7 @@ def test_a_kernel_that_draws_where_it_should_round():
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("numbers", "named"),
     [
@@ -758,7 +771,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cause", "recipe", "inputs", "fields"), CHOICES)
 def test_choices_of_a_recipe(cause, recipe, inputs, fields):
     other = replace(find_recipe(recipe), **fields)
@@ -784,7 +797,7 @@ def test_two_deviations_are_named_together():
     assert is_cause(first["cause"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_deviation_of_most_wrong_elements_is_not_exact(count):
     def codes(s):

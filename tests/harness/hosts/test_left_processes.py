@@ -52,6 +52,7 @@ class Daemon:
         time.sleep(5)
 
 
+@pytest.mark.long
 def test_a_process_ends_with_a_run_that_adopts_nothing(tmp_path):
     """As pytest, which is no parent of orphans: the kernel has killed all processes above its own but the run."""
     file = tmp_path / "pid"

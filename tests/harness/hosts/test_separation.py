@@ -135,6 +135,7 @@ def test_no_way_leads_to_the_reference(mechanism: str, tmp_path: Path) -> None:
     Path(SHARED).unlink(missing_ok=True)
 
 
+@pytest.mark.long
 def test_the_same_ways_are_open_without_a_mechanism(tmp_path: Path) -> None:
     """Otherwise the test above would pass for code that never reaches the reference."""
     names = ("text", "loader", "file descriptor", "descriptor of a folder", "another program", "compiled code")

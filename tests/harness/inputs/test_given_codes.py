@@ -45,7 +45,7 @@ def test_every_code_and_scale_byte_is_given(recipe):
         assert len(q.scales.unique()) == (256 if q.recipe.scale is E8M0 else 128)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4"])
 def test_dequantize_of_given_codes_rounds_exact_products(recipe, dtype):

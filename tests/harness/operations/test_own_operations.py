@@ -109,6 +109,7 @@ def test_a_function_of_it_is_checked() -> None:
         narrowgauge.check(Right().scale_columns, CASE, operation="gemm")
 
 
+@pytest.mark.long
 def test_pytest_collects_its_cases(folder: Path) -> None:
     (folder / "pytest.ini").write_text(
         "[pytest]\nnarrowgauge_cases = scale_columns.toml\nnarrowgauge_operations = scale_columns.py\n"

@@ -241,6 +241,7 @@ def test_a_large_product_is_judged_in_a_row_of_each_strip(
 SIZES = ["128x256", "64x32x48"]
 
 
+@pytest.mark.sampled(0)
 @needs_compiler
 @pytest.mark.parametrize(
     "keyword",

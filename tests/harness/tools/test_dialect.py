@@ -237,6 +237,7 @@ def test_arithmetic_in_float16_is_a_class():
     assert reference.quantize(x, "mxfp8-e4m3").scales.flatten().tolist() == [119, 110]
 
 
+@pytest.mark.long
 def test_inputs_explained_find_a_dialect_too():
     """The special bytes of inf and NaN outnumber the ties that a decode scale changes."""
 

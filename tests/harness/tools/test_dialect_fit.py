@@ -113,7 +113,7 @@ def test_a_better_rule_is_compared_with_its_own_alternatives(monkeypatch):
     assert found.changes == {"zero_block": ("keep", "1"), "negative_zero": ("keep", "never")}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [5, 9, 17, 34, 93, 124])
 def test_composed_rules_are_recovered(seed):
     result = check(seed)

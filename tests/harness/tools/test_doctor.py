@@ -29,6 +29,7 @@ def test_what_the_guards_need_is_tried():
         assert (fact_.value, fact_.ok) == ("address and undefined link and run, for --sanitize", True)
 
 
+@pytest.mark.long
 def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_compiler, tmp_path):
     """A compiler that does not link with the sanitizers, and a missing compiler."""
     old = tmp_path / "g++"

@@ -76,6 +76,7 @@ def test_a_tenth_of_the_quick_tier_has_every_feature(matrix, tenth):
     assert held(tenth) == held(matrix)
 
 
+@pytest.mark.long
 def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
     assert sum(map(case_work, tenth)) < sum(map(case_work, matrix)) / 6
     fixed = [case for case in tenth if not depends_on_seed(case)]

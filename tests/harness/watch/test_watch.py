@@ -220,6 +220,7 @@ def test_gradients_and_modes_stay(x: torch.Tensor) -> None:
     assert "1 not judged: the adapter returned None" in watched.summary()
 
 
+@pytest.mark.long
 def test_calls_without_numbers_are_not_judged(x: torch.Tensor) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

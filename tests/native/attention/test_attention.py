@@ -39,6 +39,7 @@ def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tensor_cores", [False, True])
@@ -138,6 +139,7 @@ SHAPES = {
 SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tensor_cores", [False, True])

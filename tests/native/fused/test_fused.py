@@ -81,7 +81,7 @@ def scale_of(recipe: str) -> torch.Tensor | None:
     return torch.full((1,), 13.0) if recipe == "fp8-static" else None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @ON_EVERY_DEVICE
 @EVERY_RECIPE
 @EVERY_PRODUCT

@@ -94,6 +94,7 @@ def test_codes_are_packed_as_numbers_and_padding_as_zeros(name: str) -> None:
         assert not refused
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("code", "scale", "refused"),
     [
@@ -153,6 +154,7 @@ def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.Monk
             assert ops.gemm_order(a, b) == ORDER
 
 
+@pytest.mark.sampled(8)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
 def test_slices_of_k_are_added_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

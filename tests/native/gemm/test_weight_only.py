@@ -88,7 +88,7 @@ def test_batches_and_biases(recipe: str) -> None:
     assert_equal(one, (sums[1] + bias[1].float()).bfloat16())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", *INT4, "mxfp8-e4m3", "fp8-row-e4m3"])
 def test_tensor_cores_on_a_cpu_by_their_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_only, "_portable", weight_only._skinny)
@@ -112,7 +112,7 @@ def every_number(recipe: str) -> Iterator[Quantized]:
         yield Quantized(rows, scales, amax, b.recipe, (len(codes), 256))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [(recipe, False) for recipe in ("nvfp4", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3")]

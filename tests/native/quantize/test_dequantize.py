@@ -47,6 +47,7 @@ def test_the_values_are_those_of_the_formats() -> None:
     assert y.isnan().any(dim=1).nonzero().ravel().tolist() == [0x7F, 0xFF]
 
 
+@pytest.mark.sampled(60)
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", MX_ELEMENTS)
 def test_every_code_under_every_power_of_two_has_its_value(name: str, dtype: torch.dtype) -> None:

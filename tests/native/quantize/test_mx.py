@@ -70,7 +70,7 @@ def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> No
     assert set(scales) >= set(range(240))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @EVERY_ELEMENT
 def test_rules_that_no_dialect_combines(name: str) -> None:
@@ -124,6 +124,7 @@ def test_every_midpoint_of_the_grid_and_its_neighbours(name: str, exponent: int)
     np.testing.assert_array_equal(q.codes.numpy(), codes)
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d"])
 def test_special_values(name: str) -> None:

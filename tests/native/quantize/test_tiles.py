@@ -57,7 +57,7 @@ def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: lis
     assert set(used) == tiled | plain
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d"])
 def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread holds all rows of a tile."""

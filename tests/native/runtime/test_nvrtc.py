@@ -95,7 +95,7 @@ its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whos
 truncates after a stochastic rounding."""
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(66)
 @pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
 def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str, flags: tuple[str, ...]) -> None:
     """Kernels of MX convert elements and scales by instructions of the chip, if the chip has them."""
@@ -162,6 +162,7 @@ def test_the_flag_for_nvrtc_12_6_is_given_to_no_other() -> None:
     assert cuda.flags_of("quantize_nvfp4", (12, 8)) == cuda.flags_of("quantize_mx", (12, 6)) == ()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("source", "flags"),
     [

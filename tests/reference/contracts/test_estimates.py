@@ -51,6 +51,7 @@ def refused(*_: object) -> None:
     raise Unknown
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("contract", [*CONTRACTS, limits, exact], ids=lambda contract: contract.name)
 def test_the_ends_of_every_family(contract: Contract, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +60,7 @@ def test_the_ends_of_every_family(contract: Contract, dtype: str, monkeypatch: p
         compare(program, tensors, monkeypatch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("contract", [*CONTRACTS, limits, exact], ids=lambda contract: contract.name)
 def test_every_number_of_a_dtype(contract: Contract, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def norm_transposed(x: c.Matrix, w: c.Row):
 CONTRACTS = (norm, norm_quantize, by_amax, norm_transposed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)

@@ -26,6 +26,17 @@ def upper_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x.float().view(torch.int32) & -(1 << 32 - bits)).view(torch.float32)
 
 
+def power_of_two(direction: int, x: torch.Tensor) -> torch.Tensor:
+    """Finite positive numbers of `x`, float32, rounded up (1) or down (-1) to a power of two; the rest of `x` stays."""
+    mantissa, exponent = torch.frexp(x)
+    power = torch.ldexp(torch.ones_like(x), exponent - (mantissa.eq(0.5) | (direction < 0)).to(exponent.dtype))
+    return torch.where((x > 0) & x.isfinite(), power, x)
+
+
+POWERS = {"up": 1, "down": -1}
+"""Directions of `power_of_two`."""
+
+
 def flush(x: torch.Tensor) -> torch.Tensor:
     """`x` with its subnormal numbers replaced by zeros of the same sign."""
     return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, torch.zeros_like(x).copysign(x), x)

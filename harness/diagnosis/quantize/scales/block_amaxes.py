@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
-from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, flush, narrowed
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, POWERS, flush, narrowed, power_of_two
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.reference.numbers.blocks import over_tiles, pad_columns, tensor_amax
 from narrowgauge.reference.quantize.steps import block_amaxes
-from narrowgauge.spec.formats import E4M3, FP32
+from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -117,6 +117,8 @@ BLOCK_AMAXES: tuple[QuantizeDeviation, ...] = (
     Deviation("subnormal-amaxes-flushed", "block amaxes: 0 where they are subnormal", "blocks",
               lambda r: flush(r.blocks)),
     Deviation("block-amax-through-{}", "block amaxes: rounded to {}", "blocks", narrowed(lambda r: r.blocks), NARROW),
+    Deviation("block-amax-exponent:{}", "block amaxes: rounded {} to a power of two", "blocks",
+              lambda direction, r: power_of_two(direction, r.blocks), POWERS, lambda recipe: recipe.scale is not E8M0),
     Deviation("block-amax-of-tensor", "block amaxes: of the whole tensor", "blocks",
               lambda r: tensor_amax(r.blocks).expand(r.blocks.shape).contiguous(), row_local=False),
 )  # fmt: skip

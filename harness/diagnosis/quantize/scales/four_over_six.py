@@ -29,8 +29,11 @@ class _Choice:
     """The division by 6E is a multiplication fused with the subtraction of x."""
     reciprocal: bool = False
     """The division by 6E is a multiplication by the reciprocal."""
-    tree: bool = False
-    """Errors of a block are added in a tree."""
+    errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """The changed errors of the elements (M, blocks, elements of a block), with their signs, from the errors and the
+    decoded scales (M, blocks, 1)."""
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The error of a block, from the errors (M, elements of a block, blocks). None: their sum in order."""
     each_row: bool = False
     """Every row of a tile has its own choice."""
 
@@ -71,6 +74,48 @@ def _chooses(recipe: Recipe) -> bool:
     return recipe.candidates != "6"
 
 
+def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over N of (T, N, B) in a tree: the halves are added, then the halves of the result, and so on."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def _neighbours_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over N of (T, N, B) in a tree: neighbours are added, then neighbours of the result, and so on."""
+    while rows.shape[1] > 1:
+        rows = rows[:, ::2] + rows[:, 1::2]
+    return rows[:, 0]
+
+
+def _sequential_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over N of (T, N, B), in order."""
+    total = torch.zeros_like(rows[:, 0])
+    for row in rows.unbind(1):
+        total = total + row
+    return total
+
+
+_ORDERS = {
+    "tree": _tree_sum,
+    "tree-of-neighbours": _neighbours_sum,
+    "reversed-order": lambda rows: _sequential_sum(rows.flip(1)),
+}
+_ERRORS = {
+    "rounded to bfloat16": lambda errors, scales: errors.bfloat16().float(),
+    "rounded to float16": lambda errors, scales: errors.half().float(),
+    "in units of the block scale": lambda errors, scales: errors / scales,
+    "of the first half of the block": lambda errors, scales: errors[..., : errors.shape[-1] // 2],
+    "of the second half of the block": lambda errors, scales: errors[..., errors.shape[-1] // 2 :],
+    "of the even elements of the block": lambda errors, scales: errors[..., ::2],
+    "of the odd elements of the block": lambda errors, scales: errors[..., 1::2],
+}
+_TOTALS = {
+    "the largest error": lambda rows: rows.amax(1),
+    "the sum rounded to bfloat16": lambda rows: _sequential_sum(rows).bfloat16().float(),
+    "the sum rounded to float16": lambda rows: _sequential_sum(rows).half().float(),
+}
 FOUR_OVER_SIX: tuple[QuantizeDeviation, ...] = (
     Deviation("four-over-six-ties", "4over6: 4 is chosen where both errors are equal", "scales",
               _by(_Choice(pick="tied")), when=_chooses),
@@ -87,7 +132,11 @@ FOUR_OVER_SIX: tuple[QuantizeDeviation, ...] = (
     Deviation("four-over-six-larger-error", "4over6: the larger error is chosen", "scales", _by(_Choice(pick="larger")),
               when=_chooses),
     Deviation("four-over-six-order:{}", "4over6: errors of a block are added in a {}", "scales",
-              lambda choice, r: _by(choice)(r), {"tree": _Choice(tree=True)}, _chooses),
+              lambda total, r: _by(_Choice(total=total))(r), _ORDERS, _chooses),
+    Deviation("four-over-six-errors", "4over6: the errors that are added are {}", "scales",
+              lambda errors, r: _by(_Choice(errors=errors))(r), _ERRORS, _chooses),
+    Deviation("four-over-six-total", "4over6: {} decides", "scales",
+              lambda total, r: _by(_Choice(total=total))(r), _TOTALS, _chooses),
     Deviation("four-over-six-each-row", "4over6: each row of a tile chooses for itself", "scales",
               _by(_Choice(each_row=True)), when=lambda recipe: _chooses(recipe) and recipe.block[0] > 1),
 )  # fmt: skip
@@ -118,27 +167,13 @@ def _error(
         error = dequantized * (1.0 / largest) - values
     else:
         error = dequantized / torch.full_like(dequantized, largest) - values
+    if choice.errors is not None:
+        error = choice.errors(error, decode(scales, recipe.scale).unsqueeze(2))
     squared = recipe.candidates == "4-or-6-mse"
     if choice.fused and squared:
         total = torch.zeros_like(error[:, :, 0])
         for element in error.unbind(2):
             total = (element.double().square_() + total.double()).float()
         return total
-    error = error.square_() if squared else error.abs_()
-    return _tree_sum(error.transpose(1, 2)) if choice.tree else _sequential_sum(error.transpose(1, 2))
-
-
-def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Sum over N of (T, N, B) in a tree: the halves are added, then the halves of the result, and so on."""
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows[:, 0]
-
-
-def _sequential_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Sum over N of (T, N, B), in order."""
-    total = torch.zeros_like(rows[:, 0])
-    for row in rows.unbind(1):
-        total = total + row
-    return total
+    error = error.square() if squared else error.abs()
+    return (choice.total or _sequential_sum)(error.transpose(1, 2))

@@ -9,7 +9,15 @@ from math import inf
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
-from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, UPPER_BITS, flush, narrowed, upper_bits
+from narrowgauge.harness.diagnosis.quantize.elements.roundings import (
+    NARROW,
+    POWERS,
+    UPPER_BITS,
+    flush,
+    narrowed,
+    power_of_two,
+    upper_bits,
+)
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.reference.quantize.scaling import FLT_MAX, divide, tensor_scale
 from narrowgauge.reference.quantize.steps import block_amaxes
@@ -59,6 +67,8 @@ AMAXES: tuple[QuantizeDeviation, ...] = (
               NARROW, implausible=True),
     Deviation("amax-truncated:{}", "the amax of the tensor is cut to the upper {1} bits of float32", "amax",
               lambda bits, r: upper_bits(r.correct_amax, bits), UPPER_BITS, implausible=True),
+    Deviation("amax-exponent:{}", "the amax of the tensor is rounded {} to a power of two", "amax",
+              lambda direction, r: power_of_two(direction, r.correct_amax), POWERS),
     Deviation("amax-of-tensor", "the amax of every row is that of the tensor", "amax", _amax_for_rows,
               when=lambda recipe: recipe.granularity == "row"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout.pages import Stored, given_scale, store
 from narrowgauge.reference.contracts.products import of_rotated, of_statistics
 from narrowgauge.reference.contracts.quantized import problem
-from narrowgauge.spec.program import HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
+from narrowgauge.spec.program import GEMM, HALF, INDEX, ONCE, TAKE, WRITTEN, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
@@ -81,26 +81,29 @@ class Kernel:
 
     def _value(
         self, step: Step, values: list[Any], tensors: Mapping[str, torch.Tensor], draw: torch.Generator | None
-    ) -> torch.Tensor:
-        """The numbers of a step, float64; of a comparison bool."""
+    ) -> Any:
+        """The numbers of a step, float64; of a comparison bool; of a quantized argument a `Quantized`."""
         operands: list[Any] = [values[number] for number in step.operands]
         name, options = step.function, dict(step.options)
         if name in ("float32", ONCE):
-            return operands[0]  # type: ignore[no-any-return]
+            return operands[0]
         if name == "compare":
             return _RELATIONS[options["relation"]](*operands)
         if name == "cast" and not options:
             return _in(operands[0], step.dtype).double()
         if name == "any_of":
             of = 0 if draw is None else int(torch.randint(len(operands), (), generator=draw))
-            return torch.broadcast_tensors(*operands)[of]  # type: ignore[no-untyped-call,no-any-return]
+            return torch.broadcast_tensors(*operands)[of]  # type: ignore[no-untyped-call]
         if name in _FUNCTIONS and (name == "divide" or not options):
             value = _FUNCTIONS[name](*operands)
         else:
             evaluation = Evaluation(self.program, tensors, rows=slice(0, 0))
             for number, x in zip(step.operands, operands, strict=True):
                 evaluation.values[number] = x if isinstance(x, Quantized) else Interval(x, x)
-            value = _inside(STEPS[name](evaluation, step), step, operands, draw)
+            found = STEPS[name](evaluation, step)
+            if isinstance(found, Quantized):
+                return found
+            value = _inside(found, step, operands, draw)
         if draw is not None and bool(torch.randint(2, (), generator=draw)):
             return value
         return value.float().double()
@@ -118,6 +121,8 @@ def _inside(x: Interval, step: Step, operands: list[Any], draw: torch.Generator 
         return x.low if x.point else _middle(x)
     many = len(operands) == 1 and isinstance(operands[0], torch.Tensor)
     terms = operands[0].numel() // max(1, x.low.numel()) if many else len(operands)
+    if step.function == GEMM:
+        terms = operands[0].shape[1]
     noise = torch.rand(x.shape, generator=draw, dtype=torch.float64) - 0.5
     error = (x.high - x.low) * noise / max(1, terms) ** 0.5
     return _middle(x) + torch.where(error.isfinite(), error, 0.0)

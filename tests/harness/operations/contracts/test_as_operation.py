@@ -161,6 +161,7 @@ def test_every_command_works_on_ten_lines(folder: Path, monkeypatch: pytest.Monk
     assert "scale-quantize/fp8-row-e4m3/1x1" in shown
 
 
+@pytest.mark.long
 def test_a_case_file_has_the_parameters_as_keys(folder: Path) -> None:
     (folder / "cases.toml").write_text(
         '[[matrix]]\noperation = "scale-quantize"\ntier = "quick"\nrecipe = ["nvfp4", "mxfp8-e4m3"]\nshape = [3, 64]\n'

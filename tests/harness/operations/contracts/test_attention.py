@@ -89,6 +89,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("family", [name for name in RULES if name != "geometric"])
 def test_options_of_right_kernels(family: str, options: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_the_right_kernels_pass(wrong: Wrong) -> None:
     assert replace(wrong, mistake="").verdict().passed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("wrong", [each for each in WRONG if str(each) in FEW], ids=str)
 def test_a_mistake_is_named(wrong: Wrong) -> None:
     found = sentences(wrong)
@@ -86,6 +86,7 @@ X, W, B = (torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat1
 Z, MEAN = X.float(), X.float().mean(1, keepdim=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("contract", "result", "words"),
     [
@@ -103,6 +104,7 @@ def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: tor
     assert words in found[0]
 
 
+@pytest.mark.long
 def test_a_few_rows_are_no_certain_cause() -> None:
     """Ten wrong elements in eight rows exclude a contract; a kernel of four rows shows at most a possible cause."""
     wrong = next(each for each in WRONG if str(each) == "rmsnorm-quantize: 1 + w")

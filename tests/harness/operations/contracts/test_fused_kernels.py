@@ -27,6 +27,7 @@ def named(wrong: Fused) -> bool:
     return bool(found and wrong.words) and all(wrong.words in each for each in found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("wrong", [kernel for kernel in WRONG if str(kernel) in FEW - NOT_NAMED], ids=str)
 def test_a_mistake_is_named(wrong: Fused) -> None:
     assert named(wrong)

@@ -29,7 +29,7 @@ OF_ROWS = [
 """Contracts of matrices; test_attention.py and the folder cache have those of caches."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_a_right_kernel_passes_by_the_name_of_the_operation(name: str) -> None:
     kernel = getattr(Kernels(), name.replace("-", "_"))

@@ -104,7 +104,7 @@ def test_a_mean_by_k_minus_1_is_seen_with_a_declared_depth() -> None:
     assert verdict(program, changed(program, "mean", "by-k-minus-1"), "normal", (4, 128)) == "surely"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("contract", "recipe"),
     [(rmsnorm_quantize, "fp8-row-e4m3"), (silu_mul_quantize, "nvfp4"),
@@ -186,6 +186,7 @@ def test_a_table_has_a_row_for_each_change_and_shape() -> None:
     assert not unseen([replace(rows[0], cells={"normal": Cell("perhaps", 0)})])[rows[0].name]
 
 
+@pytest.mark.long
 def test_aimed_inputs_show_what_families_miss() -> None:
     program = traced(scaled_rows)
     rows = strength_table(program, shapes=(SHAPE,))

@@ -1,0 +1,147 @@
+"""Conditions of a failure: values of keys of the case without which the kernel is right.
+
+Each size of the shape and each key of the failing case is changed alone, to an ordinary value. A value is a condition
+if the kernel is right with the ordinary value on all inputs of the test, and wrong with the value of the case so often
+that chance explains the difference in less than 1 of 10 000 searches. With the ordinary value the kernel must also be
+right in a case of ordinary sizes on every input family: small shapes can show a mistake of all shapes more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, replace
+from math import comb
+from typing import Any
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.keys import DTYPES, Key, keys_of, sizes_of
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.operations.stages.deviation import Deviation
+
+CONDITION: Deviation[Case] = Deviation(
+    "when:{}", "only with {}: wrong on {} of {} inputs, right on all {} with {}", "case", exact=False
+)  # fmt: skip
+Passes = Callable[[Case, int], bool | None]
+"""Function from a case and the number of its inputs to whether the kernel is right; None: it gives no result."""
+CHANCE = 1e-4
+"""Probability that a failure seems to depend on a key and does not."""
+MOST = 16
+"""Inputs with each value of a key."""
+_RIGHT = 5
+"""Inputs on which the kernel may be right with the value of the case: with more, chance explains the rest."""
+_ORDINARY = 128, 64
+"""Ordinary sizes: whole blocks and tiles of most recipes."""
+_MULTIPLES = 2, 16, 32, 64, 128
+_PROBES = 1, 2, 3, 16, 17, 32, 48, 63, 64, 96, 128, 129, 160, 192, 256
+"""Sizes by which the wrong sizes are told: a single size, odd sizes, tails, small sizes."""
+_OTHERS = frozenset({"recipe", "w_recipe", "out_recipe", "training", "shape", "inputs", "random", "bands", "use",
+                     "autograd", "repeats", "concurrency"})  # fmt: skip
+"""Keys without conditions, and keys whose conditions the judge of the case finds."""
+
+
+def conditions(case: Case, stage: str, passes: Passes) -> list[Explanation]:
+    """The conditions of a failing case, in the order of its keys. `stage`: its first wrong stage."""
+    found = []
+    names = sizes_of(type(case))
+    for number, name in enumerate(names if len(case.shape) == len(names) else ()):
+        size = case.shape[number]
+        other = _ORDINARY[size == _ORDINARY[0]]
+        if counts := _counts(case, _sized(case, number, other), passes):
+            words = _extent(name, size, other, lambda n, at=number: _passes(_sized(case, at, n), 0, passes))
+            found.append(_condition(words, f"{name} = {other}", counts, stage))
+    for key, value, other in _changed_keys(case):
+        if counts := _counts(case, _valid(case, **{key.field: other}), passes):
+            found.append(_condition(_words(key, value), _words(key, other), counts, stage))
+    return found
+
+
+def _condition(words: str, others: str, counts: tuple[int, int], stage: str) -> Explanation:
+    wrong, tried = counts
+    sentence = CONDITION.sentence.format(words, wrong, tried, tried, others)
+    return Explanation(CONDITION.cause.format(words.partition(" ")[0]), sentence, stage, exact=False)
+
+
+def _changed_keys(case: Case) -> Iterator[tuple[Key, Any, Any]]:
+    """Keys beside the shape, with the value of the case and an ordinary value."""
+    for key in keys_of(type(case)):
+        if key.field in _OTHERS:
+            continue
+        value = getattr(case, key.field)
+        if value in DTYPES:
+            yield key, value, "fp16" if value == "bf16" else "bf16"
+        elif key.default is not MISSING and value != key.default:
+            yield key, value, key.default
+
+
+def _words(key: Key, value: Any) -> str:
+    return f"{key.name} = {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _valid(case: Case, **changes: Any) -> Case | None:
+    """The changed case, or None if the case has a problem."""
+    try:
+        changed = replace(case, **changes)
+        return None if changed.problem() else changed
+    except (ValueError, KeyError, ZeroDivisionError):
+        return None
+
+
+def _sized(case: Case, number: int, size: int) -> Case | None:
+    return _valid(case, shape=(*case.shape[:number], size, *case.shape[number + 1 :]))
+
+
+def _passes(case: Case | None, number: int, passes: Passes) -> bool | None:
+    return None if case is None else passes(case, number)
+
+
+def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] | None:
+    """The numbers of wrong inputs and of all inputs of the case; None unless chance is excluded.
+
+    If failures do not depend on the key, all w failures of 2n results lie in a given half of the results with the
+    probability C(n, w)/C(2n, w) (Fisher's exact test).
+    """
+    wrong = 0
+    for tried in range(1, MOST + 1):
+        if not _passes(other, tried - 1, passes):
+            return None
+        right = passes(case, tried - 1)
+        wrong += right is False
+        if right is None or tried - wrong > _RIGHT:
+            return None
+        if comb(tried, wrong) < CHANCE * comb(2 * tried, wrong):
+            return (wrong, tried) if _is_right(other, passes) else None
+    return None
+
+
+def _is_right(case: Case | None, passes: Passes) -> bool:
+    """Whether the kernel is right with ordinary sizes, on every input family with a result."""
+    assert case is not None
+    for number in range(len(case.shape)):
+        case = _sized(case, number, _ORDINARY[0]) or case
+    others = (_valid(case, inputs=family) for family in case.families())
+    return all(_passes(other, 0, passes) is not False for other in others)
+
+
+def _extent(name: str, size: int, other: int, right: Callable[[int], bool | None]) -> str:
+    """The wrong sizes, by probes of further sizes: a single size, no multiples of a unit, sizes up to a limit."""
+    results = {size: False, other: True}
+    for probe in dict.fromkeys([size - 1, size + 1, *_PROBES]):
+        if probe >= 0 and probe not in results and (result := right(probe)) is not None:
+            results[probe] = result
+    wrong = {n for n, passed in results.items() if not passed}
+    passed = results.keys() - wrong
+    if len(wrong) == 1:
+        return f"{name} = {size}"
+    for unit in _MULTIPLES:
+        if all(n % unit for n in wrong) and not any(n % unit for n in passed):
+            return f"{name} no multiple of {unit}"
+    above = min(wrong) > max(passed)
+    if not above and max(wrong) > min(passed):
+        return f"{name} = {size}"
+    low, high = (max(passed), min(wrong)) if above else (max(wrong), min(passed))
+    while high - low > 1:  # the wrong side of the middle is unknown
+        middle = (low + high) // 2
+        if (result := right(middle)) is None:
+            break
+        low, high = (middle, high) if result == above else (low, middle)
+    return f"{name} ≥ {high}" if above else f"{name} ≤ {low}"

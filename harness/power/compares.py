@@ -1,0 +1,10 @@
+"""What a user's comparison is given. This module does not import torch."""
+
+from enum import StrEnum
+
+
+class Compares(StrEnum):
+    """Forms of the results that a comparison is given."""
+
+    VALUES = "values"
+    RESULTS = "results"

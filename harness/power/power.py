@@ -1,0 +1,173 @@
+"""Which known wrong results does a user's comparison accept?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from narrowgauge import adapt
+from narrowgauge.contract import Contract
+from narrowgauge.harness.api.default_settings import callers_settings, default_settings
+from narrowgauge.harness.api.function_backend import name_of_function
+from narrowgauge.harness.cases.keys import one_of
+from narrowgauge.harness.power.compares import Compares
+from narrowgauge.harness.power.result import Counts, Key, Power, RightKernels
+from narrowgauge.harness.power.subject import find_subject
+from narrowgauge.harness.power.tolerance import Tightest
+from narrowgauge.harness.power.trial import Mistake, Results, Trial, same_results, tensors_of
+from narrowgauge.reference import ops
+from narrowgauge.reference.contracts.layout.pages import Stored
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+
+Judge = Callable[..., Any]
+
+
+def power(
+    judge: Judge,
+    subject: str | Recipe | Contract | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    inputs: Sequence[Any] | None = None,
+    families: Sequence[str] = ("normal",),
+    shapes: Sequence[Sequence[int]] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    keys: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    compares: Literal["values", "results"] = "values",
+    in_place_of: str | Callable[..., Any] | None = None,
+    tensor_scale_is: adapt.TensorScaleIs = "amax",
+    layout: adapt.AnyLayout = "linear",
+    nibbles: adapt.Nibbles = "low-first",
+    transposed: bool = False,
+) -> Power:
+    """Give a test the results of kernels with known mistakes, and report which of them it accepts.
+
+    judge: a comparison `judge(actual, expected)`, which returns False or raises an exception to refuse a result. With
+    several outputs each one is compared. Or, with `in_place_of`, a test: a function without arguments.
+    subject: a recipe or its name, for results of quantize; or a contract (docs/contracts.md), or the name of a contract
+    of this package, such as "scaled-gemm".
+    recipe: the same by name; of a contract its recipe. Default of a contract: that of its signature.
+    inputs: your own inputs, a tensor x (…, K) for each call of quantize, or a mapping of its arguments (x, scale,
+    random); of a contract a mapping of its tensors. They replace families, shapes and dtypes.
+    families, shapes, dtypes, keys, seed: of the made inputs, as of `narrowgauge.check`. Default: the family normal at
+    the first shape of a check.
+    compares: "values" gives the judge decoded values, float32 (M, K); "results" a `Quantized`. Other outputs are
+    tensors in both.
+    in_place_of: a function that the test calls, or its name "module.function". Each known wrong result stands in its
+    place once, in the form of the function's own result: (codes, scales), (codes, scales, amax), a mapping, a
+    `Quantized`, or one tensor of values or codes; of a contract its results. The first tensor arguments of a call are
+    the inputs.
+    tensor_scale_is, layout, nibbles, transposed: conventions of that result (docs/adapt.md).
+
+    The mistakes are the changes with which narrowgauge explains wrong bytes: docs/power.md. The smallest tolerance that
+    accepts right kernels is measured on a right result and, for a contract, on 8 right kernels with other orders and
+    roundings. Returns a summary: `known`, `caught`, `rows`, `table`. Raises ValueError and TypeError for arguments that
+    do not fit together, for a judge that cannot compare a right result with itself, and for a test that fails with
+    right results.
+    """
+    if wrong := one_of(list(Compares))(compares):
+        raise ValueError(f"compares {wrong}")
+    of = find_subject(subject, recipe, dict(keys or {}))
+    if in_place_of is not None:
+        if inputs is not None or compares != "values":
+            wrong = "inputs" if inputs is not None else "compares"
+            raise ValueError(
+                f"{wrong} belongs to a judge; the test in place of whose function results stand has its own"
+            )
+        from narrowgauge.harness.power.in_place import Conventions, power_in_place
+
+        conventions = Conventions(tensor_scale_is, layout, nibbles, transposed=transposed)
+        return power_in_place(judge, of, in_place_of, conventions)
+    if (tensor_scale_is, layout, nibbles, transposed) != ("amax", "linear", "low-first", False):
+        raise ValueError("tensor_scale_is, layout, nibbles and transposed are conventions of the function in_place_of")
+    with default_settings():
+        trials = of.given(inputs) if inputs is not None else of.made(families, shapes, dtypes, seed)
+        if not trials:
+            raise ValueError("inputs, families, shapes or dtypes is empty; leave it out for the default")
+        counts = Counts()
+        right = [_measure(trial, judge, compares, counts) for trial in trials]
+    return Power(of.label, name_of_function(judge), counts.rows, tuple(right), counts.unseen)
+
+
+# ---- one input -------------------------------------------------------------------------------------------------------
+
+
+def _measure(trial: Trial, judge: Judge, compares: str, counts: Counts) -> RightKernels:
+    """Give the judge all results of a trial."""
+    expected = _compared(trial.right, compares)
+    try:
+        _judged(judge, _compared(trial.right, compares), expected)
+    except AssertionError:
+        pass
+    except Exception as error:
+        raise ValueError(
+            f"{name_of_function(judge)} raises {type(error).__name__} for a right result and itself: {error}; it is "
+            f"called as judge(actual, expected), compares={compares!r}"
+        ) from error
+    rights = [trial.right, *trial.others]
+    refused = sum(not accepted(judge, _compared(results, compares), expected) for results in rights)
+    values, tight = _values(trial.right), Tightest()
+    for results in trial.others:
+        tight.add(_values(results), values)
+    for key, mistake in numbered(trial.mistakes()):
+        try:
+            results = mistake.results()
+        except ValueError:  # these inputs cannot have it
+            continue
+        if same_results(results, trial.right):
+            counts.add_unseen(key)
+            continue
+        if compares == "results" and any(type(results[name]) is not type(trial.right[name]) for name in results):
+            continue  # values without codes
+        counts.add(
+            key, refused=not accepted(judge, _compared(results, compares), expected),
+            narrowgauge=not trial.accepts(results), tightest=not tight.accepts(_values(results), values),
+        )  # fmt: skip
+    return RightKernels(trial.label, len(rights), refused, tight.rtol, tight.atol)
+
+
+def numbered(mistakes: Iterable[Mistake]) -> Iterator[tuple[Key, Mistake]]:
+    """Mistakes, each with the key of its kernel."""
+    before: Counter[tuple[str, str]] = Counter()
+    for mistake in mistakes:
+        name = mistake.name, mistake.sentence
+        yield (*name, before[name]), mistake
+        before[name] += 1
+
+
+def accepted(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether a judge accepts all outputs of a result. An exception refuses it."""
+    try:
+        return _judged(judge, actual, expected)
+    except Exception:
+        return False
+
+
+def _judged(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
+    with callers_settings().in_force():
+        answers = [judge(a, e) for a, e in zip(actual, expected, strict=True)]
+    return all(answer is None or bool(answer) for answer in answers)
+
+
+def _compared(results: Results, compares: str) -> list[Any]:
+    """What a judge is given, an entry for each output and each part of a cache; copies, which it may change."""
+    found: list[Any] = []
+    for result in results.values():
+        if compares == "results" and isinstance(result, Quantized):
+            found.append(result)
+        else:
+            found += [tensor.clone() for tensor in _values_of(result)]
+    return found
+
+
+def _values(results: Results) -> list[torch.Tensor]:
+    return [values for result in results.values() for values in _values_of(result)]
+
+
+def _values_of(result: torch.Tensor | Quantized | Stored) -> list[torch.Tensor]:
+    """The values of an output: a quantization is decoded, without an inverse rotation."""
+    return [ops.dequantize(result)] if isinstance(result, Quantized) else tensors_of(result)

@@ -1,0 +1,189 @@
+"""The power of a test as a table: a row for each known mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowgauge.harness.machine.plain_text import escape
+
+_LISTED = 20
+"""Mistakes that the text lists, and names of mistakes that the inputs do not show."""
+Key = tuple[str, str, int]
+"""A wrong kernel: the name of its mistake, the sentence, and its number among kernels with both."""
+
+
+@dataclass(frozen=True)
+class MistakeRow:
+    """A known mistake, and the share of its wrong results that are refused."""
+
+    name: str
+    sentence: str
+    """Of the first wrong kernel that the test accepts on all inputs, else of the first one."""
+    kernels: int
+    """Wrong kernels with this mistake (other numbers, other places) whose results differ from the right ones."""
+    results: int
+    """Their wrong results: of every kernel on every input."""
+    refused: int
+    """Results that the test refuses."""
+    narrowgauge: int
+    """Results that narrowgauge refuses. The others are results that a right kernel may give."""
+    tightest: int
+    """Results that the tightest tolerance refuses, which accepts every right kernel."""
+    caught: bool
+    """Whether the test refuses each of these kernels on at least one input."""
+
+
+@dataclass(frozen=True)
+class RightKernels:
+    """Results of right kernels on one input, and the tolerances that accept them, each with the other at 0."""
+
+    inputs: str
+    kernels: int
+    refused: int
+    """Right results that the test refuses: false alarms."""
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
+class Power:
+    """Power of a test: which known mistakes it catches."""
+
+    subject: str
+    judge: str
+    rows: tuple[MistakeRow, ...]
+    """A row for each known mistake that these inputs show, the least refused first."""
+    right: tuple[RightKernels, ...]
+    """An entry for each input; empty for a test in place of whose function the wrong results stand."""
+    unseen: tuple[str, ...] = ()
+    """Known mistakes whose results on these inputs are those of a right kernel, byte by byte."""
+    tight: bool = True
+    """Whether the tightest tolerance was measured."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Names of the known mistakes that these inputs show."""
+        return tuple(row.name for row in self.rows)
+
+    @property
+    def caught(self) -> tuple[str, ...]:
+        """Names of the mistakes that the test catches: it refuses every kernel with this mistake on some input."""
+        return tuple(row.name for row in self.rows if row.caught)
+
+    @property
+    def false_alarms(self) -> int:
+        """Results of right kernels that the test refuses."""
+        return sum(each.refused for each in self.right)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test catches all that narrowgauge catches, and accepts every right result."""
+        return not self.false_alarms and all(row.caught for row in self.rows if row.narrowgauge)
+
+    @property
+    def table(self) -> str:
+        """All mistakes, a line each: how many kernels, and the shares of their results that are refused."""
+        return self._table(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data, with `known`, `caught` and `passed`."""
+        found = asdict(self)
+        del found["tight"]
+        return {**found, "known": self.known, "caught": self.caught, "passed": self.passed}
+
+    def __str__(self) -> str:
+        """The numbers of mistakes, the mistakes that the test lets pass, and what right kernels need."""
+        certain = sum(row.narrowgauge == row.results for row in self.rows)
+        lines = [
+            f"{self.judge} on {self.subject}: {len(self.caught)} of {len(self.rows)} known mistakes caught; "
+            f"narrowgauge refuses every wrong result of {certain}"
+        ]
+        missed = [row for row in self.rows if not row.caught]
+        if missed:
+            lines += ["", self._table(missed[:_LISTED])]
+        if len(missed) > _LISTED:
+            lines.append(f"and {len(missed) - _LISTED} more")
+        lines += [""] if missed else []
+        for each in self.right:
+            word = "accepts all" if not each.refused else f"refuses {each.refused} of"
+            need = f"they need rtol {each.rtol:.2g} or atol {each.atol:.2g}"
+            lines.append(f"right kernels, {each.inputs}: the test {word} {each.kernels}; {need}")
+        if self.unseen:
+            more = f" and {len(self.unseen) - _LISTED} more" if len(self.unseen) > _LISTED else ""
+            lines.append(f"not shown by these inputs: {', '.join(self.unseen[:_LISTED])}{more}")
+        return escape("\n".join(lines))
+
+    def _table(self, rows: Sequence[MistakeRow]) -> str:
+        tight = ("tightest",) if self.tight else ()
+        cells = [("mistake", "kernels", "test", "narrowgauge", *tight, "")]
+        for row in rows:
+            counts = (row.refused, row.narrowgauge, *((row.tightest,) if self.tight else ()))
+            shares = (f"{math.floor(100 * count / row.results)}%" for count in counts)
+            cells.append((row.name, str(row.kernels), *shares, row.sentence))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join([
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1], strict=True)), line[-1],
+            ]).rstrip()
+            for line in cells
+        )  # fmt: skip
+
+
+@dataclass
+class _Kernel:
+    """Counts of a wrong kernel over the inputs."""
+
+    results: int = 0
+    refused: int = 0
+    narrowgauge: int = 0
+    tightest: int = 0
+
+
+class Counts:
+    """Counts of refused results by wrong kernel."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, dict[Key, _Kernel]] = {}
+        self._unseen: dict[str, None] = {}
+
+    def add(self, key: Key, *, refused: bool, narrowgauge: bool, tightest: bool = False) -> None:
+        """Count a wrong result of the kernel with this key."""
+        kernel = self._kernels.setdefault(key[0], {}).setdefault(key, _Kernel())
+        kernel.results += 1
+        kernel.refused += refused
+        kernel.narrowgauge += narrowgauge
+        kernel.tightest += tightest
+
+    def add_unseen(self, key: Key) -> None:
+        """Note a wrong kernel that gives the right bytes."""
+        self._unseen[key[0]] = None
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Names of the mistakes that no inputs show."""
+        return tuple(name for name in self._unseen if name not in self._kernels)
+
+    @property
+    def rows(self) -> tuple[MistakeRow, ...]:
+        """A row for each mistake that some inputs show, the least refused first."""
+        rows = []
+        for name, kernels in self._kernels.items():
+            every = list(kernels.values())
+            missed = [key for key, kernel in kernels.items() if not kernel.refused]
+            rows.append(
+                MistakeRow(
+                    name,
+                    sentence=(missed or list(kernels))[0][1],
+                    kernels=len(every),
+                    results=sum(kernel.results for kernel in every),
+                    refused=sum(kernel.refused for kernel in every),
+                    narrowgauge=sum(kernel.narrowgauge for kernel in every),
+                    tightest=sum(kernel.tightest for kernel in every),
+                    caught=not missed,
+                )
+            )
+        return tuple(sorted(rows, key=lambda row: (row.refused / row.results, row.name)))

@@ -1,0 +1,1 @@
+"""Whether two kernels give equal bytes, and the choice in which they differ."""

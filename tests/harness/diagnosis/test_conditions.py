@@ -1,0 +1,59 @@
+"""Conditions: values of keys on which a failure depends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.diagnosis.search.conditions import conditions
+
+ROWWISE = "quantize/nvfp4/1x256/fp16/normal"
+BOTH = "quantize/nvfp4/129x48/bf16/normal/both"
+GEMM = "gemm/nvfp4/16x2048x1/bf16xbf16-bf16/normal/tn+accumulate+bias"
+Wrong = Callable[[Case, int], bool]
+KERNELS: dict[str, tuple[str, Wrong, list[str]]] = {
+    "one row": (ROWWISE, lambda case, _: case.shape[0] == 1, ["M = 1"]),
+    "float16": (ROWWISE, lambda case, _: case.dtype_label == "fp16", ["dtype = fp16"]),
+    "both conditions": (
+        ROWWISE, lambda case, _: case.shape[0] < 4 and case.dtype_label == "fp16", ["M ≤ 3", "dtype = fp16"],
+    ),
+    "tails of tiles": (BOTH, lambda case, _: case.shape[0] % 32 > 0, ["M no multiple of 32"]),
+    "both halves": (BOTH, lambda case, _: case.flags == ("both",), ["usage = both"]),
+    "many columns": (GEMM, lambda case, _: case.shape[1] > 1024, ["K ≥ 1025"]),
+    "one column and a bias": (
+        GEMM, lambda case, _: case.shape[2] == 1 and "bias" in case.flags, ["N = 1", "bias = true"],
+    ),
+    "most inputs": (ROWWISE, lambda case, number: case.shape[0] == 1 and number % 8 > 0, ["M = 1"]),
+    "sizes without a rule": (ROWWISE, lambda case, _: case.shape[0] in (1, 17), ["M = 1"]),
+    "a family at any size": (ROWWISE, lambda case, _: case.shape[0] == 1 or case.inputs == "ties", []),
+    "every case": (GEMM, lambda case, _: True, []),
+    "few inputs": (ROWWISE, lambda case, number: case.shape[0] == 1 and number % 2 > 0, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_without_which_a_kernel_is_right(kernel: str) -> None:
+    name, wrong, expected = KERNELS[kernel]
+    case = case_from_id(name)
+    assert case is not None
+    found = conditions(case, "codes", lambda case, number: not wrong(case, number))
+    assert [each.sentence.removeprefix("only with ").partition(":")[0] for each in found] == expected
+    assert [each.cause for each in found] == [f"when:{words.split()[0]}" for words in expected]
+    assert not any(each.exact for each in found)
+
+
+def test_failures_by_chance_have_no_condition() -> None:
+    case, drawn = case_from_id(GEMM), random.Random(0)
+    assert case is not None
+    for _ in range(200):
+        assert not conditions(case, "output", lambda case, number: drawn.random() < 0.5)
+
+
+def test_a_changed_case_without_a_result_is_no_evidence() -> None:
+    case = case_from_id(ROWWISE)
+    assert case is not None
+    assert not conditions(case, "codes", lambda changed, _: None if changed.shape != case.shape else False)
