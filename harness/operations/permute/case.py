@@ -28,7 +28,7 @@ class PermuteCase(Case):
         Family("edges", "sections of 0, 1, 127, 128 and 129 rows, as far as there are choices: borders of tiles"),
         Family("nan", "random experts, and rows of NaN and infinity: rows that are computed and not copied"),
     )
-    declarations: ClassVar[Mapping[str, tuple[object, ...]]] = {"permute": ("stable",)}
+    declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {"permute": ("stable",)}
     methods: ClassVar[Mapping[str, Method]] = {"permute": Method()}
     seconds: ClassVar[tuple[float, float]] = (4e-3, 60e-9)
     bytes_per_element: ClassVar[int] = 60

@@ -37,12 +37,17 @@ class Routing:
         return [0, *each.cumsum(0).tolist()]
 
     def comparable(self, sources: torch.Tensor) -> torch.Tensor:
-        """Source rows in an order that the kernel does not choose: ascending in each section, if it is not stable."""
+        """Source rows with the choices of a kernel left out: ascending in each section, and the right ones in a section
+        that holds as many choices of its expert as fit, if the kernel is not stable."""
         if self.stable:
             return sources
-        found = sources.clone()
-        for start, size in zip(self.borders(self.sizes), self.sizes.tolist(), strict=False):
-            found[start : start + size] = found[start : start + size].sort()[0]
+        found, flat = sources.clone(), self.expert_ids.flatten()
+        for expert, (start, size) in enumerate(zip(self.borders(self.sizes), self.sizes.tolist(), strict=False)):
+            rows = slice(start, start + size)
+            own = found[rows] = found[rows].sort()[0]
+            known = bool(((own >= 0) & (own < len(flat))).all()) and len(own.unique()) == size
+            if size and size == self.case.capacity and known and bool((flat[own] == expert).all()):
+                found[rows] = self.source_rows[rows]
         return found
 
     def placed(self, ids: torch.Tensor, starts: list[int] | None = None, *, alignment: int | None = None) -> Placed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from narrowgauge.spec.arguments import check_rows
 
@@ -53,7 +54,8 @@ ALIGNMENT = 128
 """Rows of which the first row of a section is a multiple, unless told (DeepGEMM)."""
 
 
-class Arrangement(NamedTuple):
+@dataclass(frozen=True)
+class Arrangement:
     """Where the rows of sections lie in a buffer."""
 
     rows: list[int]

@@ -144,6 +144,17 @@ def test_rows_of_a_section_have_any_order(family: str, keys: dict[str, int]) -> 
     assert record_of(one, permute, declares={"permute": "stable"}).verdict == "pass"
 
 
+def test_a_full_section_has_any_choices_of_its_expert() -> None:
+    def last_choices(x: torch.Tensor, ids: torch.Tensor, *, experts: int, capacity: int) -> Placed:
+        _, sources, sizes = permute(x.flip(0), ids.flip(0).flip(1), experts=experts, capacity=capacity)
+        sources = torch.where(sources < 0, sources, ids.numel() - 1 - sources)
+        return rows_of(x, sources, sources // ids.shape[1]), sources, sizes
+
+    one = case(alignment=1, capacity=8)
+    assert record_of(one, last_choices).verdict == "pass"
+    assert record_of(one, last_choices, declares={"permute": "stable"}).stage == "source_rows"
+
+
 def test_capacity_leaves_out_the_last_choices() -> None:
     x = torch.arange(6.0).view(6, 1)
     rows, sources, sizes = permute(x, torch.tensor([[0, 1]] * 6), experts=2, capacity=4)
