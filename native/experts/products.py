@@ -42,18 +42,37 @@ def gemm_masked(
 
 def gemm_contiguous(
     a: Quantized, b: Sequence[Quantized], m_indices: torch.Tensor, *, out_dtype: torch.dtype,
-    grouping: Grouping = "contiguous", alignment: int = ALIGNMENT,
+    grouping: Grouping = "contiguous", alignment: int = ALIGNMENT, experts: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The rows of each expert in `a` (M, K) times b[g] (N, K): (M, N).
 
-    `m_indices`, int32 or int64: `narrowgauge.spec.modules.routing.Grouping`; "sorted-ids" is not supported. `a` has an
-    amax for each expert, if its recipe has an amax. Rows of no expert are not written. Raises as `gemm_masked`.
+    `m_indices`, and `experts` of "sorted-ids", int32 or int64: `narrowgauge.spec.modules.routing.Grouping`. `a` has an
+    amax for each expert, if its recipe has an amax. Rows of no expert are not written. Rows of "sorted-ids" are copied
+    to sections first, and the results back. Raises as `gemm_masked`, and ValueError for another grouping.
     """
+    if grouping == "sorted-ids" and experts is not None:
+        return _multiply_sorted(a, b, m_indices.long(), experts, alignment, out_dtype)
     if grouping not in _FORMS:
-        raise NotImplementedError(f"grouping {grouping!r}: the kernels have {', '.join(_FORMS)}")
+        raise ValueError(f"grouping is {grouping!r}; it can be {', '.join(_FORMS)}, and sorted-ids with experts")
     shape = {"contiguous": a.shape[:1], "psum": (len(b),), "indptr": (len(b) + 1,)}[grouping]
     check_tensor(m_indices, "m_indices", (torch.int32, torch.int64), shape)
     return _multiply(a, a.shape, b, m_indices, _FORMS[grouping], alignment, a.shape[0], out_dtype)
+
+
+def _multiply_sorted(
+    a: Quantized, b: Sequence[Quantized], ids: torch.Tensor, experts: torch.Tensor, alignment: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """`gemm_contiguous` of rows `ids` in blocks of one expert each, with M in places of no row."""
+    check_tensor(experts, "experts", (torch.int32, torch.int64), (len(ids) // alignment,))
+    (height, k), rows = a.shape, ids.clamp(max=a.shape[0] - 1)
+    index = experts.long().repeat_interleave(alignment, output_size=len(ids)).masked_fill(ids >= height, -1)
+    scales = a.scales if a.recipe.whole else a.scales[rows]
+    moved = replace(a, codes=a.codes[rows], scales=scales, shape=(len(ids), k))
+    found = _multiply(moved, moved.shape, b, index, "indices", alignment, height, out_dtype)
+    out = torch.empty(height + 1, b[0].shape[0], dtype=out_dtype, device=ids.device)  # the last row is of no row
+    out[ids] = found
+    return out[:height]
 
 
 def _multiply(

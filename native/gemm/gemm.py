@@ -105,7 +105,7 @@ def _fused_slices(a: Quantized, b: Quantized, family: str) -> tuple[int, ...]:
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
     sections = 1 if terms.sizes is None else len(terms.sizes)
     grid = (blocks_for(terms.n, _TILE), blocks_for(terms.m, _TILE), sections)
-    arguments: list[Argument] = [terms.parameters(out)]
+    arguments: list[Argument] = [terms.parameters(out), *([] if terms.sizes is None else [terms.starts])]
     if terms.family == "nvfp4":
         arguments.append(terms.alpha_parameters())
     launch(kernel_source(terms.family), kernel, grid, (_THREADS,), arguments, device=out.device)

@@ -59,7 +59,7 @@ class Product(NamedTuple):
         epilogue = self.epilogue_parameters(out)
         if self.sizes is None:
             return _GEMM(a=self.a, b=self.b, epilogue=epilogue, **shape)
-        return _GROUPED_GEMM(sizes=self.sizes, starts=self.starts, a=self.a, b=self.b, epilogue=epilogue, **shape)
+        return _GROUPED_GEMM(sizes=self.sizes, a=self.a, b=self.b, epilogue=epilogue, **shape)
 
     def epilogue_parameters(self, out: torch.Tensor) -> Fields:
         """EpilogueParameters with the output."""

@@ -77,7 +77,8 @@ def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor)
     matrices = 1 if product.sizes is None else len(product.sizes)
     grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
     kernel = "gemm_mx_refused" if product.sizes is None else "gemm_grouped_mx_refused"
-    arguments: list[Argument] = [product.parameters(out), refused, np.int32(len(refused))]
+    starts: list[Argument] = [] if product.sizes is None else [product.starts]
+    arguments: list[Argument] = [product.parameters(out), *starts, refused, np.int32(len(refused))]
     launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), arguments, device=out.device, early=True)
 
 

@@ -82,7 +82,7 @@ class GroupedGemmCase(ProductCase):
     def stages(self) -> tuple[str, ...]:
         *operands, output = super().stages()
         if self.grouping != "sections":
-            return (*operands, output, "padding")
+            return (*operands, output, *(() if self.grouping == "sorted-ids" else ("padding",)))
         return ("padding", *operands, "rows", output, "unpadding") if self.padded else (*operands, output)
 
     @classmethod

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from narrowgauge.spec.arguments import check_rows
-
 if TYPE_CHECKING:
     import torch
 
@@ -25,6 +23,8 @@ def check_routing(x: torch.Tensor, expert_ids: torch.Tensor, experts: int, align
     """Raises TypeError or ValueError unless `x` is (T, K) and `expert_ids` are int32 or int64 (T, k), on a CPU below
     `experts`, and the numbers are positive; a capacity of 0 is none."""
     import torch
+
+    from narrowgauge.spec.arguments import check_rows
 
     check_rows(x, "x")
     if expert_ids.dtype not in (torch.int32, torch.int64):
@@ -91,3 +91,23 @@ def arrange(grouping: Grouping, sizes: Sequence[int], alignment: int, order: Seq
         return Arrangement(rows, starts[-1], index, [])
     ends = [start + size for start, size in zip(starts, sizes, strict=False)]
     return Arrangement(rows, starts[-1], ends if grouping == "psum" else starts, [])
+
+
+def rows_of_experts(
+    grouping: Grouping, index: Sequence[int], height: int, alignment: int, experts: Sequence[int] = ()
+) -> dict[int, list[int]]:
+    """The rows of each expert that has rows, by the index of a grouping but "masked". `height`: rows of the buffer.
+    `experts`: the second index of "sorted-ids"."""
+    pairs: list[tuple[int, int]]
+    if grouping == "contiguous":
+        pairs = [(expert, row) for row, expert in enumerate(index) if expert >= 0]
+    elif grouping == "sorted-ids":
+        pairs = [(experts[place // alignment], row) for place, row in enumerate(index) if row < height]
+    else:
+        ends = list(index) if grouping == "psum" else list(index[1:])
+        starts = [-(-end // alignment) * alignment for end in (0, *ends[:-1])] if grouping == "psum" else list(index)
+        pairs = [(g, row) for g, end in enumerate(ends) for row in range(starts[g], end)]
+    found: dict[int, list[int]] = {}
+    for expert, row in pairs:
+        found.setdefault(expert, []).append(row)
+    return found

@@ -84,8 +84,7 @@ struct GemmParameters {
 };
 
 struct GroupedGemmParameters {
-    const i64* sizes;   // (sections,) rows of a
-    const i64* starts;  // (sections,) first rows, or null: sections lie one behind another
+    const i64* sizes;  // (sections,) rows of a
     OperandParameters a;
     MatricesParameters b;
     EpilogueParameters epilogue;

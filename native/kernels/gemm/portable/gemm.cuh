@@ -217,13 +217,13 @@ __device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, cons
     return section.start;
 }
 
-// The section blockIdx.z of a, times its own matrix. It may have fewer rows of tiles.
+// `starts`: (sections,) first rows, or null if sections lie one behind another. The section blockIdx.z of a, times its own matrix. It may have fewer rows of tiles.
 template <class Scaling>
-__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p,
+__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p, const i64* starts,
                                                  i64 tile_row = blockIdx.y) {
     const int section = static_cast<int>(blockIdx.z);
     Operand a = {p.a, p.m};
-    const i64 start = select_section<Scaling>(a, p.sizes, p.starts, p.k);
+    const i64 start = select_section<Scaling>(a, p.sizes, starts, p.k);
     if (tile_row * TILE >= a.rows) return;
     const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, p.b.layouts[section]}, p.n};
     multiply(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n}, tile_row);

@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParame
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused, int flags) {
-    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
+    gemm_grouped_mx_refused(GroupedGemmParameters p, const i64* starts, const u32* refused, int flags) {
+    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, starts, tile_row); });
 }
 
 #endif
