@@ -117,12 +117,13 @@ class _Buffer:
     def operand(self, given: Tensors) -> Quantized | BatchedQuantized:
         """The operand a, of the arguments."""
         recipe, columns = self.sections[0].recipe, self.sections[0].shape[1]
-        parts = {part: given.get(f"a.{part}") for part in ("codes", "scales", "amax", "tensor_scale")}
+        parts: dict[str, Any] = {part: given.get(f"a.{part}") for part in ("codes", "scales", "amax", "tensor_scale")}
         if self.grouping != "masked":
-            return Quantized(**parts, recipe=recipe, shape=(self.place.height, columns))  # type: ignore[arg-type]
-        apart = {name: None if part is None else part.unflatten(0, (self.experts, -1)) for name, part in parts.items()}  # type: ignore[no-untyped-call]
+            return Quantized(**parts, recipe=recipe, shape=(self.place.height, columns))
+        for name, part in parts.items():
+            parts[name] = None if part is None else part.unflatten(0, (self.experts, -1))
         return BatchedQuantized(
-            **apart, recipe=recipe, shape=(self.experts, self.place.height // self.experts, columns)
+            recipe=recipe, shape=(self.experts, self.place.height // self.experts, columns), **parts
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from narrowgauge.harness.cases.case import usual_block
-from narrowgauge.harness.cases.keys import Flag, SectionsText, Switch, count
+from narrowgauge.harness.cases.keys import Flag, Named, SectionsText, Switch, count
 from narrowgauge.harness.cases.methods import Method
 from narrowgauge.harness.cases.sections import section_sizes
 from narrowgauge.harness.operations.gemm.case import PRODUCT, ProductCase, product_problem
@@ -35,7 +35,7 @@ class GroupedGemmCase(ProductCase):
         "sections"
     )
     """How the rows lie in memory: one section behind another, or in a buffer (`spec.modules.routing.Grouping`)."""
-    alignment: Annotated[int, count("rows", 1 << 20), Flag.NAMED] = ALIGNMENT
+    alignment: Annotated[int, count("rows", 1 << 20), Named("row-alignment"), Flag.NAMED] = ALIGNMENT
     """Rows of which the first row of a section in a buffer is a multiple."""
 
     @classmethod
@@ -66,13 +66,13 @@ class GroupedGemmCase(ProductCase):
     def _buffer_problem(self) -> str | None:
         """Why the rows cannot lie in a buffer, or None."""
         if self.grouping == "sections":
-            return None if self.alignment == ALIGNMENT else "alignment is that of rows in a buffer; give a grouping"
+            return None if self.alignment == ALIGNMENT else "row-alignment is that of rows in a buffer; give a grouping"
         if self.padded or self.accumulate or self.bias:
             return f"grouping is {self.grouping!r}; leave padded, accumulate and bias out"
         recipe = self.operand_recipes[0]
         if recipe.stored_rows != 1 and not recipe.whole:
             return f"grouping is {self.grouping!r}, but recipe {recipe} shares scales among rows"
-        return None if self.alignment else "alignment is 0; it is at least 1"
+        return None if self.alignment else "row-alignment is 0; it is at least 1"
 
     @property
     def native_sources(self) -> frozenset[str]:

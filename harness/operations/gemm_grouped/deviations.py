@@ -121,7 +121,7 @@ def _of_next(pairs: Sequence[Pair], step: int) -> list[Pair]:
 
 def _border(pairs: Sequence[Pair], *, first: bool) -> list[Pair]:
     """The first row of a section with the matrix of the expert before, or the last row with that of the next one."""
-    found = []
+    found = list[Pair]()
     for number, (a, b) in enumerate(pairs):
         other = pairs[(number - 1 if first else number + 1) % len(pairs)][1]
         at = min(1, a.shape[0]) if first else max(0, a.shape[0] - 1)

@@ -45,7 +45,7 @@ class Routing:
         for expert, (start, size) in enumerate(zip(self.borders(self.sizes), self.sizes.tolist(), strict=False)):
             rows = slice(start, start + size)
             own = found[rows] = found[rows].sort()[0]
-            known = bool(((own >= 0) & (own < len(flat))).all()) and len(own.unique()) == size
+            known = bool(((own >= 0) & (own < len(flat))).all()) and len(set(own.tolist())) == size
             if size and size == self.case.capacity and known and bool((flat[own] == expert).all()):
                 found[rows] = self.source_rows[rows]
         return found

@@ -209,10 +209,10 @@ def test_recorded_rows_of_experts_lie_where_the_grouping_says() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"grouping": "sections", "alignment": 8}, "alignment is that of rows in a buffer; give a grouping"),
+        ({"grouping": "sections", "alignment": 8}, "row-alignment is that of rows in a buffer; give a grouping"),
         ({"padded": True}, "grouping is 'contiguous'; leave padded, accumulate and bias out"),
         ({"recipe": "fp8-block-128x128-e4m3-fp32"}, "cannot be multiplied|shares scales among rows"),
-        ({"alignment": 0}, "alignment is 0; it is at least 1"),
+        ({"alignment": 0}, "row-alignment is 0; it is at least 1"),
     ],
 )
 def test_keys_that_exclude_one_another(keys: dict[str, Any], message: str) -> None:
