@@ -20,6 +20,9 @@ A backend is any object or module that has some of these methods (docs/design.md
     update_scale(history, scale, recipe) -> (history, scale)
     pad_sections(x, sizes, recipe) -> (padded, sizes)
     unpad_sections(y, sizes, recipe) -> Tensor
+    gemm_masked(a, b, masked_m, *, out_dtype, expected_m) -> Tensor, a a BatchedQuantized, b a list of Quantized
+    gemm_contiguous(a, b, m_indices, *, out_dtype, grouping="contiguous", alignment=128, experts=None) -> Tensor
+    permute(x, expert_ids, *, experts, alignment=1, capacity=0) -> (x, source_rows, sizes)
     Linear(in_features, out_features, bias=True, *, dtype=torch.bfloat16, device=None, seed=0, accumulate=False,
            quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
     LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module

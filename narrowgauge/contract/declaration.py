@@ -149,6 +149,20 @@ class Sinks(Argument):
     dtypes = ("float32",)
 
 
+class Positions(Argument):
+    """The row of a matrix that each choice of a token names; a negative one names none: int64 (tokens, choices)."""
+
+    own_axes = ("tokens", "choices")
+    dtypes = (INDEX,)
+
+
+class RouterWeights(Argument):
+    """A weight of each choice of a token: float32 (tokens, choices)."""
+
+    own_axes = ("tokens", "choices")
+    dtypes = ("float32",)
+
+
 class Cache(Argument):
     """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
     page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
@@ -168,8 +182,7 @@ class Bits(Argument):
 
 TYPES = (
     Matrix, Ranks, QuantizedRanks, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths,
-    QueryLengths, Heads, Sinks,
-    Cache,
+    QueryLengths, Heads, Sinks, Positions, RouterWeights, Cache,
 )  # fmt: skip
 """Types of tensors."""
 

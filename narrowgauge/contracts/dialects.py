@@ -105,6 +105,13 @@ WEIGHT_ONLY: Mapping[str, Mapping[str, Any]] = {
     "marlin-reduce": {"reduce": "output"},
 }
 
+COMBINED: Mapping[str, Mapping[str, Any]] = {
+    # vLLM 0.33.0, csrc/moe: moe_unpermute and moe_sum.
+    "vllm-unpermute": {"order": "choices"},
+    # Atomic additions of 16 bits, such as red.global.add.bf16: runs may differ.
+    "atomic": {"accumulate": "output"},
+}
+
 ATTENTION: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, vllm/v1/attention/ops/triton_unified_attention.py, with 16-bit q.
     "vllm-attention": {"p": "input", "l": "exact", "exponential": "accurate", "decode": "rounded"},

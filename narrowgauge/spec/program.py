@@ -36,6 +36,11 @@ SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", 
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
 the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
 sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
+CHOSEN, ACCUMULATED = ROUTED = ("chosen", "accumulated")
+"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, and the sum over the choices
+of a token that name a row."""
+ORDERS_OF_CHOICES = ("any", "choices")
+"""Orders in which a kernel adds the choices of a token: any, or from the first to the last one."""
 PLACES = "places"
 """The step that gives 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"
@@ -278,12 +283,15 @@ class Program:
     @property
     def tables(self) -> dict[str, str]:
         """The axis whose elements each index names, by the name of the index."""
-        taken = (step.operands for step in self.steps if step.function == TAKE)
-        return {
-            self.steps[index].options["name"]: self.steps[table].axes[0]
-            for table, index in taken
-            if self.steps[index].function == "argument"
-        }
+        found = {}
+        for step in self.steps:
+            if step.function in (TAKE, CHOSEN):
+                table, index = (self.steps[number] for number in step.operands)
+                while index.function == RENUMBERED:
+                    index = self.steps[index.operands[0]]
+                if index.function == "argument":
+                    found[str(index.options["name"])] = table.axes[0]
+        return found
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""

@@ -33,6 +33,10 @@ _MADE_BY_MACROS = {
     "produced_rows": tuple(f"{kernel}_{t}" for kernel in ("produced_rows", "column_sums") for t in _TYPED),
     "sum_ranks": tuple(f"sum_{kind}_{t}" for t in _TYPED for kind in ("codes", "values")),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
+    "permute": (
+        *(f"{kernel}_{ids}" for kernel in ("count", "place") for ids in ("i32", "i64")),
+        *(f"gather_{size}" for size in (1, 2, 4, 8, 16)),
+    ),
     "gemm_wgmma": (
         "pack",
         "gemm_tensor",

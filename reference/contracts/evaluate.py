@@ -31,7 +31,7 @@ from narrowgauge.reference.contracts.changed_steps import (
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout import attention, routed
 from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.layout.pages import (
@@ -56,7 +56,9 @@ from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import (
+    ACCUMULATED,
     BEHIND,
+    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -73,6 +75,7 @@ from narrowgauge.spec.program import (
     RENUMBERED,
     RESCALED,
     ROTATED,
+    ROUTED,
     SCORES,
     SEGMENTS,
     SQUEEZED,
@@ -548,7 +551,7 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    together = any(axis in step.axes[1:] or step.function in (*BEHIND, WRITTEN) for step in program.steps)
+    together = any(axis in step.axes[1:] or step.function in (*BEHIND, *ROUTED, WRITTEN) for step in program.steps)
     if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
@@ -613,7 +616,8 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
     check_slots(program, tensors)
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
-        wrong = index[(index < 0) | (index >= count)]
+        may_be_none = any(a.name == name and a.kind == "Positions" for a in program.arguments)
+        wrong = index[((index < 0) & (not may_be_none)) | (index >= count)]
         if wrong.numel():
             raise ValueError(f"{name} holds {int(wrong[0])}; it names rows from 0 to {count - 1}, those of {axis}")
 
@@ -756,6 +760,11 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    steps = evaluation.program.steps
+    if (taken := next((other for other in steps if other.function == CHOSEN), None)) is not None:
+        rows = evaluation.program.sizes(evaluation.tensors)[steps[taken.operands[0]].axes[0]]
+        other = routed.OTHER_POSITIONS[step.options["to"]][1]
+        return i.exactly(other(_index(evaluation, step.operands[0]), rows))
     return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
 
 
@@ -778,6 +787,16 @@ def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Ste
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     return value.arranged(lambda t: _taken(evaluation, step, t))
+
+
+def _chosen(evaluation: Evaluation, step: Step) -> Interval:
+    value: Interval = evaluation.values[step.operands[0]]
+    return routed.chosen(value, _index(evaluation, step.operands[1]))
+
+
+def _accumulated(evaluation: Evaluation, step: Step) -> Interval:
+    value, positions = evaluation.values[step.operands[0]], _index(evaluation, step.operands[1])
+    return routed.accumulated(value, positions, **step.options, flushes=evaluation.program.flushes)
 
 
 def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
@@ -904,6 +923,7 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    CHOSEN: _chosen, ACCUMULATED: _accumulated,
     SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),

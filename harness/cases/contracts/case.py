@@ -67,6 +67,11 @@ _SEQUENCES = tuple(
     for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
 )
 """Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
+_ROUTED = tuple(
+    dict(zip(("rows", "N", "tokens", "choices"), sizes, strict=True))
+    for sizes in ((70, 96, 33, 2), (1, 1, 1, 1), (41, 40, 5, 8), (9, 1024, 3, 3))
+)
+"""Shapes of the usual cases of mixtures of experts: more rows than choices, one row, eight choices, long rows."""
 _MOST_RANKS = 64
 """Processes of a group at most."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
@@ -211,7 +216,7 @@ class ContractCase(Case):
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
         named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
-        if self.declared.caches:
+        if self.declared.caches or self.declared.routed:
             named = set(self.extents)
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
@@ -305,10 +310,11 @@ class ContractCase(Case):
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
-        if cls.declared.caches:
+        given = _SEQUENCES if cls.declared.sequences else _CACHES if cls.declared.caches else ()
+        if sizes_of_cases := _ROUTED if cls.declared.routed else given:
             rounded = [
                 {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
-                for sizes in (_SEQUENCES if cls.declared.sequences else _CACHES)
+                for sizes in sizes_of_cases
             ]
             return [tuple(sizes[name] for name in names) for sizes in rounded]
 

@@ -116,6 +116,11 @@ class Declared:
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind in ("Ranks", "QuantizedRanks"))
 
     @property
+    def routed(self) -> bool:
+        """Whether tokens name rows of a matrix."""
+        return any(kind == "Positions" for kind, _, _ in self.tensors.values())
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")

@@ -25,7 +25,7 @@ from narrowgauge.harness.operations.contracts.sequence_inputs import sequences
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import CODES, SCORES, Program, Tensor
+from narrowgauge.spec.program import CHOSEN, CODES, SCORES, Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -109,6 +109,8 @@ RULES: Mapping[str, Rule] = {
     "amax-largest-first": Rule(number=_huge),
 }
 """Rules of families; others have `Rule()`."""
+UNNAMED = ("lattice", "position")
+"""Families in which rows that no position names hold NaN."""
 
 
 # ---- aimed families --------------------------------------------------------------------------------------------------
@@ -303,11 +305,29 @@ def _cached(want: _Wanted) -> torch.Tensor:
     return found.to(torch.uint8)
 
 
+def _positions(want: _Wanted) -> torch.Tensor:
+    """Rows of choices in any order, each once, the last row and the first row first. One choice in 8 names none."""
+    order = want.draw.words(want.rows).argsort(stable=True)
+    ends = torch.tensor([want.rows - 1, 0])[: want.rows]
+    order = torch.cat([ends, order[~torch.isin(order, ends)]])
+    count = want.shape[0] * want.shape[1]
+    found = torch.full((count,), -1)
+    found[: len(order)] = order[:count]
+    return torch.where(torch.arange(count) % 8 == 5, -1, found).view(want.shape)
+
+
+def _router_weights(want: _Wanted) -> torch.Tensor:
+    """Weights of choices, from 1/16 to 1, or powers of two where a number is one."""
+    if want.rule.number is _power:
+        return power_of_two(-want.draw.below(7, *want.shape))
+    return (1 + 15 * want.draw.uniform(*want.shape)) / 16
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
     "Matrix": _matrix, "Ranks": _of_rank, "QuantizedRanks": _of_rank, "Row": _row, "Column": _column,
     "Scalar": _number, "Scale": _number, "Scales": _scales,
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
-    "Cache": _cached,
+    "Cache": _cached, "Positions": _positions, "RouterWeights": _router_weights,
 }  # fmt: skip
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
@@ -361,4 +381,8 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind in ("Matrix", "Heads", "Ranks", "QuantizedRanks"):
             matrices[argument.name] = made.flatten(0, -2)
+    for step in program.steps:
+        if step.function == CHOSEN and family in UNNAMED:
+            table, positions = (program.steps[number].options["name"] for number in step.operands)
+            found[table][~torch.isin(torch.arange(len(found[table])), found[positions])] = torch.nan
     return found

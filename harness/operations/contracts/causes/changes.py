@@ -25,9 +25,12 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
+    ACCUMULATED,
+    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -516,6 +519,12 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
     return [(to, phrase.format(site.option("name"))) for to, (phrase, _) in OTHER_LENGTHS.items()] if read else []
 
 
+def _other_positions(site: Site) -> list[tuple[str, str]]:
+    """Wrong rows of an argument that names a row for each choice of a token."""
+    users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    return [(to, sentence) for to, (sentence, _) in OTHER_POSITIONS.items()] if CHOSEN in users else []
+
+
 def _narrowed(site: Site, dtype: str) -> Value | None:
     source = site.source(site.number)
     if source.dtype in INTEGERS:
@@ -753,6 +762,14 @@ ROWS: tuple[Row, ...] = (
     Row((WEIGHTS,), "to", "the weights are rounded to {v}", lambda s, v: s.changed(to=v),
         lambda s: [v for v in ALL_WEIGHTS if v != s.option("to")]),
     Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
+    # mixtures of experts
+    Row(("argument",), "position", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_positions),
+    Row((ACCUMULATED,), "of", "{v}", lambda s, v: s.changed(choices=v[0]),
+        lambda s: [(some, sentence) for some, (sentence, _) in SOME_CHOICES.items() if some != "all"]),
+    Row((ACCUMULATED,), "partly-in", "each partial sum of the choices is rounded to {v}",
+        lambda s, v: s.changed(to=v, order="choices"),
+        lambda s: [v for v in _NARROW if v != s.option("to")]),
     Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
         lambda s: _NARROW),
 )  # fmt: skip

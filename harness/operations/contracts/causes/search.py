@@ -32,7 +32,7 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
 from narrowgauge.reference.contracts.evaluate import Shown, judged
-from narrowgauge.spec.program import BEHIND, Program
+from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
 NO_DIAGNOSIS = "no-diagnosis"
 """Name of the sentence that there is no cause."""
@@ -294,7 +294,7 @@ def _wrong_rows(
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
     # A hidden quantization may have an amax of all rows.
-    hidden = any(step.function in BEHIND or step.across_rows for step in program.steps)
+    hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
     wrong = stage.wrong_elements

@@ -53,7 +53,8 @@ struct FusedMatrices {
     const TensorMap* maps;
     const u8* const* codes;
     const u8* const* scales;
-    const i64* sizes;  // (sections,) rows of a
+    const i64* sizes;   // (sections,) rows of a
+    const i64* starts;  // (sections,) first rows, or null: sections lie one behind another
     int sections;
 };
 
@@ -456,7 +457,7 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_section_fused(const FusedMatrices& matrices, const FusedParameters& p,
                                                        const GroupedAlpha& alpha) {
-    TiledSection at({matrices.sizes, matrices.sections, p.m});
+    TiledSection at({matrices.sizes, matrices.sections, p.m, matrices.starts});
     i64 block = blockIdx.y;  // of the section
     for (i64 blocks; block >= (blocks = (at.section.count + TOKENS - 1) / TOKENS); block -= blocks) {
         if (!at.next()) return;
