@@ -29,7 +29,7 @@ def rmsnorm_quantize_both(
     (docs/numerics.md#hadamard-transform).
     """
     z = c.float32(x)
-    return c.quantize_both(_rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first"), recipe)
+    return c.quantize_both(_rmsnorm(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first"), recipe)
 
 
 @c.contract(rows="independent")
@@ -40,7 +40,9 @@ def rmsnorm_quantize_stochastic(
     """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized with stochastic rounding by given
     bits."""
     z = c.float32(x)
-    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first"), recipe, random=random)
+    return c.quantize(
+        _rmsnorm(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first"), recipe, random=random
+    )
 
 
 @c.contract
@@ -51,7 +53,7 @@ def rmsnorm_quantize_both_stochastic(
     """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized in both orientations with stochastic
     rounding by given bits."""
     z = c.float32(x)
-    y = _rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first")
+    y = _rmsnorm(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first")
     return c.quantize_both(y, recipe, random=(random, random_columnwise))
 
 

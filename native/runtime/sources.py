@@ -59,9 +59,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 """Stem of a source file to its kernels: the functions that the file declares, or those of `_MADE_BY_MACROS`."""
 
-CPU_SOURCES = tuple(
-    name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused", "attention_tensor"))
-)
+_OF_ARCHITECTURES = ("attention_prefill", "attention_tensor", "gemm_fused", "gemm_skinny", "gemm_wgmma")
+CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(_OF_ARCHITECTURES))
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

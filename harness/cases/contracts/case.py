@@ -28,8 +28,8 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.formats import E4M3, FP32, INT8
-from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
+from narrowgauge.spec.formats import FP32, INT8
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, has_attention
 from narrowgauge.spec.program import (
     CODES,
     GEMM,
@@ -85,6 +85,11 @@ class ContractCase(Case):
     view: View = "contiguous"
 
     # ---- the contract ------------------------------------------------------------------------------------------------
+
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        """M, K and N of matrices; a cache has none of them."""
+        return {name: (size,) for name, size in self.extents.items() if name in ("M", "K", "N")}
 
     @classmethod
     def may_declare(cls, key: str, value: object) -> bool:
@@ -262,8 +267,8 @@ class ContractCase(Case):
     def _batch_problem(self) -> str | None:
         """Why rows and tokens of these sizes do not fit together."""
         sizes, recipe = self.sizes, find_recipe(self.recipe_names[0])
-        if recipe.element is not E4M3 or recipe.tensor_scale != "given" or not recipe.whole:
-            return f"attention reads caches of E4M3 codes with a given scale of the tensor, not of {recipe}"
+        if not has_attention(recipe):
+            return f"attention reads caches of FP8 with a given scale of the tensor, MXFP8 and NVFP4, not of {recipe}"
         rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
         if not requests <= rows <= requests * most * sizes["page"]:
             return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"

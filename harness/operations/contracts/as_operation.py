@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -43,7 +44,14 @@ from narrowgauge.spec.recipes import find_recipe
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
     """The operation of a contract."""
-    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table)
+    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table, run=_run, told_apart_by="fields")
+
+
+def _run(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Tensors, list[StageResult]]:
+    """The results of all products of a batch, and the stages of repeated and guarded calls."""
+    shown, outcome = called(case, inputs, backend)
+    parts = [stored_results(case.program, one) for one in shown]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}, outcome.stages
 
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:
@@ -90,11 +98,15 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
 
 
 def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> Independent | None:
-    """The rows of a contract, or its requests; None if they may depend on one another."""
+    """The rows of a contract, or its requests. None: rows may depend on other rows."""
     said = case.declared.rows or backend.declares.get("batch") == INVARIANT
     if not said or batch_of(case) or not (case.declared.sequences or has_rows(case.program)):
         return None
-    axes = {case.program.arguments[0].axes[0]} | ({"requests"} if case.declared.sequences else set())
+    first = case.program.arguments[0].axes[0]
+    parts = [re.split(r"[*/]", a.axes[0]) for a in case.program.arguments if a.axes[0] != first]
+    if any(first in names for names in parts):  # scales of several rows, or several rows for a row
+        return None
+    axes = {first} | ({"requests"} if case.declared.sequences else set())
     names = {a.name for a in case.program.arguments if a.axes[0] in axes}
     by_unit = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
     shared = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}
