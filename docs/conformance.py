@@ -56,13 +56,14 @@ an interpreter that has the libraries.
 
 """
 RUNS_HEAD = """
-## GEMMs judged
+## Operations judged
 
-Results of `narrowgauge run --backend … --device cuda` in the quick tier. FP8 tensor cores of Hopper keep 13 fraction
-bits, so the adapters declare [`probe-13`](accumulators.md#declare-the-probe). Cases that an adapter does not take, such
-as float32 outputs with scales of rows, are not counted.
+Results of `narrowgauge run --backend …` in the quick tier; rows of norms, activations, caches and weights are of
+`narrowgauge run docs/libraries.toml --backend …`. FP8 tensor cores of Hopper keep 13 fraction bits, so the adapters
+declare [`probe-13`](accumulators.md#declare-the-probe). Cases that an adapter does not take, such as float32 outputs
+with scales of rows, are not counted.
 
-| backend | GPU | cases | passed | remark |
+| backend | device | cases | passed | remark |
 |---|---|---|---|---|
 """
 NOT_RUN_HEAD = """
@@ -87,9 +88,9 @@ WRONG_HEAD = """
 ## What is wrong
 
 A difference from a dialect is no mistake: libraries choose their rules. Each row here is a byte that contradicts the
-library's own rule or the format, with the byte that a third opinion gives: ml_dtypes for codes of E2M1 and for NaN,
-exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and runs where
-the library is installed.
+library's own rule or the format, with the byte that a third opinion gives: ml_dtypes for codes of E2M1, for bfloat16
+and for NaN, exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and
+runs where the library is installed.
 
 | name | input and mistake | library and recipe | its byte | third opinion |
 |---|---|---|---|---|

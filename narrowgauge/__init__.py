@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.error_figures.metrics import metrics
     from narrowgauge.harness.api.error_figures.tolerance import tolerance
     from narrowgauge.harness.api.inputs import inputs, matrix
-    from narrowgauge.harness.api.rows import assert_rows_independent
+    from narrowgauge.harness.api.judging.rows import assert_rows_independent
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.certify.certify import certify
     from narrowgauge.harness.checks.order.order import Order
@@ -78,7 +78,7 @@ _MODULES = {
     "Order": "harness.checks.order.order", "accumulation_order": "harness.checks.order.probe",
     "assert_checkpoint": "harness.tools.checkpoint.assertion",
     "assert_quantized": "harness.api.assertions", "assert_result": "harness.api.assert_result",
-    "assert_rows_independent": "harness.api.rows",
+    "assert_rows_independent": "harness.api.judging.rows",
     "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
     "bounds": "harness.api.error_figures.bounds", "certify": "harness.certify.certify",

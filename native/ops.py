@@ -11,6 +11,9 @@ import torch
 
 from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
+from narrowgauge.native.collectives import all_gather, all_reduce, all_reduce_norm_quantize, reduce_scatter
+from narrowgauge.native.experts.products import gemm_contiguous, gemm_masked
+from narrowgauge.native.experts.rows import combine, permute
 from narrowgauge.native.fused.activation import (
     gelu_mul_quantize,
     relu_squared_quantize,
@@ -55,10 +58,11 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
-    "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "amax", "attention", "attention_sinks", "check",
-    "declares", "dequantize", "find_recipe", "gelu_mul_quantize", "gemm", "gemm_grouped", "gemm_order",
-    "gemm_quantized", "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections",
-    "quantize", "quantize_both", "quantize_grouped", "relu_squared_quantize", "rmsnorm_backward",
+    "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "all_gather", "all_reduce", "all_reduce_norm_quantize",
+    "amax", "attention", "attention_sinks", "check", "combine", "declares", "dequantize", "find_recipe",
+    "gelu_mul_quantize", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_order", "gemm_quantized",
+    "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections", "permute",
+    "quantize", "quantize_both", "quantize_grouped", "reduce_scatter", "relu_squared_quantize", "rmsnorm_backward",
     "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
     "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",
     "rope_partial_quantize", "rope_quantize", "scaled_gemm", "scaled_gemm_bias", "silu_mul_backward",
@@ -68,9 +72,11 @@ __all__ = [
     "weight_only_gemm_bias",
 ]  # fmt: skip
 
+_REDUCING = ("all-reduce", "reduce-scatter", "all-reduce-norm-quantize")
 _WEIGHT_ONLY = {"decode": "rounded-scale"}
 declares: dict[str, Any] = {
-    "transform": "butterfly", "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
+    "transform": "butterfly", **{name: {"reduce": "rank-order"} for name in _REDUCING},
+    "weight-only-gemm": _WEIGHT_ONLY, "weight-only-gemm-bias": _WEIGHT_ONLY,
 }  # fmt: skip
 """Declared orders of summation, and fields of contracts. A rotation adds in the butterfly order of the reference and
 gives the same bytes. `gemm_order` names the order of a GEMM."""

@@ -1,5 +1,7 @@
 """The doors of the reference, the same as those of `native.ops`."""
 
+from narrowgauge.reference.experts.permute import permute
+from narrowgauge.reference.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.reference.gemm.gemm import gemm, gemm_grouped
 from narrowgauge.reference.gemm.quantized import gemm_quantized
 from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
@@ -14,9 +16,9 @@ from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
-    "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_quantized", "pack_scales", "pad_sections", "quantize",
-    "quantize_both", "quantize_grouped", "swizzle", "transform", "unpack_scales", "unpad_sections", "unswizzle",
-    "update_scale",
+    "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
+    "pack_scales", "pad_sections", "permute", "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform",
+    "unpack_scales", "unpad_sections", "unswizzle", "update_scale",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

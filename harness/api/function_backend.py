@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, TILES
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
 """Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
 called as the method of a backend is."""
+PLAIN = MappingProxyType({"tensor_scale_is": "amax", "layout": "linear", "nibbles": "low-first", "transposed": False})
+"""Conventions of this package for results of quantize."""
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
@@ -45,9 +47,9 @@ class FunctionBackend(Backend):
         case: Case,
         operation: str,
         *,
-        declares: Mapping[str, str],
-        conventions: Mapping[str, Any],
-        constraints: Mapping[str, Any],
+        declares: Mapping[str, str] = MappingProxyType({}),
+        conventions: Mapping[str, Any] = PLAIN,
+        constraints: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """The function is the method that `case` and others like it call; `dequantize` is an operation of its own.
         `conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize. `constraints`:

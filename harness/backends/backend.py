@@ -20,6 +20,9 @@ A backend is any object or module that has some of these methods (docs/design.md
     update_scale(history, scale, recipe) -> (history, scale)
     pad_sections(x, sizes, recipe) -> (padded, sizes)
     unpad_sections(y, sizes, recipe) -> Tensor
+    gemm_masked(a, b, masked_m, *, out_dtype, expected_m) -> Tensor, a a BatchedQuantized, b a list of Quantized
+    gemm_contiguous(a, b, m_indices, *, out_dtype, grouping="contiguous", alignment=128, experts=None) -> Tensor
+    permute(x, expert_ids, *, experts, alignment=1, capacity=0) -> (x, source_rows, sizes)
     Linear(in_features, out_features, bias=True, *, dtype=torch.bfloat16, device=None, seed=0, accumulate=False,
            quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
     LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module
@@ -91,6 +94,7 @@ declaration of "operands" if the method returns a name. With a declared probe, p
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import Host
@@ -159,6 +163,19 @@ class Backend:
             raise Unsupported(f"backend {self.name} has no {method}")
         with count_seconds("backend"):
             return self.host.call(method, *arguments, **options)
+
+    def ranks(self, count: int) -> Backend:
+        """The backend in a group of processes. Its `call` takes and gives a sequence with an entry for each rank.
+
+        Raises Unsupported if the host has no processes, or too few GPUs for the ranks.
+        """
+        if (group := getattr(self.host, "ranks", None)) is None:
+            raise Unsupported(
+                "a collective runs in a process for each rank: use `narrowgauge run`, not a local backend"
+            )
+        found = copy(self)
+        found.host = group(count)
+        return found
 
     def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
         """The steps of a module, as `module_driver.run` gives them. Raises as `call` does."""

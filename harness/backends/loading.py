@@ -207,16 +207,16 @@ def passed(
 class OneFunction:
     """A function as the only method of a backend."""
 
-    def __init__(self, function: Any, method: str, optional: Sequence[str]) -> None:
-        """`optional`: as of `passed`."""
+    def __init__(self, function: Any, name: str, method: Method) -> None:
+        """`name`: of the method."""
         parameters = parameters_of(function)
-        self.declares = {"random": "own"} if method == "quantize" and "random" not in parameters else {}
+        self.declares = {"random": "own"} if method.converted and "random" not in parameters else {}
 
         def call(*arguments: Any, **options: Any) -> Any:
-            operands, named = passed(parameters, optional, arguments, options)
+            operands, named = passed(parameters, method.optional, arguments, options)
             return function(*operands, **named)
 
-        setattr(self, method, call)
+        setattr(self, name, call)
 
 
 def load_implementation(name: str, device: str = "", methods: Mapping[str, Method] | None = None) -> Any:
@@ -263,7 +263,7 @@ def load_implementation(name: str, device: str = "", methods: Mapping[str, Metho
         if method not in methods or not callable(implementation):
             wrong = f"{attribute} is no function" if method in methods else f"no method is called {method!r}"
             raise BackendError(f"backend {name}: {wrong}{nearest(method, methods)}; it is function@method")
-        return OneFunction(implementation, method, methods[method].optional)
+        return OneFunction(implementation, method, methods[method])
     if device and callable(check := getattr(implementation, "check", None)):
         import torch
 

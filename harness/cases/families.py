@@ -175,6 +175,19 @@ SEQUENCES = (
 """Families of contracts with sequences in pages. Cells that no token has are NaN or the most negative number."""
 
 
+RANK_FAMILIES = (
+    Family("only-first", "all numbers of the ranks but the first are 0: the first rank is left out, or added twice"),
+    Family("only-last", "all numbers of the ranks but the last are 0: the last rank is left out"),
+    Family("powers", "rank r has numbers times 2^r: scales or sums of another rank"),
+    Family("nan-rank", "the last rank has NaN in a row: which rows and ranks it reaches"),
+    Family("padding-rows", "the last rows are zeros, NaN and the largest number: whether other rows read them"),
+    Family(
+        "exact-sums", "integers under scales that are powers of two: sums are exact, so every order gives one result"
+    ),
+)
+"""Families of contracts of a group of processes, beside the shared ones."""
+
+
 EXACT_SUMS = ("lattice", "one-hot-k", "integer-edge")
 """Families of products whose sums are exact in any order at any K."""
 

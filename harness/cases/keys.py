@@ -45,8 +45,8 @@ class Named:
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """` (did you mean …?)` with the known word that is nearest to `word`, or the empty string."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    """` (did you mean …?)` with the known word that is nearest to `word`, or the empty string, as for no word."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

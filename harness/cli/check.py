@@ -26,7 +26,7 @@ class Form(StrEnum):
 
 
 _MEASURED = 4
-"""Cases whose inputs are measured for the strength: of different families, the smallest first."""
+"""Number of cases for the strength: of different families, the smallest first."""
 
 
 def check_function(
@@ -42,8 +42,8 @@ def check_function(
     ] = None,
     device: Device = "cpu",
     seed: Seed = 0,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds of the whole check.")] = 600.0,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one case may take.")] = 60.0,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that all cases may take together.")] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one case may take.")] = 300.0,
     workers: Workers = 0,
     untrusted: Annotated[
         bool, typer.Option("--untrusted", help="Drawn cases, and no reference in the process of the function.")
@@ -62,7 +62,7 @@ def check_function(
     if secret is not None and not untrusted:
         stop("--secret belongs to --untrusted; add --untrusted")
     require_device(device)
-    from narrowgauge.harness.api.check_document import check_document, with_refusals
+    from narrowgauge.harness.api.check_document.document import check_document, with_refusals
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.running.pool import Settings, run_cases
 
@@ -81,7 +81,7 @@ def check_function(
         backend, device, seed, workers=workers or default_workers(device), timeout=timeout, untrusted=untrusted
     )
     try:
-        found = run_cases(cases, settings, lambda record: None, seconds=limit - (time.monotonic() - started))
+        found = run_cases(cases, settings, lambda record: None, seconds=limit)
     except BackendError as error:
         stop(str(error))
     records = with_refusals(found, dict(zip([case.id for case in cases], optional, strict=True)), method)
@@ -138,7 +138,7 @@ def _of_file(
 
 
 def _parameters(function: str) -> frozenset[str]:
-    """Names of the parameters of a function in a file, which is read and not run; empty if they are not found."""
+    """Names of the parameters of a function in a file. The file is read, not run. Empty without the function."""
     file, _, name = function.replace("::", ":").rpartition(":")
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def _parameters(function: str) -> frozenset[str]:
 
 
 def _strength(cases: list[Case], records: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Known mistakes that the inputs of tried cases show, the field `strength`."""
+    """The field `strength`: known mistakes that the inputs of tried cases show."""
     from narrowgauge.harness.power.strength import shown_mistakes
 
     tried = {record["case"] for record in records if record["verdict"] != "unsupported"}
@@ -165,6 +165,8 @@ def _strength(cases: list[Case], records: list[dict[str, Any]], seed: int) -> di
 
 def _text(document: dict[str, Any]) -> str:
     """The verdict, the counts and the failures, for people."""
+    from narrowgauge.harness.report.text import plural
+
     counts, subject = document["cases"], document["subject"]
     lines = [
         f"{document['verdict']}: {subject['function']}, {subject['operation']} {'+'.join(subject['recipes'])}: "
@@ -176,7 +178,7 @@ def _text(document: dict[str, Any]) -> str:
         lines += ["", f"{failure['verdict']}: {failure['sentence']}"]
         lines += [f"cause ({failure['certainty']}): {causes}"] if causes else []
         lines += [f"wrong elements: {place}" for place in failure["places"]]
-        lines += [f"{failure['cases']} cases, the first: {failure['case']}", f"reproduce: {failure['reproduce']}"]
+        lines += [f"{plural(failure['cases'], 'case')}: {failure['case']}", f"reproduce: {failure['reproduce']}"]
     lines += [f"cheat: {finding['cause']}: {finding['sentence']}" for finding in document["cheats"]]
     if document["strength"]:
         lines += ["", f"inputs show {document['strength']['shown']} of {document['strength']['known']} known mistakes"]

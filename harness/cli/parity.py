@@ -68,12 +68,13 @@ def compare_backends(
     from narrowgauge.harness.tools.dialect.parity import report
     from narrowgauge.harness.tools.dialect.parity.parity import Kernel, only, pairs, subject_of
 
-    names = [name if backends.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(backends, 1)]
+    names = _short(backends)
     found = []
     try:
+        subjects = _subjects(operation, contract, recipes, {"families": families, "shapes": sizes})
         with one_thread(), ExitStack() as hosts:
             loaded = [hosts.enter_context(hosted_backend(name, device)) for name in backends]
-            for kind, cases in _subjects(operation, contract, recipes, {"families": families, "shapes": sizes}):
+            for kind, cases in subjects:
                 kernels = [
                     Kernel(name, only(backend, cases), cases, device, seed)
                     for name, backend in zip(names, loaded, strict=True)
@@ -88,6 +89,13 @@ def compare_backends(
     if not any(pair.found.elements for each in found for pair in each):
         stop("nothing was compared: no case ran on two backends, as the messages above say")
     raise typer.Exit(0 if all(pair for each in found for pair in each) else 1)
+
+
+def _short(backends: list[str]) -> list[str]:
+    """The names of backends: of the class alone if that tells them apart, with a number for a backend given twice."""
+    short = [name.rpartition(":")[2] for name in backends]
+    names = short if len(set(short)) == len(set(backends)) else backends
+    return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -117,8 +125,8 @@ def _subjects(
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     more = chosen | {"dtypes": dtypes, "keys": {}}
     found = []
-    for recipe in recipes or [None if operation in CONTRACTS else "nvfp4"]:
-        subject = operation if operation in CONTRACTS else None
-        _, kind, cases = selected_cases(subject, recipe, operation or None, more)
+    subject = operation if operation in CONTRACTS else None
+    for recipe in recipes or ["" if subject else "nvfp4"]:
+        _, kind, cases = selected_cases(subject, recipe or None, operation or None, more)
         found.append((kind, cases))
     return found

@@ -41,7 +41,7 @@ def power_of(
 ) -> None:
     """Print which known wrong results a comparison or a test accepts.
 
-    Exit status: 0 if it refuses a result of every mistake that narrowgauge refuses, and no right result; else 1.
+    Exit status: 0 if the test catches every mistake that narrowgauge refuses, and accepts the right results; else 1.
     """
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.backends.loading import load_implementation

@@ -83,10 +83,10 @@ def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
         counts: Counter[str] = Counter()
         ranks: defaultdict[str, int] = defaultdict(int)
         for record in remaining:
-            for rank, explanation in enumerate(_causes(record)):
-                if gives_every_byte(explanation) == exact:
-                    counts[explanation["cause"]] += 1
-                    ranks[explanation["cause"]] += rank
+            for rank, entry in enumerate(_causes(record)):
+                if gives_every_byte(entry) == exact:
+                    counts[entry["cause"]] += 1
+                    ranks[entry["cause"]] += rank
         best = min(counts, key=lambda cause: (-counts[cause], ranks[cause], cause))
         explained = [record for record in remaining if _explanation_of(record, best) is not None]
         complete = (_complete_explanation(record, best) for record in explained)

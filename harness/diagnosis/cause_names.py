@@ -50,6 +50,7 @@ _MODULES = {
     "Layout and padding": (
         "operations.pack_scales.deviations", f"{_QUANTIZE}.scale_layouts", "operations.gemm_grouped.deviations",
     ),
+    "Routing of tokens to experts": ("operations.permute.deviations",),
     "Several causes": (f"{_QUANTIZE}.explain_quantize",),
     "Operands of a GEMM, and matrices that are decoded": (f"{_GEMM}.operands",),
     "Decoding": ("diagnosis.explain_decoding",),

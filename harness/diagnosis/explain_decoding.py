@@ -164,6 +164,38 @@ def _of_tensor_scale(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     return form(_scales(q), used_tensor_scale(q).unsqueeze(1))
 
 
+def _saturated(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    most = torch.finfo(dtype).max
+    return dequantize(q).clamp(-most, most).to(dtype)
+
+
+_LANES = {
+    "the last element": slice(-1, None), "the first element": slice(0, 1), "the second half": slice(-8, None),
+    "the first half": slice(0, 8),
+}  # fmt: skip
+"""Elements of a block of 16."""
+
+
+def _of_other_block(place: tuple[slice, int], q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    """Values in which some elements of each block of 16 columns have the factor of a neighbouring block."""
+    lanes, step = place
+    factors = per_row(decode_factors(q.scales, q), q.recipe, q.shape[0])
+    if q.recipe.block[1] != 16 or factors.shape[1] < 2:
+        return None
+    numbers = (torch.arange(factors.shape[1], device=factors.device) + step).clamp(0, factors.shape[1] - 1)
+    moved = torch.zeros(16, dtype=torch.bool, device=factors.device)
+    moved[lanes] = True
+    codes, columns = _codes(q), moved.repeat(factors.shape[1])[: q.shape[1]]
+    right, other = (over_elements(codes, each, q.recipe, torch.mul) for each in (factors, factors[:, numbers]))
+    return torch.where(columns, other, right).to(dtype)
+
+
+def _neighbours() -> dict[str, tuple[slice, int]]:
+    steps = {"next": 1, "previous": -1}
+    return {f"{name} of a block has the factor of the {word} block": (lanes, step)
+            for name, lanes in _LANES.items() for word, step in steps.items()}  # fmt: skip
+
+
 DECODINGS: tuple[Deviation[Quantized], ...] = (
     Deviation("nibbles-swapped", "the two elements of a byte change places", "codes", swap_code_pairs),
     Deviation("tensor-scale-ignored", "codes are multiplied by the scale of their block alone", FACTORS,
@@ -195,6 +227,8 @@ DECODINGS: tuple[Deviation[Quantized], ...] = (
               lambda q, dtype: flush(dequantize(q, dtype))),
     Deviation("subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", FACTORS,
               partial(_factor_of_code, 0, 0.0)),
+    Deviation("values-saturated", "values too large for their dtype are its largest number", VALUES, _saturated),
+    Deviation("factor-of-other-block", "{}", VALUES, _of_other_block, _neighbours()),
     Deviation("values-truncated", "values are truncated to their dtype, not rounded", VALUES, _truncated_values),
 )  # fmt: skip
 """Wrong decoding. `CHANGED_SCALES` and `CHANGED_CODES` follow."""

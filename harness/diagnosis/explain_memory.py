@@ -36,6 +36,7 @@ MEMORY_CAUSES = {
         "autograd:inference-mode": "it is right in a plain call, and wrong under torch.inference_mode()",
         "autograd:requires-grad": "it is right in a plain call, and wrong if its inputs require grad",
         "rows-dependent": "a row has other bytes beside other rows",
+        "ranks-differ": "the ranks of a group hold different bytes",
         "prefill-dependent": "what a cache held before decides bytes that it writes, or bytes that stay change",
     })
 }  # fmt: skip

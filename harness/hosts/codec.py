@@ -16,6 +16,7 @@ import torch
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign, dtype_name
 from narrowgauge.harness.cases.layers import Layer
+from narrowgauge.harness.machine.process_group import GROUP, joined
 from narrowgauge.spec.formats import FORMATS, FP32
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
@@ -73,6 +74,8 @@ def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) 
         return {"dtype": dtype_name(value)}
     if isinstance(value, Recipe):
         return {"recipe": _recipe(value)}
+    if value is GROUP:
+        return {"group": None}
     if isinstance(value, TrainingRecipe):
         return {"training": str(value)}
     if isinstance(value, Cache):
@@ -119,6 +122,8 @@ def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEP
             return DTYPES[content]
         case "recipe":
             return find_recipe(content) if isinstance(content, str) else _recipe_of(content)
+        case "group":
+            return joined()
         case "training":
             return training_recipe(content)
         case "foreign":

@@ -146,11 +146,15 @@ class StackFile:
     def _text(self) -> bytes:
         return os.pread(self.descriptor, _STACKS, 0).rstrip(b"\0")
 
+    def look(self) -> Stack:
+        """The stack that the host has written."""
+        return Stack.parse(self._text().decode(errors="replace"))
+
     def read(self) -> Stack:
         """The stack of the host at its end, and close the file."""
-        text = self._text().decode(errors="replace")
+        found = self.look()
         self.close()
-        return Stack.parse(text)
+        return found
 
     def close(self) -> None:
         """Close the file, once or more."""

@@ -28,11 +28,13 @@ from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT
 from narrowgauge.harness.hosts.remote.inputs import InputMemory, PlacedSlot, memory_kind
 from narrowgauge.harness.hosts.remote.process import HostProcess
+from narrowgauge.harness.hosts.remote.ranks import RankedHost
 from narrowgauge.harness.hosts.remote.results import ResultMemory, settle_copies
 from narrowgauge.harness.hosts.remote.transport import Interpreter, Transport, number_of_bytes
 from narrowgauge.harness.hosts.separation import NAMESPACES, NOT_SEPARATED, NOTHING, SENTENCES
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import needs_lock
+from narrowgauge.harness.machine.processors import gpus_of_ranks
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
@@ -70,9 +72,17 @@ class RemoteHost:
     """Runs the methods of a backend in a process of its own."""
 
     def __init__(
-        self, settings: HostSettings, channel: Channel, *, load: float = 300.0, interpreter: Interpreter | None = None
+        self,
+        settings: HostSettings,
+        channel: Channel,
+        *,
+        load: float = 300.0,
+        interpreter: Interpreter | None = None,
+        gpu: str = "",
+        takes_lock: bool = True,
     ) -> None:
         """`load`: seconds that the backend may take to load. `interpreter`: of the host; None: the host is a fork.
+        `gpu`: as of `Channel.start`. `takes_lock`: whether the host takes the lock of its GPU; else another one does.
 
         Raises BackendError if the backend cannot be loaded.
         """
@@ -93,13 +103,24 @@ class RemoteHost:
         """Names of the ways of running, from the first answer of the host."""
         self._limit = CAPACITY
         self._run: RemoteRun | None = None
+        self._channel, self._interpreter, self._takes_lock = channel, interpreter, takes_lock
+        self.group = 0
+        """Ranks of the group that the process has joined; 0: none."""
+        self._others: list[RemoteHost] = []
+        """Hosts of the ranks from 1 on, which have the same parent: the end of one host ends all."""
+        self._family: list[RemoteHost] = self._others
+        """Hosts that end with this one."""
+        self._begun: list[RemoteHost] = []
+        """Hosts of ranks in the case."""
+        self._ended_with_rank = False
+        """Whether the process ended with that of another rank."""
         marker = f"narrowgauge-{secrets.token_hex(8)}"
         hidden = settings.hidden if settings.untrusted else None
-        self.transport = Transport(channel, marker, interpreter, hidden)
+        self.transport = Transport(channel, marker, interpreter, hidden, gpu)
         self.inputs = InputMemory(self.transport, self.device, f"{marker}-inputs")
         self.results = ResultMemory(self.transport, f"{marker}-results")
         self.transport.on_start = self._load_backend
-        self.transport.on_end.append(self.leave_run)
+        self.transport.on_end += [self.leave_run, self._end_with_ranks]
         self.transport.start()
 
     # ---- the process -----------------------------------------------------------------------------------------------
@@ -116,7 +137,7 @@ class RemoteHost:
 
     def _load_backend(self) -> None:
         """Load the backend in a new process. Raises BackendError."""
-        self._variations, begun = None, time.monotonic()
+        self._variations, begun, self._ended_with_rank = None, time.monotonic(), False
         self.transport.expect(self._load)
         try:
             methods = {name: asdict(method) for name, method in every_method().items()}
@@ -161,8 +182,60 @@ class RemoteHost:
         return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
 
     def close(self) -> None:
-        """End the process and its descendants."""
+        """End the process and its descendants, and the other ranks of its group."""
         self.transport.close()
+        for other in self._others:
+            other.transport.abandon()
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+
+    def ranks(self, count: int) -> RankedHost:
+        """The hosts of a group of `count` processes, of which this host is rank 0, within a case.
+
+        Raises Unsupported if there are too few GPUs, and BackendError if a backend cannot be loaded.
+        """
+        if self.settings.untrusted or self.settings.sanitized:
+            option = "--untrusted" if self.settings.untrusted else "--sanitize"
+            raise Unsupported(f"a group of processes is not run with {option}")
+        gpus = gpus_of_ranks(count) if self.device.type == "cuda" else [""] * count
+        if len(gpus) < count:
+            raise Unsupported(f"{count} ranks need {count} GPUs, and {len(gpus)} are visible")
+        while len(self._others) < count - 1:
+            self._others.append(self._of_rank(gpus[len(self._others) + 1]))
+        self._begun = self._others[: count - 1]
+        for other in self._begun:
+            other.begin_case(self.transport.deadline - time.monotonic(), self._limit)
+        hosts = [self, *self._begun]
+        pids = [pid for host in hosts if (pid := host.process) is not None]
+        for host in hosts:
+            if host.transport.process is not None:
+                host.transport.process.left.expect(*pids)
+        ranked = RankedHost(hosts)
+        ranked.join()
+        return ranked
+
+    def _of_rank(self, gpu: str) -> RemoteHost:
+        """Another host with the same settings, on the GPU `gpu`."""
+        host = RemoteHost(
+            self.settings, self._channel, load=self._load, interpreter=self._interpreter, gpu=gpu, takes_lock=False
+        )
+        host._family = [self, *self._others]
+        return host
+
+    def join(self, rank: int, count: int, meeting: int) -> None:
+        """Join a group. `meeting`: descriptor of the file in which its processes meet."""
+        message = {"op": "join", "rank": rank, "count": count}
+        _raise_error(self.transport.ask(message, [meeting]))
+        self.group = count
+
+    def _end_with_ranks(self) -> None:
+        self.group = 0
+        for other in self._family:
+            other._ended_with_rank = True
+
+    def _locks(self) -> bool:
+        """Whether the host has to take the lock of the GPU for its work."""
+        return self._takes_lock and needs_lock(self.device.type)
 
     def _free(self) -> None:
         """Give all shared memory back."""
@@ -176,6 +249,9 @@ class RemoteHost:
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
         self._limit, self.aliases, self.reused, self._first = memory, [], False, {}
+        if self._ended_with_rank:
+            self.transport.abandon()
+        self._begun = []
         process = self.transport.start()
         process.printed, self._limits = 0, process.limits()
         self.transport.expect(seconds)
@@ -187,10 +263,11 @@ class RemoteHost:
         process = self.transport.process
         if process is None:
             return CaseEnd(notes=notes)
+        notes += [note for other in self._begun for note in other.end_case().notes]
         self.transport.deadline = max(self.transport.deadline, time.monotonic() + _SETTLE)
         self.leave_run()
         self.inputs.pending = 0
-        answer = self.transport.ask({"op": "settle", "lock": needs_lock(self.device.type)})
+        answer = self.transport.ask({"op": "settle", "lock": self._locks()})
         with self.transport.reading("an end of the case"):
             gpu_error = str(answer["gpu_error"])[: codec.TEXT]
             peak = number_of_bytes(answer["peak"])
@@ -286,7 +363,7 @@ class RemoteHost:
         self.results.open(kind)
         message = {
             "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
-            "autograd": self.autograd, "lock": needs_lock(self.device.type),
+            "autograd": self.autograd, "lock": self._locks(),
         }  # fmt: skip
         answer = self._within_limit(method, self.transport.ask(message))
         if "need" in answer:
@@ -315,7 +392,7 @@ class RemoteHost:
         """As `Host.overwritten`: the judge compares the bytes."""
         found = []
         for method, (kind, then) in self._first.items():
-            request = {"op": "first", "method": method, "home": kind, "lock": needs_lock(self.device.type)}
+            request = {"op": "first", "method": method, "home": kind, "lock": self._locks()}
             answer = self.transport.ask(request)
             with self.transport.reading("a first result"):
                 same = answer["used"] == then.numel() and torch.equal(self.results.bytes(kind, then.numel()), then)
@@ -333,7 +410,7 @@ class RemoteHost:
         """End a run. Gives its seconds, and the sentences of its violations."""
         written = self._written_zones()
         self.leave_run()
-        end = self.transport.ask({"op": "end", "lock": needs_lock(self.device.type)})
+        end = self.transport.ask({"op": "end", "lock": self._locks()})
         with self.transport.reading("an end of the run"):
             seconds = float(end["seconds"])
             if not 0 <= seconds < 1e9:
@@ -391,7 +468,7 @@ class RemoteHost:
             messages.append({"spans": [prepared.span, *spans], "script": entries})
         request = {"op": "repeat", "kind": kind, "count": count, "home": home, "runs": messages}
         try:
-            answer = self.transport.ask({**request, "lock": needs_lock(self.device.type)})
+            answer = self.transport.ask({**request, "lock": self._locks()})
         finally:
             self.inputs.pending = max(0, self.inputs.pending - len(pairs))
         with self.transport.reading("repeated calls"):

@@ -186,6 +186,18 @@ class _Server:
         sentence = f"the case left {len(names)} thread{'s' * (len(names) > 1)} behind: {', '.join(names[:5])}"
         return [{"cause": "leaves-threads", "sentence": sentence}]
 
+    def on_join(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Join a group of processes, which meet in a file."""
+        from narrowgauge.harness.machine.process_group import join
+
+        try:
+            join(descriptors[0], message["rank"], message["count"], self.device.type)
+        except Exception as error:
+            return {
+                "error": f"the group of {message['count']} processes: {type(error).__name__}: {error}"[: codec.TEXT]
+            }
+        return {}
+
     def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Names of the ways of running."""
         try:

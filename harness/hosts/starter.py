@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,6 +36,7 @@ from narrowgauge.harness.machine.process import (
     interpreter,
     kill_group,
 )
+from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
 _KERNELS = "narrowgauge.native.ops"
@@ -52,10 +54,11 @@ class StarterError(Exception):
 
 
 class Channel:
-    """A connection to the starter, for a judge with one host at a time: the end of a host ends all others."""
+    """A connection to the starter, for the hosts of a judge: the end of one ends all others. Threads may share it."""
 
     def __init__(self, end: socket.socket) -> None:
         self._connection = Connection(end)
+        self._lock = threading.Lock()
 
     def start(
         self,
@@ -63,16 +66,20 @@ class Channel:
         *,
         environment: Mapping[str, str] | None = None,
         hidden: Sequence[str] | None = None,
+        gpu: str = "",
         deadline: float = float("inf"),
     ) -> tuple[int, str]:
         """Start a host. Gives its process id, and the mechanism that separates it (`harness.hosts.separation`).
 
         `descriptors`: its connection, its output, and the file of its stacks. `environment`: variables of a fresh
         interpreter, for libraries that load at its start; None: a fork. `hidden`: folders of the run that a separated
-        host does not see; None: the host is not separated, and the mechanism is empty.
+        host does not see; None: the host is not separated, and the mechanism is empty. `gpu`: name of the only GPU
+        that the host sees; empty: those of this process.
         """
+        state = process_state()
+        state["environment"] |= {VISIBLE_DEVICES: gpu} if gpu else {}
         message = {
-            "op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment),
+            "op": "start", "state": state, "fresh": None if environment is None else dict(environment),
             "hidden": None if hidden is None else list(hidden),
         }  # fmt: skip
         answer = self._ask(message, descriptors, deadline)
@@ -89,8 +96,9 @@ class Channel:
 
     def _ask(self, message: dict[str, Any], descriptors: list[int], deadline: float) -> dict[str, Any]:
         try:
-            self._connection.send(message, descriptors=descriptors)
-            return self._connection.receive(deadline=deadline)[0]
+            with self._lock:
+                self._connection.send(message, descriptors=descriptors)
+                return self._connection.receive(deadline=deadline)[0]
         except (FrameError, TimeoutError) as error:
             raise StarterError(f"the process that starts kernel hosts does not answer: {error}") from error
 
@@ -372,10 +380,12 @@ def _exit_status(pid: int, seconds: float) -> int | None:
     """The exit status of a child, negative for a signal. None if the child still runs after this time."""
     until = time.monotonic() + seconds
     while True:
-        with suppress(ChildProcessError):
+        try:
             ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+        except ChildProcessError:  # it ended with another host
+            return None
+        if ended:
+            return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= until:
             return None
         time.sleep(min(_POLL, seconds / 10))

@@ -30,6 +30,8 @@ def other_work(before: float, after: float, own: int) -> str:
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+ALL_DEVICES = "NARROWGAUGE_GPUS"
+"""Environment variable of a worker with the names of the GPUs of its run, of which it sees one."""
 
 
 def visible_gpus() -> list[str]:
@@ -40,6 +42,13 @@ def visible_gpus() -> list[str]:
     import torch
 
     return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def gpus_of_ranks(count: int) -> list[str]:
+    """Names of the GPUs of as many ranks, that of this process first; fewer if the run has fewer GPUs."""
+    own = visible_gpus()
+    every = own + [name for name in os.environ.get(ALL_DEVICES, "").split(",") if name and name not in own]
+    return every[:count]
 
 
 def worker_gpu(worker: int, device: str) -> str:

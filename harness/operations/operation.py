@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import torch
 
@@ -87,6 +87,12 @@ class Operation(Generic[CaseT]):
     the keys of the case that are its own and differ from their defaults."""
     compare: Callable[[CaseT, str, torch.Tensor, torch.Tensor], StageResult] | None = None
     """The stage of a result: case, name, result and expected result. None: equal bits."""
+    run: Callable[[CaseT, Inputs, Backend], tuple[Tensors, list[StageResult]]] | None = None
+    """Results of a backend by name, and the stages of its repeated and guarded calls, without a judge. None: those of
+    the outcome."""
+    told_apart_by: Literal["", "rule", "fields", "order"] = ""
+    """What tells two kernels apart: the rule of a recipe, the fields of a contract, the order of a sum; empty: nothing
+    known."""
     deviations: Mapping[str, Deviation[CaseT]] = field(default_factory=dict)
     """Known mistakes by the name of their cause. They explain wrong bytes, and `narrowgauge mutants` runs them."""
     show: Callable[[Inputs, Outcome, Place | None], Table | None] = compared_table

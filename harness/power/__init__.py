@@ -1,1 +1,1 @@
-"""Power of a user's own test: which known wrong results does it accept?"""
+"""Power of a user's own test: known wrong results that the test accepts."""

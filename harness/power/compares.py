@@ -1,4 +1,4 @@
-"""What a user's comparison is given. This module does not import torch."""
+"""Arguments of a user's comparison. This module does not import torch."""
 
 from enum import StrEnum
 

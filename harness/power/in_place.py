@@ -14,18 +14,18 @@ import torch
 from narrowgauge import adapt
 from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import name_of_function
-from narrowgauge.harness.power.power import numbered
 from narrowgauge.harness.power.result import Counts, Key, Power
 from narrowgauge.harness.power.subject import Subject
-from narrowgauge.harness.power.trial import Mistake, Results, Trial, same_results
+from narrowgauge.harness.power.trial import Mistake, Results, Trial, numbered, same_results
 from narrowgauge.harness.watch import replaced
 from narrowgauge.reference import ops
 from narrowgauge.reference.quantize.layout import with_layout
 from narrowgauge.reference.quantize.scaling import tensor_scale
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.scale_layouts import LINEAR
 
 _RIGHT: Key = ("", "", 0)
-"""In place of the key of a wrong kernel: the results of a right one."""
+"""Key of the right kernel."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Conventions:
     """Conventions of the results of the function, as of `narrowgauge.adapt.quantized`."""
 
     tensor_scale_is: adapt.TensorScaleIs = "amax"
-    layout: adapt.AnyLayout = "linear"
+    layout: adapt.AnyLayout = LINEAR
     nibbles: adapt.Nibbles = "low-first"
     transposed: bool = False
 
@@ -51,7 +51,7 @@ class Conventions:
 def power_in_place(
     test: Callable[[], Any], subject: Subject, function: str | Callable[..., Any], conventions: Conventions
 ) -> Power:
-    """Run a test with each known wrong result in the place of a function's. Raises as `power`."""
+    """Run a test once per wrong kernel, with wrong results in place of a function's results. Raises as `power`."""
     name = name_of_function(test)
     try:
         inspect.signature(test).bind()
@@ -97,7 +97,7 @@ def _found(name: str) -> Any:
 
 
 def _reason(test: Callable[[], Any]) -> str:
-    """Why a test fails: what it raises, or that it returns False; empty if it passes."""
+    """The reason of a failing test: its exception, or its result False. Empty if the test passes."""
     try:
         answer = test()
     except (KeyboardInterrupt, SystemExit):
@@ -117,7 +117,7 @@ class _Call:
 
 
 class _Place:
-    """The place of the function: an observer of its calls (`harness.watch.replaced`), which gives results."""
+    """Observer of the function (`harness.watch.replaced`) that replaces the results of its calls."""
 
     def __init__(self, subject: Subject, conventions: Conventions) -> None:
         self._subject, self._conventions = subject, conventions
@@ -125,7 +125,7 @@ class _Place:
         self._key: Key | None = None
         self._number = 0
         self.differs = self.refused = False
-        """Whether a result of this run differs from a right one, and whether narrowgauge refuses one."""
+        """Whether a result of this run differs from the right result, and whether narrowgauge refuses a result."""
 
     def begin(self, key: Key) -> None:
         """The next run has results of the kernel with this key."""
@@ -144,7 +144,7 @@ class _Place:
             right = mine.trial.right
             results: Results = right
             if (mistake := mine.wrong.get(self._key)) is not None:
-                with suppress(ValueError):  # these inputs cannot have it
+                with suppress(ValueError):  # no such mistake on these inputs
                     results = mistake.results()
             try:
                 given = _formed(template, results, self._conventions, mine.arguments[0].dtype)
@@ -158,7 +158,7 @@ class _Place:
         return given
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
-        """The call with its mistakes; those of the first run, if the arguments are the same."""
+        """The call with its mistakes, taken from the first run if the arguments are equal."""
         self._number += 1
         tensors = [x.detach() for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         known = self.calls[self._number - 1] if self._number <= len(self.calls) and self._key is not None else None
@@ -180,7 +180,7 @@ class _Place:
 
 
 def _formed(template: Any, results: Results, conventions: Conventions, dtype: torch.dtype) -> Any:
-    """Results in the form of the function's own result. Raises ValueError for a form that they do not have."""
+    """Results in the form of the function's own result. Raises ValueError for an unknown form."""
     if len(results) == 1:
         (result,) = results.values()
         return _output(template, result, conventions, dtype)
@@ -211,18 +211,19 @@ def _output(template: Any, result: Any, conventions: Conventions, dtype: torch.d
         raise ValueError("numbers that are not quantized have no codes")
     if isinstance(template, Quantized):
         parts = {name: getattr(result, name) for name in ("codes", "scales", "amax")}
-        return with_layout(replace(template, **parts, tensor_scale=None, scale_layout="linear"), template.scale_layout)
+        return with_layout(replace(template, **parts, tensor_scale=None, scale_layout=LINEAR), template.scale_layout)
     parts = conventions.parts(result, dtype)
     if isinstance(template, Mapping):
         own = parts | {"tensor_scale": parts["amax"]}
         return {name: _as(value, own[name]) if name in own else value for name, value in template.items()}
     if isinstance(template, tuple | list):
         return type(template)([_as(value, part) for value, part in zip(template, parts.values(), strict=False)])
-    raise ValueError(f"the function gives a {type(template).__name__}; it is read as tensors, or as a Quantized")
+    kind = type(template).__name__
+    raise ValueError(f"the function gives an object of type {kind}; it is read as tensors, or as a Quantized")
 
 
 def _as(template: Any, part: torch.Tensor | None) -> Any:
-    """A tensor of the dtype and shape of the function's own. Raises ValueError for other numbers of bytes."""
+    """A tensor in the dtype and shape of the function's own tensor. Raises ValueError if the sizes differ."""
     if template is None or part is None:
         return template
     if not isinstance(template, torch.Tensor):

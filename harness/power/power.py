@@ -1,9 +1,9 @@
-"""Which known wrong results does a user's comparison accept?"""
+"""Known wrong results that a user's comparison accepts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,14 +14,16 @@ from narrowgauge.harness.api.default_settings import callers_settings, default_s
 from narrowgauge.harness.api.function_backend import name_of_function
 from narrowgauge.harness.cases.keys import one_of
 from narrowgauge.harness.power.compares import Compares
-from narrowgauge.harness.power.result import Counts, Key, Power, RightKernels
+from narrowgauge.harness.power.in_place import Conventions, power_in_place
+from narrowgauge.harness.power.result import Counts, Power, RightKernels
 from narrowgauge.harness.power.subject import find_subject
 from narrowgauge.harness.power.tolerance import Tightest
-from narrowgauge.harness.power.trial import Mistake, Results, Trial, same_results, tensors_of
+from narrowgauge.harness.power.trial import Results, Trial, numbered, same_results, tensors_of
 from narrowgauge.reference import ops
 from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.scale_layouts import LINEAR
 
 Judge = Callable[..., Any]
 
@@ -40,34 +42,35 @@ def power(
     compares: Literal["values", "results"] = "values",
     in_place_of: str | Callable[..., Any] | None = None,
     tensor_scale_is: adapt.TensorScaleIs = "amax",
-    layout: adapt.AnyLayout = "linear",
+    layout: adapt.AnyLayout = LINEAR,
     nibbles: adapt.Nibbles = "low-first",
     transposed: bool = False,
 ) -> Power:
-    """Give a test the results of kernels with known mistakes, and report which of them it accepts.
+    """Give a test the results of kernels with known mistakes, and report the mistakes that the test accepts.
 
-    judge: a comparison `judge(actual, expected)`, which returns False or raises an exception to refuse a result. With
-    several outputs each one is compared. Or, with `in_place_of`, a test: a function without arguments.
+    judge: a comparison `judge(actual, expected)`, called once per output, which returns False or raises an exception to
+    refuse a result. Or, with `in_place_of`, a test: a function without arguments.
     subject: a recipe or its name, for results of quantize; or a contract (docs/contracts.md), or the name of a contract
     of this package, such as "scaled-gemm".
     recipe: the same by name; of a contract its recipe. Default of a contract: that of its signature.
-    inputs: your own inputs, a tensor x (…, K) for each call of quantize, or a mapping of its arguments (x, scale,
-    random); of a contract a mapping of its tensors. They replace families, shapes and dtypes.
+    inputs: your own inputs, a tensor x (…, K) per call of quantize, or a mapping of the arguments x, scale and random;
+    of a contract a mapping of the tensors. Families, shapes and dtypes are then ignored.
     families, shapes, dtypes, keys, seed: of the made inputs, as of `narrowgauge.check`. Default: the family normal at
     the first shape of a check.
-    compares: "values" gives the judge decoded values, float32 (M, K); "results" a `Quantized`. Other outputs are
-    tensors in both.
-    in_place_of: a function that the test calls, or its name "module.function". Each known wrong result stands in its
-    place once, in the form of the function's own result: (codes, scales), (codes, scales, amax), a mapping, a
-    `Quantized`, or one tensor of values or codes; of a contract its results. The first tensor arguments of a call are
-    the inputs.
-    tensor_scale_is, layout, nibbles, transposed: conventions of that result (docs/adapt.md).
+    compares: "values" gives the judge decoded values, float32 (M, K); "results" a `Quantized`. Outputs that are not
+    quantized are tensors in both.
+    in_place_of: a function that the test calls, or the name "module.function". The test runs once per wrong kernel,
+    with wrong results in place of the function's results and in the same form: (codes, scales), (codes, scales, amax),
+    a mapping, a `Quantized`, or a tensor of values or codes; of a contract the results. The first tensor arguments of a
+    call are the inputs.
+    tensor_scale_is, layout, nibbles, transposed: conventions of the function's results (docs/adapt.md).
 
-    The mistakes are the changes with which narrowgauge explains wrong bytes: docs/power.md. The smallest tolerance that
-    accepts right kernels is measured on a right result and, for a contract, on 8 right kernels with other orders and
-    roundings. Returns a summary: `known`, `caught`, `rows`, `table`. Raises ValueError and TypeError for arguments that
-    do not fit together, for a judge that cannot compare a right result with itself, and for a test that fails with
-    right results.
+    The mistakes are the changes with which narrowgauge explains wrong bytes: docs/power.md. The smallest tolerance for
+    right kernels is measured on the right result and, for a contract, on 8 right kernels with different orders of sums
+    and roundings.
+
+    Returns a summary: `known`, `caught`, `rows`, `table`. Raises ValueError and TypeError for wrong arguments, for a
+    judge that cannot compare a right result with itself, and for a test that fails with right results.
     """
     if wrong := one_of(list(Compares))(compares):
         raise ValueError(f"compares {wrong}")
@@ -78,11 +81,9 @@ def power(
             raise ValueError(
                 f"{wrong} belongs to a judge; the test in place of whose function results stand has its own"
             )
-        from narrowgauge.harness.power.in_place import Conventions, power_in_place
-
         conventions = Conventions(tensor_scale_is, layout, nibbles, transposed=transposed)
         return power_in_place(judge, of, in_place_of, conventions)
-    if (tensor_scale_is, layout, nibbles, transposed) != ("amax", "linear", "low-first", False):
+    if (tensor_scale_is, layout, nibbles, transposed) != ("amax", LINEAR, "low-first", False):
         raise ValueError("tensor_scale_is, layout, nibbles and transposed are conventions of the function in_place_of")
     with default_settings():
         trials = of.given(inputs) if inputs is not None else of.made(families, shapes, dtypes, seed)
@@ -116,27 +117,18 @@ def _measure(trial: Trial, judge: Judge, compares: str, counts: Counts) -> Right
     for key, mistake in numbered(trial.mistakes()):
         try:
             results = mistake.results()
-        except ValueError:  # these inputs cannot have it
+        except ValueError:  # no such mistake on these inputs
             continue
         if same_results(results, trial.right):
             counts.add_unseen(key)
             continue
-        if compares == "results" and any(type(results[name]) is not type(trial.right[name]) for name in results):
+        if compares == Compares.RESULTS and any(type(results[name]) is not type(trial.right[name]) for name in results):
             continue  # values without codes
         counts.add(
             key, refused=not accepted(judge, _compared(results, compares), expected),
             narrowgauge=not trial.accepts(results), tightest=not tight.accepts(_values(results), values),
         )  # fmt: skip
     return RightKernels(trial.label, len(rights), refused, tight.rtol, tight.atol)
-
-
-def numbered(mistakes: Iterable[Mistake]) -> Iterator[tuple[Key, Mistake]]:
-    """Mistakes, each with the key of its kernel."""
-    before: Counter[tuple[str, str]] = Counter()
-    for mistake in mistakes:
-        name = mistake.name, mistake.sentence
-        yield (*name, before[name]), mistake
-        before[name] += 1
 
 
 def accepted(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
@@ -149,19 +141,27 @@ def accepted(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bo
 
 def _judged(judge: Judge, actual: Sequence[Any], expected: Sequence[Any]) -> bool:
     with callers_settings().in_force():
-        answers = [judge(a, e) for a, e in zip(actual, expected, strict=True)]
+        answers = [judge(a, _copied(e)) for a, e in zip(actual, expected, strict=True)]
     return all(answer is None or bool(answer) for answer in answers)
 
 
 def _compared(results: Results, compares: str) -> list[Any]:
-    """What a judge is given, an entry for each output and each part of a cache; copies, which it may change."""
+    """The arguments of a judge: an entry per output, and per part of a cache."""
     found: list[Any] = []
     for result in results.values():
-        if compares == "results" and isinstance(result, Quantized):
+        if compares == Compares.RESULTS and isinstance(result, Quantized):
             found.append(result)
         else:
-            found += [tensor.clone() for tensor in _values_of(result)]
-    return found
+            found += _values_of(result)
+    return [_copied(each) for each in found]
+
+
+def _copied(result: Any) -> Any:
+    """A copy that a judge may change."""
+    if not isinstance(result, Quantized):
+        return result.clone()
+    parts: dict[str, Any] = {name: part.clone() for name, part in vars(result).items() if hasattr(part, "clone")}
+    return replace(result, **parts)
 
 
 def _values(results: Results) -> list[torch.Tensor]:

@@ -10,35 +10,35 @@ from typing import Any
 from narrowgauge.harness.machine.plain_text import escape
 
 _LISTED = 20
-"""Mistakes that the text lists, and names of mistakes that the inputs do not show."""
+"""Most mistakes in the text, and most names of mistakes that the inputs do not show."""
 Key = tuple[str, str, int]
-"""A wrong kernel: the name of its mistake, the sentence, and its number among kernels with both."""
+"""A wrong kernel: name and sentence of the mistake, and a number among kernels with equal name and sentence."""
 
 
 @dataclass(frozen=True)
 class MistakeRow:
-    """A known mistake, and the share of its wrong results that are refused."""
+    """A known mistake, and how many of its wrong results are refused."""
 
     name: str
     sentence: str
-    """Of the first wrong kernel that the test accepts on all inputs, else of the first one."""
+    """Description of the first wrong kernel that the test accepts on all inputs, else of the first kernel."""
     kernels: int
-    """Wrong kernels with this mistake (other numbers, other places) whose results differ from the right ones."""
+    """Number of wrong kernels with this mistake whose results differ from the right results."""
     results: int
-    """Their wrong results: of every kernel on every input."""
+    """Number of wrong results: of every kernel on every input."""
     refused: int
     """Results that the test refuses."""
     narrowgauge: int
-    """Results that narrowgauge refuses. The others are results that a right kernel may give."""
+    """Results that narrowgauge refuses. A right kernel may give the remaining results."""
     tightest: int
-    """Results that the tightest tolerance refuses, which accepts every right kernel."""
+    """Results that the tightest tolerance for right kernels refuses."""
     caught: bool
-    """Whether the test refuses each of these kernels on at least one input."""
+    """Whether the test refuses every wrong kernel on at least one input."""
 
 
 @dataclass(frozen=True)
 class RightKernels:
-    """Results of right kernels on one input, and the tolerances that accept them, each with the other at 0."""
+    """Results of right kernels on one input, and the necessary tolerances: rtol with atol 0, atol with rtol 0."""
 
     inputs: str
     kernels: int
@@ -50,16 +50,16 @@ class RightKernels:
 
 @dataclass(frozen=True)
 class Power:
-    """Power of a test: which known mistakes it catches."""
+    """Power of a test: known mistakes, and the caught mistakes."""
 
     subject: str
     judge: str
     rows: tuple[MistakeRow, ...]
-    """A row for each known mistake that these inputs show, the least refused first."""
+    """A row per known mistake that the inputs show, the least refused first."""
     right: tuple[RightKernels, ...]
-    """An entry for each input; empty for a test in place of whose function the wrong results stand."""
+    """An entry per input; empty for `in_place_of`."""
     unseen: tuple[str, ...] = ()
-    """Known mistakes whose results on these inputs are those of a right kernel, byte by byte."""
+    """Known mistakes that change no byte of the results on these inputs."""
     tight: bool = True
     """Whether the tightest tolerance was measured."""
 
@@ -70,7 +70,7 @@ class Power:
 
     @property
     def caught(self) -> tuple[str, ...]:
-        """Names of the mistakes that the test catches: it refuses every kernel with this mistake on some input."""
+        """Names of the mistakes that the test catches (`MistakeRow.caught`)."""
         return tuple(row.name for row in self.rows if row.caught)
 
     @property
@@ -80,12 +80,12 @@ class Power:
 
     @property
     def passed(self) -> bool:
-        """Whether the test catches all that narrowgauge catches, and accepts every right result."""
+        """Whether the test catches every mistake that narrowgauge refuses, and accepts every right result."""
         return not self.false_alarms and all(row.caught for row in self.rows if row.narrowgauge)
 
     @property
     def table(self) -> str:
-        """All mistakes, a line each: how many kernels, and the shares of their results that are refused."""
+        """A line per mistake: the number of kernels, and the shares of refused results."""
         return self._table(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Power:
         return {**found, "known": self.known, "caught": self.caught, "passed": self.passed}
 
     def __str__(self) -> str:
-        """The numbers of mistakes, the mistakes that the test lets pass, and what right kernels need."""
+        """The numbers of mistakes, the mistakes that the test lets pass, and the tolerances for right kernels."""
         certain = sum(row.narrowgauge == row.results for row in self.rows)
         lines = [
             f"{self.judge} on {self.subject}: {len(self.caught)} of {len(self.rows)} known mistakes caught; "
@@ -169,7 +169,7 @@ class Counts:
 
     @property
     def rows(self) -> tuple[MistakeRow, ...]:
-        """A row for each mistake that some inputs show, the least refused first."""
+        """A row per mistake that the inputs show, the least refused first."""
         rows = []
         for name, kernels in self._kernels.items():
             every = list(kernels.values())

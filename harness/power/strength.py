@@ -1,4 +1,4 @@
-"""Which known mistakes would the inputs of cases show?"""
+"""Known mistakes that the inputs of cases show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.harness.power.trial import same_results
 
 
 def shown_mistakes(cases: Sequence[Case], seed: int) -> dict[str, Any]:
-    """Numbers of known mistakes of an operation, and of those that change a byte of a result on the inputs of a case.
+    """Number of known mistakes of an operation, and of mistakes that change a byte of a result on the inputs of a case.
 
     The keys are those of the field `strength` of docs/schema.md#result-of-check. A case whose operation has no list of
     mistakes is left out.
@@ -28,7 +28,7 @@ def shown_mistakes(cases: Sequence[Case], seed: int) -> dict[str, Any]:
                 continue
             try:
                 known[mistake.name] = not same_results(mistake.results(), trial.right)
-            except ValueError:  # these inputs cannot have it
+            except ValueError:  # no such mistake on these inputs
                 continue
     hidden = [name for name, shown in known.items() if not shown]
     return {"known": len(known), "shown": len(known) - len(hidden), "hidden": hidden, "cases": measured}

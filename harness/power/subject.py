@@ -1,4 +1,4 @@
-"""The operation whose wrong results a test is given: a recipe of quantize, or a contract."""
+"""The operation of the wrong results: quantize with a recipe, or a contract."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from narrowgauge.harness.api.assert_result import bound
 from narrowgauge.harness.api.inputs import make_case, name_of, named
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
-from narrowgauge.harness.cases.operations import OPERATIONS, hold
+from narrowgauge.harness.cases.operations import hold
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.strength.kernel import wrong_programs
+from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.power.trial import ContractTrial, QuantizeTrial, Results, Trial
 from narrowgauge.spec.program import Program
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
-
-_SEEDS = 1
-"""Distance of the seeds of two calls: the second one finds the result of the first in its buffer."""
 
 
 class Subject(ABC):
@@ -34,17 +32,32 @@ class Subject(ABC):
     label: str
 
     @abstractmethod
+    def cases(
+        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype]
+    ) -> list[Case]:
+        """A case per input family, shape and dtype. Raises ValueError for a wrong family, shape or dtype."""
+
     def made(
-        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype], seed: int
+        self,
+        families: Sequence[str],
+        shapes: Sequence[Sequence[int]] | None,
+        dtypes: Sequence[torch.dtype],
+        seed: int,
     ) -> list[Trial]:
-        """A trial for each input family, shape and dtype. Raises ValueError for a wrong one."""
+        """A trial per case of `cases`. The results of an earlier call are those of the next seed."""
+        trials = list[Trial]()
+        for case in self.cases(families, shapes, dtypes):
+            earlier = trial_of(case, seed + 1)
+            found = trial_of(case, seed, None if earlier is None else earlier.right)
+            trials += [] if found is None else [found]
+        return trials
 
     @abstractmethod
     def trial(self, label: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Trial:
         """The trial of a call. Raises ValueError and TypeError for arguments that the operation does not take."""
 
     def given(self, inputs: Sequence[Any]) -> list[Trial]:
-        """A trial for each of the user's inputs."""
+        """A trial per entry of the user's inputs."""
         if not isinstance(inputs, list | tuple):
             raise TypeError(f"inputs is a list with an entry for each call, not {type(inputs).__name__}")
         return [
@@ -59,23 +72,20 @@ class QuantizeSubject(Subject):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.label = recipe, f"quantize {recipe}"
 
-    def made(
-        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype], seed: int
-    ) -> list[Trial]:
-        cls, trials = OPERATIONS["quantize"], list[Trial]()
-        for shape in cls.usual_shapes(self.recipe)[:1] if shapes is None else shapes:
-            for dtype in dtypes:
-                usual = cls.usual_keys(self.recipe, name_of(dtype))
-                for family in families:
-                    case = make_case("quantize", self.recipe, {**usual, "shape": shape, "inputs": family})
-                    earlier: Results | None = None
-                    for number in (seed + _SEEDS, seed):
-                        made = make_inputs(case, seed=number)
-                        scale, random = made.get("scale.x"), made.random("x")
-                        trial = QuantizeTrial(case.id, made.x, self.recipe, scale, random, earlier)
-                        earlier = trial.right
-                    trials.append(trial)
-        return trials
+    def cases(
+        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype]
+    ) -> list[Case]:
+        cls = QuantizeCase
+        return [
+            make_case(
+                cls.operation,
+                self.recipe,
+                {**cls.usual_keys(self.recipe, name_of(dtype)), "shape": shape, "inputs": family},
+            )
+            for shape in (cls.usual_shapes(self.recipe)[:1] if shapes is None else shapes)
+            for dtype in dtypes
+            for family in families
+        ]
 
     def trial(self, label: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Trial:
         tensors = [x for x in (named.get("x"), *arguments, *named.values()) if is_tensor(x)]
@@ -94,51 +104,50 @@ class ContractSubject(Subject):
     def __init__(self, contract: Contract, recipe: str | None, options: Mapping[str, Any]) -> None:
         self.contract, self.recipe, self.options = contract, recipe, options
         self.label = " ".join(filter(None, (contract.name, recipe)))
-        self._changes: dict[str, list[Change]] = {}
 
-    def made(
-        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype], seed: int
-    ) -> list[Trial]:
-        cls = hold(self.contract)
-        recipes = [self.recipe] if self.recipe else []
-        trials = list[Trial]()
+    def cases(
+        self, families: Sequence[str], shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[torch.dtype]
+    ) -> list[Case]:
+        cls, recipes, found = hold(self.contract), [self.recipe] if self.recipe else [], list[Case]()
         for dtype in map(name_of, dtypes):
             main = [cls.shapes_of(cls.recipe_choices(recipes)[0], dtype)[0]] if shapes is None else shapes
             for shape in main:
                 usual = cls.usual(
                     recipes, dtypes=[dtype], families=families, shapes=[shape], keys=self.options, views=False
                 )
-                for case, _ in usual[: len(families)]:
-                    assert isinstance(case, ContractCase)
-                    first, second = (make_inputs(case, seed=seed + n).tensors for n in (_SEEDS, 0))
-                    earlier = self._trial(case.id, case.program, first).right
-                    trials.append(self._trial(case.id, case.program, second, earlier))
-        return trials
+                found += [case for case, _ in usual[: len(families)]]  # behind them are values of options
+        return found
 
     def trial(self, label: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Trial:
         tensors = [x for x in arguments if is_tensor(x) or isinstance(x, Quantized)]
         known = {name: value for name, value in named.items() if name in self.contract.tensors}
         recipes = dict.fromkeys(self.contract.recipes, self.recipe) if self.recipe else {}
         program, own = bound(self.contract, tuple(tensors), {**known, **recipes, **self.options})
-        return self._trial(label, program, own)
-
-    def _trial(
-        self, label: str, program: Program, tensors: Mapping[str, torch.Tensor], earlier: Results | None = None
-    ) -> Trial:
-        if program.digest not in self._changes:
-            self._changes[program.digest] = wrong_programs(program)
-        return ContractTrial(label, program, tensors, self._changes[program.digest], earlier)
+        return ContractTrial(label, program, own, _changes(program))
 
 
-def trial_of(case: Case, seed: int) -> Trial | None:
-    """The trial of a case of quantize or of a contract; None for another case, or one with two halves."""
+def trial_of(case: Case, seed: int, earlier: Results | None = None) -> Trial | None:
+    """The trial of a case of a contract or of a rowwise quantize; None for a case without a list of mistakes.
+
+    `earlier`: results for further inputs of the same shapes.
+    """
     made = make_inputs(case, seed=seed)
     if isinstance(case, ContractCase):
-        return ContractTrial(case.id, case.program, made.tensors, wrong_programs(case.program))
-    if case.operation != "quantize" or getattr(case, "usage", "") != "rowwise":
+        return ContractTrial(case.id, case.program, made.tensors, _changes(case.program), earlier)
+    if case.operation != QuantizeCase.operation or getattr(case, "usage", "") != "rowwise":
         return None
     recipe, random = named(case.recipe_names[0]), made.random("x")
-    return QuantizeTrial(case.id, made.x, recipe, made.get("scale.x"), random)
+    return QuantizeTrial(case.id, made.x, recipe, made.get("scale.x"), random, earlier)
+
+
+_CHANGES: dict[str, list[Change]] = {}
+"""Changes of a contract by the digest of the steps."""
+
+
+def _changes(program: Program) -> list[Change]:
+    if program.digest not in _CHANGES:
+        _CHANGES[program.digest] = wrong_programs(program)
+    return _CHANGES[program.digest]
 
 
 def is_tensor(value: Any) -> bool:

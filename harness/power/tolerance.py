@@ -9,8 +9,8 @@ import torch
 
 
 class Tightest:
-    """The tightest tolerance that accepts some right results: both the absolute and the relative error are at most
-    those of these results."""
+    """The tightest tolerance for given right results: absolute and relative error are at most the largest of these
+    results."""
 
     def __init__(self) -> None:
         self.atol = self.rtol = 0.0
@@ -27,7 +27,7 @@ class Tightest:
 
 
 def _errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Largest absolute and relative error; infinite for a NaN or an infinity in one of the two alone."""
+    """Largest absolute and relative error; infinite if only `actual` or only `expected` has a NaN or an infinity."""
     if actual.shape != expected.shape:
         return math.inf, math.inf
     a, e = actual.double(), expected.double()

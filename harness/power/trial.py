@@ -1,13 +1,14 @@
-"""An operation on inputs: its right result, and the results of kernels with known mistakes.
+"""An operation on inputs: the right result, and the results of kernels with known mistakes.
 
-The mistakes are those that the diagnosis knows: deviations of quantize, changes of the steps of a contract, and rows
-and columns that a kernel leaves out or takes from another place.
+The mistakes come from the diagnosis: deviations of quantize, changes of the steps of a contract, and rows and columns
+that a kernel leaves out or takes from a wrong place.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +27,7 @@ from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.strength.kernel import Kernel
 from narrowgauge.harness.operations.stages.deviation import Deviation
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages
+from narrowgauge.harness.power.result import Key
 from narrowgauge.reference import ops
 from narrowgauge.reference.contracts.evaluate import Evaluation, judged, of_rows
 from narrowgauge.reference.contracts.layout.pages import Stored
@@ -35,14 +37,14 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 SAMPLES = 8
-"""Right kernels of a contract that are sampled: orders of sums, roundings of steps and formulas differ."""
+"""Number of sampled right kernels of a contract: orders of sums, roundings of steps and formulas differ."""
 Results = Mapping[str, torch.Tensor | Quantized | Stored]
-"""Results of a kernel by the names of the outputs. A tensor in place of a Quantized has the values without codes."""
+"""Results of a kernel by the names of the outputs. A tensor in place of a Quantized has values without codes."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known mistake, and the results of a kernel that has it."""
+    """A known mistake, and the results of a kernel with this mistake."""
 
     name: str
     """The cause in reports, without the value behind a colon; of a contract the change of a step."""
@@ -55,7 +57,7 @@ class Trial(ABC):
     """An operation on inputs."""
 
     label: str
-    """What the inputs are: an input family and a shape, or the number of the call."""
+    """The inputs: the id of a case, or the number of the call."""
 
     @property
     @abstractmethod
@@ -65,7 +67,7 @@ class Trial(ABC):
     @property
     @abstractmethod
     def others(self) -> Sequence[Results]:
-        """Results of other right kernels, which may differ."""
+        """Results of further right kernels. The bytes may differ."""
 
     @abstractmethod
     def mistakes(self) -> Iterator[Mistake]:
@@ -88,8 +90,8 @@ class QuantizeTrial(Trial):
         random: Random | None = None,
         earlier: Results | None = None,
     ) -> None:
-        """`x`, `scale`, `random`: arguments of the reference's quantize. `earlier`: results for other inputs of this
-        shape."""
+        """`x`, `scale`, `random`: arguments of the reference's quantize. `earlier`: results for further inputs of
+        this shape."""
         self.label, self._earlier = label, earlier
         self._oracle = ops.quantize(x, recipe, scale=scale, random=random)
         self._subject = Subject(x.reshape(-1, x.shape[-1]), recipe, random, free=recipe.transform is not None)
@@ -129,7 +131,7 @@ class ContractTrial(Trial):
         changes: Sequence[Change],
         earlier: Results | None = None,
     ) -> None:
-        """`changes`: the `wrong_programs` of the program. `earlier`: results for other inputs of the same shapes."""
+        """`changes`: the `wrong_programs` of the program. `earlier`: results for further inputs of the same shapes."""
         self.label, self._program, self._tensors = label, program, tensors
         self._changes, self._earlier = changes, earlier
 
@@ -159,7 +161,7 @@ class ContractTrial(Trial):
 
     @cached_property
     def _known(self) -> Evaluation | None:
-        """The evaluation for all judgements of a contract with one result; None of several results."""
+        """The evaluation for all judgements of a contract with a single result; None for several results."""
         if len(self._program.outputs) > 1:
             return None
         return Evaluation(self._program, of_rows(self._program, self._tensors, slice(None)))
@@ -186,7 +188,7 @@ class ContractTrial(Trial):
 def changed_quantizations(
     subject: Subject, oracle: Quantized, results: Callable[[Quantized], Results]
 ) -> Iterator[Mistake]:
-    """The known mistakes of quantize. Rules of other libraries, and mistakes that only describe a result, are left out.
+    """The known mistakes of quantize, without the rules of libraries and without mistakes that only describe a result.
 
     `oracle`: the right quantization of the subject. `results`: all results of a kernel with a wrong quantization.
     """
@@ -202,7 +204,7 @@ def changed_quantizations(
 
 
 def _replayed(matrix: KernelMatrix, deviation: QuantizeDeviation, results: Callable[[Quantized], Results]) -> Results:
-    """The results of a kernel with a deviation: each stage from its own results of the stages before."""
+    """The results of a kernel with a deviation. Every stage is computed from the kernel's results of earlier stages."""
     stages = dict(matrix.kernel_stages)
     for stage in STAGES:
         if stage in stages:
@@ -217,13 +219,13 @@ def _kind(row: Deviation[Any]) -> str:
 
 
 def _shown(q: Quantized) -> Quantized:
-    """What a kernel returns: the amax, and no tensor scale that follows from it."""
+    """The result as a kernel returns it: with the amax, without the tensor scale."""
     return replace(q, tensor_scale=None) if q.amax is not None and q.recipe.tensor_scale != "given" else q
 
 
 def _of_any_kernel(right: Results, before: Mapping[str, torch.Tensor], earlier: Results | None) -> Iterator[Mistake]:
-    """Mistakes of every kernel: parts of a result that are left out or taken from another place, a buffer with the
-    result of another call, and numbers that are not quantized. `before`: what is quantized, by output."""
+    """Mistakes of every kernel: parts of a result are left out or taken from a wrong place, a buffer has the result of
+    an earlier call, numbers are not quantized. `before`: the quantized matrix by output."""
     for name, found in right.items():
         if isinstance(found, torch.Tensor) and found.is_floating_point():
             for row, changed in changed_matrices(MATRIX_CHANGES, found, f"the result {name}"):
@@ -232,6 +234,15 @@ def _of_any_kernel(right: Results, before: Mapping[str, torch.Tensor], earlier: 
         yield Mistake(SAME_RESULT.cause, SAME_RESULT.sentence.format("the result is"), partial(dict, earlier))
     for name, x in before.items():
         yield Mistake(WIDER_FORMAT.cause, f"{name} is not quantized", partial(dict, {**right, name: x.float()}))
+
+
+def numbered(mistakes: Iterable[Mistake]) -> Iterator[tuple[Key, Mistake]]:
+    """Mistakes with the keys of their kernels."""
+    before: Counter[tuple[str, str]] = Counter()
+    for mistake in mistakes:
+        name = mistake.name, mistake.sentence
+        yield (*name, before[name]), mistake
+        before[name] += 1
 
 
 def same_results(one: Results, other: Results) -> bool:

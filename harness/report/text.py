@@ -212,7 +212,7 @@ def rows_alone(records: Iterable[dict[str, Any]]) -> str:
         (record, stage)
         for record in records
         for stage in record["stages"]
-        if (stage["stage"], stage["rule"]) == ("rows", "repeat")
+        if stage["stage"] == "rows" and stage["rule"] == "repeat"
     ]
     wrong: dict[str, str] = {}
     for record, stage in found:

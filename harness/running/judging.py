@@ -35,8 +35,9 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
 
     backend.repeats, backend.concurrency, backend.host.autograd = case.repeats, case.concurrency, case.autograd
     outcome = operation_of(case)(case, inputs, backend)
-    amaxes = [judged.oracle.amax for judged in outcome.judged if judged.oracle.amax is not None]
-    history_of(backend).begin_case([float(amax) for amax in amaxes if amax.numel() == 1])
+    tensors = [(judged.oracle.amax, judged.oracle.shape) for judged in outcome.judged if judged.oracle.amax is not None]
+    single = [(float(amax), shape) for amax, shape in tensors if amax.numel() == 1]
+    history_of(backend).begin_case([amax for amax, _ in single], [shape for _, shape in single])
     decide(outcome.stages, sharing)
     return outcome
 
@@ -144,11 +145,35 @@ class FurtherCases:
         if not self._is_drawn() and "normal" in case.families():
             plain = replace(plain, inputs="normal")
 
-        def passes(changed: Case, number: int) -> bool | None:
-            found = self._outcome(changed, seed=self._seed + 1 + number)
+        def passes(changed: Case, drawn: Case, number: int) -> bool | None:
+            try:
+                given = self._inputs_of(changed, drawn, self._seed + 1 + number)
+                found = None if given is None else self._outcome(changed, given)
+            except HostLost:
+                raise
+            except Exception:  # a changed case without inputs or judgement is no evidence
+                return None
             return None if found is None else all(stage.passed for stage in found.stages)
 
         return conditions(plain, stage, passes)
+
+    def _inputs_of(self, case: Case, drawn: Case, seed: int) -> Inputs | None:
+        """The inputs of a case, with the numbers of another case if the shapes are equal. None: a dtype does not hold
+        the numbers."""
+        from narrowgauge.harness.inputs.inputs import Inputs
+        from narrowgauge.harness.operations.registry import make_inputs
+
+        own = make_inputs(case, seed=seed)
+        if case.shape != drawn.shape or case is drawn:
+            return own.to(self._device)
+        tensors, others = dict(own.tensors), make_inputs(drawn, seed=seed).tensors
+        for name, tensor in tensors.items():
+            if name in others and others[name].shape == tensor.shape:
+                tensors[name] = others[name].to(tensor.dtype)
+                back = tensors[name].to(others[name].dtype)
+                if not bool(((back == others[name]) | (others[name] != others[name])).all()):
+                    return None
+        return Inputs(tensors, own.counters).to(self._device)
 
     def _is_drawn(self) -> bool:
         """Whether the inputs depend on the seed."""
@@ -160,8 +185,8 @@ class FurtherCases:
             return False
         return any(not others[name].equal(tensor.cpu()) for name, tensor in self._inputs.tensors.items())
 
-    def _outcome(self, case: Case, inputs: Inputs | None = None, seed: int | None = None) -> Outcome | None:
-        """The outcome of a case, on its own inputs or on these. `seed`: the seed of its inputs; None: that of the run.
+    def _outcome(self, case: Case, inputs: Inputs | None = None) -> Outcome | None:
+        """The outcome of a case, on its own inputs or on these.
 
         None if the inputs cannot be made, or the kernel gives no result.
         """
@@ -170,8 +195,7 @@ class FurtherCases:
         if self._lost or case.inputs not in (*case.families(), self._case.inputs) or case.problem() is not None:
             return None
         try:
-            chosen = self._seed if seed is None else seed
-            given = make_inputs(case, seed=chosen).to(self._device) if inputs is None else inputs
+            given = make_inputs(case, seed=self._seed).to(self._device) if inputs is None else inputs
             return judge(case, given, self._backend)
         except HostLost:  # the next call starts a new host
             self._lost = True

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
 from narrowgauge.harness.hosts.starter import process_state, starter
 from narrowgauge.harness.machine.process import KILLED, interpreter
-from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
+from narrowgauge.harness.machine.processors import ALL_DEVICES, VISIBLE_DEVICES, visible_gpus
 
 SERVER = "narrowgauge.harness.running.judge_server"
 _WAIT = 1.0
@@ -100,7 +100,8 @@ class Fork(Process):
         self._status: int | None = None
         self._ended = False
         state = process_state()
-        state["environment"] |= {VISIBLE_DEVICES: gpu} if gpu else {}
+        if gpu:
+            state["environment"] |= {VISIBLE_DEVICES: gpu, ALL_DEVICES: ",".join(visible_gpus())}
         message = {"target": target, "number": self._number, "arguments": arguments, "state": state}
         with _lock:
             ends = [theirs, *(starter().connect() for _ in range(channels))]

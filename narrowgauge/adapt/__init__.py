@@ -11,9 +11,10 @@ from narrowgauge.adapt.convert import padding, quantized, stored_as
 from narrowgauge.adapt.entries import ENTRIES, Entry, Part, entries_of, entry_parts
 from narrowgauge.adapt.marlin import MarlinScales, from_marlin_scales, marlin_scales
 from narrowgauge.adapt.tensors import tensor
+from narrowgauge.adapt.words import WORDS, WordLayout, integers, pack_words, unpack_words
 
 __all__ = [
-    "CONVENTIONS", "ENTRIES", "AnyLayout", "Convention", "Entry", "Layout", "MarlinScales", "Nibbles", "Part",
-    "TensorScaleIs", "entries_of", "entry_parts", "from_marlin_scales", "marlin_scales", "padding", "quantized",
-    "stored_as", "tensor",
+    "CONVENTIONS", "ENTRIES", "WORDS", "AnyLayout", "Convention", "Entry", "Layout", "MarlinScales", "Nibbles", "Part",
+    "TensorScaleIs", "WordLayout", "entries_of", "entry_parts", "from_marlin_scales", "integers", "marlin_scales",
+    "pack_words", "padding", "quantized", "stored_as", "tensor", "unpack_words",
 ]  # fmt: skip

@@ -20,8 +20,12 @@ from narrowgauge.contract.declaration import (
     Matrix,
     Pages,
     Passed,
+    Positions,
+    QuantizedRanks,
     QueryLengths,
+    Ranks,
     Recipe,
+    RouterWeights,
     Row,
     Scalar,
     Scale,
@@ -30,6 +34,7 @@ from narrowgauge.contract.declaration import (
     Slots,
     contract,
 )
+from narrowgauge.contract.routed import accumulated, chosen
 from narrowgauge.contract.sequences import (
     places,
     rescaled,
@@ -90,13 +95,13 @@ from narrowgauge.spec.program import ContractError, Program
 
 __all__ = [
     "Bits", "Cache", "Codes", "Column", "Contract", "ContractError", "Flag", "Heads", "Index", "Lengths", "Matrix",
-    "Pages", "Passed", "Program", "QueryLengths", "Recipe", "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots",
-    "amax", "any_of", "cast", "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32",
-    "gelu", "gemm", "halves", "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads",
-    "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
-    "roundings", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt",
-    "square", "squeezed", "sum", "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights",
-    "where", "write",
+    "Pages", "Passed", "Positions", "Program", "QuantizedRanks", "QueryLengths", "Ranks", "Recipe", "RouterWeights",
+    "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots", "accumulated", "amax", "any_of", "cast", "chosen",
+    "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32", "gelu", "gemm", "halves",
+    "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads", "once", "places", "quantize",
+    "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt", "scores",
+    "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum",
+    "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, overload
 
+from narrowgauge.contract.steps import quantize
 from narrowgauge.contract.values import CachedHalves, Trace, Value
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
@@ -21,12 +22,14 @@ from narrowgauge.spec.program import (
     HALF,
     INDEX,
     KEPT,
+    RANKS,
     SUBNORMALS,
     SUBNORMALS_CHOICES,
     Axes,
     ContractError,
     Program,
     Tensor,
+    rank_name,
     tensors_of_cache,
     tensors_of_codes,
 )
@@ -44,6 +47,16 @@ class Matrix(Argument):
     """A matrix (M, K)."""
 
     own_axes = ("M", "K")
+
+
+class Ranks(Matrix):
+    """A matrix (M, K) on each rank of a group of processes: in a contract, the tuple of these matrices. The option
+    `ranks` says how many there are."""
+
+
+class QuantizedRanks(Ranks):
+    """A matrix of each rank that is quantized already, by the parameter `recipe`: in a contract, the tuple of the
+    results of `c.quantize`. A kernel gets a `Quantized`, and no recipe."""
 
 
 class Row(Argument):
@@ -136,6 +149,20 @@ class Sinks(Argument):
     dtypes = ("float32",)
 
 
+class Positions(Argument):
+    """The row of a matrix that each choice of a token names; a negative one names none: int64 (tokens, choices)."""
+
+    own_axes = ("tokens", "choices")
+    dtypes = (INDEX,)
+
+
+class RouterWeights(Argument):
+    """A weight of each choice of a token: float32 (tokens, choices)."""
+
+    own_axes = ("tokens", "choices")
+    dtypes = ("float32",)
+
+
 class Cache(Argument):
     """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
     page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
@@ -154,8 +181,8 @@ class Bits(Argument):
 
 
 TYPES = (
-    Matrix, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths, QueryLengths, Heads, Sinks,
-    Cache,
+    Matrix, Ranks, QuantizedRanks, Row, Column, Scalar, Scale, Index, Bits, Codes, Scales, Slots, Pages, Lengths,
+    QueryLengths, Heads, Sinks, Positions, RouterWeights, Cache,
 )  # fmt: skip
 """Types of tensors."""
 
@@ -283,7 +310,14 @@ class Contract:
             dtype = dtypes.get(name, "")
             if dtype not in kind.dtypes:
                 raise TypeError(f"{name} of {self.name} is {' or '.join(kind.dtypes)}, not {dtype or 'absent'}")
-            if kind not in (Codes, Cache) and name not in absent:
+            if issubclass(kind, Ranks):
+                own = []
+                for rank in range(options[RANKS]):
+                    arguments.append(Tensor(rank_name(name, rank), kind.__name__, axes, dtype))
+                    own.append(trace.add("argument", (), axes, dtype, name=arguments[-1].name))
+                    trace.steps[-1] = replace(trace.steps[-1], line=self.line)
+                given[name] = tuple(own if kind is Ranks else (quantize(one, recipes["recipe"]) for one in own))
+            elif kind not in (Codes, Cache) and name not in absent:
                 arguments.append(Tensor(name, kind.__name__, axes, dtype))
                 given[name] = trace.add("argument", (), axes, dtype, name=name)
                 trace.steps[-1] = replace(trace.steps[-1], line=self.line)
@@ -360,7 +394,7 @@ def contract(
     a tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
     number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels differ, and
     are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may
-    flush subnormal numbers. The option `page_layout` is told to a kernel by its cache.
+    flush subnormal numbers. The option `page_layout` is told to a kernel by its cache, and `ranks` by its group.
     The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
     order. Raises ContractError for another signature.
     """
@@ -417,6 +451,8 @@ def contract(
         else:
             kinds = ", ".join([*(kind.__name__ for kind in TYPES), "Recipe"])
             raise ContractError(f"{at} has the parameter {name} of type {annotation!r}; a parameter is one of {kinds}")
+    if any(issubclass(kind, Ranks) for kind, _ in tensors.values()) and type(options.get(RANKS)) is not int:
+        raise ContractError(f"{at} takes a matrix of each rank; give it the option {RANKS}: int = 2 behind *")
     if not tensors:
         raise ContractError(f"{at} takes no tensor; give a parameter the type Matrix")
     return Contract(function, tensors, recipes, options, choices, tuple(flags), by_name=tuple(by_name))

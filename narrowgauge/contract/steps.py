@@ -289,13 +289,18 @@ def _paired(x: Value, order: str, pairs: str) -> str:
     return order if pairs == "halves" else f"{order}-pairs"
 
 
-def dequantize(x: Value, dtype: str = "float32") -> Value:
+def dequantize(x: Value, dtype: str = "float32", *, fused: bool = False) -> Value:
     """The values of a quantization, rounded to a dtype once: those of the kernel's own codes and scales if it returns
-    them."""
+    them. `fused`: a kernel may also keep the product of code and scale unrounded, as a fused multiply-add does.
+
+    A kernel may hide the quantization of numbers that are not known exactly, if its scales are those of rows or groups.
+    """
     _check_quantized(x, "dequantize")
     if dtype not in DTYPES:
         x.trace.fail(f"c.dequantize gives one of {', '.join(DTYPES)}, not {dtype!r}")
-    return x.trace.add(DEQUANTIZE, (x,), x.axes, dtype)
+    if fused and dtype != "float32":
+        x.trace.fail(f"c.dequantize rounds the product to {dtype}; fused=True keeps it unrounded in float32")
+    return x.trace.add(DEQUANTIZE, (x,), x.axes, dtype, **({"fused": True} if fused else {}))
 
 
 def decode(q: Value, dtype: str | None = None, *, scale: str | None = None, zero: str | None = None) -> Value:

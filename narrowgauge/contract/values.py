@@ -15,6 +15,7 @@ from narrowgauge.spec.program import (
     INDEX,
     QUANTIZE,
     READ,
+    ROUTED,
     SEQUENCES,
     SLOTS,
     TAKE,
@@ -42,7 +43,7 @@ class Trace:
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
-            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS, *SEQUENCES):
+            if operand.dtype == INDEX and function not in (TAKE, WRITTEN, READ, SLOTS, *ROUTED, *SEQUENCES):
                 self.fail("an index has no arithmetic; it takes rows of another argument: table[index]")
             if operand.dtype == HALF and function not in (WRITTEN, READ):
                 self.fail("a cache has no arithmetic; c.write stores a quantization in it, and c.read reads rows")

@@ -5,11 +5,11 @@ libraries. This package does not import torch.
 """
 
 from narrowgauge.contract import Contract
-from narrowgauge.contracts import activation, attention, cache, gemm, norm, rotary, training
+from narrowgauge.contracts import activation, attention, cache, collectives, experts, gemm, norm, rotary, training
 
 CONTRACTS = {
     value.name: value
-    for module in (norm, activation, rotary, gemm, cache, attention, training)
+    for module in (norm, activation, rotary, gemm, cache, attention, experts, training, collectives)
     for value in vars(module).values()
     if isinstance(value, Contract)
 }  # fmt: skip

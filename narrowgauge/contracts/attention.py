@@ -18,7 +18,7 @@ import math
 from typing import Annotated, Literal
 
 from narrowgauge import contract as c
-from narrowgauge.contracts.cache import PageLayout
+from narrowgauge.contracts.cache import PageLayout, has_two_levels
 from narrowgauge.contracts.dialects import ATTENTION
 
 Weights = Literal["any", "input", "float32", "bfloat16", "float16", "e4m3", "e5m2"]
@@ -47,7 +47,7 @@ def attention(
     Request b has q_lengths[b] rows of q, one request behind another, and lengths[b] tokens in the cache. q_heads/heads
     of q share a head of the cache. causal: the last row of a request sees all its tokens, and each row before it one
     token less. window: a row sees so many of its last tokens; 0: all. softcap: logits s are softcap·tanh(s/softcap);
-    0: they stay. recipe, k_scale and v_scale: those of the cache.
+    0: they stay. recipe, k_scale and v_scale: those of the cache; a recipe whose scales are all stored has none.
     """
     found = q, cache, pages, lengths, q_lengths, recipe, k_scale, v_scale
     return _attention(*found, None, scale, causal, window, softcap, p, l, exponential, decode, output, base)
@@ -99,10 +99,16 @@ def _attention(
     k = c.read(cache.keys, slots, k_scale if given else None)
     v = c.read(cache.values, slots, v_scale if given else None)
     folded = decode == "folded"
-    keys, values = (c.decode(x) if folded else c.dequantize(x, q.dtype) for x in (k, v))
+    factors = [
+        c.factor(x) * scale if has_two_levels(recipe) else c.factor(x) for x, scale in ((k, k_scale), (v, v_scale))
+    ]
+    if folded:
+        keys, values = c.decode(k), c.decode(v)
+    else:
+        keys, values = (_rounded(x, scale, recipe, q.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     request, place = c.segments(q_lengths, q)
     head = c.shared_heads(q, lengths, keys)
-    s = c.roundings(c.scores(q, keys, request, head, lengths) * (c.factor(k) * scale if folded else scale), 2)
+    s = c.roundings(c.scores(q, keys, request, head, lengths) * (factors[0] * scale if folded else scale), 2)
     if softcap:
         s = c.tanh(c.roundings(s * (1 / softcap), 1), "tanhf", "sigmoid") * softcap
     seen = lengths[request] - q_lengths[request] + place + 1.0 if causal else lengths[request]
@@ -124,8 +130,13 @@ def _attention(
     narrow = dtype in ("any", "e4m3", "e5m2")
     y = c.weighted_sum(rounded, values, request, head, lengths, narrow=narrow) / total
     y = c.float32(c.cast(y, q.dtype)) if output == "two" else y
-    y = c.roundings(y * c.factor(v), 2) if folded else y
+    y = c.roundings(y * factors[1], 2) if folded else y
     return {"output": c.cast(y, q.dtype), "lse": c.squeezed(_lse(m, total, base))}
+
+
+def _rounded(q, scale, recipe, dtype):
+    """Elements times all their scales, rounded once."""
+    return c.cast(c.dequantize(q) * scale, dtype) if has_two_levels(recipe) else c.dequantize(q, dtype)
 
 
 def _lse(m, total, base):

@@ -32,13 +32,13 @@ def kv_write(
 def _quantized(x, recipe, scale):
     if c.takes_scale(recipe):
         return c.quantize(x, recipe, scale)
-    if not _has_two_levels(recipe):
+    if not has_two_levels(recipe):
         return c.quantize(x, recipe)
     # x/s, in whatever order a kernel multiplies x by reciprocals of s and of the scale of the block.
     return c.quantize(c.roundings(c.float32(x) / c.of_heads(scale), 6), recipe)
 
 
-def _has_two_levels(recipe):
+def has_two_levels(recipe):
     """Whether a given scale of the tensor is a factor of the scales of blocks: of E4M3."""
     return find_recipe(recipe).scale is E4M3
 
@@ -62,6 +62,6 @@ def kv_read(
 
 def _decoded(half, slots, recipe, scale, dtype):
     q = c.read(half, slots, scale if c.takes_scale(recipe) else None)
-    if not _has_two_levels(recipe):
+    if not has_two_levels(recipe):
         return c.dequantize(q, dtype)
     return c.cast(c.dequantize(q) * c.of_heads(scale), dtype)

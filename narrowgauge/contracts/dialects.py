@@ -12,6 +12,7 @@ from typing import Any
 _STORED = {"sum_of": "stored", "product_of": "stored"}
 _UNROUNDED = {"sum_of": "unrounded", "product_of": "unrounded"}
 _FLUSHED = {"subnormals": "flushed"}
+_OFFSET = {"zero_weight": "free"}
 
 NORMS: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, csrc/layernorm_kernels.cu and csrc/layernorm_quant_kernels.cu; before (0112cf2) with a further cast.
@@ -20,21 +21,26 @@ NORMS: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, csrc/quantization/fused_kernels/layernorm_utils.cuh: scales of rows, and of groups of 64 or 128.
     "vllm-row": {**_UNROUNDED, "rounded": "both"},
     "vllm-block": {**_UNROUNDED, "rounded": "both"},
+    # vLLM 0.32.0, csrc/cpu/layernorm.cpp, of float16; results of bfloat16 are truncated on a CPU with AVX2 alone.
+    "vllm-cpu": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result"},
     # FlashInfer 0.7.2.post1: norm/kernels (CuTe DSL, the default), and include/flashinfer/norm.cuh with fast math.
-    "flashinfer": {**_UNROUNDED, "rounded": "none"},
-    "flashinfer-cuda": {**_UNROUNDED, "rounded": "none", **_FLUSHED},
-    "flashinfer-norm": {**_UNROUNDED, "rounded": "result"},
-    "flashinfer-norm-cuda": {**_UNROUNDED, "rounded": "result", **_FLUSHED},
+    "flashinfer": {**_UNROUNDED, **_OFFSET, "rounded": "none"},
+    "flashinfer-cuda": {**_UNROUNDED, **_OFFSET, "rounded": "none", **_FLUSHED},
+    "flashinfer-norm": {**_UNROUNDED, **_OFFSET, "rounded": "result"},
+    "flashinfer-norm-cuda": {**_UNROUNDED, **_OFFSET, "rounded": "result", **_FLUSHED},
     "flashinfer-block": {**_UNROUNDED, "rounded": "result", **_FLUSHED},
     "flashinfer-nvfp4": {**_UNROUNDED, "rounded": "first", "order": "weight-first"},
     # TensorRT-LLM in FlashInfer 0.7.2.post1, include/flashinfer/comm/trtllm_allreduce_fusion.cuh.
-    "trtllm": {**_STORED, "rounded": "result"},
+    "trtllm": {**_STORED, **_OFFSET, "rounded": "result"},
     # SGLang 0.5.23: the Triton norm with scales of UE8M0, and the fused sum with and without cast_x_before_out_mul.
     "sglang-e8m0": {**_UNROUNDED, "rounded": "result"},
     "sglang-add": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result", "order": "weight-first"},
     "sglang-add-cast": {**_UNROUNDED, "rounded": "both"},
     # conch-triton-kernels 1.3.
     "conch": {**_STORED, "rounded": "both"},
+    # liger-kernel 0.8.5, casting_mode llama and gemma.
+    "liger": {**_STORED, **_OFFSET, "rounded": "both"},
+    "liger-gemma": {**_STORED, **_OFFSET, "rounded": "result"},
     # torch 2.11.0, torch.nn.functional.rms_norm.
     "torch": {**_UNROUNDED, "rounded": "result"},
 }
@@ -44,6 +50,7 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "vllm-silu-static": {"rounded": "both"},
     "vllm-activation": {"rounded": "both"},
     "vllm-silu-block": {"rounded": "none"},
+    "vllm-cpu": {"rounded": "result"},  # 0.32.0, csrc/cpu/activation.cpp
     # vLLM 0.33.0, Triton, with scales of float32; with packed scales.
     "vllm-triton-silu": {"rounded": "both"},
     "vllm-triton-silu-packed": {"rounded": "result"},
@@ -55,9 +62,17 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "sglang-triton-silu": {"rounded": "both"},
     # FlashInfer 0.7.2.post1, include/flashinfer/activation.cuh, with fast math.
     "flashinfer-activation": {"rounded": "result", "fast_math": True, **_FLUSHED},
-    # conch-triton-kernels 1.3; humming-kernels 0.1.19, process_input.
+    # conch-triton-kernels 1.3; liger-kernel 0.8.5; humming-kernels 0.1.19, process_input.
     "conch-activation": {"rounded": "both"},
+    "liger": {"rounded": "both"},
     "humming": {"rounded": "none"},
+}
+
+COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
+    # FlashInfer 0.7.2.post1, quantized_all_reduce: groups of 256, sums in rank order.
+    "flashinfer-all-reduce": {"reduce": "rank-order", "own_stripe": True},
+    # TensorRT-LLM in FlashInfer 0.7.2.post1, include/flashinfer/comm/trtllm_allreduce_fusion.cuh, one-shot.
+    "trtllm": {"reduce": "rank-order", "zeros": "positive", **_STORED, "rounded": "result"},
 }
 
 SCALED: Mapping[str, Mapping[str, Any]] = {
@@ -88,6 +103,13 @@ WEIGHT_ONLY: Mapping[str, Mapping[str, Any]] = {
     "marlin-channel": {"epilogue": "sum-first", "bias_added": "rounded"},
     "marlin-zero-points": {"decode": "zero-apart", "bias_added": "rounded"},
     "marlin-reduce": {"reduce": "output"},
+}
+
+COMBINED: Mapping[str, Mapping[str, Any]] = {
+    # vLLM 0.33.0, csrc/moe: moe_unpermute and moe_sum.
+    "vllm-unpermute": {"order": "choices"},
+    # Atomic additions of 16 bits, such as red.global.add.bf16: runs may differ.
+    "atomic": {"accumulate": "output"},
 }
 
 ATTENTION: Mapping[str, Mapping[str, Any]] = {

@@ -5,6 +5,7 @@ R a rounding to the dtype of x:
 
 - `order`: "rs-first" is (z·rs)·w, "weight-first" is (z·w)·rs;
 - `rounded`: R of the "result", of "both" products, of the "first" product, or of "none";
+- `zero_weight`: a weight −0 is "kept", or "free": a kernel that adds the offset 0 of its weights makes it 0;
 - of the sum z of x and residual, `sum_of` and `product_of`: rs and the products take the "stored" R(z) or the
   "unrounded" z.
 """
@@ -21,12 +22,14 @@ Rounded = Literal["result", "both", "first", "none"]
 Order = Literal["rs-first", "weight-first"]
 Sum = Literal["stored", "unrounded"]
 Subnormals = Literal["kept", "flushed"]
+ZeroWeight = Literal["kept", "free"]
 
 
 @c.contract(rows="independent", dialects=NORMS)
 def rmsnorm(
     x: c.Matrix, weight: c.Row, *, eps: float = 1e-6, zero_centered: c.Flag = False,
-    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+    rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
+    subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x (M, K).
 
@@ -35,39 +38,43 @@ def rmsnorm(
     norm of heads: a row for each head, K = head_dim (transformers at 9ee3f43, models/qwen3/modeling_qwen3.py).
     """
     z = c.float32(x)
-    return c.cast(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), x.dtype)
+    return c.cast(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), x.dtype)
 
 
 @c.contract(rows="independent", dialects=NORMS)
 def rmsnorm_quantize(
     x: c.Matrix, weight: c.Row, recipe: c.Recipe, *, eps: float = 1e-6, zero_centered: c.Flag = False,
-    ub: float = math.inf, rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+    ub: float = math.inf, rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
+    subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x (M, K), quantized: `rmsnorm`, then quantize. ub: upper bound of the amaxes that give
     the scales, scale_ub of vLLM 0.33 (csrc/quantization/fused_kernels/layernorm_utils.cuh).
     """
     z = c.float32(x)
-    return _quantized(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe, ub)
+    return _quantized(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, ub)
 
 
 @c.contract(rows="independent", dialects=NORMS)
 def rmsnorm_quantize_static(
     x: c.Matrix, weight: c.Row, scale: c.Scale, recipe: c.Recipe = "fp8-static-e4m3@vllm-static", *,
     eps: float = 1e-6, zero_centered: c.Flag = False,
-    rounded: Rounded = "result", order: Order = "rs-first", subnormals: Subnormals = "kept",
+    rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
+    subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x (M, K), quantized by a given scale.
 
     rms_norm_static_fp8_quant of vLLM 0.33 (csrc/layernorm_quant_kernels.cu).
     """
     z = c.float32(x)
-    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, rounded, order), recipe, scale)
+    return c.quantize(
+        normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, scale
+    )
 
 
 @c.contract(rows="independent", dialects=NORMS)
 def add_rmsnorm(
     x: c.Matrix, residual: c.Matrix, weight: c.Row, *, eps: float = 1e-6, zero_centered: c.Flag = False,
-    rounded: Rounded = "result", order: Order = "rs-first",
+    rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
     sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x + residual (M, K); the sum is the next residual.
@@ -75,7 +82,7 @@ def add_rmsnorm(
     fused_add_rms_norm of vLLM 0.33 (csrc/layernorm_kernels.cu): the norm is that of the stored sum.
     """
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "output": c.cast(y, x.dtype)}
 
 
@@ -83,13 +90,13 @@ def add_rmsnorm(
 def add_rmsnorm_quantize(
     x: c.Matrix, residual: c.Matrix, weight: c.Row, recipe: c.Recipe, *,
     eps: float = 1e-6, zero_centered: c.Flag = False, ub: float = math.inf,
-    rounded: Rounded = "result", order: Order = "rs-first",
+    rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
     sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x + residual (M, K), quantized: `add_rmsnorm`, then quantize, with the ub of
     `rmsnorm_quantize`."""
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "quantized": _quantized(y, recipe, ub)}
 
 
@@ -97,7 +104,7 @@ def add_rmsnorm_quantize(
 def add_rmsnorm_quantize_static(
     x: c.Matrix, residual: c.Matrix, weight: c.Row, scale: c.Scale,
     recipe: c.Recipe = "fp8-static-e4m3@vllm-static", *, eps: float = 1e-6, zero_centered: c.Flag = False,
-    rounded: Rounded = "result", order: Order = "rs-first",
+    rounded: Rounded = "result", order: Order = "rs-first", zero_weight: ZeroWeight = "kept",
     sum_of: Sum = "stored", product_of: Sum = "stored", subnormals: Subnormals = "kept",
 ):  # fmt: skip
     """RMSNorm of the rows of x + residual (M, K), quantized by a given scale.
@@ -105,7 +112,7 @@ def add_rmsnorm_quantize_static(
     fused_add_rms_norm_static_fp8_quant of vLLM 0.33 (csrc/layernorm_quant_kernels.cu).
     """
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
-    y = _rmsnorm(x, squares, factor, weight, eps, zero_centered, rounded, order)
+    y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
     return {"residual": stored, "quantized": c.quantize(y, recipe, scale)}
 
 
@@ -137,9 +144,9 @@ def _sum(x, residual, sum_of, product_of):
     return stored, numbers[sum_of], numbers[product_of]
 
 
-def _rmsnorm(x, squares, z, weight, eps, zero_centered, rounded, order):
+def normalized(x, squares, z, w, eps, rounded, order):
+    """z·rs·w, with rs of `squares`, by the fields `rounded` and `order`."""
     rs = c.once(c.rsqrt(c.mean(c.square(squares)) + eps))
-    w = _factor(weight, zero_centered)
     first, second = (rs, w) if order == "rs-first" else (w, rs)
     y = z * first
     if rounded in ("both", "first"):
@@ -148,5 +155,8 @@ def _rmsnorm(x, squares, z, weight, eps, zero_centered, rounded, order):
     return c.cast(y, x.dtype) if rounded in ("result", "both") else y
 
 
-def _factor(weight, zero_centered):
-    return c.float32(weight) + 1.0 if zero_centered else c.float32(weight)
+def _factor(weight, zero_centered, zero_weight="kept"):
+    w = c.float32(weight)
+    if zero_centered:
+        return w + 1.0
+    return w if zero_weight == "kept" else c.any_of(w, w + 0.0)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from narrowgauge import contract as c
 from narrowgauge.contracts.activation import _gated, _silu
-from narrowgauge.contracts.norm import _factor, _rmsnorm
+from narrowgauge.contracts.norm import _factor, normalized
 
 HalfMatrix = Annotated[c.Matrix, ("M", "K/2")]
 ColumnBits = Annotated[c.Bits, ("K", "M/4")]
@@ -29,7 +29,7 @@ def rmsnorm_quantize_both(
     (docs/numerics.md#hadamard-transform).
     """
     z = c.float32(x)
-    return c.quantize_both(_rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first"), recipe)
+    return c.quantize_both(normalized(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first"), recipe)
 
 
 @c.contract(rows="independent")
@@ -40,7 +40,9 @@ def rmsnorm_quantize_stochastic(
     """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized with stochastic rounding by given
     bits."""
     z = c.float32(x)
-    return c.quantize(_rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first"), recipe, random=random)
+    return c.quantize(
+        normalized(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first"), recipe, random=random
+    )
 
 
 @c.contract
@@ -51,7 +53,7 @@ def rmsnorm_quantize_both_stochastic(
     """RMSNorm of the rows of x (M, K), rounded once to the dtype of x, quantized in both orientations with stochastic
     rounding by given bits."""
     z = c.float32(x)
-    y = _rmsnorm(x, z, z, weight, eps, zero_centered, "result", "rs-first")
+    y = normalized(x, z, z, _factor(weight, zero_centered), eps, "result", "rs-first")
     return c.quantize_both(y, recipe, random=(random, random_columnwise))
 
 

@@ -248,6 +248,10 @@ _FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     }),
     # FlashInfer 0.7.2.post1, fused_add_rmsnorm_fp8_block_quant.
     "flashinfer-block": (("block",), _FUSED | _BY_AMAX | {"smallest_amax": 1e-4}),
+    # FlashInfer 0.7.2.post1, quantized_all_reduce.
+    "flashinfer-all-reduce": (("block",), _FUSED | {
+        "smallest_amax": 1e-12, "element_scale": "x*(max/amax)", "zero_scale": "saturate", "approximate": True,
+    }),
     # humming-kernels 0.1.19, process_input: amax/448 is at least 1e-30.
     "humming": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 448e-30, "nan": "ignore"}),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, ScaleLayout
 
@@ -129,6 +130,14 @@ class Cache:
 
         copies: dict[str, Any] = {name: torch.empty_like(part).copy_(part) for name, part in self.parts().items()}
         return replace(self, **copies)
+
+
+def has_attention(recipe: Recipe) -> bool:
+    """Whether the contracts of attention read a cache of this recipe: E4M3 with a given scale of the tensor, E4M3 with
+    E8M0 scales of blocks, or E2M1 with E4M3 scales."""
+    if recipe.tensor_scale == "given":
+        return recipe.element is E4M3 and recipe.whole
+    return (recipe.element, recipe.scale) in ((E4M3, E8M0), (E2M1, E4M3)) and recipe.tensor_scale == "none"
 
 
 def part_name(half: str, part: str) -> str:

@@ -36,6 +36,11 @@ SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", 
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
 the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
 sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
+CHOSEN, ACCUMULATED = ROUTED = ("chosen", "accumulated")
+"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, and the sum over the choices
+of a token that name a row."""
+ORDERS_OF_CHOICES = ("any", "choices")
+"""Orders in which a kernel adds the choices of a token: any, or from the first to the last one."""
 PLACES = "places"
 """The step that gives 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"
@@ -86,6 +91,11 @@ ONCE = "once"
 
 PAGE_LAYOUT = "page_layout"
 """The reserved option of a contract: the order in memory of a cache, which the cache tells a kernel."""
+RANKS = "ranks"
+"""The reserved option of a contract: the number of processes of a group, each with matrices of its own."""
+OWN_STRIPE = "own_stripe"
+"""The reserved result of a contract of a group: rows that the rank itself reduces. They are stripe r of the result
+`output` on rank r, or all that rank r returns if there is no other result."""
 SUBNORMALS = "subnormals"
 """The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
@@ -103,6 +113,17 @@ class ContractError(ValueError):
 def request_key(request: Mapping[str, Any]) -> str:
     """Arguments of `narrowgauge.contract.Contract.trace` by name as text, the same for equal arguments."""
     return json.dumps([request[name] for name in ("dtypes", "recipes", "options")], sort_keys=True)
+
+
+def rank_name(name: str, rank: int) -> str:
+    """Name of the matrix that a rank has for an argument of a group."""
+    return f"{name}.{rank}"
+
+
+def stripe(rows: int, ranks: int, rank: int) -> slice:
+    """The rows that a rank reduces: ⌈rows/ranks⌉ each, in order; the last stripes may be shorter, or empty."""
+    height = -(-rows // ranks)
+    return slice(min(rows, rank * height), min(rows, (rank + 1) * height))
 
 
 @dataclass(frozen=True)
@@ -262,12 +283,15 @@ class Program:
     @property
     def tables(self) -> dict[str, str]:
         """The axis whose elements each index names, by the name of the index."""
-        taken = (step.operands for step in self.steps if step.function == TAKE)
-        return {
-            self.steps[index].options["name"]: self.steps[table].axes[0]
-            for table, index in taken
-            if self.steps[index].function == "argument"
-        }
+        found = {}
+        for step in self.steps:
+            if step.function in (TAKE, CHOSEN):
+                table, index = (self.steps[number] for number in step.operands)
+                while index.function == RENUMBERED:
+                    index = self.steps[index.operands[0]]
+                if index.function == "argument":
+                    found[str(index.options["name"])] = table.axes[0]
+        return found
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
         """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,12 +11,13 @@ from narrowgauge.native.attention.cache import Pages, decode_scale, pages_of
 from narrowgauge.native.gemm.wgmma import multiprocessors
 from narrowgauge.native.runtime.arguments import blocks_for, suffix
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.native.runtime.structs import KernelStruct
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value
 from narrowgauge.spec.arguments import check_tensor
 from narrowgauge.spec.kv_cache import HALVES, Cache, PageLayoutName
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _PARAMETERS = KernelStruct("attention/attention.cuh", "AttentionParameters")
+_PREFILL = KernelStruct("attention/attention_prefill.cu", "PrefillParameters")
 _MERGE = KernelStruct("attention/attention.cu", "MergeParameters")
 _WARPS, _RESIDENT = 2, 6
 """Of a block of tensor cores, and blocks of a multiprocessor. On an H200, 32 requests of 8192 tokens, 8 heads of the
@@ -27,6 +29,16 @@ _LONGEST_STRIDE = 2**31 - 1
 SCALE = 0.08664339756999316
 """fl(ln 2)/8, the default of the contract."""
 _PORTABLE_THREADS = 32
+_PREFILL_ROWS = _PREFILL_KEYS = 128
+_FEWEST_ROWS = 256
+"""Rows of a head of the cache and a request from which on the path "prefill" is faster, on average. On an H200, 8192
+keys and 8 heads of q for a head of the cache: 256 rows take 0.76 of the time of the path "decode", 128 rows 1.42."""
+_PREFILL_DIMS = (64, 128, 192), (64, 128)
+"""Head dimensions of keys, and of values."""
+_MOST_TILES = 1 << 30
+"""Bytes of decoded keys and values, at most."""
+PathName = Literal["portable", "decode", "prefill"]
+"""Kernels of the sources attention, attention_tensor and attention_prefill."""
 
 
 def attention(
@@ -90,8 +102,12 @@ class Options:
     """(1,) float32. With it, the result is codes of E4M3 of the result over this scale."""
     splits: int | None = None
     """Parts of the keys of a request that thread blocks take, at most. None: by the number of thread blocks."""
-    tensor_cores: bool | None = None
-    """None: on a GPU, for a cache that `takes` accepts."""
+    path: PathName | None = None
+    """None: on a GPU "prefill" for many rows of a request and "decode" for few, if these kernels read the cache."""
+    weights: Literal["input", "e4m3"] = "input"
+    """Dtype of the weights of the second product, of the path "prefill": that of q, or codes of E4M3 of 2⁸·p."""
+    lag: float = 0.0
+    """The running maximum of the path "prefill" grows only by more than the lag, in base 2."""
 
 
 def attend(
@@ -99,55 +115,175 @@ def attend(
     scale: float, causal: bool = True, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
     options: Options = Options(),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attention` of pages that `starts`, int32 (requests + 1,), divides rows of `q` for; None: equally many rows."""
+    """`attention` of pages that `starts`, int32 (requests + 1,), divides rows of `q` for; None: equally many rows.
+
+    Raises ValueError for options that the path does not have.
+    """
     q = q if q.stride(-1) == 1 else q.contiguous()
     tokens, all_heads, _ = q.shape
     device, heads = q.device, k.codes.shape[2]
-    group, rows = all_heads // heads, tokens * all_heads
     dtype = q.dtype if options.out_scale is None else torch.uint8
     out = torch.empty((tokens, all_heads, v.dim), dtype=dtype, device=device)
     lse = torch.empty((tokens, all_heads), dtype=torch.float32, device=device)
-    if not rows:
+    if not out.numel():
         return out, lse
-    tensor_cores = options.tensor_cores
-    if tensor_cores is None:
-        tensor_cores = device.type == "cuda" and takes(k, v)
-    batch, most = len(lengths), pages.shape[1] * k.codes.shape[1]
-    tiles_of_request = blocks_for(tokens // batch * group, _ROWS)
-    tiles = batch * tiles_of_request if starts is None else blocks_for(tokens * group, _ROWS) + batch
-    splits = options.splits or (_splits(heads * tiles, most, device) if tensor_cores else 1)
-    keys = max(blocks_for(blocks_for(most, splits), _KEYS), 1) * _KEYS
-    splits = max(1, blocks_for(most, keys))
-    merged = splits > 1 or not tensor_cores
-    sums = torch.empty(splits * rows * v.dim if merged else 0, dtype=torch.float32, device=device)
-    maxima = torch.empty(splits * rows * 2 if merged else 0, dtype=torch.float32, device=device)
-    parameters = _PARAMETERS(
-        q=q, token_stride=q.stride(0), head_stride=q.stride(1), k=k.fields(), v=v.fields(), pages=pages,
-        lengths=lengths, starts=starts, q_scale=options.q_scale, k_scale=k_scale, v_scale=v_scale, sinks=options.sinks,
-        out_scale=options.out_scale, scale_of_heads=k_scale is not None and k_scale.numel() > 1, causal=causal,
-        window=options.window, scale=scale, softcap=options.softcap, batch=batch, tokens=tokens, heads=heads,
-        group=group, most_pages=pages.shape[1], row_tiles=tiles_of_request, splits=splits, keys_per_split=keys,
-        out=out, lse=lse, sums=sums, maxima=maxima,
-    )  # fmt: skip
-    kernel = suffix(q.dtype)
-    if tensor_cores:
-        flags: tuple[str, ...] = (
-            f"-DKEY_DIM={k.dim}",
-            f"-DVALUE_DIM={v.dim}",
-            f"-DCACHE_NIBBLES={int(k.format == 'CACHE_NVFP4')}",
-        )
-        shared = 0
-        if device.type == "cuda":
-            flags += (f"-DHAS_SOFTCAP={int(options.softcap > 0)}", f"-DPAGE_SIZE={k.codes.shape[1]}")
-            shared = _shared_bytes(k, v)
-        launch("attention_tensor", f"attention_tensor_{kernel}", (splits, heads, tiles), (_THREADS,), [parameters],
-               device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
-    else:
-        launch("attention", f"attention_{kernel}", (blocks_for(rows, _PORTABLE_THREADS), splits), (_PORTABLE_THREADS,),
-               [parameters], device=device)  # fmt: skip
-    if merged:
-        launch("attention", f"attention_merge_{kernel}", (blocks_for(rows, 4),), (128,), [parameters], device=device)
+    path = options.path or _path_of(q, k, v, pages)
+    _check(options, path, k, v)
+    if path == "prefill" and any(n % 8 for n in (*q.stride()[:2], q.data_ptr() // 2)):
+        q = q.contiguous()
+    fields: dict[str, Value] = {
+        "q": q, "token_stride": q.stride(0), "head_stride": q.stride(1), "k": k.fields(), "v": v.fields(),
+        "pages": pages, "lengths": lengths, "starts": starts, "q_scale": options.q_scale, "k_scale": k_scale,
+        "v_scale": v_scale, "sinks": options.sinks, "out_scale": options.out_scale,
+        "scale_of_heads": k_scale is not None and k_scale.numel() > 1, "causal": causal, "window": options.window,
+        "scale": scale, "softcap": options.softcap, "batch": len(lengths), "tokens": tokens, "heads": heads,
+        "group": all_heads // heads, "most_pages": pages.shape[1], "out": out, "lse": lse,
+    }  # fmt: skip
+    call = _Call(fields, q, k, v, pages, starts, options)
+    {"portable": _portable, "decode": _decode, "prefill": _prefill}[path](call)
     return out, lse
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of the kernels of a path."""
+
+    fields: dict[str, Value]
+    """Fields of AttentionParameters without splits and tiles."""
+    q: torch.Tensor
+    k: Pages
+    v: Pages
+    pages: torch.Tensor
+    starts: torch.Tensor | None
+    options: Options
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of a request, at most."""
+        return self.pages.shape[1] * self.k.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Heads of q that share a head of the cache."""
+        return self.q.shape[1] // self.k.codes.shape[2]
+
+    def row_tiles(self, rows: int) -> tuple[int, int]:
+        """Tiles of `rows` rows: of a request if all requests have equally many rows, and at most of all requests."""
+        tokens, batch = self.q.shape[0], len(self.pages)
+        of_request = blocks_for(tokens // batch * self.group, rows)
+        every = batch * of_request if self.starts is None else blocks_for(tokens * self.group, rows) + batch
+        return of_request, every
+
+    def flags(self) -> tuple[str, ...]:
+        """Flags of the kernels with tensor cores."""
+        flags: tuple[str, ...] = (
+            f"-DKEY_DIM={self.k.dim}",
+            f"-DVALUE_DIM={self.v.dim}",
+            f"-DCACHE_NIBBLES={int(self.k.format == 'CACHE_NVFP4')}",
+        )
+        return (*flags, f"-DHAS_SOFTCAP={int(self.options.softcap > 0)}") if self.q.device.type == "cuda" else flags
+
+    def parameters(self, splits: int, keys: int, row_tiles: int = 0, *, merged: bool) -> StructValue:
+        """AttentionParameters of splits of `keys` keys. `merged`: whether attention_merge adds the splits."""
+        count, (tokens, all_heads, _) = splits if merged else 0, self.q.shape
+        sums, maxima = (
+            torch.empty(count * tokens * all_heads * dims, dtype=torch.float32, device=self.q.device)
+            for dims in (self.v.dim, 2)
+        )
+        return _PARAMETERS(
+            **self.fields, row_tiles=row_tiles, splits=splits, keys_per_split=keys, sums=sums, maxima=maxima
+        )
+
+    def merge(self, parameters: StructValue) -> None:
+        """Adds the results of the splits."""
+        rows, kernel = self.q.shape[0] * self.q.shape[1], f"attention_merge_{suffix(self.q.dtype)}"
+        launch("attention", kernel, (blocks_for(rows, 4),), (128,), [parameters], device=self.q.device)
+
+
+def _split(most: int, splits: int) -> tuple[int, int]:
+    """Splits of at most `most` keys, and keys of each: multiples of `_KEYS`."""
+    keys = max(blocks_for(blocks_for(most, splits), _KEYS), 1) * _KEYS
+    return max(1, blocks_for(most, keys)), keys
+
+
+def _portable(call: _Call) -> None:
+    splits, keys = _split(call.most_keys, call.options.splits or 1)
+    parameters = call.parameters(splits, keys, merged=True)
+    rows, kernel = call.q.shape[0] * call.q.shape[1], f"attention_{suffix(call.q.dtype)}"
+    launch("attention", kernel, (blocks_for(rows, _PORTABLE_THREADS), splits), (_PORTABLE_THREADS,), [parameters],
+           device=call.q.device)  # fmt: skip
+    call.merge(parameters)
+
+
+def _decode(call: _Call) -> None:
+    device, heads = call.q.device, call.k.codes.shape[2]
+    of_request, tiles = call.row_tiles(_ROWS)
+    splits, keys = _split(call.most_keys, call.options.splits or _splits(heads * tiles, call.most_keys, device))
+    parameters = call.parameters(splits, keys, of_request, merged=splits > 1)
+    flags, shared = call.flags(), 0
+    if device.type == "cuda":
+        flags, shared = (*flags, f"-DPAGE_SIZE={call.k.codes.shape[1]}"), _shared_bytes(call.k, call.v)
+    launch("attention_tensor", f"attention_tensor_{suffix(call.q.dtype)}", (splits, heads, tiles), (_THREADS,),
+           [parameters], device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
+    if splits > 1:
+        call.merge(parameters)
+
+
+def _prefill(call: _Call) -> None:
+    device, heads, batch = call.q.device, call.k.codes.shape[2], len(call.pages)
+    of_request, tiles = call.row_tiles(_PREFILL_ROWS)
+    key_tiles = blocks_for(call.most_keys, _PREFILL_KEYS)
+    k_tiles, v_tiles = (
+        torch.empty(batch * heads * key_tiles * _tile_bytes(part), dtype=torch.uint8, device=device)
+        for part in (call.k, call.v)
+    )
+    parameters = [
+        call.parameters(1, 0, of_request, merged=False),
+        _PREFILL(k_tiles=k_tiles, v_tiles=v_tiles, key_tiles=key_tiles, row_tiles=tiles, lag=call.options.lag),
+    ]
+    flags = (*call.flags(), f"-DWEIGHTS_E4M3={int(call.options.weights == 'e4m3')}")
+    # sizeof(PrefillShared): a tile of q, two stages, barriers up to the alignment of the struct; and this alignment.
+    stages = 2 * (_tile_bytes(call.k) + _tile_bytes(call.v))
+    shared = _PREFILL_ROWS * call.k.dim * 2 + stages + 2 * 1024 if device.type == "cuda" else 0
+    launch("attention_prefill", f"attention_pack_{suffix(call.q.dtype)}", (key_tiles, heads, batch), (256,), parameters,
+           device=device, extra_flags=flags)  # fmt: skip
+    blocks = min(tiles * heads, multiprocessors(device))
+    launch("attention_prefill", f"attention_prefill_{suffix(call.q.dtype)}", (blocks,), (384,), parameters,
+           device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
+
+
+def _tile_bytes(part: Pages) -> int:
+    """Bytes of 128 decoded keys or values of a head."""
+    return _PREFILL_KEYS * part.dim * 2
+
+
+def _path_of(q: torch.Tensor, k: Pages, v: Pages, pages: torch.Tensor) -> PathName:
+    if q.device.type != "cuda" or not takes(k, v):
+        return "portable"
+    batch, heads, keys = len(pages), k.codes.shape[2], pages.shape[1] * k.codes.shape[1]
+    fits = batch * heads * blocks_for(keys, _PREFILL_KEYS) * (_tile_bytes(k) + _tile_bytes(v)) <= _MOST_TILES
+    many = q.shape[0] * q.shape[1] >= batch * heads * _FEWEST_ROWS
+    return "prefill" if fits and many and takes(k, v, "prefill") else "decode"
+
+
+def _check(options: Options, path: PathName, k: Pages, v: Pages) -> None:
+    """Raises ValueError for a cache that a path does not read, and for options that it does not have."""
+    if not takes(k, v, path):
+        raise ValueError(
+            f"the path {path!r} does not read a {k.format} with heads of {k.dim} and {v.dim} elements on "
+            f"{k.codes.device}; leave the path out"
+        )
+    if path != "prefill" and (options.weights != "input" or options.lag):
+        raise ValueError(
+            f"weights {options.weights!r} and lag {options.lag:g} are options of the path 'prefill', not of {path!r}"
+        )
+    if options.lag < 0 or (options.lag and options.weights == "e4m3"):
+        raise ValueError(
+            f"lag {options.lag:g} with weights {options.weights!r}: a lag is at least 0, and 0 for e4m3, because 2⁸·p "
+            "would exceed 448"
+        )
+    if path == "prefill" and options.splits not in (None, 1):
+        raise ValueError(f"splits {options.splits}: the path 'prefill' has a single one; leave splits out")
 
 
 def merge_attention(
@@ -174,8 +310,15 @@ def merge_attention(
     return out, lse
 
 
-def takes(k: Pages, v: Pages) -> bool:
-    """Whether the kernel with tensor cores has the format, sizes and alignment of a cache."""
+def takes(k: Pages, v: Pages, path: PathName = "decode") -> bool:
+    """Whether a path reads the format, sizes and alignment of a cache, and the device has its instructions."""
+    if path == "portable":
+        return True
+    if path == "prefill":
+        device = k.codes.device
+        hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+        if not hopper or k.dim not in _PREFILL_DIMS[0] or v.dim not in _PREFILL_DIMS[1]:
+            return False
     alignment = {"CACHE_FP8": 16, "CACHE_NVFP4": 8}.get(k.format)
     if alignment is None or v.format != k.format or k.codes.shape[1] % _PAGE:
         return False

@@ -96,11 +96,16 @@ def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fie
     if out.numel() == 0:
         return
     maps = tensor_maps(matrices, product.n, _row_bytes(product), out.device)
-    tokens = tokens_of(product.m // len(matrices))
+    tokens = tokens_of(product.expected_rows // len(matrices))
     # Each section may end in a part of a block.
     grid = blocks_for(product.n, _ROWS), product.m // tokens + len(matrices)
     first = _MATRICES(
-        maps=maps, codes=product.b["codes"], scales=product.b["scales"], sizes=product.sizes, sections=len(matrices)
+        maps=maps,
+        codes=product.b["codes"],
+        scales=product.b["scales"],
+        sizes=product.sizes,
+        starts=product.starts,
+        sections=len(matrices),
     )
     slices = slices_of_sections(product.k, product.family)
     _multiply(product, out, slices, f"gemm_fused_grouped_{tokens}", grid, first, {"codes": None, "scales": None})
@@ -131,7 +136,7 @@ def _multiply(
         refused = torch.empty(packed + grid[0] * grid[1], dtype=torch.int32, device=device)
         own = refused[packed:]
     a = dequantize(
-        family, product.a, product.m, product.k, 1, refused, sizes=product.sizes,
+        family, product.a, product.m, product.k, 1, refused, sizes=product.sizes, starts=product.starts,
         early_kernel=(source, "pack_interleaved"),
     )  # fmt: skip
     parameters = _PARAMETERS(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
 from narrowgauge.spec.formats import E4M3, FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import Recipe
 
 _TILE = 64
 _THREADS = 64
@@ -80,12 +82,12 @@ def path_for(a: Quantized, b: Quantized, family: str) -> str:
     return path_of(m, n, k, family, a.codes.device, **{name: by.takes(a, b, family) for name, by in taken.items()})
 
 
-def grouped_path_for(m: int, a: Quantized | GroupedQuantized, b: Sequence[Quantized], family: str) -> str:
-    """Path of the grouped GEMM of sections with `m` rows together: FUSED, FP8, TENSOR or PORTABLE. `a`: all sections,
-    or the first one."""
+def grouped_path_for(m: int, codes: torch.Tensor, recipe: Recipe, b: Sequence[Quantized], family: str) -> str:
+    """Path of the grouped GEMM of sections with `m` rows together: FUSED, FP8, TENSOR or PORTABLE. `codes`: of all
+    sections, or of the first one."""
     n, k = b[0].shape
-    path = path_of(m, n, k, family, a.codes.device, fp8=wgmma_fp8.takes_sections(a.codes, a.recipe, b, family))
-    few = m <= ROWS_FUSED * len(b) and n * k >= MANY and (family == "nvfp4" or a.recipe.element is E4M3)
+    path = path_of(m, n, k, family, codes.device, fp8=wgmma_fp8.takes_sections(codes, recipe, b, family))
+    few = m <= ROWS_FUSED * len(b) and n * k >= MANY and (family == "nvfp4" or recipe.element is E4M3)
     return FUSED if path == TENSOR and few and fused.takes_matrices(b, family) else path
 
 
@@ -103,7 +105,7 @@ def _fused_slices(a: Quantized, b: Quantized, family: str) -> tuple[int, ...]:
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
     sections = 1 if terms.sizes is None else len(terms.sizes)
     grid = (blocks_for(terms.n, _TILE), blocks_for(terms.m, _TILE), sections)
-    arguments: list[Argument] = [terms.parameters(out)]
+    arguments: list[Argument] = [terms.parameters(out), *([] if terms.sizes is None else [terms.starts])]
     if terms.family == "nvfp4":
         arguments.append(terms.alpha_parameters())
     launch(kernel_source(terms.family), kernel, grid, (_THREADS,), arguments, device=out.device)
@@ -123,41 +125,70 @@ def gemm_grouped(
     does, and ValueError if the numbers of sections and matrices differ.
     """
     check_sections_of_product(a, b)
-    (m, k), n = a.shape, b[0].shape[0]
-    supported(a.recipe)
-    family = product_family(a.recipe, b[0].recipe)
+    check_matrices(a.recipe, a.shape[1], b)
+    parts = a.codes, _section_scales(a), a.amax
+    return multiply_sections(parts, a.recipe, a.shape, b, Rows(a.sizes, None, a.shape[0]), out_dtype, c=c, bias=bias)
+
+
+class Rows(NamedTuple):
+    """Where the rows of the sections of a grouped GEMM lie."""
+
+    sizes: torch.Tensor
+    """Rows of each section, int64 (G,)."""
+    starts: torch.Tensor | None
+    """First row of each section, int64 (G,); None: sections lie one behind another."""
+    expected: int
+    """Rows of all sections together, as far as they are known: they decide between kernels."""
+
+
+def check_matrices(a: Recipe, k: int, b: Sequence[Quantized]) -> None:
+    """Raises NotImplementedError for sections of a recipe that the kernels do not have, and ValueError unless all
+    matrices have one shape and recipe, and one amax each."""
+    supported(a)
+    n = b[0].shape[0]
     for number, matrix in enumerate(b):
         if matrix.recipe != b[0].recipe or matrix.shape != (n, k) or matrix.recipe.granularity == "row":
             raise ValueError(
                 f"gemm_grouped multiplies sections (m, {k}) by matrices {(n, k)} of one recipe with one amax each; "
                 f"b[{number}] is {matrix.shape}, {matrix.recipe}"
             )
-    section_scales = _section_scales(a)
+
+
+def multiply_sections(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], recipe: Recipe, shape: tuple[int, int],
+    b: Sequence[Quantized], rows: Rows, out_dtype: torch.dtype, *, c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Sections of a (M, K) times a matrix (N, K) each: (M, N). Rows of no section are not written.
+
+    `parts`: codes, scales and amaxes of a; with given starts each row has its scales, or each section has one. Raises
+    as `gemm`.
+    """
+    (a_codes, a_scales, amax), (m, k), n = parts, shape, b[0].shape[0]
+    family, device = product_family(recipe, b[0].recipe), a_codes.device
     operands = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
     matrices, amaxes = [fields for fields, _ in operands], [amax for _, amax in operands if amax is not None]
-    device = a.codes.device
     codes, scales = (_addresses([fields[part] for fields in matrices], device) for part in ("codes", "scales"))
     layouts = torch.tensor([fields["layout"] for fields in matrices], dtype=torch.int32)
     terms = Product(
         family, m, n, k,
-        a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
+        a={"codes": a_codes, "scales": a_scales, "element": recipe.element.name, "layout": layout_of(recipe)},
         b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": moved(layouts, device)},
         epilogue=epilogue_fields((m, n), out_dtype, c, bias, len(b)),
         alpha=alpha_fields(
-            a.recipe, b[0].recipe, family, (section_scales, scales),
-            (a.amax, _addresses(amaxes, device) if amaxes else None),
+            recipe, b[0].recipe, family, (a_scales, scales), (amax, _addresses(amaxes, device) if amaxes else None)
         ),
-        sizes=a.sizes,
+        sizes=rows.sizes, starts=rows.starts, expected_rows=rows.expected,
     )  # fmt: skip
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    path = grouped_path_for(m, a, b, family)
+    path = grouped_path_for(rows.expected, a_codes, recipe, b, family)
     if path == FUSED:
         fused.multiply_grouped(terms, out, matrices)
     elif path == FP8:
         wgmma_fp8.multiply_grouped(terms, out, matrices)
     elif path == PORTABLE:
         _multiply_portable(terms, out, f"gemm_grouped_{family}")
-    elif wgmma_grouped.takes(m, n, k, matrices, ROWS_BESIDE):
+    elif wgmma_grouped.takes(rows.expected, n, k, matrices, ROWS_BESIDE):
         wgmma_grouped.multiply(terms, out)
     else:
         wgmma.multiply(terms, out)
@@ -177,7 +208,7 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     if single:
         path = path_for(left[0], right[0], family)
     else:
-        path = grouped_path_for(sum(q.shape[0] for q in left), left[0], right, family)
+        path = grouped_path_for(sum(q.shape[0] for q in left), left[0].codes, left[0].recipe, right, family)
     if path in (TENSOR, FUSED) and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
     if path == FUSED:

@@ -48,6 +48,10 @@ class Product(NamedTuple):
     """Alpha, or GroupedAlpha."""
     sizes: torch.Tensor | None = None
     """Rows of each section of a grouped GEMM, int64 (G,)."""
+    starts: torch.Tensor | None = None
+    """First row of each section, int64 (G,); None: sections lie one behind another."""
+    expected_rows: int = 0
+    """Rows of all sections together, as far as they are known: they decide between kernels."""
 
     def parameters(self, out: torch.Tensor) -> StructValue:
         """GemmParameters, or GroupedGemmParameters, with the output."""

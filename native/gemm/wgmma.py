@@ -40,14 +40,14 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
     grouped = sizes is not None
     matrices = 1 if sizes is None else len(sizes)
-    a = dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
+    a = dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes, starts=product.starts)
     b = dequantize(family, product.b, product.n, product.k, 2, refused, matrices=matrices)
     arguments: list[Argument] = [
         parameters(product, out, a, b, refused, slices),
         product.alpha_parameters(),
     ]
     if grouped:
-        arguments += [sizes, np.int32(matrices)]
+        arguments += [sizes, product.starts, np.int32(matrices)]
     launch(
         SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (blocks_of(product, slices, device),), (THREADS,),
         arguments, device=device,
@@ -77,7 +77,8 @@ def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor)
     matrices = 1 if product.sizes is None else len(product.sizes)
     grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
     kernel = "gemm_mx_refused" if product.sizes is None else "gemm_grouped_mx_refused"
-    arguments: list[Argument] = [product.parameters(out), refused, np.int32(len(refused))]
+    starts: list[Argument] = [] if product.sizes is None else [product.starts]
+    arguments: list[Argument] = [product.parameters(out), *starts, refused, np.int32(len(refused))]
     launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), arguments, device=out.device, early=True)
 
 
@@ -103,12 +104,14 @@ def dequantize(
     refused: torch.Tensor | None,
     *,
     sizes: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     matrices: int = 1,
     early_kernel: tuple[str, str] | None = None,
 ) -> torch.Tensor:
     """bfloat16 tiles of an operand (rows, K), uint8, with a multiple of `multiple` rows of tiles.
 
-    `operand`: OperandParameters, of all sections if `sizes` is given; or MatricesParameters of `matrices` matrices.
+    `operand`: OperandParameters, of all sections if `sizes` is given, `starts` as in Product; or MatricesParameters of
+    `matrices` matrices.
     `early_kernel`: source and name of a kernel with the parameters of `pack`, launched `early` in its place.
     """
     sections = 1 if sizes is None else len(sizes)
@@ -120,7 +123,8 @@ def dequantize(
         one = {"codes": operand["codes"], "scales": operand["scales"], "element": operand["element"]}
         arguments = _DEQUANTIZE(
             operand={**one, "layout": operand.get("layout", 0)}, layouts=layouts, rows=rows, k=k,
-            block_scales=BLOCK_SCALES[family], sizes=sizes, sections=sections, tiles=packed, refused=refused,
+            block_scales=BLOCK_SCALES[family], sizes=sizes, starts=starts, sections=sections, tiles=packed,
+            refused=refused,
         )  # fmt: skip
         source, kernel = early_kernel or (SOURCE, "pack")
         early = early_kernel is not None

@@ -76,7 +76,7 @@ def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fie
     kernel, scaling = ("tensor", product.alpha_parameters()) if product.family == "fp8_tensor" else ("block", scales)
     b = {**matrices[0], "codes": None, "scales": None}
     maps = tensor_maps(matrices, product.n, product.k, out.device)
-    _launch(f"grouped_{kernel}", product, out, b, maps, [scaling, sizes, np.int32(len(matrices))])
+    _launch(f"grouped_{kernel}", product, out, b, maps, [scaling, sizes, product.starts, np.int32(len(matrices))])
 
 
 def _launch(

@@ -43,17 +43,19 @@ def multiply(product: Product, out: torch.Tensor) -> None:
     device, family, sizes, count = out.device, product.family, product.sizes, len(product.sizes)
     tiles = wgmma.packed_tiles(product.n, product.k)
     refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
-    a = wgmma.dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
+    a = wgmma.dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes, starts=product.starts)
     b = torch.empty(count * tiles * wgmma.TILE_BYTES, dtype=torch.uint8, device=device)
     counts = torch.zeros(1 + count * product.n // _OUT_COLUMNS, dtype=torch.int32, device=device)
     matrices = _MATRICES(
         operand=product.b, block_scales=wgmma.BLOCK_SCALES[family], tiles=b, refused=refused, counts=counts
     )
-    shape: list[Argument] = [np.int64(product.n), np.int64(product.k), sizes, np.int32(count), np.int64(product.m)]
-    launch(_SOURCE, "pack_first", (tiles,), (wgmma.DEQUANTIZE_THREADS,), [matrices, *shape], device=device)
+    rows: list[Argument] = [sizes, product.starts, np.int32(count)]
+    shape = np.int64(product.n), np.int64(product.k)
+    first: list[Argument] = [matrices, *shape, *rows, np.int64(product.m)]
+    launch(_SOURCE, "pack_first", (tiles,), (wgmma.DEQUANTIZE_THREADS,), first, device=device)
     launch(
         _SOURCE, "gemm_tensor_dequantizing", (wgmma.multiprocessors(device),), (wgmma.THREADS,),
-        [wgmma.parameters(product, out, a, b, refused), product.alpha_parameters(), sizes, np.int32(count), matrices],
+        [wgmma.parameters(product, out, a, b, refused), product.alpha_parameters(), *rows, matrices],
         device=device, shared_bytes=wgmma.SHARED_BYTES if device.type == "cuda" else 0,
     )  # fmt: skip
     if refused is not None:

@@ -31,7 +31,12 @@ _MADE_BY_MACROS = {
     "produced_mx": tuple(f"produced_mx_{t}" for t in _TYPED),
     "produced_nvfp4": tuple(f"{kernel}_{t}" for kernel in ("produced_nvfp4", "produced_amax") for t in _TYPED),
     "produced_rows": tuple(f"{kernel}_{t}" for kernel in ("produced_rows", "column_sums") for t in _TYPED),
+    "sum_ranks": tuple(f"sum_{kind}_{t}" for t in _TYPED for kind in ("codes", "values")),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
+    "permute": (
+        *(f"{kernel}_{ids}" for kernel in ("count", "place") for ids in ("i32", "i64")),
+        *(f"gather_{size}" for size in (1, 2, 4, 8, 16)),
+    ),
     "gemm_wgmma": (
         "pack",
         "gemm_tensor",
@@ -59,9 +64,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 """Stem of a source file to its kernels: the functions that the file declares, or those of `_MADE_BY_MACROS`."""
 
-CPU_SOURCES = tuple(
-    name for name in KERNELS if not name.startswith(("gemm_skinny", "gemm_wgmma", "gemm_fused", "attention_tensor"))
-)
+_OF_ARCHITECTURES = ("attention_prefill", "attention_tensor", "gemm_fused", "gemm_skinny", "gemm_wgmma")
+CPU_SOURCES = tuple(name for name in KERNELS if not name.startswith(_OF_ARCHITECTURES))
 """Sources that a call on a CPU may need. Only tests run the kernels of GPU architectures on a CPU."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

@@ -144,10 +144,13 @@ def judge_range(
     upper: torch.Tensor,
     nan: torch.Tensor | None = None,
     fmt: Format | None = None,
+    *,
+    decoded: Format | None = None,
 ) -> Part:
     """The part of a result that has to lie between two numbers or codes of its dtype.
 
-    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN.
+    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN. `decoded`: the
+    format of the codes that a float is a multiple of: the float is determined as far as its code is.
     """
     differs = different(actual, lower, fmt)
     if upper is lower and nan is None:
@@ -165,11 +168,20 @@ def judge_range(
         whole = most.dim() < 2 or most.shape[-1] == 1  # one number for a row: beside the other rows
         row = most.amax() if whole and most.numel() else most.amax(-1, keepdim=True) if most.numel() else most
         undetermined = ~((upper.double() - lower.double()) * _MANY <= row) & (lower != upper)
+        if decoded is not None:
+            factor = 2.0 ** (_few_codes(decoded) / (1 << decoded.mantissa_bits))
+            least, most = torch.minimum(lower.abs(), upper.abs()), torch.maximum(lower.abs(), upper.abs())
+            undetermined &= ~((lower.sign() == upper.sign()) & (most.double() < factor * least.double()))
     else:
         assert fmt is not None
-        undetermined = high - low >= min(_MANY, (1 << fmt.bits) // 4)
+        undetermined = high - low >= _few_codes(fmt)
     undetermined = undetermined & ~empty | (allowed & ~empty)
     return Part(actual, lower, upper, wrong, int(determined.count_nonzero()), int(undetermined.count_nonzero()), fmt)
+
+
+def _few_codes(fmt: Format) -> int:
+    """Codes from which an element counts as undetermined."""
+    return min(_MANY, (1 << fmt.bits) // 4)
 
 
 def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) -> torch.Tensor:

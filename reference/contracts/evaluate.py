@@ -31,7 +31,7 @@ from narrowgauge.reference.contracts.changed_steps import (
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
 from narrowgauge.reference.contracts.functions import FUNCTIONS, apply
 from narrowgauge.reference.contracts.interval import Interval
-from narrowgauge.reference.contracts.layout import attention
+from narrowgauge.reference.contracts.layout import attention, routed
 from narrowgauge.reference.contracts.layout.changed_attention import CHANGED_ATTENTION
 from narrowgauge.reference.contracts.layout.columns import arranged, arranged_tensor, joined, transposed
 from narrowgauge.reference.contracts.layout.pages import (
@@ -42,7 +42,7 @@ from narrowgauge.reference.contracts.layout.pages import (
     read_rows,
     slots,
 )
-from narrowgauge.reference.contracts.quantized import judge_quantized
+from narrowgauge.reference.contracts.quantized import hidden_values, judge_quantized
 from narrowgauge.reference.contracts.scopes import (
     Scope,
     dependent,
@@ -54,9 +54,11 @@ from narrowgauge.reference.contracts.scopes import (
 from narrowgauge.reference.gemm.operands import promotes
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import block_scales, used_tensor_scale
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import (
+    ACCUMULATED,
     BEHIND,
+    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -73,6 +75,7 @@ from narrowgauge.spec.program import (
     RENUMBERED,
     RESCALED,
     ROTATED,
+    ROUTED,
     SCORES,
     SEGMENTS,
     SQUEEZED,
@@ -472,7 +475,10 @@ def judge_output(
     if isinstance(result, torch.Tensor):
         if ends[0].low.shape != result.shape:
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
-        yield name, judge_range(result, ends[0].low, ends[0].high, ends[0].nan)
+        yield (
+            name,
+            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number)),
+        )
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
     scale = given_scale(program, quantization, tensors)
@@ -492,6 +498,15 @@ def judge_output(
     )  # fmt: skip
     for part, judgement in parts:
         yield part if name == "quantized" else f"{name}.{part}", judgement
+
+
+def _decoded_format(program: Program, number: int) -> Format | None:
+    """Format of the codes of a quantization whose values a result has, rounded; None of other results."""
+    step = program.steps[number]
+    while step.function in ("cast", "float32"):
+        step = program.steps[step.operands[0]]
+    of = program.steps[step.operands[0]] if step.function == DEQUANTIZE else step
+    return find_recipe(of.recipe).element if of.recipe is not None and step is not of else None
 
 
 def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
@@ -536,7 +551,7 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
     """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
-    together = any(axis in step.axes[1:] or step.function in (*BEHIND, WRITTEN) for step in program.steps)
+    together = any(axis in step.axes[1:] or step.function in (*BEHIND, *ROUTED, WRITTEN) for step in program.steps)
     if not axis or tensors[first.name].is_cuda or together:
         return [slice(0, rows)]
     height = max(1, _SLAB // max(1, tensors[first.name][:1].numel()))
@@ -601,7 +616,8 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
     check_slots(program, tensors)
     for name, axis in program.tables.items():
         index, count = tensors[name], sizes[axis][0]
-        wrong = index[(index < 0) | (index >= count)]
+        may_be_none = any(a.name == name and a.kind == "Positions" for a in program.arguments)
+        wrong = index[((index < 0) & (not may_be_none)) | (index >= count)]
         if wrong.numel():
             raise ValueError(f"{name} holds {int(wrong[0])}; it names rows from 0 to {count - 1}, those of {axis}")
 
@@ -620,6 +636,34 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
     ends = Ends.of(evaluation.values[operand], DTYPES[step.dtype])
     random = bits_of(evaluation.program, step, evaluation.tensors)
     return products.quantized(ends, step.recipe or "", scale, step.line, random)
+
+
+def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
+    """The values of a quantization. A second operand is the quantization whose scales a wrong kernel takes."""
+    program, (number, *others) = evaluation.program, step.operands
+    of, dtype, flushes = program.steps[number], DTYPES[step.dtype], program.flushes
+    fused = bool(step.options.get("fused"))
+    if of.recipe is not None and number not in evaluation.values:
+        x, recipe = evaluation.values[of.operands[0]], find_recipe(of.recipe)
+        ends = Ends.of(x, DTYPES[of.dtype])
+        by = of.operands[1] if of.options.get("statistics") else None
+        if by is not None or recipe.approximate or ends.uncertain is not None:
+            if others or "view" in step.options or changed_quantize(of.options)[0] is not None:
+                raise ValueError("a changed quantization is judged where every element is one number")
+            statistics = None if by is None else Ends.of(evaluation.values[by], torch.float32)
+            scale = given_scale(program, of, evaluation.tensors)
+            values = hidden_values(ends, recipe, scale, of.line, statistics=statistics, flushes=flushes)
+            rounded = products.rounded_values(values, dtype)
+            return i.hull([values, rounded]) if fused else rounded
+    q: Quantized = evaluation.values[number]
+    if others:
+        q = replace(q, scales=evaluation.values[others[0]].scales)
+    q = CHANGED_CODES[step.options["view"]][1](q) if "view" in step.options else q
+    values = products.values_of(q, dtype, flushes=flushes)
+    if not fused:
+        return values
+    exact = products.exact_values(q)
+    return values if i.same(values, exact) else i.hull([values, exact])
 
 
 def _codes(evaluation: Evaluation, step: Step) -> Quantized:
@@ -716,6 +760,11 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
+    steps = evaluation.program.steps
+    if (taken := next((other for other in steps if other.function == CHOSEN), None)) is not None:
+        rows = evaluation.program.sizes(evaluation.tensors)[steps[taken.operands[0]].axes[0]]
+        other = routed.OTHER_POSITIONS[step.options["to"]][1]
+        return i.exactly(other(_index(evaluation, step.operands[0]), rows))
     return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
 
 
@@ -738,6 +787,16 @@ def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Ste
 def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     return value.arranged(lambda t: _taken(evaluation, step, t))
+
+
+def _chosen(evaluation: Evaluation, step: Step) -> Interval:
+    value: Interval = evaluation.values[step.operands[0]]
+    return routed.chosen(value, _index(evaluation, step.operands[1]))
+
+
+def _accumulated(evaluation: Evaluation, step: Step) -> Interval:
+    value, positions = evaluation.values[step.operands[0]], _index(evaluation, step.operands[1])
+    return routed.accumulated(value, positions, **step.options, flushes=evaluation.program.flushes)
 
 
 def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
@@ -864,14 +923,13 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
+    CHOSEN: _chosen, ACCUMULATED: _accumulated,
     SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     RESCALED: _plain(attention.rescaled), WEIGHTS: _plain(attention.weights),
     SQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.squeeze(-1)),
     UNSQUEEZED: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.unsqueeze(-1)),
-    DEQUANTIZE: lambda evaluation, step: products.values_of(
-        evaluation.values[step.operands[0]], DTYPES[step.dtype], flushes=evaluation.program.flushes
-    ),
+    DEQUANTIZE: _dequantized,
     OF_HEADS: _of_heads, CODES: _codes,
     READ: lambda evaluation, step: read_rows(evaluation.program, evaluation.tensors, step),
     DECODE: _decoded, FACTOR: _factor, GEMM: _product,

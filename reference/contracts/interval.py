@@ -140,6 +140,11 @@ def flushed(x: Interval, limit: float = SMALLEST_NORMAL) -> Interval:
     return Interval(torch.where(above, 0.0, x.low), torch.where(below, -0.0, x.high), x.nan, x.bits)
 
 
+def same(a: Interval, b: Interval) -> bool:
+    """Whether two points hold equal numbers; NaN equals NaN."""
+    return a.point and b.point and torch.equal(a.low.view(torch.int64), b.low.view(torch.int64))
+
+
 def hull(intervals: Sequence[Interval]) -> Interval:
     """The numbers of any of the intervals, which have one shape."""
     found = intervals[0]

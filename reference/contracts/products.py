@@ -74,6 +74,20 @@ def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Int
     return flushed(values, SMALLEST_NORMAL * q.recipe.element.max * largest) if flushes else values
 
 
+def exact_values(q: Quantized) -> Interval:
+    """Codes times scales (M, K), unrounded, of a recipe with one level of scales."""
+    exact = multiply_blocks(
+        element_values(q), scale_values(q), q.recipe.block[1] if not q.recipe.spans_k else q.shape[1]
+    )
+    return Interval(exact, exact)
+
+
+def rounded_values(values: Interval, dtype: torch.dtype) -> Interval:
+    """The numbers rounded to a dtype."""
+    low, high = (nearest(end, dtype).double() for end in (values.low, values.high))
+    return Interval(low, high, values.nan)
+
+
 def product(a: Quantized, b: Quantized, order: str | None) -> Interval:
     """The numbers (M, N) that a kernel may hold for the product of (M, K) and (N, K), with a factor for their scales.
 

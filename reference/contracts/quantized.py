@@ -15,11 +15,21 @@ import torch
 from narrowgauge.reference.contracts.accepted import BITS, Ends, Part, different, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.changed_steps import Scaled
 from narrowgauge.reference.contracts.estimates import sorted_places
+from narrowgauge.reference.contracts.interval import Interval, hull
 from narrowgauge.reference.numbers.blocks import tensor_amax
+from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.layout import elements, linear_scales
-from narrowgauge.reference.quantize.scaling import block_scales, element_factors, scale_elements, tensor_scale
+from narrowgauge.reference.quantize.scaling import (
+    block_scales,
+    element_factors,
+    over_elements,
+    per_row,
+    scale_elements,
+    tensor_scale,
+)
 from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements, row_amax
+from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
@@ -166,6 +176,68 @@ def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
         numbers.view(-1)[y.uncertain] = sizes
         amaxes.append(block_amaxes(numbers, recipe))
     return amaxes
+
+
+# ---- hidden quantizations --------------------------------------------------------------------------------------------
+
+
+def hidden_values(
+    y: Ends, recipe: Recipe, scale: torch.Tensor | None, line: int, *, statistics: Ends | None = None,
+    flushes: bool = False,
+) -> Interval:  # fmt: skip
+    """Codes times scales (M, K), exact, of a quantization of `y` that a kernel hides: the ends over all scales of the
+    amaxes of each block and all codes under them.
+
+    `scale`, `statistics`, `flushes`: as of `judge_quantized`. Raises ValueError, with the line of the contract, for a
+    recipe with an amax of the tensor, and as `problem` says.
+    """
+    wrong = problem(recipe) or (
+        f"recipe {recipe} has an amax of the tensor" if recipe.tensor_scale not in ("none", "given") else None
+    )
+    if wrong is None and (recipe.rounding == "stochastic" or recipe.zero_points):
+        wrong = f"recipe {recipe} has random bits or zero points"
+    if wrong is not None:
+        raise ValueError(
+            f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
+            f"{wrong}: let the kernel return the quantization"
+        )
+    blocks = _block_amaxes(y if statistics is None else statistics, recipe)
+    rows, dtype = y.low.shape[0], y.low.dtype
+    scales = [block_scales(amax, scale, recipe, dtype if statistics is None else torch.float32) for amax in blocks]
+    stored = [s.double() if recipe.scale is FP32 else decode(s, recipe.scale, torch.float64) for s in scales]
+    if recipe.scale is E8M0 or recipe.scale_rounding in ("up", "down"):
+        # Between two neighbouring powers of two lies no scale, and each has its own codes.
+        apart = stored[1] > 2 * stored[0]
+        factors_of = [[value, torch.where(apart, other, value)] for value, other in (stored, stored[::-1])]
+    else:
+        factors_of = [stored, stored]
+    values: list[torch.Tensor] = []
+    for s, amax, by in zip(scales, blocks, factors_of, strict=True):
+        factors = element_factors(s, scale, recipe, dtype, amax)
+        for moved in (-1, 0, 1) if recipe.approximate else (0,):
+            own = per_row(_approximate(factors, recipe, amax, moved) if moved else factors, recipe, rows)
+            for end in (y.low,) if y.point else (y.low, y.high):
+                codes = element_codes(scale_elements(end, own, scale, recipe), recipe)
+                numbers = decode(codes, recipe.element, torch.float64)
+                values += [over_elements(numbers, per_row(one, recipe, rows), recipe, torch.mul) for one in by]
+        if _same(*blocks):
+            break
+    found = hull([Interval(value, value) for value in values])
+    if len(values) == 1:
+        return found
+    low, high = found.low, found.high
+    nan = None if y.nan is None else y.nan & ~y.never
+    row, column = (torch.arange(size, device=low.device) for size in low.shape)
+    at = _blocks_of(row, column, recipe)
+    free = _flushed_blocks(blocks[1], scale) if flushes else None
+    if nan is not None and bool(nan.any()):
+        maybe = block_amaxes(nan.float(), recipe) != 0
+        free = maybe if free is None else free | maybe
+    if free is not None:
+        wide = (blocks[1].double() * 2)[at[0]][:, at[1]].expand_as(low)
+        some = free[at[0]][:, at[1]].expand_as(low)
+        low, high = torch.where(some, -wide, low), torch.where(some, wide, high)
+    return Interval(low, high, nan)
 
 
 # ---- amax and scales -------------------------------------------------------------------------------------------------

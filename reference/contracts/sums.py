@@ -49,9 +49,11 @@ def total(x: Interval, depth: int | None = None, *, flushes: bool = False) -> In
     low = size if finite is x.low else x.low.sum(-1, keepdim=True)
     high = low if x.point else x.high.sum(-1, keepdim=True)
     exact = terms <= 1
-    if x.point:
+    known = torch.ones_like(exact) if x.point else (x.low == x.high).all(-1, keepdim=True)
+    if x.point or bool(known.any()):
         quantum = _quantum(finite, size)
-        exact |= (size <= 2.0**ACCUMULATOR_BITS * quantum) & (quantum >= (SMALLEST_NORMAL if flushes else 0.0))
+        few_bits = (size <= 2.0**ACCUMULATOR_BITS * quantum) & (quantum >= (SMALLEST_NORMAL if flushes else 0.0))
+        exact |= few_bits & known
     exact &= size <= FLT_MAX
     if x.point and bool((exact & (low != 0) | low.isinf()).all()):
         return Interval(low, low)

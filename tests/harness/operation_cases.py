@@ -1,5 +1,10 @@
 """Cases of operations, and a backend with the reference's methods except for the given methods."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
@@ -22,6 +27,13 @@ def grouped_case(recipe: str, *flags: str, shape=(96, 64), inputs="normal") -> C
 
 def gemm_case(recipe: str, *flags: str, shape=(48, 64, 32), inputs="normal", operation="gemm") -> Case:
     return case_from_labels(operation, recipe, shape, "bf16xbf16-fp32", inputs, flags)
+
+
+def half_long(table: Iterable[str]) -> list[Any]:
+    """The names of a table as parameters: every second one is a long test."""
+    return [
+        name if number % 2 == 0 else pytest.param(name, marks=pytest.mark.long) for number, name in enumerate(table)
+    ]
 
 
 def swizzle_case(inputs="position", shape=(256, 12)) -> Case:

@@ -17,6 +17,7 @@ import torch
 
 from narrowgauge.native import ops as native
 from narrowgauge.native.ops import GroupedQuantized, Quantized
+from narrowgauge.spec.quantized import BatchedQuantized
 from tests.native.gpu import HOPPER, needs_gpu
 
 _NO_HOPPER = "this GPU is no Hopper, or absent; the kernels of Hopper's tensor cores are not run"
@@ -101,7 +102,7 @@ def converted(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> An
             return type(value)(converted(each, convert) for each in value)
         case dict():
             return {name: converted(each, convert) for name, each in value.items()}
-        case Quantized() | GroupedQuantized():
+        case Quantized() | BatchedQuantized() | GroupedQuantized():
             parts = {field.name: getattr(value, field.name) for field in fields(value)}
             tensors = {name: convert(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
             return replace(value, **tensors)

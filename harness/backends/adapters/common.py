@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.spec.kv_cache import Cache
+
 
 def library(module: str, install: str) -> Any:
     """The module of a library. Raises ModuleNotFoundError with the remedy `install` if the module is missing."""
@@ -98,3 +100,13 @@ def matrix(x: torch.Tensor, *, block: int, rows: int = 1) -> torch.Tensor:
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of `x`, float32 (1,); NaN if an element is NaN."""
     return x.abs().amax().float().view(1)
+
+
+def fp8_cache(cache: Cache, k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache as float8_e4m3fn (pages, page, heads, columns), views of its bytes.
+
+    Raises NotImplementedError for a page layout but nhd, stored scales, and given scales of heads.
+    """
+    if cache.layout != "nhd" or cache.key_scales is not None or k_scale.numel() != 1 or v_scale.numel() != 1:
+        raise NotImplementedError("the library takes pages in the layout nhd, and one scale for k and one for v")
+    return cache.keys.view(torch.float8_e4m3fn), cache.values.view(torch.float8_e4m3fn)

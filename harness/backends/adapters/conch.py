@@ -1,5 +1,5 @@
 """Conch as a backend, on a GPU: Triton GEMMs of FP8 or INT8 with a scale for each tensor or row, and of a matrix of 16
-bits by INT4 weights; norms and SiLU."""
+bits by INT4 weights; norms, SiLU, and writes to a cache of FP8."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import base_name, library
+from narrowgauge.harness.backends.adapters.common import base_name, fp8_cache, library
+from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
 
 TESTED_VERSION = "conch-triton-kernels 1.3"
 _INSTALL = 'pip install "conch-triton-kernels[cuda]", for a GPU'
@@ -23,7 +25,7 @@ class Backend:
         "": "conch.ops.quantization.gemm.scaled_gemm",
         **dict.fromkeys(_WEIGHTS, "conch.ops.quantization.gemm.mixed_precision_gemm"),
     }
-    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_WEIGHTS), "te")
+    dialects: ClassVar = {**dict.fromkeys((*_RECIPES, *_WEIGHTS), "te"), "fp8-static-e4m3": "conch-kv"}
     constraints: ClassVar = {"K": 64, "N": 64, "layout": ["tn"]}
     declares: ClassVar = {
         "gemm": "probe-13", "accumulator": "truncating", "weight-only-gemm": {"decode": "rounded-scale"},
@@ -84,6 +86,19 @@ class Backend:
         """`silu_and_mul`."""
         output: torch.Tensor = library("conch.ops.activation.silu_and_mul", _INSTALL).silu_and_mul(x)
         return output
+
+    def kv_write(
+        self, k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor, recipe: Recipe, *,
+        k_scale: torch.Tensor, v_scale: torch.Tensor,
+    ) -> Cache:  # fmt: skip
+        """`reshape_and_cache`. Raises NotImplementedError for other caches than `fp8_cache` takes, scales of heads, and
+        values of another width than the keys."""
+        keys, values = fp8_cache(cache, k_scale, v_scale)
+        if k.shape != v.shape:
+            raise NotImplementedError(f"reshape_and_cache takes keys and values of one width; v is {tuple(v.shape)}")
+        write = library("conch.ops.vllm.reshape_and_cache", _INSTALL).reshape_and_cache
+        write(k.contiguous(), v.contiguous(), keys, values, slots, "fp8", k_scale, v_scale)
+        return cache
 
 
 def packed_words(b: Quantized) -> tuple[torch.Tensor, int]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.harness.backends.adapters.common import base_name
-from narrowgauge.spec.quantized import BatchedQuantized, Quantized
+from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
 
 TESTED_VERSION = "2.13.0 on a CPU, 2.11 on an H200"
 _RECIPES = ("fp8-current-e4m3", "fp8-row-e4m3")
@@ -103,6 +103,18 @@ class Backend:
         operands = a.codes.view(fp8), b.codes.view(fp8).T
         return torch._scaled_mm(*operands, scale_a=scales[0], scale_b=scales[1], out_dtype=out_dtype)
 
+    def gemm_grouped(
+        self, a: GroupedQuantized, b: list[Quantized], *, out_dtype: torch.dtype
+    ) -> torch.Tensor:  # fmt: skip
+        """`torch._scaled_grouped_mm` of rows, on a GPU. Raises NotImplementedError for other recipes and outputs."""
+        names = {base_name(q.recipe, ("fp8-row-e4m3",), {}) for q in (a, *b)}
+        if not names or not a.codes.is_cuda or out_dtype is not torch.bfloat16:
+            raise NotImplementedError("torch._scaled_grouped_mm is for a GPU, and gives bfloat16")
+        left, right = (codes.view(torch.float8_e4m3fn) for codes in (a.codes, torch.stack([q.codes for q in b])))
+        scales = a.scales.view(-1), torch.stack([q.scales.view(-1) for q in b])
+        ends = torch.as_tensor(a.sizes, device=left.device).cumsum(0).int()
+        return torch._scaled_grouped_mm(left, right.transpose(1, 2), *scales, offs=ends, out_dtype=out_dtype)
+
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[1:], weight, eps)
@@ -145,7 +157,10 @@ def _blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _order_on_gpu(a: Quantized, b: Quantized) -> str:
-    """The order of blocks. Any order, truncated, for other scales, which are probed, and for K that cuBLAS
-    may cut into slices."""
-    return "aligned-13-32" if str(a.recipe) in _BLOCKS and a.shape[1] <= _WHOLE_K else "truncating"
+def _order_on_gpu(a: Quantized | list[Quantized], b: Quantized | list[Quantized]) -> str:
+    """The order of blocks, and of sections. Any order, truncated, for other scales, which are probed, and for K that
+    cuBLAS may cut into slices."""
+    first = a if isinstance(a, Quantized) else a[0]
+    if first.shape[1] > _WHOLE_K or not (isinstance(a, list) or str(first.recipe) in _BLOCKS):
+        return "truncating"
+    return "aligned-13-32-128" if isinstance(a, list) else "aligned-13-32"

@@ -1,4 +1,4 @@
-"""vLLM as a backend: its emulation of NVFP4 and its MXFP8 quantizer in PyTorch; on a GPU its norms and activations."""
+"""vLLM as a backend: its emulation of NVFP4 and its MXFP8 quantizer in PyTorch; its norms and activations."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ class Backend:
     dialects: ClassVar = {"nvfp4": "trtllm", "mxfp8-e4m3": "modelopt"}
     constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
     conventions: ClassVar = {"tensor_scale_is": "encode"}
-    declares: ClassVar = {
-        **dict.fromkeys(("rmsnorm", "add-rmsnorm"), "vllm-static"),
-        **dict.fromkeys(("silu-mul", "gelu-mul"), "vllm-activation"),
-    }
+    _NORMS, _ACTIVATIONS = ("rmsnorm", "add-rmsnorm"), ("silu-mul", "gelu-mul")
+
+    def __init__(self) -> None:
+        self.declares = {
+            **dict.fromkeys(self._NORMS, "vllm-static"), **dict.fromkeys(self._ACTIVATIONS, "vllm-activation"),
+        }  # fmt: skip
 
     def check(self, device: torch.device) -> None:
-        """Raise ModuleNotFoundError if the library is missing."""
+        """Raise ModuleNotFoundError if the library is missing. A CPU has kernels of its own."""
         library("vllm", _INSTALL)
+        if device.type == "cpu":
+            self.declares.update(dict.fromkeys((*self._NORMS, *self._ACTIVATIONS), "vllm-cpu"))
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
@@ -49,17 +53,17 @@ class Backend:
         return {"codes": values, "scales": scales, "amax": largest, "tensor_scale": encode}
 
     def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
-        """`rms_norm`, on a GPU."""
+        """`rms_norm`."""
         output = torch.empty_like(x)
-        _kernels(x).rms_norm(output, x, weight, eps)
+        _kernels().rms_norm(output, x, weight, eps)
         return output
 
     def add_rmsnorm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6
     ) -> dict[str, torch.Tensor]:
-        """`fused_add_rms_norm`, on a GPU, which writes into copies of its operands."""
+        """`fused_add_rms_norm`, which writes into copies of its operands."""
         output, total = x.clone(), residual.clone()
-        _kernels(x).fused_add_rms_norm(output, total, weight, eps)
+        _kernels().fused_add_rms_norm(output, total, weight, eps)
         return {"residual": total, "output": output}
 
     def rmsnorm_quantize(
@@ -79,16 +83,15 @@ class Backend:
         return {"residual": total, "codes": codes, "scales": scales}
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """`silu_and_mul`, on a GPU."""
+        """`silu_and_mul`."""
         return _activation(x, "silu_and_mul")
 
     def gelu_mul(self, x: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
-        """`gelu_tanh_and_mul` and `gelu_and_mul`, on a GPU."""
+        """`gelu_tanh_and_mul` and `gelu_and_mul`."""
         return _activation(x, {"tanh": "gelu_tanh_and_mul", "erf": "gelu_and_mul"}[approximate])
 
 
-def _kernels(x: torch.Tensor) -> Any:
-    on_gpu(x, "vLLM")
+def _kernels() -> Any:
     return library("vllm._custom_ops", _INSTALL)
 
 
@@ -98,13 +101,14 @@ def _per_token(
     if str(recipe) != "fp8-row-e4m3@vllm-row":
         raise NotImplementedError(f"the kernel gives fp8-row-e4m3@vllm-row, not {recipe}")
     bound = None if ub == math.inf else torch.tensor([ub], device=x.device)
-    function = _kernels(x).rms_norm_dynamic_per_token_quant
+    on_gpu(x, "vLLM")
+    function = _kernels().rms_norm_dynamic_per_token_quant
     codes, scales = function(x, weight, eps, torch.float8_e4m3fn, bound, residual)
     return codes, scales
 
 
 def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
-    _kernels(x)  # registers the operators
+    _kernels()  # registers the operators
     output = x.new_empty(x.shape[0], x.shape[1] // 2)
     getattr(torch.ops._C, name)(output, x)
     return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, SEQUENCES, Family, Kind
+from narrowgauge.harness.cases.families import PRODUCTS, RANK_FAMILIES, SEQUENCES, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -28,8 +29,8 @@ from narrowgauge.harness.cases.keys import (
     keys_of,
     shown,
 )
-from narrowgauge.spec.formats import E4M3, FP32, INT8
-from narrowgauge.spec.kv_cache import PAGE_LAYOUTS
+from narrowgauge.spec.formats import FP32, INT8
+from narrowgauge.spec.kv_cache import PAGE_LAYOUTS, has_attention
 from narrowgauge.spec.program import (
     CODES,
     GEMM,
@@ -38,6 +39,7 @@ from narrowgauge.spec.program import (
     PAGE_LAYOUT,
     PER_ELEMENT,
     QUANTIZE,
+    RANKS,
     ContractError,
     Program,
 )
@@ -65,6 +67,13 @@ _SEQUENCES = tuple(
     for sizes in ((10, 8, 128, 14, 16, 2, 128, 4, 3), (1, 1, 64, 2, 1, 1, 64, 1, 1), (3, 6, 192, 9, 64, 6, 128, 3, 2))
 )
 """Shapes of the usual cases of attention: decode and prefill in one batch, a single key, and decode."""
+_ROUTED = tuple(
+    dict(zip(("rows", "N", "tokens", "choices"), sizes, strict=True))
+    for sizes in ((70, 96, 33, 2), (1, 1, 1, 1), (41, 40, 5, 8), (9, 1024, 3, 3))
+)
+"""Shapes of the usual cases of mixtures of experts: more rows than choices, one row, eight choices, long rows."""
+_MOST_RANKS = 64
+"""Processes of a group at most."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
 """Keys of every case."""
 
@@ -85,6 +94,11 @@ class ContractCase(Case):
     view: View = "contiguous"
 
     # ---- the contract ------------------------------------------------------------------------------------------------
+
+    @property
+    def constrained(self) -> Mapping[str, tuple[int, ...]]:
+        """M, K and N of matrices; a cache has none of them."""
+        return {name: (size,) for name, size in self.extents.items() if name in ("M", "K", "N")}
 
     @classmethod
     def may_declare(cls, key: str, value: object) -> bool:
@@ -148,13 +162,18 @@ class ContractCase(Case):
         """Options that a kernel is given: those that differ from their defaults."""
         given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
         fields = self.declared.fields
-        own = (*fields, PAGE_LAYOUT) if self.declared.caches else fields
+        own = (*fields, RANKS, PAGE_LAYOUT) if self.declared.caches or self.declared.of_ranks else fields
         return {name: v for name, v in given.items() if v != self.declared.options[name] and name not in own}
 
     @property
     def page_layout(self) -> str:
         """Name of the order in memory of a cache; "nhd" without one."""
         return str(getattr(self, f"{_OPTION}{PAGE_LAYOUT}", "nhd"))
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the group that calls the kernel; 1 without a group."""
+        return int(getattr(self, f"{_OPTION}{RANKS}", 1)) if self.declared.of_ranks else 1
 
     @property
     def recipe_label(self) -> str:
@@ -188,7 +207,7 @@ class ContractCase(Case):
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
-        if not self.declared.quantized and not self.declared.caches:
+        if not self.declared.quantized and not self.declared.caches and not self.declared.of_ranks:
             return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
         return {argument.name: argument.axes for argument in self.program.arguments}
 
@@ -197,7 +216,7 @@ class ContractCase(Case):
         """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
         units = self._units
         named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
-        if self.declared.caches:
+        if self.declared.caches or self.declared.routed:
             named = set(self.extents)
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
@@ -238,6 +257,8 @@ class ContractCase(Case):
             parts = math.prod(map(int, divisors))
             if parts > 1 and self.extents[name] % parts:
                 return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        if self.declared.of_ranks and not 2 <= self.ranks <= _MOST_RANKS:
+            return f"{RANKS} is {self.ranks}; a group has 2 to {_MOST_RANKS} processes"
         if self.declared.caches and (wrong := self._cache_problem()):
             return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
@@ -262,8 +283,8 @@ class ContractCase(Case):
     def _batch_problem(self) -> str | None:
         """Why rows and tokens of these sizes do not fit together."""
         sizes, recipe = self.sizes, find_recipe(self.recipe_names[0])
-        if recipe.element is not E4M3 or recipe.tensor_scale != "given" or not recipe.whole:
-            return f"attention reads caches of E4M3 codes with a given scale of the tensor, not of {recipe}"
+        if not has_attention(recipe):
+            return f"attention reads caches of FP8 with a given scale of the tensor, MXFP8 and NVFP4, not of {recipe}"
         rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
         if not requests <= rows <= requests * most * sizes["page"]:
             return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"
@@ -289,10 +310,11 @@ class ContractCase(Case):
         except ContractError as error:
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
-        if cls.declared.caches:
+        given = _SEQUENCES if cls.declared.sequences else _CACHES if cls.declared.caches else ()
+        if sizes_of_cases := _ROUTED if cls.declared.routed else given:
             rounded = [
                 {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
-                for sizes in (_SEQUENCES if cls.declared.sequences else _CACHES)
+                for sizes in sizes_of_cases
             ]
             return [tuple(sizes[name] for name in names) for sizes in rounded]
 
@@ -497,8 +519,10 @@ def _among(values: tuple[Any, ...]) -> Check:
     return check
 
 
-def _families(declared: Declared) -> dict[str, tuple[Kind, ...] | tuple[Family, ...]]:
-    """The kinds of inputs of a contract, and its own families."""
+def _families(declared: Declared) -> dict[str, Any]:
+    """The kinds of inputs of a contract, its own families, and whether its cases are judged on a CPU."""
+    if declared.of_ranks:  # the processes copy their tensors from and to a CPU
+        return {"own_families": RANK_FAMILIES, "small": sys.maxsize}
     if declared.sequences:
         return {"kinds": (), "own_families": SEQUENCES}
     return {"own_families": PRODUCTS if declared.quantized else ()}

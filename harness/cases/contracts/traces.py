@@ -111,6 +111,16 @@ class Declared:
         return any(kind == "QueryLengths" for kind, _, _ in self.tensors.values())
 
     @property
+    def of_ranks(self) -> tuple[str, ...]:
+        """The arguments of which each rank of a group has its own."""
+        return tuple(name for name, (kind, _, _) in self.tensors.items() if kind in ("Ranks", "QuantizedRanks"))
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens name rows of a matrix."""
+        return any(kind == "Positions" for kind, _, _ in self.tensors.values())
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")

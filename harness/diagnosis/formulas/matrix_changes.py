@@ -49,6 +49,12 @@ _PLACES: dict[str, Places] = {
 }
 
 
+_LAST: dict[str, Places] = {
+    "the one before it": lambda i, n: i.clamp(max=n - 2),
+    "the first one": lambda i, n: i % (n - 1),
+}
+
+
 def _row_places(of: Extents) -> dict[str, Places]:
     if not of.batch:
         return _PLACES
@@ -94,6 +100,10 @@ PLACE_CHANGES: tuple[Deviation[Extents], ...] = (
               _row_places, lambda of: of.rows > 1),
     Deviation("columns-of-other", "every column of {of} is {0}", "matrix", lambda places, m: _placed(1, places, m),
               _PLACES, lambda of: of.columns > 1),
+    Deviation("last-row-of-other", "the last row of {of} is {0}", "matrix", lambda places, m: _placed(0, places, m),
+              _LAST, lambda of: of.rows > 2),
+    Deviation("last-column-of-other", "the last column of {of} is {0}", "matrix",
+              lambda places, m: _placed(1, places, m), _LAST, lambda of: of.columns > 2),
 )  # fmt: skip
 """Rows and columns of another place. The sentence has {of} for the matrix."""
 LEFT_OUT: tuple[Deviation[Extents], ...] = (

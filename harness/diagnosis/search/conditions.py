@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, replace
+from functools import partial
 from math import comb
 from typing import Any
 
@@ -21,8 +22,10 @@ from narrowgauge.harness.operations.stages.deviation import Deviation
 CONDITION: Deviation[Case] = Deviation(
     "when:{}", "only with {}: wrong on {} of {} inputs, right on all {} with {}", "case", exact=False
 )  # fmt: skip
-Passes = Callable[[Case, int], bool | None]
-"""Function from a case and the number of its inputs to whether the kernel is right; None: it gives no result."""
+Passes = Callable[[Case, Case, int], bool | None]
+"""Function from a case, a case of the same shape or another shape, and a number to whether the kernel is right in the
+first case, on the tensors of the second case with this number if the shapes are equal. None: it gives no result, or the
+dtype of the first case does not hold the numbers."""
 CHANCE = 1e-4
 """Probability that a failure seems to depend on a key and does not."""
 MOST = 16
@@ -47,7 +50,7 @@ def conditions(case: Case, stage: str, passes: Passes) -> list[Explanation]:
         size = case.shape[number]
         other = _ORDINARY[size == _ORDINARY[0]]
         if counts := _counts(case, _sized(case, number, other), passes):
-            words = _extent(name, size, other, lambda n, at=number: _passes(_sized(case, at, n), 0, passes))
+            words = _extent(name, size, other, partial(_is_right_at, case, number, passes))
             found.append(_condition(words, f"{name} = {other}", counts, stage))
     for key, value, other in _changed_keys(case):
         if counts := _counts(case, _valid(case, **{key.field: other}), passes):
@@ -68,7 +71,7 @@ def _changed_keys(case: Case) -> Iterator[tuple[Key, Any, Any]]:
             continue
         value = getattr(case, key.field)
         if value in DTYPES:
-            yield key, value, "fp16" if value == "bf16" else "bf16"
+            yield key, value, "bf16" if value == "fp32" else "fp32"  # float32 holds the numbers of the others
         elif key.default is not MISSING and value != key.default:
             yield key, value, key.default
 
@@ -90,8 +93,9 @@ def _sized(case: Case, number: int, size: int) -> Case | None:
     return _valid(case, shape=(*case.shape[:number], size, *case.shape[number + 1 :]))
 
 
-def _passes(case: Case | None, number: int, passes: Passes) -> bool | None:
-    return None if case is None else passes(case, number)
+def _is_right_at(case: Case, number: int, passes: Passes, size: int) -> bool | None:
+    sized = _sized(case, number, size)
+    return None if sized is None else passes(sized, sized, 0)
 
 
 def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] | None:
@@ -100,26 +104,28 @@ def _counts(case: Case, other: Case | None, passes: Passes) -> tuple[int, int] |
     If failures do not depend on the key, all w failures of 2n results lie in a given half of the results with the
     probability C(n, w)/C(2n, w) (Fisher's exact test).
     """
+    if other is None:
+        return None
     wrong = 0
     for tried in range(1, MOST + 1):
-        if not _passes(other, tried - 1, passes):
+        if not passes(other, case, tried - 1):
             return None
-        right = passes(case, tried - 1)
+        right = passes(case, case, tried - 1)
         wrong += right is False
         if right is None or tried - wrong > _RIGHT:
             return None
         if comb(tried, wrong) < CHANCE * comb(2 * tried, wrong):
-            return (wrong, tried) if _is_right(other, passes) else None
+            return (wrong, tried) if _is_right(other, case, passes) else None
     return None
 
 
-def _is_right(case: Case | None, passes: Passes) -> bool:
-    """Whether the kernel is right with ordinary sizes, on every input family with a result."""
-    assert case is not None
+def _is_right(other: Case, case: Case, passes: Passes) -> bool:
+    """Whether the kernel is right in the changed case with ordinary sizes, on every input family with a result."""
     for number in range(len(case.shape)):
-        case = _sized(case, number, _ORDINARY[0]) or case
-    others = (_valid(case, inputs=family) for family in case.families())
-    return all(_passes(other, 0, passes) is not False for other in others)
+        sized = _sized(other, number, _ORDINARY[0]), _sized(case, number, _ORDINARY[0])
+        other, case = sized[0] or other, sized[1] or case
+    families = ((_valid(other, inputs=name), _valid(case, inputs=name)) for name in case.families())
+    return not any(a is not None and passes(a, b or a, 0) is False for a, b in families)
 
 
 def _extent(name: str, size: int, other: int, right: Callable[[int], bool | None]) -> str:
@@ -137,7 +143,9 @@ def _extent(name: str, size: int, other: int, right: Callable[[int], bool | None
             return f"{name} no multiple of {unit}"
     above = min(wrong) > max(passed)
     if not above and max(wrong) > min(passed):
-        return f"{name} = {size}"
+        units = (unit for unit in _MULTIPLES if all(n % unit for n in wrong) and any(n % unit == 0 for n in passed))
+        rule = next((f"{name} no multiple of {unit}" for unit in units), None)
+        return rule or f"{name} = {', '.join(map(str, sorted(wrong)))}"
     low, high = (max(passed), min(wrong)) if above else (max(wrong), min(passed))
     while high - low > 1:  # the wrong side of the middle is unknown
         middle = (low + high) // 2

@@ -24,8 +24,8 @@ class SearchHistory:
     searches: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
     """Number of full searches, by recipe, stage, and whether the search found a cause."""
     earlier_amaxes: frozenset[float] = frozenset()
-    """Correct amaxes that a kernel may have kept from calls before those of the last case: of its first call, of the
-    case before, and the largest of all."""
+    """Correct amaxes that a kernel may have kept from calls before those of the last case: of its first call, of its
+    first call with a tensor of the same shape, of the case before, and the largest of all."""
     amaxes_of_case: frozenset[float] = frozenset()
     """Correct amaxes of all tensors of this case."""
     left_out: list[tuple[Any, tuple[int, int]]] = field(default_factory=list)
@@ -46,11 +46,14 @@ class SearchHistory:
     conditions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Number of searches for conditions, by operation, recipe and stage."""
     _amaxes: list[float] = field(default_factory=list)
+    _of_shapes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def begin_case(self, amaxes: Sequence[float]) -> None:
-        """Begin a case whose tensors have these correct amaxes: the amaxes of the case before become earlier ones."""
+    def begin_case(self, amaxes: Sequence[float], shapes: Sequence[tuple[int, ...]] = ()) -> None:
+        """Begin a case whose tensors have these correct amaxes, and shapes, if they are known: the amaxes of the case
+        before become earlier ones."""
         kept = self._amaxes
-        self.earlier_amaxes, self.amaxes_of_case = frozenset(kept), frozenset(amaxes)
+        of_shapes = [self._of_shapes.setdefault(shape, amax) for shape, amax in zip(shapes, amaxes, strict=False)]
+        self.earlier_amaxes, self.amaxes_of_case = frozenset([*kept, *of_shapes]), frozenset(amaxes)
         self._amaxes = [*kept[:1], *([max(kept)] if kept else []), *amaxes] if amaxes else kept
 
     def remember(self, causes: Sequence[str]) -> None:

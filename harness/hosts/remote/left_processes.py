@@ -31,6 +31,10 @@ class LeftProcesses:
         self._newest = _newest()
         self._known = set(processes())
 
+    def expect(self, *hosts: int) -> None:
+        """Know other hosts of the judge: they are no descendants."""
+        self._known.update(hosts)
+
     def new(self) -> list[LeftProcess]:
         """Descendants of the host that started since the last call. Copies of the host are killed: a worker pool of a
         library, which executes its own program, runs until its host ends."""

@@ -23,10 +23,15 @@ class HostProcess:
     """A process of a host."""
 
     def __init__(
-        self, channel: Channel, marker: str, variables: Mapping[str, str] | None, hidden: Sequence[str] | None
+        self,
+        channel: Channel,
+        marker: str,
+        variables: Mapping[str, str] | None,
+        hidden: Sequence[str] | None,
+        gpu: str = "",
     ) -> None:
         """`marker`: as in `LeftProcesses`. `variables`: environment variables of a fresh interpreter; None: a fork.
-        `hidden`: as of `Channel.start`.
+        `hidden`, `gpu`: as of `Channel.start`.
 
         Raises StarterError.
         """
@@ -38,9 +43,9 @@ class HostProcess:
         self.connection = Connection(ours)
         try:
             given = [theirs.fileno(), written, self.stacks.descriptor]
-            self.pid, self.separation = channel.start(given, environment=variables, hidden=hidden)
+            self.pid, self.separation = channel.start(given, environment=variables, hidden=hidden, gpu=gpu)
         except BaseException:
-            self._close()
+            self.close()
             self.stacks.close()
             raise
         finally:
@@ -105,14 +110,15 @@ class HostProcess:
         status, and keeps the file of its stacks open. Raises StarterError."""
         self.forward()
         self.look_for_files()
-        self._close()
+        self.close()
         try:
             return self._channel.end(self.pid, wait=wait)
         finally:
             if self._files is not None:
                 self._files.remove()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close what this process holds of a process that has ended."""
         self.connection.close()
         for descriptor in (self._output, self._exit, self._memory):
             if descriptor >= 0:

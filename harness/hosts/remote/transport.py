@@ -39,10 +39,15 @@ class Transport:
     """Sends messages to a host. The first message after the end of a host starts another."""
 
     def __init__(
-        self, channel: Channel, marker: str, interpreter: Interpreter | None, hidden: Sequence[str] | None
+        self,
+        channel: Channel,
+        marker: str,
+        interpreter: Interpreter | None,
+        hidden: Sequence[str] | None,
+        gpu: str = "",
     ) -> None:
-        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork. `hidden`: as of
-        `Channel.start`."""
+        """`marker`: name of the shared memory. `interpreter`: of the host; None: the host is a fork. `hidden`, `gpu`:
+        as of `Channel.start`."""
         self.process: HostProcess | None = None
         self.orphaned = False
         """Whether the process that starts the hosts has ended: a backend can kill its parent."""
@@ -51,9 +56,12 @@ class Transport:
         """Called after the start of a process. Raises BackendError if the host cannot be used."""
         self.on_end: list[Callable[[], None]] = []
         """Called at the end of a process."""
+        self.lost_at = 0.0
+        """When the last process was found to be lost (time.monotonic); 0 while it runs."""
         self.input_at: Callable[[Any], str] = lambda offset: "its inputs"
         """Name of the input at a byte of the shared memory to which the host wrote."""
         self._channel, self._marker, self._interpreter, self._hidden = channel, marker, interpreter, hidden
+        self._gpu = gpu
         self._outbox: list[dict[str, Any]] = []
         self._asked = 0
         self._problem = ""
@@ -71,8 +79,8 @@ class Transport:
             if self._problem:
                 raise BackendError(self._problem)
             variables = self._interpreter.variables if self._interpreter else None
-            self._outbox = []
-            self.process = HostProcess(self._channel, self._marker, variables, self._hidden)
+            self._outbox, self.lost_at = [], 0.0
+            self.process = HostProcess(self._channel, self._marker, variables, self._hidden, self._gpu)
             self.on_start()
         except (StarterError, BackendError) as error:
             self.orphaned |= isinstance(error, StarterError)
@@ -97,10 +105,19 @@ class Transport:
             if not keeps_stacks:
                 process.stacks.close()
 
+    def abandon(self) -> None:
+        """Forget a process that has ended with another host."""
+        process, self.process = self.process, None
+        if process is not None:
+            for free in self.on_end:
+                free()
+            process.close()
+            process.stacks.close()
+
     def lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
         """The exception for a host that is ended now. Without a message: how the process ended. A host that crashed or
         gave no result says in which line of the user it was."""
-        process = self.process
+        process, self.lost_at = self.process, time.monotonic()
         if verdict == "timeout" and process is not None:
             process.stacks.ask(process.pid)
         status = self.close(wait=0.0 if message else _END, keeps_stacks=True)
@@ -135,11 +152,11 @@ class Transport:
         except FrameError:
             raise self.lose("crash") from None
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """The answer to a message. Raises HostLost if there is none."""
         asked = time.monotonic()
         self._asked += 1
-        self.send(message | {"id": self._asked})
+        self.send(message | {"id": self._asked}, descriptors)
         assert self.process is not None
         connection = self.process.connection
         while connection not in (news := self.process.news(self.deadline)):

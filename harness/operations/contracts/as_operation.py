@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.contracts.case import ContractCase
@@ -17,8 +18,10 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
-from narrowgauge.harness.operations.contracts.judge import UndeterminedError, accepted_table, judge_batch
+from narrowgauge.harness.operations.contracts.judge import accepted_table, judge_calls
+from narrowgauge.harness.operations.contracts.ranks import judge_ranks
 from narrowgauge.harness.operations.contracts.results import (
+    fitting,
     has_rows,
     named_results,
     result_tensors,
@@ -43,7 +46,14 @@ from narrowgauge.spec.recipes import find_recipe
 
 def contract_operation(cls: type[ContractCase]) -> Operation[ContractCase]:
     """The operation of a contract."""
-    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table)
+    return Operation(case=cls, inputs=_inputs, judge=_judge, show=accepted_table, run=_run, told_apart_by="fields")
+
+
+def _run(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[Tensors, list[StageResult]]:
+    """The results of all products of a batch, and the stages of repeated and guarded calls."""
+    shown, outcome = called(case, inputs, backend)
+    parts = [stored_results(case.program, one) for one in shown]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}, outcome.stages
 
 
 def _inputs(make: Maker[ContractCase]) -> Inputs:
@@ -59,20 +69,17 @@ def _inputs(make: Maker[ContractCase]) -> Inputs:
 def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run the method with the name of the contract, and judge its results."""
     fields = case.declared_fields(backend.declares)
+    program, others = case.declared_program(fields), list(_other_fields(case, fields))
+    if case.declared.of_ranks:
+        return judge_ranks(case, inputs, backend, program, others)
     shown, outcome = called(case, inputs, backend)
     add_rows(outcome, _rows(case, inputs, backend, shown[0]), backend)
-    program, others = case.declared_program(fields), list(_other_fields(case, fields))
-    try:
-        calls = zip(products_of(case, inputs.tensors), shown, strict=True)
-        outcome = judge_batch(program, list(calls), outcome, others)
-        stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
-        if stores and all(stage.passed for stage in outcome.stages):
-            outcome.stages.append(_prefill(case, inputs, backend, shown[0]))
-        return outcome
-    except UndeterminedError as error:
-        if any(stage.mismatches for stage in outcome.stages):
-            return outcome
-        raise Unsupported(f"the contract determines too little: {error}") from error
+    calls = zip(products_of(case, inputs.tensors), shown, strict=True)
+    outcome = judge_calls(program, list(calls), outcome, others)
+    stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
+    if stores and all(stage.passed for stage in outcome.stages):
+        outcome.stages.append(_prefill(case, inputs, backend, shown[0]))
+    return outcome
 
 
 def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Change]:
@@ -90,11 +97,15 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
 
 
 def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> Independent | None:
-    """The rows of a contract, or its requests; None if they may depend on one another."""
+    """The rows of a contract, or its requests. None: rows may depend on other rows."""
     said = case.declared.rows or backend.declares.get("batch") == INVARIANT
     if not said or batch_of(case) or not (case.declared.sequences or has_rows(case.program)):
         return None
-    axes = {case.program.arguments[0].axes[0]} | ({"requests"} if case.declared.sequences else set())
+    first = case.program.arguments[0].axes[0]
+    parts = [re.split(r"[*/]", a.axes[0]) for a in case.program.arguments if a.axes[0] != first]
+    if any(first in names for names in parts):  # scales of several rows, or several rows for a row
+        return None
+    axes = {first} | ({"requests"} if case.declared.sequences else set())
     names = {a.name for a in case.program.arguments if a.axes[0] in axes}
     by_unit = {name: tensor for name, tensor in inputs.tensors.items() if name in names}
     shared = {name: tensor for name, tensor in inputs.tensors.items() if name not in names}
@@ -134,7 +145,7 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[S
     given = stored_inputs(case, inputs.tensors)
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
     dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
-    with _form_of(case):
+    with fitting(next(iter(case.all_methods()))):
         shown: list[Shown] = [
             named_results(case.program, tensors, part)
             for tensors, part in zip(
@@ -159,8 +170,9 @@ def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     by_name = case.declared.by_name
     arguments = [known[name] for name in case.declared.parameters if name in known and name not in by_name]
     named = {name: known[name] for name in by_name if name in known}
-    result = backend.call(next(iter(case.all_methods())), *arguments, **named, **case.passed)
-    with _form_of(case):
+    method = next(iter(case.all_methods()))
+    result = backend.call(method, *arguments, **named, **case.passed)
+    with fitting(method):
         found = result_tensors(case.program, result)
         layout = PAGE_LAYOUTS[case.page_layout]
         return {n: layout.logical(t, n) if n in _STORED and case.declared.caches else t for n, t in found.items()}
@@ -176,13 +188,3 @@ def _cache(case: ContractCase, name: str, given: Tensors) -> Cache:
     scales = parts.get("key_scales"), parts.get("value_scales")
     recipe, page = find_recipe(case.recipe_names[0]), given[f"{name}.keys"].shape[1]
     return Cache(parts["keys"], parts["values"], *scales, recipe, layout.name, page)
-
-
-@contextmanager
-def _form_of(case: ContractCase) -> Iterator[None]:
-    """Raise BackendError for a result that does not fit."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        method = next(iter(case.all_methods()))
-        raise BackendError(f"{method} gave a result that does not fit: {error}") from error

@@ -224,7 +224,8 @@ PRODUCT_BENCH = OperationBench(
 
 _CACHE_RECIPE = "fp8-static-e4m3@vllm"
 _REQUESTS, _DIM, _GROUP, _PAGE = 32, 128, 8, 64
-_JUDGED_TOKENS = 1024
+_JUDGED_TOKENS, _JUDGED_PREFILL = 1024, 128
+_PREFILL = "prefill"
 _SDPA = "attention of torch to a bfloat16 cache"
 
 
@@ -233,7 +234,7 @@ def _prepare_cache(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     scale = torch.full((1,), 0.5, device=inputs.device)
     if task.operation == kv_write.name:
         return _prepare_write(tokens, heads, scale, inputs)
-    return _prepare_attention(tokens, heads, scale, inputs)
+    return _prepare_attention(tokens, heads, scale, inputs, prefill=task.variant == _PREFILL)
 
 
 def _new_cache(pages: int, heads: int, inputs: BenchInputs) -> Cache:
@@ -266,42 +267,50 @@ def _prepare_write(tokens: int, heads: int, scale: Tensor, inputs: BenchInputs) 
     )  # fmt: skip
 
 
-def _prepare_attention(tokens: int, q_heads: int, scale: Tensor, inputs: BenchInputs) -> PreparedTask:
-    """One row of each request, and `_GROUP` heads of q for each head of the cache. q is 0, so that the contract allows
-    one result, the mean of the values: on random numbers it allows almost any (docs/contracts.md)."""
-    heads, of_request = max(1, q_heads // _GROUP), -(-tokens // _PAGE)
-    device = inputs.device
-    q = torch.zeros(_REQUESTS, heads * _GROUP, _DIM, dtype=torch.bfloat16, device=device)
-    cache = _new_cache(_REQUESTS * of_request, heads, inputs)
-    pages = torch.randperm(_REQUESTS * of_request, device=device).view(_REQUESTS, of_request)
-    lengths, rows = (torch.full((_REQUESTS,), count, device=device) for count in (tokens, 1))
-    lengths[0] = min(tokens, _JUDGED_TOKENS)
+def _prepare_attention(
+    tokens: int, q_heads: int, scale: Tensor, inputs: BenchInputs, *, prefill: bool
+) -> PreparedTask:  # fmt: skip
+    """Decode of `_REQUESTS` requests with one row each, or prefill of a request; `_GROUP` heads of q share a head.
+
+    q is 0: then the contract allows a single result, the mean of the values. On random numbers the contract allows
+    almost any result (docs/contracts.md). The first request is short, and the judge takes this request.
+    """
+    heads, of_request, device = max(1, q_heads // _GROUP), -(-tokens // _PAGE), inputs.device
+    requests, judged = (2, _JUDGED_PREFILL) if prefill else (_REQUESTS, _JUDGED_TOKENS)
+    lengths = torch.full((requests,), tokens, device=device)
+    lengths[0] = min(tokens, judged)
+    rows = lengths.clone() if prefill else torch.ones_like(lengths)
+    first = int(rows[0])
+    q = torch.zeros(int(rows.sum()), heads * _GROUP, _DIM, dtype=torch.bfloat16, device=device)
+    cache = _new_cache(requests * of_request, heads, inputs)
+    pages = torch.randperm(requests * of_request, device=device).view(requests, of_request)
 
     def judge(found: tuple[Tensor, Tensor]) -> Verdict:
-        """The first request, which is short: the contract allows almost any result of a long one."""
         named = {name: part[pages[0]] for name, part in cache.parts().items()}
-        given = {"q": q[:1], "pages": torch.arange(of_request, device=device)[None], "lengths": lengths[:1],
+        given = {"q": q[:first], "pages": torch.arange(of_request, device=device)[None], "lengths": lengths[:1],
                  "q_lengths": rows[:1], "k_scale": scale, "v_scale": scale,
                  **{f"cache.{name}": part for name, part in named.items()}}  # fmt: skip
         dtypes = {name: kind.dtypes[0] for name, (kind, _) in attention.tensors.items()}
         program = attention.trace({**dtypes, "q": "bfloat16"}, {"recipe": _CACHE_RECIPE}, {})
         verdict = Verdict(rule=CONTRACT)
-        results = dict(zip(("output", "lse"), (part[:1] for part in found), strict=True))
+        results = dict(zip(("output", "lse"), (part[:first] for part in found), strict=True))
         for stage in judge_contract(program, given, named_results(program, given, results)).stages:
             verdict.add(stage)
         return verdict
 
+    timed = pages[1:] if prefill else pages
     k, v = (
-        part.view(torch.float8_e4m3fn).bfloat16()[pages].flatten(1, 2).transpose(1, 2).contiguous()
+        part.view(torch.float8_e4m3fn).bfloat16()[timed].flatten(1, 2).transpose(1, 2).contiguous()
         for part in (cache.keys, cache.values)
     )
-    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, q.unsqueeze(2), k, v, enable_gqa=True)
+    queries = q[first:].transpose(0, 1).unsqueeze(0) if prefill else q.unsqueeze(2)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, queries, k, v, is_causal=prefill, enable_gqa=True)
     copy, copied = inputs.copy(cache.keys)
     call = partial(native.attention, q, cache, pages, lengths, rows, cache.recipe, k_scale=scale, v_scale=scale)
     return PreparedTask(
         native=[call], reference=[sdpa], judge=judge,
-        read=nbytes((cache.keys, cache.values)) * int(lengths.sum()) // (_REQUESTS * tokens),
-        ceilings={COPY: copy, _SDPA: [sdpa]}, elements=q.numel(), copied=copied,
+        read=nbytes((cache.keys, cache.values)) * int(lengths.sum()) // (requests * tokens),
+        ceilings={_SDPA: [sdpa]} if prefill else {COPY: copy, _SDPA: [sdpa]}, elements=q.numel(), copied=copied,
     )  # fmt: skip
 
 
@@ -311,3 +320,5 @@ CACHE_BENCH = OperationBench(
     prepare=_prepare_cache,
     further={"8192x8192": ("*",)},
 )
+PREFILL_BENCH = replace(CACHE_BENCH, rank=4.76, rows=[(attention.name, _CACHE_RECIPE, _PREFILL)], fewest_rows=2048)
+"""Prefill, of sizes that a GPU takes alone: a CPU needs minutes."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 from narrowgauge.harness.cases.axes import size_of
-from narrowgauge.harness.cases.families import PRODUCTS, Kind, families_for
+from narrowgauge.harness.cases.families import PRODUCTS, RANK_FAMILIES, Kind, families_for
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
@@ -25,13 +25,14 @@ from narrowgauge.harness.operations.contracts.sequence_inputs import sequences
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import CODES, SCORES, Program, Tensor
+from narrowgauge.spec.program import CHOSEN, CODES, SCORES, Program, Tensor
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
 """Input families of contracts by name."""
 OWN = tuple(family.name for family in PRODUCTS)
 """Families of contracts that take quantized matrices."""
+_RANKS = tuple(family.name for family in RANK_FAMILIES)
 _STEPS = 509
 """Distinct magnitudes of a row: a prime below four binades of bfloat16."""
 
@@ -108,6 +109,8 @@ RULES: Mapping[str, Rule] = {
     "amax-largest-first": Rule(number=_huge),
 }
 """Rules of families; others have `Rule()`."""
+UNNAMED = ("lattice", "position")
+"""Families in which rows that no position names hold NaN."""
 
 
 # ---- aimed families --------------------------------------------------------------------------------------------------
@@ -190,22 +193,49 @@ class _Wanted:
     rows: int
     """Rows that an index can name."""
     sizes: Mapping[str, int]
+    last_rank: int = 0
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
     rows, columns = want.shape
     number = len(want.before)
     role = want.rule.roles[min(number, 1)]
+    family = "normal" if want.family in _RANKS else want.family
     dtype = DTYPES[want.argument.dtype]
     if want.aimed is not None:
         return want.aimed.matrix(want.draw, rows, columns, dtype)
-    x = generate(want.family, want.draw, (rows, columns), dtype, role, find_recipe("nvfp4")).float()
+    x = generate(family, want.draw, (rows, columns), dtype, role, find_recipe("nvfp4")).float()
     first = next((other for other in want.before.values() if other.shape == x.shape), None)
     if want.rule.cancels and first is not None:
         near = -first * (1 + want.draw.uniform(rows, columns) / 16)
         x = torch.where(want.draw.one_in(2, rows, columns), near, x)
     # A third matrix of positions would be the second one.
     return x.roll(number - 1, -1) if number > 1 else x
+
+
+def _of_rank(want: _Wanted) -> torch.Tensor:
+    """The matrix of a rank: of a family of groups, else of a shared family."""
+    rank, last = int(want.argument.name.rpartition(".")[2]), want.last_rank
+    if want.family not in _RANKS:
+        return _matrix(want)
+    rows, columns = want.shape
+    x = want.draw.normal(rows, columns)
+    match want.family:
+        case "only-first" | "only-last":
+            return x if rank == (0 if want.family == "only-first" else last) else torch.zeros(rows, columns)
+        case "powers":
+            return x * 2.0**rank
+        case "nan-rank":
+            if rank == last:
+                x[rows // 2] = torch.nan
+        case "padding-rows":
+            behind = torch.tensor([0.0, torch.nan, torch.finfo(DTYPES[want.argument.dtype]).max])
+            count = min(rows - 1, len(behind))
+            x[rows - count :] = behind[:count].unsqueeze(1)
+        case "exact-sums":
+            x = want.draw.below(17, rows, columns) - 8.0
+            x[:, ::16] = 448.0  # every block, so that amax/448 is 1
+    return x
 
 
 def _row(want: _Wanted) -> torch.Tensor:
@@ -275,10 +305,29 @@ def _cached(want: _Wanted) -> torch.Tensor:
     return found.to(torch.uint8)
 
 
+def _positions(want: _Wanted) -> torch.Tensor:
+    """Rows of choices in any order, each once, the last row and the first row first. One choice in 8 names none."""
+    order = want.draw.words(want.rows).argsort(stable=True)
+    ends = torch.tensor([want.rows - 1, 0])[: want.rows]
+    order = torch.cat([ends, order[~torch.isin(order, ends)]])
+    count = want.shape[0] * want.shape[1]
+    found = torch.full((count,), -1)
+    found[: len(order)] = order[:count]
+    return torch.where(torch.arange(count) % 8 == 5, -1, found).view(want.shape)
+
+
+def _router_weights(want: _Wanted) -> torch.Tensor:
+    """Weights of choices, from 1/16 to 1, or powers of two where a number is one."""
+    if want.rule.number is _power:
+        return power_of_two(-want.draw.below(7, *want.shape))
+    return (1 + 15 * want.draw.uniform(*want.shape)) / 16
+
+
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
-    "Matrix": _matrix, "Row": _row, "Column": _column, "Scalar": _number, "Scale": _number, "Scales": _scales,
+    "Matrix": _matrix, "Ranks": _of_rank, "QuantizedRanks": _of_rank, "Row": _row, "Column": _column,
+    "Scalar": _number, "Scale": _number, "Scales": _scales,
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
-    "Cache": _cached,
+    "Cache": _cached, "Positions": _positions, "RouterWeights": _router_weights,
 }  # fmt: skip
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
@@ -296,7 +345,8 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
     aimed = _aimed(family)
     product = any(step.function == CODES for step in program.steps)
     direct = product and family in (*OWN, "lattice")
-    families = [*FAMILIES, *(OWN if product else ())]
+    last_rank = sum(argument.kind.endswith("Ranks") for argument in program.arguments) - 1
+    families = [*FAMILIES, *(OWN if product else _RANKS if last_rank > 0 else ())]
     if aimed is None and family not in families:
         known = ", ".join([*families, "aimed:<change>:<seed>"])
         raise ValueError(f"{family!r} is no input family of contracts{nearest(family, families)}: {known}")
@@ -325,8 +375,14 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
         if direct and argument.kind == "Matrix":
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
-        made = KINDS[argument.kind](_Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes))
+        made = KINDS[argument.kind](
+            _Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes, last_rank)
+        )
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
-        if argument.kind in ("Matrix", "Heads"):
+        if argument.kind in ("Matrix", "Heads", "Ranks", "QuantizedRanks"):
             matrices[argument.name] = made.flatten(0, -2)
+    for step in program.steps:
+        if step.function == CHOSEN and family in UNNAMED:
+            table, positions = (program.steps[number].options["name"] for number in step.operands)
+            found[table][~torch.isin(torch.arange(len(found[table])), found[positions])] = torch.nan
     return found

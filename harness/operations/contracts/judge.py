@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.backends.results import Unsupported
 from narrowgauge.harness.checks.distance import Comparison, measure
 from narrowgauge.harness.checks.finding import float_view, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
@@ -62,7 +63,8 @@ def judge_batch(
     than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
     several = [dict(judged(program, *call)) for call in calls]
-    parts = {name: Part.joined([found[name] for found in several]) for name in several[0]}
+    names = dict.fromkeys(name for found in several for name in found)
+    parts = {name: Part.joined([found[name] for found in several if name in found]) for name in names}
     pairs = zip(calls, several, strict=True)
     failing = next((call for call, found in pairs if any(bool(p.wrong.any()) for p in found.values())), calls[0])
     others = [*others, *_flushed(program)]
@@ -89,6 +91,19 @@ def judge_batch(
     outcome.confirms = partial(confirmed, program, *failing, others)
     _add_figures(outcome)
     return outcome
+
+
+def judge_calls(
+    program: Program, calls: Sequence[tuple[Mapping[str, torch.Tensor], Shown]], outcome: Outcome,
+    others: Sequence[Change],
+) -> Outcome:  # fmt: skip
+    """`judge_batch`. Raises Unsupported if the contract determines too little, and no earlier stage is wrong."""
+    try:
+        return judge_batch(program, calls, outcome, others)
+    except UndeterminedError as error:
+        if any(stage.mismatches for stage in outcome.stages):
+            return outcome
+        raise Unsupported(f"the contract determines too little: {error}") from error
 
 
 def _flushed(program: Program) -> Iterator[Change]:

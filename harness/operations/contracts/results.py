@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from narrowgauge import adapt
-from narrowgauge.harness.backends.results import type_name
+from narrowgauge.harness.backends.results import BackendError, type_name
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Shown
 from narrowgauge.reference.contracts.layout.pages import Stored, parts_before
@@ -67,6 +68,15 @@ def named_results(
     if not found:
         raise ValueError(f"the result is empty; {program.name} returns {_named(program)}")
     return found
+
+
+@contextmanager
+def fitting(method: str) -> Iterator[None]:
+    """Raise BackendError for a result of a method that does not fit."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"{method} gave a result that does not fit: {error}") from error
 
 
 def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:

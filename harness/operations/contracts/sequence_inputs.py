@@ -16,22 +16,26 @@ import torch
 from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
+from narrowgauge.harness.operations.contracts.cache_inputs import (
+    exact,
+    integers,
+    positions,
+    rounded,
+    unused_code,
+)
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Evaluation
 from narrowgauge.reference.contracts.interval import Interval, exactly
-from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.spec.formats import E4M3
-from narrowgauge.spec.kv_cache import DATA, part_name
-from narrowgauge.spec.program import SCORES, Program
+from narrowgauge.spec.kv_cache import HALVES, has_attention, part_name
+from narrowgauge.spec.program import HALF, SCORES, Program
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
-_NAN, _LOWEST = 0x7F, 0xFE
-"""E4M3 codes of NaN and of −448, which cells without a token hold."""
-_FAR = -448.0
-"""A logit in base 2 whose weight is 0 in float32, an E4M3 number."""
+_FAR, _FAR_E2M1 = -448.0, -384.0
+"""Logits in base 2 whose weight is 0 in float32: an E4M3 number, and an E2M1 number times 64."""
 _WHOLE = 2.0**-20
 """Distance of a logit in base 2 from an integer, relative, that a scale of float32 may have."""
-_DIGITS = 126
-"""Positive codes of E4M3 but NaN."""
+_ONE = 32
+"""Columns of a block of every recipe."""
 _PINNED = 16
 """Keys that hold the largest logit of a row once."""
 
@@ -109,22 +113,23 @@ class _Rule:
     tells_cell: bool = False
     """Whether values are codes of their page, offset, head and dimension, in place of small integers."""
     largest: int = 7
-    """The largest of the small integers. The sum of the weights times it is exact by 13 fraction bits."""
-    unused: int = _NAN
-    """Code of the cells that no token has."""
+    """The largest of the small integers, at most 4 in E2M1. The sum of the weights times this number is exact by 13
+    fraction bits."""
+    unused_nan: bool = True
+    """Whether the cells without a token are NaN, or else the most negative number."""
     lengths: Callable[[int, int, int], list[int]] = _any_lengths
     pinned: bool = False
     sinks: float = 0.0
-    """Deviation of the logits without a token. 0: they are 0, as the largest logit of a row."""
+    """Deviation of the logits without a token. 0: `_sinks` gives the logits."""
 
 
 RULES: Mapping[str, _Rule] = {
     "normal": _Rule(sinks=1.0),
     "one-hot": _Rule(_one_hot, tells_cell=True),
-    "one-hot-ends": _Rule(_ends, tells_cell=True, unused=_LOWEST),
+    "one-hot-ends": _Rule(_ends, tells_cell=True, unused_nan=False),
     "two-level": _Rule(_two_level),
     "geometric": _Rule(_geometric, whole=True, largest=3),
-    "equal": _Rule(_equal, unused=_LOWEST, lengths=_power_lengths),
+    "equal": _Rule(_equal, unused_nan=False, lengths=_power_lengths),
     "pinned": _Rule(pinned=True, sinks=1.0),
     "nan-pages": _Rule(_equal, lengths=_page_lengths),
 }
@@ -146,29 +151,35 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     rows, q_heads, width, requests, most, pages, page, heads, last = (sizes[name] for name in _SIZES)
     power, scales = draw.index(4), [a.name for a in program.arguments if a.kind == "Scale"]
     found = {name: torch.full((1,), 2.0 ** (power - 3 * number)) for number, name in enumerate(scales)}
-    found |= {a.name: draw.normal(q_heads) * rule.sinks for a in program.arguments if a.kind == "Sinks"}
+    sunk = [a.name for a in program.arguments if a.kind == "Sinks"]
+    found |= {name: draw.normal(q_heads) * rule.sinks if rule.sinks else _sinks(q_heads) for name in sunk}
     own = _split(draw, rows, requests, most * page)
     of_request = [max(one, other) for one, other in zip(rule.lengths(requests, page, most * page), own, strict=True)]
     found |= {lengths.name: torch.tensor(of_request), q_lengths.name: torch.tensor(own)}
     found[table.name] = draw.words(pages).argsort()[: requests * most].view(requests, most)
     unit, seen = _unit(program, found, q.dtype), _seen(program, found, rows, (pages, page, heads))
+    name, recipe = kinds["Cache"].of_cache, _recipe(program)
+    sizes_of_cache = pages, page, heads
     if rule.logits is None:
         queries, keys = draw.normal(rows, q_heads, width), draw.normal(requests, most * page, heads, width)
         if rule.pinned:
             _pin(queries, keys)
+        values = rounded(draw.normal(*sizes_of_cache, last), recipe)
     else:
-        queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page))
+        block = recipe.block[1] if recipe.element.bits == 4 else 0
+        queries, keys = _of_logits(rule, draw, own, seen, unit, (q_heads, heads, width, page, block), sunk=bool(sunk))
         keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, most * page - keys.shape[1]))
+        place = *sizes_of_cache, last
+        values = positions(place, recipe) if rule.tells_cell else integers(draw, rule.largest, place, recipe)
     found[q.name] = queries.to(DTYPES[q.dtype])
-    name = kinds["Cache"].of_cache
-    parts = {
-        part_name("keys", DATA): _in_pages(encode(keys.float(), E4M3), found[table.name], (pages, page, heads, width)),
-        part_name("values", DATA): _values(rule, draw, (pages, page, heads, last)),
-    }
+    in_pages = _in_pages(keys.float(), found[table.name], (*sizes_of_cache, width))
     held = (torch.arange(most * page) < found[lengths.name].unsqueeze(1)).view(requests, -1, 1, 1)
     used = _in_pages(held, found[table.name], (pages, page, 1, 1))
-    for part, codes in parts.items():
-        found[f"{name}.{part}"] = torch.where(used, codes, rule.unused).to(torch.uint8)
+    store = rounded if rule.logits is None else exact
+    for half, parts in (("keys", store(in_pages, recipe)), ("values", values)):
+        for part, codes in parts.items():
+            unused = unused_code(recipe, part, nan=rule.unused_nan)
+            found[f"{name}.{part_name(half, part)}"] = torch.where(used, codes, unused).to(torch.uint8)
     return {a.name: found[a.name].contiguous() for a in program.arguments}
 
 
@@ -192,19 +203,41 @@ def _logits(program: Program) -> tuple[int, int]:
 
 def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> float:
     """The logit in base 2 of q = k = 1, of one dimension."""
-    one, code = torch.ones(1, 1, 1, dtype=DTYPES[dtype]), torch.full((1, 1, 1, 1), 0x38, dtype=torch.uint8)
-    single = torch.ones(1, dtype=torch.int64)
-    of_kind = {"Heads": one, "Cache": code, "Pages": single.view(1, 1) - 1, "Lengths": single, "QueryLengths": single}
-    small = {a.name: of_kind[a.kind] if a.kind in of_kind else found[a.name] for a in program.arguments}
+    one, single = torch.zeros(1, 1, _ONE), torch.ones(1, dtype=torch.int64)
+    one[..., 0] = 1.0
+    of_kind = {
+        "Heads": one.to(DTYPES[dtype]),
+        "Pages": single.view(1, 1) - 1,
+        "Lengths": single,
+        "QueryLengths": single,
+    }
+    small = {a.name: of_kind.get(a.kind, found.get(a.name, one)) for a in program.arguments}
+    small |= _cache(program, one.unsqueeze(0))
     return float(Evaluation(program, small).values[_logits(program)[1]].low) / math.log(2)
+
+
+def _recipe(program: Program) -> Recipe:
+    """The recipe of the cache. Raises ValueError for one without attention."""
+    recipe = find_recipe(next(step.options["recipe"] for step in program.steps if step.function == HALF))
+    if not has_attention(recipe):
+        raise ValueError(f"a cache of {recipe.name} has no inputs for {program.name}: FP8 with a given scale of the "
+                         "tensor, MXFP8 and NVFP4 have")  # fmt: skip
+    return recipe
+
+
+def _cache(program: Program, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a cache whose keys and values are `x` (N, P, G, D)."""
+    name = next(argument.of_cache for argument in program.arguments if argument.of_cache)
+    parts = exact(x, _recipe(program))
+    return {f"{name}.{part_name(half, part)}": codes for half in HALVES for part, codes in parts.items()}
 
 
 def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]) -> torch.Tensor:
     """Which tokens of its request each row sees: bool (queries, keys)."""
     products, logits = _logits(program)
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
-    zeros = {a.name: torch.zeros(*sizes, 1, dtype=torch.uint8) for a in program.arguments if a.kind == "Cache"}
-    zeros |= {a.name: torch.zeros(rows, 1, 1) for a in program.arguments if a.kind == "Heads"}
+    zeros = _cache(program, torch.zeros(*sizes, _ONE))
+    zeros |= {a.name: torch.zeros(rows, 1, _ONE) for a in program.arguments if a.kind == "Heads"}
     evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
     evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
     values: Interval = evaluation.values[logits]
@@ -212,15 +245,23 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
 
 
 def _of_logits(
-    rule: _Rule, draw: Draw, own: list[int], seen: torch.Tensor, unit: float, sizes: tuple[int, int, int, int]
+    rule: _Rule,
+    draw: Draw,
+    own: list[int],
+    seen: torch.Tensor,
+    unit: float,
+    sizes: tuple[int, int, int, int, int],
+    *,
+    sunk: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries (M, H, D) and keys (B, S, G, D), float32, with the logits of a rule.
 
     A pattern of logits has dimensions of its own. The rows and heads that share a head of the keys have different
     patterns, as far as there are dimensions. The first dimension of a pattern gives the logit, and the others cancel
-    each other in pairs.
+    each other in pairs. The last size is that of a block of E2M1 elements, else 0: a block has a single pattern, whose
+    numbers are multiples of its logit.
     """
-    q_heads, heads, width, page = sizes
+    q_heads, heads, width, page, block = sizes
     group, power = q_heads // heads, 2.0 ** -round(math.log2(unit))
     if rule.whole and abs(unit * power - 1) > _WHOLE:
         raise ValueError(
@@ -231,7 +272,9 @@ def _of_logits(
     keys = torch.zeros(len(own), seen.shape[1], heads, width)
     first = 0
     for request, rows in enumerate(own):
-        patterns = min(rows * group, max(1, width // 4))
+        patterns = min(rows * group, max(1, width // max(4, block)))
+        if block:
+            patterns = max(n for n in range(1, patterns + 1) if width // block % n == 0)
         wide = width // patterns
         pairs = (wide - 1) // 2
         for head in range(heads):
@@ -245,17 +288,28 @@ def _of_logits(
                 row[1 : 1 + 2 * pairs] = (power * power_of_two(draw.below(2, pairs)) * draw.signs(pairs)).repeat(2)
                 queries[some.view(-1, 1), heads_of.view(-1, 1), torch.arange(wide) + here.start] = row
                 own_keys = keys[request, :, head, here]
-                cancelling = (1 + draw.below(7, seen.shape[1], pairs)).float()
-                own_keys[:, 1 : 1 + 2 * pairs] = torch.cat([cancelling, -cancelling], 1)
                 # A key that no row may see would take all weight.
-                own_keys[:, 0] = torch.where(seen[some].any(0), _FAR, 0.0)
+                far = _FAR_E2M1 if block else _FAR
+                own_keys[:, 0] = torch.where(seen[some].any(0), far, 0.0)
+                cancelling = 1 + draw.below(4 if block else 7, seen.shape[1], pairs).float()
                 visible = sees.nonzero()[:, 0].tolist()
                 assert rule.logits is not None
                 logits = rule.logits(draw, visible, page)
+                if len(logits) == 1:  # a log-sum-exp of 0 has no relative error; beside a sink of 0 it is ln 2
+                    logits = {key: 0.0 if sunk else logit or 1.0 for key, logit in logits.items()}
                 for key, logit in logits.items():
-                    own_keys[key, 0] = logit or float(len(logits) == 1)  # a log-sum-exp of 0 has no relative error
+                    own_keys[key, 0] = logit + 0.0  # no −0
+                if block:  # multiples of the logit, of 64, or of 1
+                    size = own_keys[:, :1].abs()
+                    cancelling *= torch.where(size == -far, 64.0, size.clamp(min=1.0))
+                own_keys[:, 1 : 1 + 2 * pairs] = torch.cat([cancelling, -cancelling], 1)
         first += rows
     return queries, keys
+
+
+def _sinks(q_heads: int) -> torch.Tensor:
+    """Logits without a token: 0 of even heads, as the largest logit of a row; of odd heads a logit without weight."""
+    return torch.arange(q_heads) % 2 * (_FAR * math.log(2))
 
 
 def _pin(queries: torch.Tensor, keys: torch.Tensor) -> None:
@@ -265,17 +319,6 @@ def _pin(queries: torch.Tensor, keys: torch.Tensor) -> None:
     keys[..., :width] = -keys[..., :width].abs()
     keys[:, ::_PINNED] = 0.0
     keys[:, ::_PINNED, :, :width] = 1.0
-
-
-def _values(rule: _Rule, draw: Draw, sizes: tuple[int, int, int, int]) -> torch.Tensor:
-    """Codes of values (N, P, G, E)."""
-    if rule.logits is None:
-        return encode(draw.normal(*sizes), E4M3)
-    if not rule.tells_cell:
-        return encode((1 + draw.below(rule.largest, *sizes)).float() * draw.signs(sizes[3]), E4M3)
-    page, place, head, column = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
-    digits = torch.stack([page, page // _DIGITS, place, head, column // 5])
-    return 1 + digits.gather(0, (column % 5).unsqueeze(0))[0] % _DIGITS
 
 
 def _in_pages(x: torch.Tensor, table: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:

@@ -15,4 +15,4 @@ def inputs(make: Maker[GemmCase]) -> Inputs:
     return product_inputs(make, same=make.case.same)
 
 
-OPERATION = Operation(case=GemmCase, inputs=inputs, judge=judge_gemm, show=output_table)
+OPERATION = Operation(case=GemmCase, inputs=inputs, judge=judge_gemm, show=output_table, told_apart_by="order")

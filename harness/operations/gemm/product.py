@@ -132,7 +132,7 @@ def judge_product(
 
 
 def _rows(a: Quantized, b: Quantized, given: Tensors, backend: Backend, out_dtype: torch.dtype) -> Independent | None:
-    """The rows of a product, or its blocks of rows; None if they are not stored one below the other."""
+    """The rows of a product, or its blocks of rows. None: the scales are in a layout, or a is stored transposed."""
     height = block_rows(a.recipe)
     if a.transposed or a.scale_layout != LINEAR or a.shape[0] % height:
         return None

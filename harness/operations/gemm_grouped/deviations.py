@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
+from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import Cause
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.summation import Summation
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,94 @@ def wrong_unpadding(output: torch.Tensor, padded: torch.Tensor, _: StageResult, 
     """Mistakes that give the output (M, N) from the padded output."""
     if equal_bits(output, padded[: len(output)]):
         yield FIRST_ROWS.cause, FIRST_ROWS.sentence
+
+
+Pair = tuple[Quantized, Quantized]
+"""A section, or rows of one, and the matrix that a kernel takes for it."""
+
+
+def _rows(q: Quantized, rows: slice) -> Quantized:
+    """Rows of a section whose rows have their scales, or which has one."""
+    scales = q.scales if q.recipe.whole else q.scales[rows]
+    return replace(q, codes=q.codes[rows], scales=scales, shape=(len(q.codes[rows]), q.shape[1]))
+
+
+def _of_next(pairs: Sequence[Pair], step: int) -> list[Pair]:
+    """Each section with the matrix of another expert."""
+    return [(a, pairs[(number + step) % len(pairs)][1]) for number, (a, _) in enumerate(pairs)]
+
+
+def _border(pairs: Sequence[Pair], *, first: bool) -> list[Pair]:
+    """The first row of a section with the matrix of the expert before, or the last row with that of the next one."""
+    found = list[Pair]()
+    for number, (a, b) in enumerate(pairs):
+        other = pairs[(number - 1 if first else number + 1) % len(pairs)][1]
+        at = min(1, a.shape[0]) if first else max(0, a.shape[0] - 1)
+        parts = (_rows(a, slice(0, at)), _rows(a, slice(at, None)))
+        found += zip(parts, (other, b) if first else (b, other), strict=True)
+    return found
+
+
+def _past_empty(pairs: Sequence[Pair]) -> list[Pair]:
+    """Sections with rows take the matrices in order, as if no expert were empty."""
+    full = [a for a, _ in pairs if a.shape[0]]
+    return [(a, b) for a, (_, b) in zip(full, pairs, strict=False)]
+
+
+def _scales_of(pairs: Sequence[Pair], step: int) -> list[Pair]:
+    """Each section with its matrix, which has the block scales of another one."""
+    matrices = [b for _, b in pairs]
+    scales = [matrices[(number + step) % len(pairs)].scales for number in range(len(pairs))]
+    return [(a, replace(b, scales=other)) for (a, b), other in zip(pairs, scales, strict=True)]
+
+
+def _scales_of_rows(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each row with the scales of the next one of its section."""
+    return [(replace(a, scales=a.scales.roll(-1, 0)), b) for a, b in pairs]
+
+
+ARRANGEMENTS: tuple[Deviation[Sequence[Pair]], ...] = (
+    Deviation("matrix-of-next-expert", "each expert takes the matrix of the next one", "output",
+              lambda p: _of_next(p, 1)),
+    Deviation("matrix-of-previous-expert", "each expert takes the matrix of the one before", "output",
+              lambda p: _of_next(p, -1)),
+    Deviation("matrix-of-first-expert", "every expert takes the matrix of expert 0", "output",
+              lambda p: [(a, p[0][1]) for a, _ in p]),
+    Deviation("first-row-of-previous-expert", "the first row of a section takes the matrix of the expert before",
+              "output", lambda p: _border(p, first=True)),
+    Deviation("last-row-of-next-expert", "the last row of a section takes the matrix of the next expert", "output",
+              lambda p: _border(p, first=False)),
+    Deviation("empty-experts-skipped", "matrices are taken in order, as if no expert were empty", "output",
+              _past_empty),
+    Deviation("scales-of-next-expert", "a matrix has the block scales of the next one", "output",
+              lambda p: _scales_of(p, 1)),
+    Deviation("scales-of-previous-expert", "a matrix has the block scales of the one before", "output",
+              lambda p: _scales_of(p, -1)),
+    Deviation("scales-of-next-row", "a row has the scales of the next row of its section", "output",
+              _scales_of_rows),
+)  # fmt: skip
+"""Wrong matrices and scales of rows of experts in a buffer."""
+
+
+def wrong_arrangement(
+    sections: Sequence[Quantized], matrices: Sequence[Quantized], output: torch.Tensor, order: Summation,
+    _: StageResult, limit: Limit,
+) -> Iterator[Cause]:  # fmt: skip
+    """Mistakes that give the output (M, N) of the rows of all sections."""
+    pairs = list(zip(sections, matrices, strict=True))
+    for row in rows_of(ARRANGEMENTS, pairs):
+        changed = row.result(pairs)
+        work = output.numel() * matrices[0].shape[1] / 32
+        if limit.may_try(work) and _fits(changed, output, order):
+            yield row.cause, row.sentence
+
+
+def _fits(pairs: Sequence[Pair], output: torch.Tensor, order: Summation) -> bool:
+    """Whether outputs lie within the bounds of these products, one below the other."""
+    start = 0
+    for a, b in pairs:
+        rows = output[start : start + a.shape[0]]
+        start += a.shape[0]
+        if len(rows) and not bool(within_bounds(rows, bounds(a, b, out_dtype=output.dtype, order=order)).all()):
+            return False
+    return True

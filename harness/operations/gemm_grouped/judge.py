@@ -72,8 +72,11 @@ def _sections(
     given: Tensors,
     backend: Backend,
     out_dtype: torch.dtype,
-) -> Independent:
-    """The sections of a grouped product, each with its matrix."""
+) -> Independent | None:
+    """The sections of a grouped product, each with its matrix. No stage for scales of several rows: these scales have
+    neither a row for each section nor a row for each row of a."""
+    if sections[0].recipe.stored_rows > 1 and not sections[0].recipe.whole:
+        return None
     parts = [name for name in QUANTIZED_PARTS if f"b0.{name}" in given]
     own = {name: tensor for name, tensor in given.items() if not name.startswith("b") or name == "bias"}
     own |= {f"b.{part}": torch.stack([given[f"b{n}.{part}"] for n in range(len(matrices))]) for part in parts}

@@ -180,8 +180,16 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
     return outcome
 
 
+def run_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> tuple[Tensors, list[StageResult]]:
+    """The results in the order of their stages, and the stages of repeated and guarded calls."""
+    plan = Plan(case, inputs, backend)
+    outputs, stages, _ = repeated(backend, inputs.x.device, plan.arguments, plan.call, plan.drawn)
+    order = ("amax", "tensor_scale", "scales", "codes")
+    return dict(sorted(outputs.items(), key=lambda pair: order.index(pair[0].rpartition(".")[2]))), stages
+
+
 def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
-    """The rows of x, or its blocks of rows, with the amax of all of x; None if they may depend on one another."""
+    """The rows of x, or its blocks of rows, with the amax of all of x. None: rows may depend on other rows."""
     case, recipe, x = plan.case, plan.recipe, plan.inputs.x
     height = block_rows(recipe)
     plain = case.inputs == FAMILY and not case.halves and (case.view, case.scales) == ("contiguous", "linear")
@@ -192,8 +200,8 @@ def _rows(plan: Plan, amax: torch.Tensor | None) -> Independent | None:
         (by_unit if recipe.granularity == "row" else shared)["amax"] = amax
 
     def run(given: Tensors) -> Tensors:
-        options = {"amax": given.get("amax") if recipe.granularity != "row" else None, "scale": given.get("scale")}
-        q = call_quantize(plan.backend, given["x"], recipe, **options)
+        own = None if recipe.granularity == "row" else given.get("amax")
+        q = call_quantize(plan.backend, given["x"], recipe, amax=own, scale=given.get("scale"))
         found = {"codes": q.codes} if recipe.whole else {"scales": q.scales, "codes": q.codes}
         if plan.backend.has("dequantize") and not bool(no_codes(q).any()):
             with suppress(Unsupported):

@@ -79,14 +79,14 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
 
 
 def _sections(case: GroupedQuantizeCase, given: Tensors, backend: Backend) -> Independent | None:
-    """The sections of x, each with its amax and scale; None if they may depend on one another."""
+    """The sections of x, each with its amax and scale. None: a section may depend on other sections."""
     recipe = find_recipe(case.recipe)
     if (case.inputs, case.view) != (FAMILY, "contiguous") or not has_own_rows(recipe, backend):
         return None
 
     def run(units: Tensors) -> Tensors:
-        options = {"amax": units.get("amax"), "scale": units.get("scale")}
-        sections = quantize_grouped(backend, units["x"], units["sizes"], recipe, case.half, **options)
+        amax, scale = units.get("amax"), units.get("scale")
+        sections = quantize_grouped(backend, units["x"], units["sizes"], recipe, case.half, amax=amax, scale=scale)
         return {part: torch.stack([_digest(getattr(q, part)) for q in sections]) for part in ("scales", "codes")}
 
     return Independent(len(case.section_sizes), given, run, sizes=case.section_sizes, noun="section")

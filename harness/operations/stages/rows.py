@@ -67,28 +67,30 @@ class Independent:
         found = {name: self.taken(tensor, units) for name, tensor in self.by_unit.items()}
         if spoilt is not None:
             odd = torch.arange(1, self.count, 2)
-            for name in self._numbers:
+            for name in self._changed(spoilt):
                 tensor = found[name].clone()
-                value = torch.finfo(tensor.dtype).max if spoilt == torch.inf else spoilt
+                value = spoilt if spoilt != torch.inf else torch.finfo(tensor.dtype).max
                 tensor.view(self.count, -1)[odd.to(tensor.device)] = value
                 found[name] = tensor
         return found | self.shared
 
     @property
-    def can_be_spoilt(self) -> bool:
-        """Whether another number can stand in the rows of a unit: there are numbers, and as many rows for each unit."""
-        return bool(self._numbers) and not self.sizes
+    def spoils(self) -> dict[str, float]:
+        """Numbers for the rows of a unit by their words; empty if units have different numbers of rows."""
+        return {} if self.sizes else {words: n for words, n in _SPOILT.items() if self._changed(n)}
 
-    @property
-    def _numbers(self) -> list[str]:
-        return [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
+    def _changed(self, spoilt: float) -> list[str]:
+        """The inputs that take a number: all numbers, and of codes 0, which is a code of every format."""
+        numbers = [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
+        return numbers + [name for name in self.by_unit if name.endswith("codes") and spoilt == 0]
 
     def taken(self, tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """The rows of these units, in this order."""
         if self.sizes and len(tensor) != self.count:
-            parts = tensor.split(list(self.sizes))
+            parts = torch.split(tensor, list(self.sizes))
             return torch.cat([parts[unit] for unit in units.tolist()])
-        return tensor.unflatten(0, (self.count, -1))[units.to(tensor.device)].flatten(0, 1).contiguous()
+        each = tensor.reshape(self.count, len(tensor) // self.count, *tensor.shape[1:])
+        return each[units.to(tensor.device)].flatten(0, 1).contiguous()
 
     def different(self, before: torch.Tensor, found: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """bool (units,): whether the bytes of a result of these units are not those of `before`, of all units."""
@@ -97,7 +99,8 @@ class Independent:
             return torch.ones(len(units), dtype=torch.bool)
         wrong = (element_bytes(expected) != element_bytes(found)).view(len(found), -1).any(1).cpu()
         if self.sizes and len(before) != self.count:
-            return torch.stack([part.any() for part in wrong.split([self.sizes[unit] for unit in units.tolist()])])
+            heights = [self.sizes[unit] for unit in units.tolist()]
+            return torch.stack([part.any() for part in torch.split(wrong, heights)])
         return wrong.view(len(units), -1).any(1)
 
     def among(self, units: torch.Tensor) -> Independent:
@@ -176,7 +179,7 @@ def _arrangements(rows: Independent, every: torch.Tensor) -> Iterator[tuple[str,
 
     The numbers beside a row come first, with M and every place as before: what changes later bytes is M or the place.
     """
-    for words, number in _SPOILT.items() if rows.can_be_spoilt else ():
+    for words, number in rows.spoils.items():
         yield f"beside rows of {words}", every, number
     for alone in COUNTS:
         if alone < rows.count:
@@ -226,7 +229,7 @@ def _paths(rows: Independent, whole: torch.Tensor, first: Callable[[int], bytes 
         return f". Its place decides: as the first of {rows.number(rows.count)} it has other bytes too"
     seen = {count: at(count) for count in (*(n for n in COUNTS if n < rows.count), rows.count)}
     known = [count for count, found in seen.items() if found is not None]
-    changes = []
+    changes: list[int] = []
     for start, high in pairwise(known):
         low = start
         while len(changes) < _PATHS and at(low) != at(high) and (change := _change(at, low, high)):
@@ -255,7 +258,8 @@ def _of_changes(rows: Independent, seen: Mapping[int, bytes], changes: Sequence[
     if len(groups) < 2:
         return ""
     if len([1 for one, other in pairwise(seen.values()) if one != other]) == len(changes) == len(groups) - 1:
-        return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: another path"
+        what = "another path" if rows.spoils else "other bytes"  # then the content of other units may be the reason
+        return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: {what}"
     listed = "; ".join(", ".join(map(rows.number, counts[:_PATHS])) for counts in groups.values())
     return f". Numbers of {rows.noun}s with equal bytes: {listed}"
 

@@ -8,7 +8,12 @@ from fnmatch import fnmatchcase
 
 from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cases.operations import OperationError, parts_of_operations
-from narrowgauge.harness.operations.contracts.bench import BENCH, CACHE_BENCH, PRODUCT_BENCH
+from narrowgauge.harness.operations.contracts.bench import (
+    BENCH,
+    CACHE_BENCH,
+    PREFILL_BENCH,
+    PRODUCT_BENCH,
+)
 from narrowgauge.harness.operations.timing.operation_bench import BenchTask, OperationBench
 
 LAUNCH = "launch"
@@ -22,7 +27,7 @@ _SIZES = {
 def benches() -> list[OperationBench]:
     """The object BENCH of every operation with a `bench.py`, and those of the shipped contracts, in the order of the
     tables. Raises OperationError."""
-    found = [BENCH, PRODUCT_BENCH, CACHE_BENCH]
+    found = [BENCH, PRODUCT_BENCH, CACHE_BENCH, PREFILL_BENCH]
     for module in parts_of_operations("bench"):
         if not isinstance(bench := getattr(module, "BENCH", None), OperationBench):
             raise OperationError(f"{module.__file__}: BENCH is {type(bench).__name__}, not an OperationBench")
@@ -32,7 +37,8 @@ def benches() -> list[OperationBench]:
 
 def bench_of(task: BenchTask) -> OperationBench:
     """The bench with the rows of a task."""
-    return next(bench for bench in benches() if any(name == task.operation for name, *_ in bench.rows))
+    row = (task.operation, task.recipe, task.variant)
+    return next(bench for bench in benches() if row in bench.rows)
 
 
 def parse(size: str) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
-"""INT4 and INT8 weights in words of 32 bits: GPTQ, AWQ, and `pack-quantized` of compressed-tensors.
+"""INT4 and INT8 weights: in words of 32 bits of GPTQ, AWQ and `pack-quantized` of compressed-tensors, and in bytes of its
+`int-quantized`.
 
 | layout | tensors of a matrix (N, K) | number |
 |---|---|---|
 | GPTQ | `qweight` (K/p, N), `qzeros` (G, N/p), `scales` (G, N), `g_idx` (K) | (c − z − 1)·s, in version 2 (c − z)·s |
 | AWQ | `qweight` (K, N/p), `qzeros` (G, N/p), `scales` (G, N); columns of a word in the order 0, 2, 4, 6, 1, 3, 5, 7 | (c − z)·s |
 | pack-quantized | `weight_packed` (N, K/p), `weight_scale` (N, G), `weight_shape`, `weight_zero_point` (N/p, G), `weight_g_idx` | (c − 2^(bits−1))·s, with zero points (c − z)·s |
+| int-quantized | `weight` (N, K), I8, `weight_scale` (N, 1), (N, G) or one number, `weight_zero_point` like it | (c − z)·s |
 
 p = 32/bits codes lie in a word, the first in the lowest bits. Sources: AutoGPTQ, AutoAWQ, compressed-tensors 0.20.
 """  # noqa: E501
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.adapt.words import WORDS, WordLayout, unpack_words
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
 from narrowgauge.harness.tools.checkpoint.findings import Finding, LayerResult
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_BYTES = "int-quantized"
 _SLAB = 1 << 22
 """Codes that are decoded at once."""
 _CLEAR = 6.0
@@ -47,9 +50,14 @@ class IntegerLayer:
         return f"int{self.bits}, groups of {-(-self.shape[1] // max(1, self.groups))}"
 
     @property
+    def words(self) -> WordLayout | None:
+        """The layout of the words; None: codes are bytes."""
+        return WORDS.get(self.layout.lower())
+
+    @property
     def by_row(self) -> bool:
         """Whether codes and scales are stored in rows of N; else in rows of K."""
-        return self.layout == "pack-quantized"
+        return self.words is None or self.words.by_row
 
     @property
     def groups(self) -> int:
@@ -64,11 +72,14 @@ class IntegerLayer:
     def problem(self) -> str:
         """Why shapes or dtypes of the tensors do not fit, or the empty string."""
         (rows, columns), per = self.shape, 32 // self.bits
-        expected = {
+        expected: tuple[tuple[int, ...], ...] = {
             "GPTQ": ((-(-columns // per), rows), (self.groups, rows), (self.groups, -(-rows // per))),
             "AWQ": ((columns, -(-rows // per)), (self.groups, rows), (self.groups, -(-rows // per))),
             "pack-quantized": ((rows, -(-columns // per)), (rows, self.groups), (-(-rows // per), self.groups)),
+            _BYTES: ((rows, columns), (rows, self.groups), (rows, self.groups)),
         }[self.layout]
+        if self.words is None and math.prod(self.scales.shape) == 1:
+            expected = (rows, columns), self.scales.shape, self.scales.shape
         for tensor, shape in zip((self.codes, self.scales, self.zeros), expected, strict=True):
             if tensor is not None and tensor.shape != shape:
                 found, wanted = ("x".join(map(str, each)) for each in (tensor.shape, shape))
@@ -80,19 +91,22 @@ class IntegerLayer:
     def read_scales(self) -> torch.Tensor:
         """Scales, float64 (G, N)."""
         numbers = self.scales.numbers().double()
-        return numbers.T if self.by_row else numbers
+        return numbers.T.expand(-1, self.shape[0]) if self.by_row else numbers
 
     def read_zeros(self) -> torch.Tensor:
         """Zero points, float64 (G, N)."""
         rows = self.shape[0]
         if self.zeros is None:
             return torch.full((self.groups, rows), float(1 << self.bits - 1), dtype=torch.float64)
+        if self.words is None:
+            codes = (self.zeros.read().view(torch.int8) ^ -128).view(torch.uint8).view(-1, self.groups).T
+            return codes.expand(-1, rows).double()
         if self.by_row:
-            stored = _unpacked(self.zeros.read(), self.bits).view(*self.zeros.shape, -1)
-            codes = stored.permute(1, 0, 2).reshape(self.groups, -1)[:, :rows]
+            words = self.zeros.read().view(torch.int32).view(self.zeros.shape)
+            codes = unpack_words(words, self.bits, 0).T
         else:
-            codes = self._columns(_unpacked(self.zeros.read(), self.bits), rows)
-        return codes.double() + self.offset
+            codes = self._unpacked(self.zeros.read())
+        return codes[:, :rows].double() + self.offset
 
     def read_groups(self) -> torch.Tensor:
         """Group of each column, int64 (K,)."""
@@ -103,35 +117,40 @@ class IntegerLayer:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Codes of the columns `start` to `stop` of K, whole words: uint8 (stop − start, N)."""
         rows, per = self.shape[0], 32 // self.bits
+        if self.words is None:
+            return self.codes.read().view(rows, -1)[:, start:stop].T ^ 0x80
         if self.layout == "AWQ":
-            return self._columns(_unpacked(self.codes.read(start, stop), self.bits), rows)
+            return self._unpacked(self.codes.read(start, stop))[:, :rows]
         if self.layout == "GPTQ":
-            words = _unpacked(self.codes.read(start // per, -(-stop // per)), self.bits).view(-1, rows, per)
-            return words.permute(0, 2, 1).reshape(-1, rows)[: stop - start]
-        words = self.codes.read().view(rows, -1)[:, start // 8 * self.bits : -(-stop // per) * 4]
-        return _unpacked(words.contiguous(), self.bits)[:, : stop - start].T
+            words = self.codes.read(start // per, -(-stop // per)).view(torch.int32).view(-1, rows)
+            return unpack_words(words, self.bits, 0)[: stop - start]
+        return self._unpacked(self.codes.read().view(rows, -1)[:, start // per * 4 : -(-stop // per) * 4])[
+            :, : stop - start
+        ].T
 
-    def _columns(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
-        """Codes of words along N in the order of the columns."""
-        if self.layout == "AWQ":
-            order = torch.tensor(_AWQ_ORDER[: 32 // self.bits]).argsort()
-            codes = codes.view(len(codes), -1, 32 // self.bits)[:, :, order].flatten(1)
-        return codes[:, :rows]
+    def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
+        """Codes of rows of bytes, whose words lie along the last axis."""
+        assert self.words is not None
+        return unpack_words(stored.contiguous().view(torch.int32), self.bits, -1, self.words.order)
 
 
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes, uint8, of rows of bytes: the lowest bits first."""
-    if bits == 8:
-        return words
-    return torch.stack([words & 0xF, words >> 4], -1).flatten(-2)
+def in_bytes(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> bool:
+    """Whether a `weight` has INT8 codes: bytes with a sign under scales that are numbers, without a tensor scale."""
+    scales = checkpoint.tensors.get(f"{base}.weight_scale")
+    signed = codes.dtype == "I8" and len(codes.shape) == 2 and codes.name == f"{base}.weight"
+    return signed and scales is not None and scales.is_float and f"{base}.weight_scale_2" not in checkpoint.tensors
 
 
 def integer_layer(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> IntegerLayer | Finding | None:
     """The matrix whose codes are `qweight` or `weight_packed`; a finding if a tensor of the matrix is missing; None for
     a tensor of another format."""
-    if codes.dtype not in ("I32", "U32") or len(codes.shape) != 2:
-        return None
     tensors, config = checkpoint.tensors, checkpoint.config
+    if in_bytes(checkpoint, base, codes):
+        scales, zeros = (tensors.get(f"{base}.weight_{part}") for part in ("scale", "zero_point"))
+        assert scales is not None
+        return IntegerLayer(base, _BYTES, 8, (codes.rows, codes.columns), codes, scales, zeros, None, 0)
+    if codes.dtype not in ("I32", "U32") or len(codes.shape) != 2 or codes.name.endswith(".weight"):
+        return None
     bits = config.get("bits", config.get("w_bit", 4))
     bits = bits if bits in (4, 8) else 4
     per = 32 // bits

@@ -230,11 +230,11 @@ def _softened(finding: Finding) -> Finding:
 
 
 def _integers(checkpoint: Checkpoint) -> tuple[list[IntegerLayer], list[Finding]]:
-    """The matrices of integers in words, and findings about incomplete ones."""
+    """The matrices of integers, and findings about incomplete ones."""
     layers, missing = [], []
     for name, tensor in checkpoint.tensors.items():
         base, _, end = name.rpartition(".")
-        if end in ("qweight", "weight_packed") and base:
+        if end in ("qweight", "weight_packed", "weight") and base:
             found = integer_layer(checkpoint, base, tensor)
             if isinstance(found, IntegerLayer):
                 layers.append(found)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.harness.tools.checkpoint.files import Checkpoint, StoredTensor
+from narrowgauge.harness.tools.checkpoint.integers import in_bytes
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
 from narrowgauge.spec.scale_layouts import TILED, TILES
@@ -225,7 +226,7 @@ def _weight(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | M
     """`weight` of ModelOpt (U8), DeepSeek or FP8; None for a tensor that is not quantized."""
     if codes.dtype.startswith("GGML_"):
         return _ggml(checkpoint, base, codes)
-    if len(codes.shape) < 2:
+    if len(codes.shape) < 2 or in_bytes(checkpoint, base, codes):
         return None
     tensors = checkpoint.tensors
     if codes.dtype in _BYTES:

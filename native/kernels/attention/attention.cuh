@@ -37,7 +37,7 @@ struct AttentionParameters {
     float scale;
     float softcap;                  // 0: none
     int batch, tokens, heads, group, most_pages;
-    int row_tiles;                  // of the longest request, of attention_tensor.cu
+    int row_tiles;                  // of the longest request, of kernels with tensor cores
     int splits, keys_per_split;
     void* out;                      // (T, heads * group, VALUE)
     float* lse;                     // or null
@@ -65,6 +65,25 @@ __device__ __forceinline__ Keys keys_of(const AttentionParameters& p, const Requ
     const int last = p.causal ? request.keys - request.count + i + 1 : request.keys;
     const int first = p.window > 0 && last > p.window ? last - p.window : 0;
     return {first, last > 0 ? last : 0};
+}
+
+// A tile of ROWS rows of a request and a head of the cache: query times group + its head. `row_tiles` are those of the longest
+// request.
+struct Tile {
+    int request, first_row;
+    Request tokens;
+};
+
+template <int ROWS>
+__device__ __forceinline__ Tile tile_of(const AttentionParameters& p, int tile) {
+    if (p.starts == nullptr) return {tile / p.row_tiles, tile % p.row_tiles * ROWS, request_of(p, tile / p.row_tiles)};
+    for (int b = 0; b < p.batch; ++b) {
+        const Request request = request_of(p, b);
+        const int tiles = (request.count * p.group + ROWS - 1) / ROWS;
+        if (tile < tiles) return {b, tile * ROWS, request};
+        tile -= tiles;
+    }
+    return {0, 0, {0, 0, 0}};
 }
 
 __device__ __forceinline__ float number_or_one(const float* numbers, int index) {
@@ -115,6 +134,19 @@ __device__ __forceinline__ void store_output(const AttentionParameters& p, i64 p
         static_cast<u8*>(p.out)[place] = e4m3_from_float(number);
     } else {
         from_float(number, static_cast<T*>(p.out)[place]);
+    }
+}
+
+// Two neighbouring outputs. `place` is even.
+template <class T>
+__device__ __forceinline__ void store_pair(const AttentionParameters& p, i64 place, float low, float high) {
+    if (p.out_scale != nullptr) {
+        *reinterpret_cast<u16*>(static_cast<u8*>(p.out) + place) = pair_from_float<E4M3>(low, high);
+    } else {
+        T numbers[2];
+        from_float(low, numbers[0]);
+        from_float(high, numbers[1]);
+        *reinterpret_cast<u32*>(static_cast<T*>(p.out) + place) = numbers[0].bits | static_cast<u32>(numbers[1].bits) << 16;
     }
 }
 

@@ -13,7 +13,7 @@
 // eighth of those of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of v: tensor cores add products in any order of columns, if both operands have
 // the same one. A lane copies the codes that it reads itself.
 #include "attention/attention.cuh"
-#include "gemm/e2m1_pairs.cuh"
+#include "attention/pairs.cuh"
 
 #ifndef KEY_DIM
 #define KEY_DIM 128
@@ -85,19 +85,6 @@ __device__ __forceinline__ void copy(void* target, const u8* source, bool presen
 #endif
 }
 
-__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selectors) {
-#ifdef __CUDA_ARCH__
-    return ptx::prmt_b32(a, b, selectors);
-#else
-    u32 bytes = 0;
-    for (int i = 0; i < 4; ++i) {
-        const u32 from = selectors >> 4 * i & 7u;
-        bytes |= ((from < 4 ? a : b) >> 8 * (from % 4) & 0xFFu) << 8 * i;
-    }
-    return bytes;
-#endif
-}
-
 template <int WORDS>
 __device__ __forceinline__ void load_words(const u8 (&bytes)[4 * WORDS], u32 (&words)[WORDS]) {
     struct alignas(4 * WORDS) Words {
@@ -109,31 +96,6 @@ __device__ __forceinline__ void load_words(const u8 (&bytes)[4 * WORDS], u32 (&w
 }
 
 // ---- codes to pairs of T ---------------------------------------------------------------------------------------------
-
-// Two numbers, rounded to float16.
-__device__ __forceinline__ u32 rounded_pair(float low, float high) {
-#ifdef __CUDA_ARCH__
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    return ptx::half_pair(low, high);
-#endif
-}
-
-// Four codes of E4M3. In bfloat16 exponent and mantissa become the lowest bits of those of the result, which is 2^120 too small.
-template <class T>
-__device__ __forceinline__ void e4m3_pairs(u32 codes, u32& low, u32& high) {
-    if constexpr (ptx::is_bf16<T>) {
-        const auto number = [](u32 half) {
-            return times<T>((half & 0x80008000u) | (half >> 4 & 0x07F007F0u), 0x7B807B80u);  // 2^120
-        };
-        low = number(bytes_of(codes, 0, 0x1404));
-        high = number(bytes_of(codes, 0, 0x3424));
-    } else {
-        ptx::cvt_rn_f16x2_e4m3x2(codes, low, high);
-    }
-}
 
 // Factors of small_e2m1 from four scales, RESTORE / REST.
 template <class T>
@@ -245,23 +207,6 @@ __device__ __forceinline__ void copy_scales(u8* target, const u8* source, u32 ro
     }
 }
 
-// Rows of a tile: those of a request and a head of the cache.
-struct Tile {
-    int request, first_row;
-    Request tokens;
-};
-
-__device__ __forceinline__ Tile tile_of(const AttentionParameters& p, int tile) {
-    if (p.starts == nullptr) return {tile / p.row_tiles, tile % p.row_tiles * ROWS, request_of(p, tile / p.row_tiles)};
-    for (int b = 0; b < p.batch; ++b) {
-        const Request request = request_of(p, b);
-        const int tiles = (request.count * p.group + ROWS - 1) / ROWS;
-        if (tile < tiles) return {b, tile * ROWS, request};
-        tile -= tiles;
-    }
-    return {0, 0, {0, 0, 0}};
-}
-
 template <class T>
 __device__ __forceinline__ void attend(const AttentionParameters& p) {
 #ifdef __CUDA_ARCH__
@@ -272,7 +217,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
 #endif
     const int thread = static_cast<int>(threadIdx.x), warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
     const int split = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
-    const Tile tile = tile_of(p, static_cast<int>(blockIdx.z));
+    const Tile tile = tile_of<ROWS>(p, static_cast<int>(blockIdx.z));
     const int rows = tile.tokens.count * p.group;
     const int all_rows = p.heads * p.group;
 
@@ -455,7 +400,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
                 const float low = exp2_approx(scores[n][2 * half] - subtracted);
                 const float high = exp2_approx(scores[n][2 * half + 1] - subtracted);
                 l[half] += low + high;
-                weights[n / 2][n % 2 * 2 + half] = rounded_pair(low, high);
+                weights[n / 2][n % 2 * 2 + half] = rounded_pair<fp16>(low, high);
             }
         }
 #pragma unroll

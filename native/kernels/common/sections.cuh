@@ -11,15 +11,20 @@ struct Sections {
     const i64* sizes;  // rows of each section, or null: the whole tensor is a section
     int count;
     i64 rows;          // rows of the tensor
+    const i64* starts = nullptr;  // first row of each section, or null: sections lie one behind another
 };
 
 struct Section {
     i64 start, count;  // first row, number of rows
 };
 
-// Section `number`, which begins at row `start`. The host has not read the sizes, so a wrong size is clamped here: no section
-// may reach beyond the tensor.
+// Section `number`, which begins at row `start` if the starts are not given. The host has not read sizes and starts, so wrong
+// ones are clamped here: no section may reach beyond the tensor.
 __device__ __forceinline__ Section section_after(const Sections& sections, int number, i64 start) {
+    if (sections.starts != nullptr) {
+        start = sections.starts[number];
+        start = start < 0 ? 0 : start < sections.rows ? start : sections.rows;
+    }
     const i64 left = sections.rows - start;
     const i64 size = sections.sizes[number];
     return {start, size < 0 ? 0 : size < left ? size : left};

@@ -16,7 +16,7 @@ constexpr int TERMS_PER_STEP = 16;
 constexpr int ALIGNED_BITS = 25;  // bits below the largest exponent
 constexpr int NO_EXPONENT = -100000;
 
-// A float32 number in parts, of which a bfloat16 operand uses the upper 8 bits of the significand.
+// A float32 number in parts, of which a float16 operand uses the upper 11 bits of the significand, and a bfloat16 operand 8.
 struct Decomposed {
     float value;
     int significand;  // signed, with 23 bits after the binary point
@@ -37,7 +37,7 @@ inline i64 shift_truncated(i64 value, int left) {  // value * 2^left, rounded to
     return left < -62 ? 0 : value / (i64{1} << -left);
 }
 
-// acc + a[0]*b[0] + ... + a[15]*b[15] of bfloat16 factors, by integers. Factors are zero, or normal numbers far from both
+// acc + a[0]*b[0] + ... + a[15]*b[15] of bfloat16 or float16 factors, by integers. Factors are zero, or normal numbers far from both
 // ends of the range; with a factor that is not finite, the sum is the IEEE sum.
 inline float sum_bf16(float acc, const Decomposed* a, const Decomposed* b) {
     const Decomposed before(acc);
@@ -56,8 +56,8 @@ inline float sum_bf16(float acc, const Decomposed* a, const Decomposed* b) {
     if (!any_product) return acc;
     i64 sum = shift_truncated(before.significand, before.exponent - largest + ALIGNED_BITS - 23);
     for (int i = 0; i < TERMS_PER_STEP; ++i) {
-        const i64 product = static_cast<i64>(a[i].significand >> 16) * (b[i].significand >> 16);  // exact
-        sum += shift_truncated(product, a[i].exponent + b[i].exponent - largest + ALIGNED_BITS - 14);
+        const i64 product = static_cast<i64>(a[i].significand >> 13) * (b[i].significand >> 13);  // exact
+        sum += shift_truncated(product, a[i].exponent + b[i].exponent - largest + ALIGNED_BITS - 20);
     }
     i64 last = 1;  // last bit of a float32 significand
     while ((sum < 0 ? -sum : sum) / last >= i64{1} << 24) last *= 2;

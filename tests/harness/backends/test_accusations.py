@@ -27,6 +27,8 @@ ABOVE = float(np.nextafter(np.float32(448 * 256), np.float32(np.inf)))
 """The float32 number above 448·2^8."""
 BELOW = float(np.nextafter(np.float32(0.25), np.float32(0)))
 """The float32 number below a tie of E2M1."""
+HALF_STEP = 1.5 * 2.0**-8
+"""Three quarters of the step of bfloat16 above 1, a bfloat16 number."""
 
 
 def code(value, element=ml_dtypes.float4_e2m1fn):
@@ -59,6 +61,10 @@ ACCUSATIONS = {
     "logarithm of comfy-kitchen": (
         "comfy-kitchen", "mxfp8-e4m3", "float32", [ABOVE], "scales", 0, 135, round_up(ABOVE, 448),
     ),
+    "rounding of vLLM": (
+        "vllm", "add-rmsnorm", "bfloat16", [1.0], "residual", 0, 0x3F80,
+        int(np.array([1 + HALF_STEP], np.float64).astype(ml_dtypes.bfloat16).view(np.uint16)[0]),
+    ),
     "zero of modelopt": ("modelopt", "mxfp4", "float32", [4.0, 0.0], "codes", 1, 8, code(0.0)),
     "tie of modelopt": ("modelopt", "mxfp4", "float32", [4.0, 0.75], "codes", 1, 1, code(0.75)),
     "NaN of modelopt": ("modelopt", "mxfp4", "float32", [4.0, math.nan], "scales", 0, 0, NAN_SCALE),
@@ -81,6 +87,12 @@ def test_the_third_opinion_is_against_the_library(name):
     backend = Backend.local(library, load_implementation(library, "cpu"))
     x = torch.zeros(32, 32, dtype=getattr(torch, dtype))
     x[0, : len(values)] = torch.tensor(values)
+    if stage == "residual":
+        if torch.backends.cpu.get_cpu_capability() != "AVX2":
+            pytest.skip("the kernel for AVX2 is wrong")
+        stored = backend.call("add_rmsnorm", x, torch.full_like(x, HALF_STEP), torch.ones_like(x[0]))["residual"]
+        assert int(stored.view(torch.int16)[0, place]) == byte
+        return
     q = quantize(backend, x, find_recipe(recipe))
     stored = linear_scales(q) if stage == "scales" else elements(q.codes, 32, q.recipe)
     assert int(stored[0, place]) == byte

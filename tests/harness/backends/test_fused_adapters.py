@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.adapt.words import unpack_words
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.harness.backends.adapters import conch, flashinfer, vllm
+from narrowgauge.harness.backends.adapters import conch, flashinfer, humming, liger, vllm
 from narrowgauge.harness.backends.adapters import torch as torch_adapter
+from narrowgauge.reference.quantize.layout import unpack
+from narrowgauge.spec.kv_cache import Cache
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 EVERY = pytest.mark.parametrize("operation", ["rmsnorm", "add-rmsnorm", "silu-mul", "gelu-mul"])
@@ -62,6 +67,24 @@ def per_token(x: Any, weight: Any, eps: float, dtype: torch.dtype, ub: Any, resi
     return (y / scale).clamp(-448, 448).to(dtype), scale
 
 
+def norm_of_liger(x: Any, weight: Any, eps: float, offset: float, mode: str) -> torch.Tensor:
+    """`LigerRMSNormFunction`: a cast before the weight, but in the mode gemma."""
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    y = y.to(x.dtype).float() if mode == "llama" else y
+    return (y * (weight.float() + offset)).to(x.dtype)
+
+
+def add_norm_of_liger(x: Any, residual: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return norm_of_liger(x + residual, *rest), x + residual
+
+
+def write_rows(k: Any, v: Any, keys: Any, values: Any, slots: Any, dtype: str, k_scale: Any, v_scale: Any) -> None:
+    assert dtype == "fp8"
+    for x, cache, scale in ((k, keys, k_scale), (v, values, v_scale)):
+        codes = (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        cache.flatten(0, 1)[slots[slots >= 0]] = codes[slots >= 0]
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules with the functions of the libraries, in torch."""
@@ -76,10 +99,21 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     of_conch = SimpleNamespace(
         rms_norm=norms.rmsnorm, fused_add_rms_norm=lambda x, r, w, eps: (add_in_place(x, r, w, eps), (x, r))[1],
-        silu_and_mul=EAGER.silu_mul,
+        silu_and_mul=EAGER.silu_mul, reshape_and_cache=write_rows,
     )  # fmt: skip
-    modules = {"flashinfer.norm": norms, "flashinfer.activation": activations, "vllm._custom_ops": own}
-    modules |= dict.fromkeys(("conch.ops.normalization.rms_norm", "conch.ops.activation.silu_and_mul"), of_conch)
+    of_liger = {
+        "rms_norm": ("RMSNorm", norm_of_liger),
+        "fused_add_rms_norm": ("FusedAddRMSNorm", add_norm_of_liger),
+        "swiglu": ("SiLUMul", lambda gate, up: EAGER.silu_mul(torch.cat([gate, up], 1))),
+        "geglu": ("GELUMul", lambda gate, up: EAGER.gelu_mul(torch.cat([gate, up], 1))),
+    }
+    modules: dict[str, Any] = {"flashinfer.norm": norms, "flashinfer.activation": activations, "vllm._custom_ops": own}
+    places = ("normalization.rms_norm", "activation.silu_and_mul", "vllm.reshape_and_cache")
+    modules |= dict.fromkeys((f"conch.ops.{place}" for place in places), of_conch)
+    for module, (name, apply) in of_liger.items():
+        modules[f"liger_kernel.ops.{module}"] = SimpleNamespace(
+            **{f"Liger{name}Function": SimpleNamespace(apply=apply)}
+        )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name.partition(".")[0], SimpleNamespace())
         monkeypatch.setitem(sys.modules, name, module)
@@ -106,6 +140,64 @@ def test_arguments_of_libraries(adapter: Any, operation: str, stand_ins: None) -
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
+@pytest.mark.parametrize("variant", ["", "gemma"])
+@pytest.mark.parametrize("centred", [False, True])
+@EVERY
+def test_liger_declares_its_dialects(operation: str, centred: bool, variant: str, stand_ins: None) -> None:
+    backend = liger.Backend(variant)
+    dialect = backend.declares[operation]
+    fields = dict(CONTRACTS[operation].dialects[dialect])
+    options = {"zero_centered": True} if centred and "norm" in operation else {}
+    result = getattr(backend, operation.replace("-", "_"))(*operands(operation), **options)
+    judge(operation, result, **fields, **options)
+    if "norm" in operation:
+        other = {"rounded": "result" if fields["rounded"] == "both" else "both"}
+        with pytest.raises(AssertionError):
+            judge(operation, result, **fields | other, **options)
+
+
+def test_a_weight_of_minus_zero_behind_an_offset(stand_ins: None) -> None:
+    x, weight = operands("rmsnorm")
+    weight[3] = -0.0
+    result = liger.Backend().rmsnorm(x, weight)
+    fields = dict(CONTRACTS["rmsnorm"].dialects["liger"])
+    narrowgauge.assert_result(CONTRACTS["rmsnorm"], result, x, weight, **fields)
+    with pytest.raises(AssertionError, match="16 of 1 024 elements of output differ"):
+        narrowgauge.assert_result(CONTRACTS["rmsnorm"], result, x, weight, **fields | {"zero_weight": "kept"})
+
+
+def test_humming_takes_words_and_narrow_scales() -> None:
+    codes = torch.arange(128 * 128, dtype=torch.int32).remainder(251).to(torch.uint8).view(128, 128)
+    points, scales = torch.arange(128, dtype=torch.uint8).view(128, 1) % 16, torch.full((128, 1), 1.001)
+    q = Quantized(codes[:, :64].contiguous(), scales, None, find_recipe("int4-g128-zp"), (128, 128), zeros=points)
+    found = humming.layer_tensors(q, "int4-g128-zp", torch.bfloat16)
+    assert torch.equal(unpack_words(found["weight"], 4), unpack(q.codes, 128))
+    assert torch.equal(unpack_words(found["zero_point"], 4, 0), points)
+    assert torch.equal(found["weight_scale"], scales.bfloat16())
+    q = Quantized(q.codes, scales, None, find_recipe("int4-g128"), (128, 128))
+    assert torch.equal(unpack_words(humming.layer_tensors(q, "int4-g128", torch.float16)["weight"], 4) ^ 8,
+                       unpack(q.codes, 128))  # fmt: skip
+    rows = Quantized(codes, scales, None, find_recipe("fp8-row-e4m3"), (128, 128))
+    with pytest.raises(NotImplementedError, match=r"takes scales of rows in torch\.bfloat16"):
+        humming.layer_tensors(rows, "fp8-row-e4m3", torch.bfloat16)
+
+
+def test_conch_writes_rows_of_a_cache(stand_ins: None) -> None:
+    recipe = find_recipe("fp8-static-e4m3@conch-kv")
+    k, v = (torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    before = Cache(torch.zeros(3, 8, 4, 64).byte(), torch.zeros(3, 8, 4, 64).byte(), None, None, recipe, "nhd", 8)
+    slots, scales = (
+        torch.tensor([23, 0, -1, 9, 8, 7]),
+        {"k_scale": torch.tensor([0.01]), "v_scale": torch.tensor([0.5])},
+    )
+    after = conch.Backend().kv_write(k, v, before.copy(), slots, recipe, **scales)
+    narrowgauge.assert_result(CONTRACTS["kv-write"], after, k, v, before, slots, **scales)
+    for change in ({"layout": "hnd"}, {}):
+        given = scales if change else scales | {"k_scale": torch.ones(4)}
+        with pytest.raises(NotImplementedError, match="pages in the layout nhd, and one scale for k and one for v"):
+            conch.Backend().kv_write(k, v, replace(before, **change), slots, recipe, **given)
+
+
 @pytest.mark.parametrize("operation", ["rmsnorm", "add-rmsnorm"])
 def test_scales_of_rows_with_an_upper_bound(operation: str, stand_ins: None) -> None:
     name, recipe = f"{operation}-quantize", "fp8-row-e4m3@vllm-row"
@@ -119,6 +211,28 @@ def test_scales_of_rows_with_an_upper_bound(operation: str, stand_ins: None) -> 
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
-    for adapter in (flashinfer, vllm):
-        with pytest.raises(NotImplementedError, match="for a GPU: --device cuda"):
-            adapter.Backend().silu_mul(torch.zeros(2, 4))
+    with pytest.raises(NotImplementedError, match="for a GPU: --device cuda"):
+        flashinfer.Backend().silu_mul(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="no variant 'llama'; liger has gemma"):
+        liger.Backend("llama")
+
+
+def test_a_cpu_has_kernels_of_its_own_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "library", lambda name, install: None)
+    backend = vllm.Backend()
+    assert backend.declares["rmsnorm"] == "vllm-static"
+    backend.check(torch.device("cpu"))
+    assert set(backend.declares.values()) == {"vllm-cpu"}
+
+
+@pytest.mark.long
+def test_one_row_of_compiled_torch_is_another_function() -> None:
+    """With M = 1 inductor fuses the sum into the mean, whose cast it drops; more rows have a kernel for each."""
+    compiled = torch_adapter.Backend("compiled")
+    x, residual, weight = operands("add-rmsnorm")
+    rows = [compiled.add_rmsnorm(x[i : i + 1], residual[i : i + 1], weight) for i in range(len(x))]
+    alone = {name: torch.cat([row[name] for row in rows]) for name in ("residual", "output")}
+    judge("add-rmsnorm", alone, sum_of="unrounded", product_of="stored")
+    judge("add-rmsnorm", compiled.add_rmsnorm(x, residual, weight))
+    with pytest.raises(AssertionError):
+        judge("add-rmsnorm", alone)

@@ -19,6 +19,7 @@ from narrowgauge.harness.backends.loading import (
 from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.harness.records.environment import source_hashes
 from narrowgauge.harness.tools.dialect.versions import versions
+from narrowgauge.spec.recipes import find_recipe
 
 TEXT = "from {} import number\n\n\nclass Backend:\n    value = number\n\n\nclass Other(Backend):\n    pass\n"
 
@@ -89,3 +90,66 @@ def test_a_wrong_name_is_one_error(name: str, words: list[str]) -> None:
         load_implementation(name)
     for word in (name, *words):
         assert word in str(caught.value)
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = """
+def plain(x): return x, sorted(locals())
+def with_recipe(x, recipe): return x, recipe
+def with_random(x, random=None): return x, random
+def with_scale(x, *, scale): return x, scale
+def product(a, b, out_dtype): return a, b, out_dtype
+def bare_product(a, b): return a, b
+def refusing(x): raise NotImplementedError("no such sizes")
+number = 3
+"""
+NVFP4 = find_recipe("nvfp4")
+CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], Any]] = {
+    # name: function@method, arguments and options of the method, result or the word of NotImplementedError
+    "no recipe": ("plain@quantize", (1, NVFP4), {}, (1, ["x"])),
+    "recipe by name": ("with_recipe@quantize", (1, NVFP4), {}, (1, NVFP4)),
+    "random": ("with_random@quantize", (1, NVFP4), {"random": (0, 4)}, (1, (0, 4))),
+    "no random": ("plain@quantize", (1, NVFP4), {"random": (0, 4)}, "random"),
+    "scale": ("with_scale@quantize", (1, NVFP4), {"scale": 2}, (1, 2)),
+    "no scale": ("plain@quantize", (1, NVFP4), {"scale": 2}, "scale"),
+    "transform": ("with_recipe@transform", (1, NVFP4), {}, (1, NVFP4)),
+    "out_dtype": ("product@gemm", (1, 2), {"out_dtype": "d"}, (1, 2, "d")),
+    "no out_dtype": ("bare_product@gemm", (1, 2), {"out_dtype": "d"}, (1, 2)),
+    "no bias": ("bare_product@gemm", (1, 2), {"out_dtype": "d", "bias": 3}, "bias"),
+    "both halves": ("plain@quantize_both", (1, NVFP4), {"random": (0, 4)}, (1, ["x"])),
+    "refusal": ("refusing@quantize", (1, NVFP4), {}, "no such sizes"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_is_a_backend_with_one_method(name: str, folder: Path) -> None:
+    (folder / "ng_functions.py").write_text(FUNCTIONS, encoding="utf-8")
+    place, arguments, options, expected = CALLS[name]
+    backend = load_implementation(f"ng_functions.py:{place}")
+    method = place.partition("@")[2]
+    assert [each for each in ("quantize", "gemm", "transform", "quantize_both") if hasattr(backend, each)] == [method]
+    if isinstance(expected, str):
+        with pytest.raises(NotImplementedError, match=expected):
+            getattr(backend, method)(*arguments, **options)
+    else:
+        assert getattr(backend, method)(*arguments, **options) == expected
+
+
+def test_a_function_without_random_draws_its_own(folder: Path) -> None:
+    (folder / "ng_functions.py").write_text(FUNCTIONS, encoding="utf-8")
+    for name, own in {"plain@quantize": True, "with_random@quantize": False, "product@gemm": False}.items():
+        assert load_implementation(f"ng_functions.py:{name}").declares == ({"random": "own"} if own else {})
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("plain@quantise", ("quantise", "quantize")), ("number@quantize", ("number", "function@method")),
+     ("plane@quantize", ("plane", "plain"))],
+)  # fmt: skip
+def test_a_wrong_name_of_a_function_is_named(place: str, words: tuple[str, ...], folder: Path) -> None:
+    (folder / "ng_functions.py").write_text(FUNCTIONS, encoding="utf-8")
+    with pytest.raises(BackendError) as raised:
+        load_implementation(f"ng_functions.py:{place}")
+    assert all(word in str(raised.value) for word in words)
+    assert normal_name(f"{folder}/ng_functions.py:{place}") == f"ng_functions.py:{place}"

@@ -68,11 +68,15 @@ class Recorder:
 
 
 def kinds(case: Case) -> list[tuple[object, ...]]:
-    """Properties that decide the keywords of a case: operation, usage, and each option or property of its recipe."""
+    """Properties that decide the keywords of a case: operation, usage, and each option or property of its recipe. A
+    grouping decides the method."""
     recipes = [find_recipe(name) for name in (*case.recipe_names, getattr(case, "out_recipe", None)) if name]
     options = [choice for recipe in recipes for choice in (recipe.tensor_scale, recipe.rounding)]
     optional = (key for key in keys_of(type(case)) if not key.required and key.name not in ("view", "layout"))
-    options += [key.name for key in optional if getattr(case, key.field) != key.default]
+    changed = ((key, getattr(case, key.field)) for key in optional)
+    options += [
+        f"{key.name} {value if key.name == 'grouping' else ''}" for key, value in changed if value != key.default
+    ]
     return [(case.operation, getattr(case, "usage", ""), option) for option in options]
 
 

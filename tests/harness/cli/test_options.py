@@ -35,7 +35,15 @@ def parsed(command: str, *words: str) -> dict[str, Any]:
 
 def required(command: str, *given: str) -> list[str]:
     """Words that a command line needs beside the given ones."""
-    words = {"dialect": ["reference"], "order": ["reference"], "show": ["an/id"], "contract": ["own.py"]}
+    words = {
+        "parity": ["reference", "native"],
+        "dialect": ["reference"],
+        "order": ["reference"],
+        "show": ["an/id"],
+        "contract": ["own.py"],
+        "check": ["k.py:f"],
+        "power": ["t.py::f"],
+    }
     words = words.get(command, [])
     if "--backend" in given:
         words = []

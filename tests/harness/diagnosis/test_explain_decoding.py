@@ -49,6 +49,22 @@ def test_codes():
     assert causes(lambda q, dtype: reference.dequantize(q, dtype) + 0) == ["negative-zero-lost"]
 
 
+def test_values_too_large_for_their_dtype():
+    def saturated(q, dtype):
+        return reference.dequantize(q).clamp(-65504, 65504).to(dtype)
+
+    assert causes(saturated, "mxfp8-e4m3", "inf", "fp16") == ["values-saturated"]
+
+
+def test_factors_of_a_neighbouring_block():
+    def last_of_next(q, dtype):
+        values, moved = (reference.dequantize(replace(q, scales=s), dtype) for s in (q.scales, q.scales.roll(-1, 1)))
+        values[:, 15:-16:16] = moved[:, 15:-16:16]
+        return values
+
+    assert causes(last_of_next) == ["factor-of-other-block"]
+
+
 def test_scales():
     assert causes(changed(scales=lambda q: q.scales.roll(-1, 1).contiguous())) == ["scale-of-next-block"]
     assert causes(changed(scales=lambda q: q.scales.roll(1, 1).contiguous())) == ["scale-of-previous-block"]

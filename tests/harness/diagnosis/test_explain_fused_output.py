@@ -40,3 +40,18 @@ def test_another_wrong_fusion():
     assert "fused-output-not-cast" not in causes(
         "mxfp8-e4m3", "mxfp8-e4m3", "normal", lambda wide, right, recipe: reference.quantize(-right, recipe)
     )
+
+
+def test_scales_of_an_output_without_its_bias():
+    def fused(a, b, out_recipe, *, out_dtype, bias, scale=None):
+        without, right = (reference.gemm(a, b, out_dtype=out_dtype, bias=each) for each in (None, bias))
+        scales = reference.quantize(without, out_recipe).scales
+        scaled = right.float() * torch.exp2(127.0 - scales.float()).repeat_interleave(32, 1)
+        return scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+    doors = {name: getattr(reference, name) for name in ("quantize", "gemm")}
+    flags = ("tn", "mxfp8-e4m3", "bias")
+    case = case_from_labels("gemm-quantized", "nvfp4", (32, 64, 64), "bf16xbf16-bf16", "normal", flags)
+    record = run_case(case, backend(**doors, gemm_quantized=fused))
+    assert record.stage == "fused.scales"
+    assert "fused-scales-of:bias-ignored" in [e["cause"] for e in record.explanations if e["exact"]]

@@ -218,6 +218,12 @@ def check(cause, wanted, steps, *, first=False):
     assert {explanation["stage"] for explanation in record.explanations} == {record.stage}
 
 
+def test_an_amax_of_0_beside_nan_is_that_of_no_part():
+    record = record_of(case("fp8-current-e4m3", "nan", shape=(128, 256)), quantize=wrong(amax=lambda s: torch.zeros(1)))
+    assert causes(record) == []
+    assert record.explanations[0]["cause"] == "amax-too-small"
+
+
 def names(table):
     return [f"{cause}/{wanted.recipe}/{wanted.inputs}" for cause, wanted, *_ in table]
 
@@ -505,6 +511,8 @@ TENSORS = [
     ("rows-of-other", case("nvfp4"), {"x": lambda s: s.matrix.flip(0)}),
     ("rows-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s).roll(1, 0)}),
     ("columns-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[:, torch.arange(4) ^ 1]}),
+    ("last-row-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[torch.arange(64) % 63]}),
+    ("last-column-of-other", case("mxfp8-e4m3"), {"factors": lambda s: STEPS["factors"](s)[:, [0, 1, 2, 2]]}),
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
     ("amax-exponent:up", case("nvfp4"), wrong_amax(lambda s: torch.exp2(s.x.abs().amax().float().log2().ceil()))),

@@ -12,8 +12,9 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_id
+from narrowgauge.harness.report.text import rows_alone
 from narrowgauge.reference import ops as reference
-from tests.harness.operation_cases import REFERENCE, grouped_case, quantize_case, run, stages
+from tests.harness.operation_cases import REFERENCE, grouped_case, half_long, quantize_case, run, stages
 from tests.harness.operations.contracts.attention_kernels import Attention
 from tests.harness.operations.contracts.serving_kernels import Kernels
 from tests.harness.sample_backends import backend
@@ -86,7 +87,7 @@ def _least(x: torch.Tensor, least: int, recipe: Any) -> Any:
     return reference.quantize(x, recipe)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", half_long(RIGHT))
 def test_right_kernels_pass(name: str) -> None:
     case, doors = RIGHT[name]
     found, record = rows_of(_case(case), **doors)
@@ -109,6 +110,10 @@ ABSENT: dict[str, tuple[str, Doors]] = {
     "swizzled scales": ("quantize mxfp8-e4m3 swizzled", FUNCTIONS),
     "one row": ("quantize/mxfp4/1x64/bf16/position", FUNCTIONS),
     "no amax is taken": ("quantize nvfp4", {"quantize": _without_amax}),
+    "scales of several rows in sections": (
+        GROUPED.format("fp8-block-128x128-e4m3-fp32"),
+        PRODUCTS | INVARIANT,
+    ),
     "a product without a declaration": (GEMM.format("nvfp4"), PRODUCTS),
     "attention without a declaration": (ATTENTION, {"attention": Attention().attention}),
 }
@@ -159,6 +164,11 @@ def _last_bit(y: torch.Tensor, rows: int | slice = slice(None)) -> torch.Tensor:
     return y
 
 
+def _next_row(a: Any, b: Any, **options: Any) -> torch.Tensor:
+    y = reference.gemm(a, b, **options)
+    return y + (a.codes.roll(-1, 0).view(torch.uint8) == 0).all(1, keepdim=True)
+
+
 def _grouped(a: Any, b: Any, **options: Any) -> torch.Tensor:
     y = reference.gemm_grouped(a, b, **options)
     return y if len(b) > 2 else _last_bit(y)
@@ -195,28 +205,33 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
     "values below M = 9": ("quantize mxfp4", FUNCTIONS | {"dequantize": _dequantize}, "of values .* From M = 9 on"),
     "beside NaN": ("quantize mxfp4", _quantize(lambda x: bool(x.isnan().any())), "beside rows of NaN"),
     "beside zeros": ("quantize mxfp4", _quantize(lambda x: not bool(x[1].any())), "beside rows of zeros"),
-    "large numbers": ("quantize mxfp4", _quantize(lambda x: bool((x > 1e38).any())), "rows of the largest"),
+    "large numbers": ("quantize mxfp4", _quantize(lambda x: bool((x > 1e38).any())), "the largest number"),
     "an amax of its own": ("quantize nvfp4", FUNCTIONS | {"quantize": _own_amax}, "of (scales|codes) have other"),
     "a block at M = 16": ("quantize nvfp4-2d", _quantize(lambda x: len(x) == 16), "blocks of 16 rows .* M = 16;"),
     "the transpose": ("quantize mxfp4 columnwise", _quantize(lambda x: len(x) == 1), "codes .* with M = 1"),
     "a rotation at M = 1": (
         "transform/nvfp4-rht/96x64/bf16/position", {"transform": _transform} | BUTTERFLY, "output .* M = 1",
     ),
-    "a single section": ("sections mxfp4 ragged:4", {"quantize_grouped": _sections}, "with 1 section; .* 2 sections on"),
-    "a product at M = 1": (GEMM.format("nvfp4"), _gemm(lambda y: y if len(y) > 1 else _last_bit(y)), "From M = 2 on"),
+    "a single section": ("sections mxfp4 ragged:4", {"quantize_grouped": _sections}, "with 1 section; .* 2 sections"),
+    "a product at M = 1": (GEMM.format("nvfp4"), _gemm(lambda y: _last_bit(y) if len(y) == 1 else y), "From M = 2"),
     "a product below M = 17": (
         GEMM.format("mxfp8-e4m3"), _gemm(lambda y: y if len(y) > 16 else _last_bit(y)), "From M = 17 on",
     ),
     "the last row of a product": (
         GEMM.format("mxfp8-e4m3") + "+bias", _gemm(lambda y: _last_bit(y, -1)), "rows of output have other bytes",
     ),
-    "few sections": (GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on"),
+    "codes of other rows": (
+        GEMM.format("mxfp8-e4m3"), {"gemm": _next_row} | INVARIANT, "output have other bytes beside rows of zeros",
+    ),
+    "few sections": (
+        GROUPED.format("mxfp8-e4m3"), {"gemm_grouped": _grouped} | INVARIANT, "From 3 sections on: other bytes",
+    ),
     "a weight-only product": (WEIGHTS, {"weight_only_gemm": _weights} | INVARIANT, "From M = 8 on"),
     "attention of one request": (ATTENTION, {"attention": _Split().attention} | INVARIANT, "of lse .* From 2 requests"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", half_long(WRONG))
 def test_wrong_kernels_fail(name: str) -> None:
     case, doors, words = WRONG[name]
     found, record = rows_of(_case(case), **doors)
@@ -225,6 +240,16 @@ def test_wrong_kernels_fail(name: str) -> None:
     assert record.verdict == "fail"
     if record.stage == "rows":
         assert [entry["cause"] for entry in record.explanations] == ["rows-dependent"]
+
+
+def test_the_report_has_a_sentence() -> None:
+    case = _case("quantize mxfp4")
+    right, wrong = (run(case, **doors).to_dict() for doors in (FUNCTIONS, _quantize(lambda x: len(x) < 9)))
+    assert rows_alone([]) == ""
+    assert rows_alone([right]).startswith("Rows by themselves: 750 rows of 1 case have the same bytes")
+    said = rows_alone([right, wrong, wrong])
+    assert said.startswith("Rows that depend on other rows: quantize/mxfp4/96x64/bf16/position: ")
+    assert said.count("From M = 9 on: another path") == 1
 
 
 def test_an_unknown_declaration_names_the_value() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,16 +14,18 @@ from narrowgauge.contracts.attention import SCALE
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
-from narrowgauge.native.attention.attention import Options, attend, merge_attention, takes
+from narrowgauge.native.attention.attention import Options, PathName, attend, merge_attention, takes
 from narrowgauge.native.attention.cache import Pages, pages_of
 from narrowgauge.reference.contracts.evaluate import judged
 from narrowgauge.spec.kv_cache import HALVES, Cache
 from narrowgauge.spec.recipes import find_recipe
+from tests.harness.operations.contracts.cache.test_sound import NVFP4
 from tests.harness.operations.contracts.test_attention import RECIPE, program
 from tests.native.devices import ON_EVERY_DEVICE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PATHS = get_args(PathName)
 Result = tuple[torch.Tensor, torch.Tensor]
 SIZES = {
     "queries": 3, "q_heads": 4, "dim": 64, "pages": 20, "page": 16, "heads": 2, "v_dim": 64, "requests": 2, "most": 9,
@@ -31,34 +34,105 @@ SIZES = {
 
 
 @cache
-def inputs(family: str, dtype: str) -> dict[str, torch.Tensor]:
-    return contract_inputs(program(dtype), SIZES, family, Draw("native"))
+def inputs(family: str, dtype: str, rows: int = SIZES["queries"]) -> dict[str, torch.Tensor]:
+    return contract_inputs(program(dtype), {**SIZES, "queries": rows}, family, Draw("native"))
 
 
 def on(device: Any, *tensors: torch.Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
-@pytest.mark.sampled(4)
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tensor_cores", [False, True])
-@pytest.mark.parametrize("family", RULES)
-def test_contract(family: str, tensor_cores: bool, dtype: str, device: str) -> None:
-    given = inputs(family, dtype)
-    q, keys, values, pages, lengths, counts, k_scale, v_scale = on(device, *(given[name] for name in (
-        "q", "cache.keys", "cache.values", "pages", "lengths", "q_lengths", "k_scale", "v_scale")))  # fmt: skip
-    held = Cache(keys, values, None, None, find_recipe(RECIPE), "nhd", 16)
+def results(
+    given: dict[str, torch.Tensor], device: str, options: Options, recipe: str = RECIPE
+) -> dict[str, torch.Tensor]:
+    """Of a path, on inputs of the contract."""
+    names = ("q", "pages", "lengths", "q_lengths", "k_scale", "v_scale")
+    q, pages, lengths, counts, k_scale, v_scale = on(device, *(given.get(name) for name in names))
+    parts = ("keys", "values", "key_scales", "value_scales")
+    held = Cache(*on(device, *(given.get(f"cache.{part}") for part in parts)), find_recipe(recipe), "nhd", 16)
     k, v = (pages_of(held, held.recipe, half) for half in HALVES)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    for splits in (1, 2):
-        found = attend(
-            q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
-            options=Options(tensor_cores=tensor_cores, splits=splits),
-        )  # fmt: skip
-        results = dict(zip(("output", "lse"), on("cpu", *found), strict=True))
-        for part, judgement in judged(program(dtype), given, results):
-            assert not judgement.wrong.any(), (splits, part)
+    found = attend(q, k, v, pages.int(), lengths.int(), starts=starts, scale=SCALE, k_scale=k_scale, v_scale=v_scale,
+                   options=options)  # fmt: skip
+    return dict(zip(("output", "lse"), on("cpu", *found), strict=True))
+
+
+def wrong_parts(
+    given: dict[str, torch.Tensor], found: dict[str, torch.Tensor], dtype: str, recipe: str = RECIPE, **fields: str
+) -> list[str]:
+    """Results that the contract with these fields refuses. With declared weights the contract judges every family."""
+    steps = program(dtype, recipe=recipe, l="exact", exponential="accurate", **fields)
+    return [part for part, judgement in judged(steps, given, found) if bool(judgement.wrong.any())]
+
+
+WEIGHTS = {"portable": "float32", "decode": "float16", "prefill": "input"}
+"""Dtype of the weights of each path."""
+
+
+@pytest.mark.sampled(5)
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", RULES)
+def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
+    given = inputs(family, dtype)
+    for splits in (1,) if path == "prefill" else (1, 2):
+        found = results(given, device, Options(path=path, splits=splits))
+        assert not wrong_parts(given, found, dtype, p=WEIGHTS[path]), splits
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize(("recipe", "path"), [("mxfp8-e4m3", "portable"), *((NVFP4, path) for path in PATHS)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "one-hot-ends" else pytest.mark.long) for name in RULES]
+)
+def test_recipes_with_scales_of_blocks(family: str, recipe: str, path: PathName, device: str) -> None:
+    steps = program("bfloat16", recipe=recipe, p=WEIGHTS[path])
+    given = contract_inputs(steps, SIZES, family, Draw("blocks"))
+    found = results(given, device, Options(path=path), recipe)
+    assert not wrong_parts(given, found, "bfloat16", recipe, p=WEIGHTS[path])
+    judgement = dict(judged(program("bfloat16", recipe=recipe), given, found))["output"]
+    if family not in ("normal", "pinned"):
+        assert judgement.determined >= 0.75 * judgement.actual.numel()  # as of FP8
+
+
+BORDERS = [
+    # (rows, tokens of a page, pages of a request): keys at, below and above the borders of tiles
+    pytest.param(*shape, marks=() if shape in ((15, 16, 5), (33, 16, 9)) else pytest.mark.long)
+    for shape in [(rows, 16, most) for rows in (15, 16, 17, 31, 33) for most in (2, 5, 8, 9)]
+    + [(129, 16, 16), (64, 64, 3)]
+]
+"""With 4 heads of q for a head of the cache, 15 to 17 and 31 to 33 rows are at the borders of 64 and of 128."""
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize(("rows", "page", "most"), BORDERS)
+def test_borders_of_the_tiles_of_prefill(rows: int, page: int, most: int, device: str) -> None:
+    """Requests end 3, 0, page - 1, page and 1 keys before the end of their last page."""
+    sizes = {**SIZES, "queries": rows, "heads": 1, "requests": 5, "page": page, "most": most, "pages": 5 * most}
+    for family in ("one-hot-ends", "geometric"):
+        given = contract_inputs(program("bfloat16"), sizes, family, Draw("borders"))
+        for weights, lag, p in (("input", 0.0, "input"), ("input", 8.0, "input"), ("e4m3", 0.0, "e4m3")):
+            found = results(given, device, Options(path="prefill", weights=weights, lag=lag))  # type: ignore[arg-type]
+            assert not wrong_parts(given, found, "bfloat16", p=p), (family, weights, lag)
+
+
+@ON_EVERY_DEVICE
+def test_a_row_of_prefill_depends_on_no_other_row_or_page(device: str) -> None:
+    """Bytes of the rows alone, of pages in another order, and beside further requests."""
+    given = contract_inputs(program("bfloat16"), {**SIZES, "queries": 19}, "normal", Draw("rows"))
+    options = Options(path="prefill")
+    whole, (first, second) = results(given, device, options), given["q_lengths"].tolist()
+    order = torch.arange(len(given["cache.keys"])).flip(0)
+    turned = {**given, "pages": (len(order) - 1) - given["pages"]}
+    turned |= {name: given[name][order] for name in ("cache.keys", "cache.values")}
+    last = {**given, **{name: given[name][1:] for name in ("pages", "lengths", "q_lengths")}, "q": given["q"][first:]}
+    row = {**last, "q": last["q"][-1:], "q_lengths": torch.ones(1, dtype=torch.int64)}
+    for name in ("output", "lse"):
+        assert torch.equal(results(turned, device, options)[name], whole[name])
+        assert torch.equal(results(last, device, options)[name], whole[name][first:])
+        assert torch.equal(results(row, device, options)[name], whole[name][-1:])
+    assert second
 
 
 def cache_of(
@@ -139,14 +213,14 @@ SHAPES = {
 SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in SHAPES]
 )
-def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, device: str) -> None:
+def test_sums_in_float64(name: str, path: PathName, dtype: torch.dtype, device: str) -> None:
     k_format, v_format, (k_dim, v_dim), heads, group, page, lengths, counts, causal, options = SHAPES[name]
     most = max(1, *(-(-length // page) for length in lengths))
     draw = torch.Generator().manual_seed(3)
@@ -158,9 +232,12 @@ def test_sums_in_float64(name: str, tensor_cores: bool, dtype: torch.dtype, devi
     q = torch.randn(sum(counts), heads * group, k_dim, generator=draw).to(dtype)
     starts = None if len(set(counts)) == 1 else torch.tensor([0, *counts]).cumsum(0).int()
     k, v = (Pages(*on(device, part.codes, part.scales), part.format, part.swizzled) for part in (k, v))
-    assert takes(k, v)
-    chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=options.splits,
-                     tensor_cores=tensor_cores)  # fmt: skip
+    if not takes(k, v, path):
+        assert path == "prefill"
+        assert v_dim > 128
+        pytest.skip("the path has no such heads")
+    splits = None if path == "prefill" else options.splits
+    chosen = Options(options.window, options.softcap, *on(device, options.sinks), splits=splits, path=path)
     at = on(device, q, table, torch.tensor(lengths).int(), starts)
     found = attend(at[0], k, v, at[1], at[2], starts=at[3], scale=k_dim**-0.5, causal=causal, options=chosen)
     right = expected(q, k_numbers, v_numbers, table, lengths, counts, k_dim**-0.5, causal, options)
@@ -177,10 +254,10 @@ def test_codes_of_a_result(device: str) -> None:
     q = torch.randn(1, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
     table, length, scale = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int(), torch.tensor([0.125])
     pages = Pages(k.codes.to(device), None, k.format)
-    for tensor_cores in (False, True):
+    for path in PATHS:
         plain, codes = (
             attend(*on(device, q), pages, pages, *on(device, table, length), starts=None, scale=0.125,
-                   options=Options(out_scale=out_scale, tensor_cores=tensor_cores))[0].cpu()
+                   options=Options(out_scale=out_scale, path=path))[0].cpu()
             for out_scale in (None, scale.to(device))
         )  # fmt: skip
         numbers = codes.view(torch.float8_e4m3fn).float() * 0.125
@@ -205,6 +282,25 @@ def test_merge_of_two_sets_of_keys(dtype: torch.dtype, device: str) -> None:
     assert lse[2, 1] == -math.inf
     assert torch.equal(out[0, 0], b[0, 0])
     assert torch.equal(out[0, 1], a[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "words"),
+    [
+        (64, {"path": "decode", "lag": 8.0}, ("lag 8", "'prefill'", "'decode'")),
+        (64, {"weights": "e4m3", "path": "portable"}, ("'e4m3'", "'prefill'")),
+        (64, {"path": "prefill", "weights": "e4m3", "lag": 8.0}, ("lag 8", "'e4m3'", "448")),
+        (64, {"path": "prefill", "lag": -1.0}, ("lag -1", "at least 0")),
+        (64, {"path": "prefill", "splits": 2}, ("splits 2", "leave splits out")),
+        (256, {"path": "prefill"}, ("'prefill'", "256", "leave the path out")),
+    ],
+)
+def test_options_that_a_path_does_not_have(dim: int, options: dict[str, Any], words: tuple[str, ...]) -> None:
+    k, _ = cache_of("CACHE_FP8", torch.ones(2, 16, dtype=torch.bool), 1, dim, 1)
+    table, length = torch.tensor([[0, 1]]).int(), torch.tensor([25]).int()
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        attend(torch.zeros(1, 4, dim), k, k, table, length, starts=None, scale=0.125, options=Options(**options))
+    assert all(word in str(error.value) for word in words)
 
 
 def test_a_cache_that_tensor_cores_do_not_take() -> None:

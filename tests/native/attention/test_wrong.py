@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from narrowgauge.contracts.attention import SCALE
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
-from narrowgauge.native.attention.attention import Options, attend
-from narrowgauge.native.attention.cache import pages_of
+from narrowgauge.native.attention.attention import Options, PathName
 from narrowgauge.native.runtime.sources import FOLDER, replaced
 from narrowgauge.reference.contracts.evaluate import judged
-from narrowgauge.spec.kv_cache import HALVES, Cache
-from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.cache.test_sound import NVFP4, stored
 from tests.harness.operations.contracts.cache.test_sound import program as cache_program
-from tests.harness.operations.contracts.test_attention import RECIPE, program
-from tests.native.attention.test_attention import inputs
+from tests.harness.operations.contracts.test_attention import RECIPE
+from tests.native.attention.test_attention import WEIGHTS, inputs, results, wrong_parts
 from tests.native.attention.test_cache import Native, sizes_of
 
 pytestmark = pytest.mark.long
 
-SHARED, PORTABLE, TENSOR = (f"attention/{name}" for name in ("attention.cuh", "attention.cu", "attention_tensor.cu"))
+SHARED, PORTABLE, TENSOR, PREFILL = (
+    f"attention/{name}" for name in ("attention.cuh", "attention.cu", "attention_tensor.cu", "attention_prefill.cu")
+)
+PATH_OF: dict[str, PathName] = {TENSOR: "decode", PREFILL: "prefill"}
 WRITE, CACHE = "attention/kv_write.cu", "attention/cache.cuh"
 WRONG_ATTENTION = {
     # name: (file, text, its replacement)
@@ -58,6 +56,35 @@ WRONG_ATTENTION = {
     "neighbouring-elements-of-q": (TENSOR, "4 * step + 2 * i + second", "4 * step + 2 * i + 1 - second"),
     "values-of-the-next-key": (TENSOR, "bytes_of(a, b, 0x5140)", "bytes_of(b, a, 0x5140)"),
     "warps-not-weighted": (TENSOR, "shared.merged.sums[w][of_tile][d] * lower", "shared.merged.sums[w][of_tile][d]"),
+    "prefill: last-key-left-out": (PREFILL, "first + key >= length) return;", "first + key + 1 >= length) return;"),
+    "prefill: mask-of-a-key-more": (PREFILL, "of_score >= rows.keys[half].last", "of_score > rows.keys[half].last"),
+    "prefill: tiles-with-the-end-not-masked": (PREFILL, "key + KEYS > range.of_all.last", "key > range.of_all.last"),
+    "prefill: sums-not-rescaled": (PREFILL, "sums[i] *= rows.lower[i / 2 % 2]", "sums[i] *= 1.0f"),
+    "prefill: sums-rescaled-by-the-other-row": (PREFILL, "rows.lower[i / 2 % 2]", "rows.lower[1 - i / 2 % 2]"),
+    "prefill: l-not-rescaled": (PREFILL, "rows.l[half] * rows.lower[half] + l", "rows.l[half] + l"),
+    "prefill: l-of-a-lane": (PREFILL, "l += __shfl_xor_sync(0xFFFFFFFFu, l, 2);", ""),
+    "prefill: maximum-of-half-a-row": (
+        PREFILL, "largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));", "",
+    ),
+    "prefill: values-of-the-tile-before": (PREFILL, "weights, shared.v[before]", "weights, shared.v[stage]"),
+    "prefill: last-tile-of-values-left-out": (
+        PREFILL, "multiply_values<T>(sums, weights, shared.v[done % STAGES]);", "",
+    ),
+    "prefill: second-half-of-values-of-the-first": (PREFILL, "weights[i], v[i], 0", "weights[i], v[0], 0"),
+    "prefill: weights-of-the-other-half": (PREFILL, "weights[i], v[i], 0", "weights[1 - i], v[i], 0"),
+    "prefill: q-of-the-other-warpgroup": (
+        PREFILL, "multiply_keys<T>(s, shared.q[warpgroup]", "multiply_keys<T>(s, shared.q[0]",
+    ),
+    "prefill: offset-left-out": (PREFILL, "static_cast<int>(place % size), head}", "0, head}"),
+    "prefill: pages-of-the-first-request": (PREFILL, "p.pages + static_cast<i64>(request) * p.most_pages", "p.pages"),
+    "prefill: heads-of-q-in-another-order": (
+        PREFILL, "(head * p.group + row % p.group) *", "(row % p.group * p.heads + head) *",
+    ),
+    "prefill: values-not-transposed-in-pairs": (
+        PREFILL, "rounded_pair<T>(numbers[2 * i][j], numbers[2 * i + 1][j])",
+        "rounded_pair<T>(numbers[2 * i + 1][j], numbers[2 * i][j])",
+    ),
+    "prefill: sign-of-a-negative-factor": (PREFILL, "factor == 0.0f ? 0x1p-126f : fabsf(factor)", "-fabsf(factor)"),
     "rows-of-the-tile-above": (TENSOR, "row < rows ? row % p.group : 0", "row < rows ? (row + 1) % p.group : 0"),
 }  # fmt: skip
 WRONG_WRITES = {
@@ -103,31 +130,20 @@ def changed(file: str, text: str, replacement: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", WRONG_ATTENTION)
-def test_wrong_attention_is_refused(name: str, tmp_path: Path) -> None:
+def test_wrong_attention_is_refused(name: str, tmp_path: PathName) -> None:
     file, text, replacement = WRONG_ATTENTION[name]
     with changed(file, text, replacement, tmp_path):
-        assert any(_refused(family, file == TENSOR) for family in RULES)
+        assert any(_refused(family, PATH_OF.get(file, "portable")) for family in RULES)
 
 
-def _refused(family: str, tensor_cores: bool) -> bool:
-    given = inputs(family, "bfloat16")
-    held = Cache(given["cache.keys"], given["cache.values"], None, None, find_recipe(RECIPE), "nhd", 16)
-    k, v = (pages_of(held, held.recipe, half) for half in HALVES)
-    starts = torch.nn.functional.pad(given["q_lengths"].cumsum(0), (1, 0)).int()
-    for splits in (1, 2):
-        found = attend(
-            given["q"], k, v, given["pages"].int(), given["lengths"].int(), starts=starts, scale=SCALE,
-            k_scale=given["k_scale"], v_scale=given["v_scale"],
-            options=Options(tensor_cores=tensor_cores, splits=splits),
-        )  # fmt: skip
-        results = dict(zip(("output", "lse"), found, strict=True))
-        if any(bool(judgement.wrong.any()) for _, judgement in judged(program(), given, results)):
-            return True
-    return False
+def _refused(family: str, path: PathName) -> bool:
+    given = inputs(family, "bfloat16", 75 if path == "prefill" else 3)  # rows of both warpgroups
+    every = [Options(path=path, splits=splits) for splits in ((1,) if path == "prefill" else (1, 2))]
+    return any(wrong_parts(given, results(given, "cpu", options), "bfloat16", p=WEIGHTS[path]) for options in every)
 
 
 @pytest.mark.parametrize("name", WRONG_WRITES)
-def test_wrong_writes_are_refused(name: str, tmp_path: Path) -> None:
+def test_wrong_writes_are_refused(name: str, tmp_path: PathName) -> None:
     recipe, layout, file, text, replacement = WRONG_WRITES[name]
     steps, sizes = cache_program("kv-write", recipe), sizes_of(recipe, layout)  # type: ignore[arg-type]
     wrong = []

@@ -71,16 +71,20 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_wgmma", "gemm_wgmma_grouped", "gemm_wgmma_fp8", "gemm_fused_nvfp4", "gemm_fused_mx"}
+HOPPERS = {
+    "attention_prefill", "gemm_wgmma", "gemm_wgmma_grouped", "gemm_wgmma_fp8", "gemm_fused_nvfp4", "gemm_fused_mx",
+}  # fmt: skip
 """Sources with instructions of sm_90a alone."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Sources with documented fma: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and for an
 exact product, gemm_skinny_e4m3.cuh, `moderate_base`."""
-FUSED |= {"activation_quantize", "attention", "attention_tensor", "gemm_weight_only", "kv_write", "norm_quantize"}
+FUSED |= {"attention", "attention_prefill", "attention_tensor"}
+FUSED |= {"activation_quantize", "gemm_weight_only", "kv_write", "norm_quantize"}
 FUSED |= {"produced_mx", "produced_nvfp4", "produced_rows", "rope_quantize"}
 """Each step of a contract may round or not (docs/contracts.md)."""
 APPROXIMATE = {
     "attention": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},  # rcp.approx is part of tanhf
+    "attention_prefill": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "attention_tensor": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "activation_quantize": {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
     "norm_quantize": {"rsqrt.approx.f32"},

@@ -235,21 +235,21 @@ KERNELS = (
 )  # fmt: skip
 INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
     "vllm_rms_norm/rmsnorm/vllm-static": (
-        "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda", "flashinfer-block", "trtllm",
-        "sglang-e8m0", "sglang-add", "torch",
+        "vllm-cpu", "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda", "flashinfer-block",
+        "trtllm", "sglang-e8m0", "sglang-add", "liger-gemma", "torch",
     ),
     "vllm_fused_add_rms_norm/add-rmsnorm/vllm-static": (
-        "trtllm",
+        "trtllm", "liger-gemma",
     ),
     "torch_rms_norm/rmsnorm/torch": (
-        "vllm-static", "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda", "flashinfer-block",
-        "trtllm", "sglang-e8m0", "sglang-add",
+        "vllm-static", "vllm-cpu", "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda",
+        "flashinfer-block", "trtllm", "sglang-e8m0", "sglang-add", "liger-gemma",
     ),
     "conch_rms_norm/rmsnorm/conch": (
-        "vllm-static-before-0.33", "vllm-row", "vllm-block", "sglang-add-cast",
+        "vllm-static-before-0.33", "vllm-row", "vllm-block", "sglang-add-cast", "liger",
     ),
     "conch_rms_norm/add-rmsnorm/add_out/conch": (
-        "vllm-static-before-0.33",
+        "vllm-static-before-0.33", "liger",
     ),
     "flashinfer_rmsnorm/rmsnorm/flashinfer-norm-cuda": (
         "flashinfer-cuda", "flashinfer-block",
@@ -258,12 +258,12 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
         "flashinfer-cuda", "flashinfer-block",
     ),
     "flashinfer_rmsnorm_cute/rmsnorm/flashinfer-norm": (
-        "vllm-static", "flashinfer", "flashinfer-cuda", "flashinfer-norm-cuda", "flashinfer-block", "trtllm",
-        "sglang-e8m0", "sglang-add", "torch",
+        "vllm-static", "vllm-cpu", "flashinfer", "flashinfer-cuda", "flashinfer-norm-cuda", "flashinfer-block",
+        "trtllm", "sglang-e8m0", "sglang-add", "liger-gemma", "torch",
     ),
     "flashinfer_rmsnorm_cute/rmsnorm/gemma_out/flashinfer-norm": (
-        "vllm-static", "flashinfer", "flashinfer-cuda", "flashinfer-norm-cuda", "flashinfer-block", "trtllm",
-        "sglang-e8m0", "sglang-add", "torch",
+        "vllm-static", "vllm-cpu", "flashinfer", "flashinfer-cuda", "flashinfer-norm-cuda", "flashinfer-block",
+        "trtllm", "sglang-e8m0", "sglang-add", "liger-gemma", "torch",
     ),
     "flashinfer_fused_add_rmsnorm/add-rmsnorm/flashinfer-norm-cuda": (
         "flashinfer-cuda", "flashinfer-block",
@@ -272,33 +272,33 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
         "flashinfer", "flashinfer-cuda", "flashinfer-norm-cuda", "flashinfer-block", "sglang-e8m0", "torch",
     ),
     "sglang_triton_rmsnorm_fp8_e8m0_quant/rmsnorm/normalized/sglang-e8m0": (
-        "vllm-static", "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda", "flashinfer-block",
-        "trtllm", "sglang-add", "torch",
+        "vllm-static", "vllm-cpu", "flashinfer", "flashinfer-cuda", "flashinfer-norm", "flashinfer-norm-cuda",
+        "flashinfer-block", "trtllm", "sglang-add", "liger-gemma", "torch",
     ),
     "sglang_fused_add_rmsnorm/add-rmsnorm/sglang-add-cast": (
         "vllm-row", "vllm-block",
     ),
     "vllm_activation/silu-mul/silu/vllm-activation": (
         "vllm-silu-static", "vllm-triton-silu", "sglang-silu", "sglang-silu-fp16", "sglang-triton-silu",
-        "conch-activation",
+        "conch-activation", "liger",
     ),
     "conch_activation/silu-mul/silu/conch-activation": (
         "vllm-silu-static", "vllm-activation", "vllm-triton-silu", "sglang-silu", "sglang-silu-fp16",
-        "sglang-triton-silu",
+        "sglang-triton-silu", "liger",
     ),
     "flashinfer_activation/silu-mul/silu/flashinfer-activation": (
-        "vllm-silu-block", "vllm-triton-silu-packed", "sglang-silu-dense", "humming",
+        "vllm-silu-block", "vllm-cpu", "vllm-triton-silu-packed", "sglang-silu-dense", "humming",
     ),
     "vllm_activation/gelu-mul/gelu/vllm-activation": (
         "vllm-silu-static", "vllm-triton-silu", "sglang-silu", "sglang-silu-fp16", "sglang-triton-silu",
-        "conch-activation",
+        "conch-activation", "liger",
     ),
     "vllm_activation/gelu-mul/gelu_tanh/vllm-activation": (
         "vllm-silu-static", "vllm-triton-silu", "sglang-silu", "sglang-silu-fp16", "sglang-triton-silu",
-        "conch-activation",
+        "conch-activation", "liger",
     ),
     "flashinfer_activation/gelu-mul/gelu/flashinfer-activation": (
-        "vllm-silu-block", "vllm-triton-silu-packed", "sglang-silu-dense", "humming",
+        "vllm-silu-block", "vllm-cpu", "vllm-triton-silu-packed", "sglang-silu-dense", "humming",
     ),
     "vllm_triton_silu_mul_group_quant_fp8/silu-mul-quantize/fp32/vllm-triton-silu": (
         "sglang-silu-fp16",
@@ -313,13 +313,17 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
         "flashinfer-cuda", "flashinfer", "vllm-silu-static",
     ),
     "vllm_per_token_group_fp8_quant/quantized/pow2/vllm-group": (
-        "vllm-block", "vllm-silu-block", "vllm-triton-silu", "vllm-triton", "sglang-triton", "humming",
+        "vllm-block", "vllm-silu-block", "vllm-triton-silu", "sglang-triton-silu", "vllm-triton", "sglang-triton",
+        "humming",
     ),
     "vllm_triton_per_token_group_quant_fp8/quantized/fp32/vllm-triton": (
         "vllm-triton-silu", "sglang-silu-fp16", "sglang-group-fp16",
     ),
     "vllm_triton_per_token_group_quant_fp8/quantized/pow2/vllm-triton": (
         "vllm-triton-silu",
+    ),
+    "sglang_triton_per_token_group_quant_8bit/quantized/fp32/sglang-triton": (
+        "sglang-triton-silu",
     ),
     "sglang_per_token_group_quant/quantized/fp32/sglang-group": (
         "sglang-silu", "sglang-silu-dense",
@@ -332,6 +336,9 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
     ),
     "sglang_triton_silu_and_mul_masked_post_quant/silu-mul-quantize/pow2/sglang-triton-silu": (
         "vllm-triton-silu",
+    ),
+    "sglang_fused_add_rmsnorm/add-rmsnorm/sglang-add": (
+        "vllm-cpu",
     ),
 }  # fmt: skip
 """Other dialects whose intervals hold all recorded bytes of a kernel. Fields of the sum differ beside a residual alone,

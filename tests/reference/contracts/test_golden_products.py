@@ -18,6 +18,7 @@ from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.backends.adapters.conch import packed_words
 from narrowgauge.reference.contracts.accepted import Part
 from narrowgauge.reference.contracts.evaluate import judged, parts_of
+from narrowgauge.spec.modules.routing import arrange
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.reference.contracts.golden_serving import Vector, vectors
@@ -111,6 +112,18 @@ def humming(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
     yield a, b, t["out"]
 
 
+def humming_experts(vector: Vector) -> Iterator[tuple[Operand, Operand, torch.Tensor]]:
+    t, sizes = vector["tensors"], vector["counts"]
+    masked = vector["gemm"] == "grouped_masked"
+    place = arrange("masked" if masked else "indptr", sizes, len(t["x"]) // len(sizes) if masked else 1)
+    rows = iter(place.rows)
+    for number, size in enumerate(sizes):
+        own = [next(rows) for _ in range(size)]
+        b = quantized(t["w_codes"][number], t["w_scales"][number], _FORMATS[vector["format"]], t.get("w_scale_2"))
+        if own:
+            yield t["x"][own], b, t["out"][own]
+
+
 @dataclass(frozen=True)
 class Product:
     """The vectors of a kernel, and the contract and the fields that hold for it."""
@@ -170,6 +183,8 @@ PRODUCTS = (
             ({"decode": "exact"},)),
     Product("humming_weight_only_gemm", humming, _WEIGHT_ONLY, "humming-weight-only", {"format": "int4-g64-zp"},
             ({"decode": "exact"}, {"decode": "zero-apart"})),
+    Product("humming_grouped_masked_gemm", humming_experts, _WEIGHT_ONLY, "humming-weight-only", {"format": "nvfp4"}),
+    Product("humming_grouped_masked_gemm", humming_experts, _WEIGHT_ONLY, "humming-weight-only", {"format": "mxfp4"}),
     Product("conch_mixed_precision_gemm", conch, _WEIGHT_ONLY, "conch-mixed", {"zero_points": False},
             ({"decode": "exact"},)),
     Product("conch_mixed_precision_gemm", conch, _WEIGHT_ONLY, "conch-mixed", {"zero_points": True},

@@ -82,13 +82,6 @@ def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
     return rows[:, 0]
 
 
-def _neighbours_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Sum over N of (T, N, B) in a tree: neighbours are added, then neighbours of the result, and so on."""
-    while rows.shape[1] > 1:
-        rows = rows[:, ::2] + rows[:, 1::2]
-    return rows[:, 0]
-
-
 def _sequential_sum(rows: torch.Tensor) -> torch.Tensor:
     """Sum over N of (T, N, B), in order."""
     total = torch.zeros_like(rows[:, 0])
@@ -97,11 +90,6 @@ def _sequential_sum(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-_ORDERS = {
-    "tree": _tree_sum,
-    "tree-of-neighbours": _neighbours_sum,
-    "reversed-order": lambda rows: _sequential_sum(rows.flip(1)),
-}
 _ERRORS = {
     "rounded to bfloat16": lambda errors, scales: errors.bfloat16().float(),
     "rounded to float16": lambda errors, scales: errors.half().float(),
@@ -132,7 +120,7 @@ FOUR_OVER_SIX: tuple[QuantizeDeviation, ...] = (
     Deviation("four-over-six-larger-error", "4over6: the larger error is chosen", "scales", _by(_Choice(pick="larger")),
               when=_chooses),
     Deviation("four-over-six-order:{}", "4over6: errors of a block are added in a {}", "scales",
-              lambda total, r: _by(_Choice(total=total))(r), _ORDERS, _chooses),
+              lambda total, r: _by(_Choice(total=total))(r), {"tree": _tree_sum}, _chooses),
     Deviation("four-over-six-errors", "4over6: the errors that are added are {}", "scales",
               lambda errors, r: _by(_Choice(errors=errors))(r), _ERRORS, _chooses),
     Deviation("four-over-six-total", "4over6: {} decides", "scales",

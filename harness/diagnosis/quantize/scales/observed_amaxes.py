@@ -34,21 +34,24 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHi
 
     `history`: correct amaxes of earlier calls, and elements above the amaxes of earlier cases. A kept amax can be
     smaller than the correct amax and equal to the magnitude of some element. An amax is therefore that of a part only
-    if chance does not explain that all elements above it lie in the part that it leaves out (`left_out_part`).
+    if chance does not explain that all elements above it lie in the part that it leaves out (`left_out_part`). NaN is
+    above no amax, so a tensor with NaN shows no part.
     Otherwise the deviations only say that the amax is too small or too large, and are not exact. An amax is that of the
     elements without their magnitudes only on the evidence of all failing cases so far (`lacks_magnitudes`).
     """
     above, sizes = [], []
     smaller = larger = has_magnitude = True
+    has_nan = False
     wrong_numbers: set[float] = set()
     for matrix in matrices:
         wrong = wrong_amaxes(matrix)
         if not bool(wrong.any()):
             continue
-        magnitude = matrix.subject.x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf)
+        magnitude = matrix.subject.x.float().abs()
         kernel_amax, correct = matrix.kernel_stages["amax"].view(-1, 1), _correct_amax(matrix).view(-1, 1)
         elements = magnitude if len(kernel_amax) > 1 else magnitude.view(1, -1)
         has_magnitude &= bool((elements == kernel_amax).any(1)[wrong].all())
+        has_nan |= bool(magnitude.isnan().any())
         smaller &= bool((kernel_amax < correct).flatten()[wrong].all())
         larger &= bool((kernel_amax > correct).flatten()[wrong].all())
         above.append(magnitude > kernel_amax)
@@ -64,7 +67,7 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHi
         yield STALE.bound(numbers)
     elif smaller and lacks_magnitudes(matrices, history):
         yield LARGEST_ELEMENT
-    elif smaller and has_magnitude and (part := left_out_part(above, history)):
+    elif smaller and has_magnitude and not has_nan and (part := left_out_part(above, history)):
         yield PARTIAL.bound(part)
     elif smaller:
         count = sum(int(mask.count_nonzero()) for mask in above)
@@ -133,7 +136,8 @@ def derived_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHis
             return
     if not above:
         return
-    place = left_out_part(above, history)
+    has_nan = any(bool(matrix.subject.x.isnan().any()) for matrix in matrices)
+    place = "" if has_nan else left_out_part(above, history)
     count = sum(int(mask.count_nonzero()) for mask in above)
     row = PARTIAL.bound(place) if place else TOO_SMALL.bound(f"{count} of its elements: {describe_place(above)}")
     found = _with_amaxes_of(matrices, amaxes)

@@ -25,12 +25,16 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
+    ACCUMULATED,
+    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
+    DEQUANTIZE,
     DIVISIONS,
     FACTOR,
     GEMM,
@@ -279,6 +283,24 @@ def _slices(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]
     return [some for some in _some_columns(site) if known or some[0] in _SLICES]
 
 
+def _terms(site: Site) -> list[tuple[str, str, int]]:
+    """The terms of a sum of several values."""
+    return [(str(n), _named(term), n) for n, term in enumerate(site.operands)]
+
+
+def _without_term(site: Site, left_out: int) -> Value:
+    """A sum of several values without one of them."""
+    terms = [term for number, term in enumerate(site.operands) if number != left_out]
+    return c.float32(terms[0]) if len(terms) == 1 else c.sum(terms)
+
+
+def _largest_term(site: Site) -> Value:
+    found = site.operands[0]
+    for term in site.operands[1:]:
+        found = c.maximum(found, term)
+    return found
+
+
 def _halves_in(site: Site, dtype: str) -> Value | None:
     """The sum of two products over a half of K each, rounded to a dtype."""
     if site.a.step.function == QUANTIZE:
@@ -497,6 +519,12 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
     return [(to, phrase.format(site.option("name"))) for to, (phrase, _) in OTHER_LENGTHS.items()] if read else []
 
 
+def _other_positions(site: Site) -> list[tuple[str, str]]:
+    """Wrong rows of an argument that names a row for each choice of a token."""
+    users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
+    return [(to, sentence) for to, (sentence, _) in OTHER_POSITIONS.items()] if CHOSEN in users else []
+
+
 def _narrowed(site: Site, dtype: str) -> Value | None:
     source = site.source(site.number)
     if source.dtype in INTEGERS:
@@ -591,6 +619,10 @@ ROWS: tuple[Row, ...] = (
     Row(("subtract",), "added", "{b} is added to {a}", lambda s, _: s.a + s.b),
     Row(_SUMS, "second-twice", "{b} is taken twice in {self}", lambda s, _: s.as_function(s.step.function, s.old, s.b)),
     Row(("add",), "first-twice", "{a} is taken twice in {self}", lambda s, _: s.old + s.a),
+    Row(("sum_of",), "left-out", "{v} is not added in {self}", lambda s, v: _without_term(s, v[2]), _terms),
+    Row(("sum_of",), "twice", "{v} is added twice in {self}", lambda s, v: s.old + s.operands[v[2]], _terms),
+    Row(("sum_of",), "mean", "{self} is divided by the number of terms", lambda s, _: s.old / float(len(s.operands))),
+    Row(("sum_of",), "largest", "the largest term is in place of {self}", lambda s, _: _largest_term(s)),
     Row(_ELEMENTWISE, "later", "{v}", _applied_later, _later),
     Row(("multiply",), "constant-moved", "{v} is added to the other factor of {self}",
         lambda s, v: (v[2] + v[3]) * v[4], lambda s: [*_moved(s.a, s.b), *_moved(s.b, s.a)]),
@@ -686,6 +718,8 @@ ROWS: tuple[Row, ...] = (
     Row((COLUMNS,), "order", "{v} in place of {self}", lambda s, v: s.changed(order=v[2]), _other_orders),
     Row((COLUMNS,), "sign", "{self} has the other sign",
         lambda s, _: -s.old if "rotated" in s.option("order") else None),
+    Row((DEQUANTIZE,), "unquantized", "{a} is not quantized",
+        lambda s, _: c.float32(Value(s.editor, s.a.step.operands[0])) if s.a.step.recipe is not None else None),
     Row((JOINED,), "halves", "the halves of {self} are {v}", lambda s, v: s.made(COLUMNS, s.old, order=v),
         lambda s: ("exchanged", "interleaved")),
     Row((ROTATED,), "left-out", "{a} is not rotated", lambda s, _: c.float32(s.a)),
@@ -728,6 +762,14 @@ ROWS: tuple[Row, ...] = (
     Row((WEIGHTS,), "to", "the weights are rounded to {v}", lambda s, v: s.changed(to=v),
         lambda s: [v for v in ALL_WEIGHTS if v != s.option("to")]),
     Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
+    # mixtures of experts
+    Row(("argument",), "position", "{v}",
+        lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_positions),
+    Row((ACCUMULATED,), "of", "{v}", lambda s, v: s.changed(choices=v[0]),
+        lambda s: [(some, sentence) for some, (sentence, _) in SOME_CHOICES.items() if some != "all"]),
+    Row((ACCUMULATED,), "partly-in", "each partial sum of the choices is rounded to {v}",
+        lambda s, v: s.changed(to=v, order="choices"),
+        lambda s: [v for v in _NARROW if v != s.option("to")]),
     Row((GEMM,), "halves-in", "the sums of the halves of K of {self} are rounded to {v}", _halves_in,
         lambda s: _NARROW),
 )  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from narrowgauge.spec.program import (
+    ACCUMULATED,
+    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
+    DEQUANTIZE,
     HALF,
     HEADS,
     JOINED,
@@ -19,6 +22,7 @@ from narrowgauge.spec.program import (
     SQUEEZED,
     TAKE,
     TRANSPOSED,
+    UNSQUEEZED,
     WEIGHTED,
     WEIGHTS,
     Program,
@@ -52,7 +56,7 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE, DECODE, READ, SQUEEZED):
+    if step.function in ("float32", "cast", "merged", ONCE, DECODE, DEQUANTIZE, READ, SQUEEZED, UNSQUEEZED):
         return _text(program, step.operands[0], depth)
     if step.function == HALF:
         return str(step.options["half"]), _ATOM
@@ -68,7 +72,7 @@ def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
         return f"the {_ORDINALS[step.options['part']]} half of {_text(program, step.operands[0], depth)[0]}", _ATOM
     if step.function == COLUMNS:
         return f"{_text(program, step.operands[0], depth)[0]} {step.options['order']}", _ATOM
-    if step.function == TAKE:
+    if step.function in (TAKE, CHOSEN):
         table, index = (_text(program, operand, depth)[0] for operand in step.operands)
         return f"{table}[{index}]", _ATOM
     if depth == 0:
@@ -101,5 +105,5 @@ def _applied(step: Step, operands: list[tuple[str, int]]) -> tuple[str, int]:
         return operands[0]
     if step.function == JOINED:
         return f"({texts[0]}, {texts[1]})", _ATOM
-    name = "sum" if step.function == "sum_of" else step.function
+    name = "sum" if step.function in ("sum_of", ACCUMULATED) else step.function
     return f"{name}({', '.join(texts)})", _ATOM

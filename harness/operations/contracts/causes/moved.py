@@ -12,15 +12,16 @@ import torch
 
 from narrowgauge.contract.values import Value
 from narrowgauge.harness.operations.contracts.causes.changes import Change
-from narrowgauge.harness.operations.contracts.causes.edits import Editor, Site
+from narrowgauge.harness.operations.contracts.causes.edits import Editor, Site, Use
 from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.reference.contracts.layout.pages import Stored, page_sizes, read_all, slots
+from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.kv_cache import DATA, single_slots
-from narrowgauge.spec.program import INDEX, READ, RENUMBERED, WRITTEN, Program, Step
+from narrowgauge.spec.program import INDEX, READ, RENUMBERED, WEIGHTED, WRITTEN, Program, Step
 
 Tensors = Mapping[str, torch.Tensor]
 Pairs = list[tuple[int, int]]
@@ -42,8 +43,11 @@ def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[
             yield from _of_stored(program, tensors, number, parts[f"{name}.codes"], result)
         elif isinstance(result, torch.Tensor):
             reads = [n for n in program.cone(number) if program.steps[n].function == READ]
+            sums = [n for n in program.cone(number) if program.steps[n].function == WEIGHTED]
             if len(reads) == 1 and program.steps[reads[0]].axes == step.axes:
                 yield from _of_read(program, tensors, reads[0], parts[name], step)
+            elif sums and name in parts and not isinstance(parts[name], Scope):
+                yield from _of_weighted(program, tensors, sums[0], parts[name], step)
 
 
 def _of_stored(program: Program, tensors: Tensors, number: int, part: Part, result: Stored) -> Iterator[Change]:
@@ -94,6 +98,35 @@ def _of_read(program: Program, tensors: Tensors, number: int, part: Part, output
         yield _slot_change(program, step.operands[1], list(places.items()), sizes.page, "are read from")
 
 
+def _of_weighted(program: Program, tensors: Tensors, number: int, part: Part, output: Step) -> Iterator[Change]:
+    """Other cells of values, if wrong rows of the output hold the values of a single cell in place of the right cell.
+
+    Several cells may have the same values: the nearest cell with the right offset counts. If all offsets are right,
+    the change moves whole pages."""
+    read = next(n for n in program.cone(program.steps[number].operands[1]) if program.steps[n].function == READ)
+    sizes, step = page_sizes(program, tensors), program.steps[read]
+    actual, low, high = (x.flatten(0, 1) for x in _orders(part))
+    numbers = dequantize(read_all(program, tensors, step), DTYPES[output.dtype])
+    cells = order_of(numbers, None).unflatten(0, (sizes.slots, sizes.heads))  # type: ignore[no-untyped-call]
+    wrong = ((actual < low) | (actual > high)).any(1).nonzero()[:, 0].tolist()
+    if len(wrong) * cells.numel() > _MOST or bool(part.actual.isnan().any()):
+        return
+    places, q_heads, page = dict[int, int](), part.actual.shape[1], sizes.page
+    for row in wrong:
+        of_head = cells[:, row % q_heads * sizes.heads // q_heads]
+        right = ((of_head >= low[row]) & (of_head <= high[row])).all(1).nonzero()[:, 0].tolist()
+        taken = (of_head == actual[row]).all(1).nonzero()[:, 0].tolist()
+        if len(right) == 1 and taken:
+            near = min(taken, key=lambda slot: ((slot - right[0]) % page != 0, abs(slot - right[0])))
+            places.setdefault(right[0], near)
+    pairs = list(places.items())
+    if all(right % page == taken % page for right, taken in pairs):
+        of_pages = sorted({(right // page, taken // page) for right, taken in pairs})
+        pairs = [(right * page + at, taken * page + at) for right, taken in of_pages for at in range(page)]
+    if pairs:
+        yield _slot_change(program, step.operands[1], pairs, page, "are read from", read)
+
+
 def _orders(part: Part) -> tuple[torch.Tensor, ...]:
     fmt = None if part.fmt is FP32 else part.fmt
     return tuple(order_of(x, fmt) for x in (part.actual, part.lower, part.upper))
@@ -131,8 +164,10 @@ def _row_change(program: Program, number: int, word: str, pairs: Pairs) -> Chang
     return _change(editor, site, new, f"moved-{word}:{_text(pairs)}", sentence)
 
 
-def _slot_change(program: Program, number: int, pairs: Pairs, page: int, verb: str) -> Change:
-    """Slots of which some are other ones."""
+def _slot_change(
+    program: Program, number: int, pairs: Pairs, page: int, verb: str, reader: int | None = None
+) -> Change:  # fmt: skip
+    """Other slots in place of some slots, for all steps with these slots, or for the step `reader` alone."""
     editor = Editor(program)
     site = Site(editor, number)
     editor.restart(site.line)
@@ -148,7 +183,11 @@ def _slot_change(program: Program, number: int, pairs: Pairs, page: int, verb: s
         sentence = _each("offset", sorted(of_offsets))
     else:
         sentence = _each("slot", pairs)
-    return _change(editor, site, new, f"moved-slot:{_text(pairs)}", sentence.replace("{verb}", verb))
+    users = editor.uses(number) if reader is None else [use for use in editor.uses(number) if use[0] == reader]
+    if reader is not None:
+        half = program.steps[program.steps[reader].operands[0]].options["half"]
+        sentence = sentence.replace("rows", half, 1)
+    return _change(editor, site, new, f"moved-slot:{_text(pairs)}", sentence.replace("{verb}", verb), users)
 
 
 def _each(word: str, pairs: Sequence[tuple[int, int]]) -> str:
@@ -156,8 +195,10 @@ def _each(word: str, pairs: Sequence[tuple[int, int]]) -> str:
     return f"rows of {_places(word, right)} {{verb}} {_places(word, other)}"
 
 
-def _change(editor: Editor, site: Site, new: Value, name: str, sentence: str) -> Change:
-    changed = editor.with_uses(editor.uses(site.number), new.number)
+def _change(
+    editor: Editor, site: Site, new: Value, name: str, sentence: str, users: Sequence[Use] | None = None
+) -> Change:  # fmt: skip
+    changed = editor.with_uses(editor.uses(site.number) if users is None else users, new.number)
     assert changed is not None
     return Change(f"{site.step.function}-{site.number}:{name}", sentence, changed)
 

@@ -32,8 +32,10 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
 from narrowgauge.harness.operations.stages.outcome import Limit
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
 from narrowgauge.reference.contracts.evaluate import Shown, judged
-from narrowgauge.spec.program import BEHIND, Program
+from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
+NO_DIAGNOSIS = "no-diagnosis"
+"""Name of the sentence that there is no cause."""
 _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4
@@ -51,10 +53,13 @@ def changed_causes(
     others: Sequence[Change],
     stage: StageResult,
     limit: Limit,
+    *,
+    singly: bool = False,
 ) -> Iterable[Cause | PossibleCause]:
     """The changes under which all results of the kernel are right, or a sentence that there is none.
 
-    `others`: further changes, such as other values of the fields of the contract.
+    `others`: further changes, such as other values of the fields of the contract. `singly`: no pairs are tried if no
+    single change explains the results.
     """
     program, shown = _of_stage(program, shown, stage.stage)
     small = sum(result_elements(result) for result in shown.values()) < _SMALL
@@ -63,9 +68,9 @@ def changed_causes(
         search.try_singles(others)
         if not search.found:
             search.try_singles(moved_changes(program, tensors, shown), alone=True)
-        if not search.found:
+        if not search.found and not singly:
             search.try_pairs(search.nearest())
-        else:
+        elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
             search.try_pairs(rivals, {change.sentence for change in rivals})
         return list(search.causes())
@@ -242,7 +247,7 @@ class _Search:
         pairs = f" and {self.pairs} pair{'s' * (self.pairs > 1)}" if self.pairs else ""
         tried = f"{len(self.singles)} changes{pairs}"
         if not self.found:
-            yield PossibleCause("no-diagnosis", f"none of {tried} of this contract gives these bytes")
+            yield PossibleCause(NO_DIAGNOSIS, f"none of {tried} of this contract gives these bytes")
             return
         found, plain = self._unlike(), self._of_all_rows(self.program)
         rivals = (change for change in self.near if not self._of_all_rows(change.program).excluded)
@@ -289,7 +294,7 @@ def _wrong_rows(
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
     # A hidden quantization may have an amax of all rows.
-    hidden = any(step.function in BEHIND or step.across_rows for step in program.steps)
+    hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
     wrong = stage.wrong_elements

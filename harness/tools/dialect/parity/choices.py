@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.checks.order.probe import accumulation_order
-from narrowgauge.harness.operations.gemm.case import GemmCase
 from narrowgauge.harness.operations.gemm.probed_gemm import operand_dtype, product_of
 from narrowgauge.harness.tools.dialect.contract import Fit as ContractFit
 from narrowgauge.harness.tools.dialect.contract import fit_contract
 from narrowgauge.harness.tools.dialect.fit import Fit, agreement_with, fit, simplified
 from narrowgauge.harness.tools.dialect.report import sentence
-from narrowgauge.harness.tools.dialect.rules import ELEMENT_FIELDS
-from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.harness.tools.dialect.rules import ELEMENT_FIELDS, with_fields
 from narrowgauge.spec.recipes import Recipe
 
 _NOUNS = {
-    "statistics": "precision of scales", "scale_rounding": "rounding of block scales", "element_scale": "scaled element",
-    "rounding": "rounding of elements", "nan_code": "code of NaN", "nan": "NaN in an amax",
-    "negative_zero": "sign of zero codes", "zero_scale": "elements under a block scale of 0",
+    "statistics": "precision of scales", "scale_rounding": "rounding of block scales",
+    "element_scale": "scaled element", "rounding": "rounding of elements", "nan_code": "code of NaN",
+    "nan": "NaN in an amax", "negative_zero": "sign of zero codes", "zero_scale": "elements under a block scale of 0",
     "zero_block": "block scale of 0", "tensor_limit": "tensor scale of a special amax", "packing": "order of nibbles",
     "smallest_scale": "least block scale", "smallest_amax": "least amax",
     "largest_scale": "scale of an infinite quotient",
@@ -73,8 +75,11 @@ def _verb(value: Any) -> str:
     return "divides" if "/" in value else "multiplies"
 
 
-def _stage(name: str) -> str:
-    if name in ("nan", "tensor_scale", "tensor_limit"):
+_STAGES = ("amax", "tensor scale", "scales", "codes")
+
+
+def _stage(name: str, rule: Recipe) -> str:
+    if name in ("tensor_scale", "tensor_limit") or (name == "nan" and rule.tensor_scale != "none"):
         return "amax" if name == "nan" else "tensor scale"
     return "codes" if name in ELEMENT_FIELDS or name == "packing" else "scales"
 
@@ -91,14 +96,19 @@ def quantizer_fit(backend: Backend, recipe: Recipe, device: str, seed: int) -> F
 
 
 def quantizer_choices(one: Fit, other: Fit) -> list[Choice]:
-    """The fields in which the rule of the second quantizer has to differ from that of the first one."""
-    _, _, changes = simplified(other.rules, other.rule, agreement_with(other.rules, one.rule))
-    found = [Choice(name, _stage(name), values) for name, values in changes.items()]
+    """The fields in which the rule of the second quantizer has to differ from that of the first one, by stage, and of a
+    stage first the fields without which most bytes are wrong."""
+    rule, _, changes = simplified(other.rules, other.rule, agreement_with(other.rules, one.rule))
+    found = [Choice(name, _stage(name, rule), values) for name, values in changes.items()]
     packings = one.observed.packing, other.observed.packing
     if packings[0] != packings[1]:
         found.append(Choice("packing", "codes", packings))
-    order = ("amax", "tensor scale", "scales", "codes")
-    return sorted(found, key=lambda choice: order.index(choice.stage))
+
+    def rank(choice: Choice) -> tuple[int, float]:
+        back = None if choice.field == "packing" else with_fields(rule, **{choice.field: choice.values[0]})
+        return _STAGES.index(choice.stage), -math.inf if back is None else -other.rules.score(back).major
+
+    return sorted(found, key=rank)
 
 
 def quantizer_own(name: str, found: Fit | str) -> Own:
@@ -139,14 +149,14 @@ def contract_own(name: str, found: ContractFit | str) -> Own:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def order_of(backend: Backend, case: GemmCase, seed: int, device: str) -> tuple[str, bool]:
+def order_of(backend: Backend, case: Case, dtype: torch.dtype, *, seed: int, device: str) -> tuple[str, bool]:
     """The order of a product in words, or why it is not known, and whether it predicts random products to the bit."""
-    x, w = case.operand_recipes
+    x, w = case.recipes
     if x != w:
         return f"order not probed: its operands have two recipes, {x} and {w}", False
     rows, columns, others = case.shape
     try:
-        function = product_of(backend, x, TORCH_DTYPES[case.out])
+        function = product_of(backend, x, dtype)
         order = accumulation_order(function, rows, columns, others, dtype=operand_dtype(x), device=device, seed=seed)
     except (ValueError, BackendError, Unsupported, HostLost) as error:
         return f"order not probed: {error}", False

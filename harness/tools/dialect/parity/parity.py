@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -12,17 +12,27 @@ import torch
 
 from narrowgauge.contract import Contract
 from narrowgauge.harness.api.check import selected_cases, settings_kept
-from narrowgauge.harness.api.function_backend import FunctionBackend, name_of_function, parameters_of
+from narrowgauge.harness.api.function_backend import FunctionBackend, name_of_function
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.loading import parameters_of
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.operations.gemm.case import GemmCase
-from narrowgauge.harness.operations.quantize.case import QuantizeCase
+from narrowgauge.harness.operations.registry import operation_of
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.harness.tools.dialect.contract import Fit as ContractFit
 from narrowgauge.harness.tools.dialect.fit import Fit
-from narrowgauge.harness.tools.dialect.parity import choices
+from narrowgauge.harness.tools.dialect.parity.choices import (
+    Choice,
+    Own,
+    contract_choices,
+    contract_fit,
+    contract_own,
+    order_of,
+    quantizer_choices,
+    quantizer_fit,
+    quantizer_own,
+)
 from narrowgauge.harness.tools.dialect.parity.results import Compared, Results, compared, results_of
 from narrowgauge.spec.recipes import Recipe
 
@@ -40,9 +50,9 @@ class Parity:
     subject: str
     """Operation and recipe."""
     found: Compared
-    choices: list[choices.Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     """Choices that explain different bytes, the first stage first."""
-    own: tuple[choices.Own, ...] = ()
+    own: tuple[Own, ...] = ()
     """Each kernel beside its own dialect or contract, if bytes differ."""
     changing: list[str] = field(default_factory=list)
     """Cases in which two equal calls of one kernel gave other bytes."""
@@ -111,7 +121,7 @@ class Kernel:
     @cached_property
     def rule(self) -> Fit | str:
         """The rule of a quantizer."""
-        return choices.quantizer_fit(self.backend, self.cases[0][0].recipes[0], self.device, self.seed)
+        return quantizer_fit(self.backend, self.cases[0][0].recipes[0], self.device, self.seed)
 
     @cached_property
     def fields(self) -> ContractFit | str:
@@ -119,7 +129,7 @@ class Kernel:
         case = self.cases[0][0]
         assert isinstance(case, ContractCase)
         recipes = list(dict.fromkeys(name for each, _ in self.cases for name in each.recipe_names))
-        return choices.contract_fit(self.backend, type(case), recipes, self.seed)
+        return contract_fit(self.backend, type(case), recipes, self.seed)
 
 
 def beside(one: Kernel, other: Kernel, subject: str) -> Parity:
@@ -129,44 +139,46 @@ def beside(one: Kernel, other: Kernel, subject: str) -> Parity:
     if not found.differences:
         return Parity(names, subject, found, changing=changing)
     case = next(case for case, _ in one.cases if case.id == found.differences[0].case)
-    if isinstance(case, ContractCase):
+    told_apart_by = operation_of(case).told_apart_by
+    explained: list[Choice] = []
+    own: tuple[Own, ...] = ()
+    if told_apart_by == "fields":
         explained, own = _of_contract(one, other)
-    elif isinstance(case, QuantizeCase) and not case.halves:
+    elif told_apart_by == "rule" and case.called == next(iter(case.all_methods())):
         explained, own = _of_quantizer(one, other)
-    elif isinstance(case, GemmCase):
+    elif told_apart_by == "order":
         explained, own = _of_product(one, other, case)
-    else:
-        explained, own = [], ()
     return Parity(names, subject, found, explained, own, changing)
 
 
-Explained = tuple[list[choices.Choice], tuple[choices.Own, ...]]
+Explained = tuple[list[Choice], tuple[Own, ...]]
 
 
 def _of_quantizer(one: Kernel, other: Kernel) -> Explained:
     rules = one.rule, other.rule
-    own = tuple(choices.quantizer_own(kernel.name, rule) for kernel, rule in zip((one, other), rules, strict=True))
+    own = tuple(quantizer_own(kernel.name, rule) for kernel, rule in zip((one, other), rules, strict=True))
     fits = [rule for rule in rules if isinstance(rule, Fit)]
-    return choices.quantizer_choices(*fits) if len(fits) == 2 else [], own
+    return quantizer_choices(*fits) if len(fits) == 2 else [], own
 
 
 def _of_contract(one: Kernel, other: Kernel) -> Explained:
     fitted = one.fields, other.fields
-    own = tuple(choices.contract_own(kernel.name, found) for kernel, found in zip((one, other), fitted, strict=True))
+    own = tuple(contract_own(kernel.name, found) for kernel, found in zip((one, other), fitted, strict=True))
     fits = [found for found in fitted if isinstance(found, ContractFit)]
-    return choices.contract_choices(*fits) if len(fits) == 2 else [], own
+    return contract_choices(*fits) if len(fits) == 2 else [], own
 
 
-def _of_product(one: Kernel, other: Kernel, case: GemmCase) -> Explained:
+def _of_product(one: Kernel, other: Kernel, case: Case) -> Explained:
     orders, own = [], []
     for kernel in (one, other):
-        order, known = choices.order_of(kernel.backend, case, kernel.seed, kernel.device)
+        dtype = kernel.results.given[case.id]["output"].dtype
+        order, known = order_of(kernel.backend, case, dtype, seed=kernel.seed, device=kernel.device)
         wrong = kernel.results.wrong
         right = "every output lies in the interval of its order" if not wrong else next(iter(wrong.values()))
-        own.append(choices.Own(kernel.name, not wrong, right if known else f"{right}; {order}"))
+        own.append(Own(kernel.name, not wrong, right if known else f"{right}; {order}"))
         orders += [order] if known else []
     differ = len(set(orders)) == 2
-    return [choices.Choice("order of summation", "output", (orders[0], orders[1]))] if differ else [], tuple(own)
+    return [Choice("order of summation", "output", (orders[0], orders[1]))] if differ else [], tuple(own)
 
 
 def pairs(kernels: Sequence[Kernel], subject: str) -> list[Parity]:
@@ -177,9 +189,9 @@ def pairs(kernels: Sequence[Kernel], subject: str) -> list[Parity]:
 def parity(
     f: Callable[..., Any],
     g: Callable[..., Any],
-    subject: str | Recipe | Contract | None = None,
+    subject: str | Recipe | Case | Iterable[Case | str] | Contract | None = None,
     *,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Case | Iterable[Case | str] | None = None,
     operation: str | None = None,
     families: Sequence[str] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
@@ -212,20 +224,14 @@ def parity(
     device = str(torch.device(device))
     with settings_kept("parity", device):
         kernels = [
-            Kernel(name, function_backend(name, function, cases[0][0], operation), cases, device, seed)
+            Kernel(name, FunctionBackend(name, function, cases[0][0], operation), cases, device, seed)
             for name, function in ((one, f), (other, g))
         ]
         return beside(kernels[0], kernels[1], subject_of(operation, cases))
 
 
-def function_backend(name: str, function: Callable[..., Any], case: Case, operation: str) -> Backend:
-    """A function as the backend of cases like `case`."""
-    conventions = {"tensor_scale_is": "amax", "layout": "linear", "nibbles": "low-first", "transposed": False}
-    return FunctionBackend(name, function, case, operation, declares={}, conventions=conventions, constraints={})
-
-
 class _Only(Backend):
-    """A backend of which cases call some methods."""
+    """A backend with some of its methods."""
 
     def __init__(self, backend: Backend, methods: frozenset[str]) -> None:
         super().__init__(backend.host)

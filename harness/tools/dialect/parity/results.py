@@ -11,25 +11,18 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.checks.ordinal import float_ordinals
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.operations.contracts.as_operation import called
-from narrowgauge.harness.operations.contracts.results import stored_results
-from narrowgauge.harness.operations.quantize.case import QuantizeCase
-from narrowgauge.harness.operations.quantize.judge import Plan
-from narrowgauge.harness.operations.registry import make_inputs
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.registry import make_inputs, operation_of
+from narrowgauge.harness.operations.stages.repeated import Tensors
 from narrowgauge.harness.report.text import number, share, ulps
 from narrowgauge.harness.running.judging import judge
 
 TIMEOUT = 300.0
 """Seconds that a backend may take for a case."""
-_ORDER = ("amax", "tensor_scale", "scales", "codes")
-"""Results of quantize in the order of its stages; all others follow."""
 _OPERANDS = ("a.", "b.", "x.", "w.", "b0.")
 """Beginnings of the names of operands in the results of a product."""
 
@@ -64,7 +57,7 @@ class Difference:
     families: tuple[str, ...]
     """Input families that show the difference."""
     steps: int | None
-    """The largest distance in numbers of the dtype; None of codes and scales."""
+    """The largest distance in numbers of the dtype; None of codes."""
 
     @property
     def sentence(self) -> str:
@@ -89,7 +82,11 @@ def results_of(backend: Backend, name: str, cases: Sequence[tuple[Case, bool]], 
         except (BackendError, Unsupported, HostLost) as error:
             found.refused[case.id] = escape(str(error)) or type(error).__name__
             continue
-        found.given[case.id] = outputs
+        packed = any(recipe.element.bits == 4 for recipe in case.recipes)
+        found.given[case.id] = {
+            result: _nibbles(tensor) if packed and result.endswith("codes") else tensor.clone()
+            for result, tensor in outputs.items()
+        }
         for stage in stages:
             if stage.sentence and stage.stage == "repeat":
                 found.changing.append(f"{name} in {case.id}: {stage.sentence}")
@@ -99,21 +96,18 @@ def results_of(backend: Backend, name: str, cases: Sequence[tuple[Case, bool]], 
 
 
 def _run(backend: Backend, case: Case, inputs: Inputs) -> tuple[Tensors, list[StageResult]]:
-    """The results of a case in the order of their stages, and what is judged of them. A quantizer, whose rule is fitted
-    apart, is compared with itself alone."""
-    if isinstance(case, ContractCase):
-        shown, outcome = called(case, inputs, backend)
-        parts = [stored_results(case.program, one) for one in shown]
-        return {name: torch.stack([one[name] for one in parts]) for name in parts[0]}, outcome.stages
-    if isinstance(case, QuantizeCase):
-        plan = Plan(case, inputs, backend)
-        outputs, stages, _ = repeated(backend, inputs.x.device, plan.arguments, plan.call)
-    else:
-        outcome = judge(case, inputs, backend)
-        outputs, stages = outcome.outputs, outcome.stages
-    kept = {n: x.clone() for n, x in outputs.items() if not (case.is_product and n.startswith(_OPERANDS))}
-    rank = {name: number for number, name in enumerate(_ORDER)}
-    return dict(sorted(kept.items(), key=lambda pair: rank.get(pair[0].rpartition(".")[2], len(rank)))), stages
+    """The results of a case in the order of their stages, and what is judged of them."""
+    run = operation_of(case).run
+    if run is not None:
+        return run(case, inputs, backend)
+    outcome = judge(case, inputs, backend)
+    kept = {n: x for n, x in outcome.outputs.items() if not (case.is_product and n.startswith(_OPERANDS))}
+    return kept, outcome.stages
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, one in a byte, in the order of their nibbles; the nibble behind an odd K too."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2) if codes.dtype is torch.uint8 else codes
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,7 @@ def _difference(stage: str, runs: Sequence[tuple[Case, torch.Tensor, torch.Tenso
         at = int(wrong.nonzero()[0])
         if first is None:
             first = case.id, _place(at, a.shape), bits if bits[0] else (_bits(one[at]), _bits(two[at]))
-        if not bits[0] and a.is_floating_point() and a.element_size() > 1 and stage not in _ORDER:
+        if not bits[0] and a.is_floating_point() and a.element_size() in (2, 4):
             numbers = wrong.view(a.shape) & ~a.isnan() & ~b.isnan()
             far = (float_ordinals(a) - float_ordinals(b)).abs()[numbers]
             steps = max(steps or 0, int(far.max())) if far.numel() else steps

@@ -197,17 +197,18 @@ __device__ __forceinline__ void multiply(const Scaling& scaling, const GemmParam
     multiply(scaling, Operand{p.a, p.m}, Operand{p.b, p.n}, p.k, Epilogue{p.epilogue, 0, 0}, tile_row);
 }
 
-// Replaces all of `a` by section blockIdx.z, and returns the section's first row.
+// Replaces all of `a` by section blockIdx.z, and returns the section's first row. With given starts each row has its scales.
 template <class Scaling>
-__device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, i64 k) {
+__device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, const i64* starts, i64 k) {
     const int number = static_cast<int>(blockIdx.z), rows_per_scale = a.rows_per_scale();
-    const Sections sections = {sizes, number + 1, a.rows};
+    const Sections sections = {sizes, number + 1, a.rows, starts};
     Section section = section_after(sections, 0, 0);
     i64 scale_row = 0;
     for (int s = 1; s <= number; ++s) {
         scale_row += (section.count + rows_per_scale - 1) / rows_per_scale;
         section = section_after(sections, s, section.start + section.count);
     }
+    if (rows_per_scale == 1) scale_row = section.start;
     a.codes += section.start * (a.element == Element::E2M1 ? (k + 1) / 2 : k);
     if constexpr (Scaling::WIDTH != 0) {
         a.scales = static_cast<const typename Scaling::Scale*>(a.scales) + scale_row * ((k + Scaling::WIDTH - 1) / Scaling::WIDTH);
@@ -216,13 +217,13 @@ __device__ __forceinline__ i64 select_section(Operand& a, const i64* sizes, i64 
     return section.start;
 }
 
-// The section blockIdx.z of a, times its own matrix. It may have fewer rows of tiles.
+// `starts`: (sections,) first rows, or null if sections lie one behind another. The section blockIdx.z of a, times its own matrix. It may have fewer rows of tiles.
 template <class Scaling>
-__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p,
+__device__ __forceinline__ void multiply_section(const Scaling& scaling, const GroupedGemmParameters& p, const i64* starts,
                                                  i64 tile_row = blockIdx.y) {
     const int section = static_cast<int>(blockIdx.z);
     Operand a = {p.a, p.m};
-    const i64 start = select_section<Scaling>(a, p.sizes, p.k);
+    const i64 start = select_section<Scaling>(a, p.sizes, starts, p.k);
     if (tile_row * TILE >= a.rows) return;
     const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, p.b.layouts[section]}, p.n};
     multiply(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n}, tile_row);

@@ -19,17 +19,17 @@ namespace narrowgauge {
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_fp8_block(GemmParameters p) { multiply(Fp8BlockScaling{}, p); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_fp8_block(GroupedGemmParameters p) {
-    multiply_section(Fp8BlockScaling{}, p);
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_fp8_block(GroupedGemmParameters p, const i64* starts) {
+    multiply_section(Fp8BlockScaling{}, p, starts);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_fp8_tensor(GemmParameters p) { multiply(tensor_scaling(p), p); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_fp8_tensor(GroupedGemmParameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_fp8_tensor(GroupedGemmParameters p, const i64* starts) {
     const auto* a_scales = static_cast<const float*>(p.a.scales);
     const Fp8TensorScaling scaling = {a_scales + blockIdx.z, static_cast<const float*>(p.b.scales[blockIdx.z]), false,
                                       false};
-    multiply_section(scaling, p);
+    multiply_section(scaling, p, starts);
 }
 
 }  // namespace narrowgauge

@@ -16,8 +16,8 @@ namespace narrowgauge {
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx(GemmParameters p) { multiply(MxScaling{}, p); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx(GroupedGemmParameters p) {
-    multiply_section(MxScaling{}, p);
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx(GroupedGemmParameters p, const i64* starts) {
+    multiply_section(MxScaling{}, p, starts);
 }
 
 }  // namespace narrowgauge

@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_nvfp4(GemmParameters 
     multiply(Nvfp4Scaling{alpha}, p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_nvfp4(GroupedGemmParameters p, GroupedAlpha alpha) {
-    multiply_section(Nvfp4Scaling{alpha.section(blockIdx.z)}, p);
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_nvfp4(GroupedGemmParameters p, const i64* starts, GroupedAlpha alpha) {
+    multiply_section(Nvfp4Scaling{alpha.section(blockIdx.z)}, p, starts);
 }
 
 }  // namespace narrowgauge

@@ -19,7 +19,8 @@ struct DequantizeParameters {
     const int* layouts;         // (matrices,), or null for a single operand
     i64 rows, k;
     BlockScales block_scales;
-    const i64* sizes;  // (sections,) rows, or null
+    const i64* sizes;   // (sections,) rows, or null
+    const i64* starts;  // (sections,) first rows, or null: sections lie one behind another
     int sections;
     u8* tiles;
     u32* refused;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void store_chunk(const u32 (&pairs)[CHUNK / 2], u8* t
 __device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, Operand& from, i64& first) {
     first = tile * TILE_ROWS;
     if (p.sizes == nullptr) return true;
-    TiledSection at({p.sizes, p.sections, p.rows});
+    TiledSection at({p.sizes, p.sections, p.rows, p.starts});
     while (tile - at.before >= at.tiles()) {
         if (!at.next()) return false;
     }

@@ -23,8 +23,6 @@
 
 namespace narrowgauge {
 
-constexpr int STEP_PAIRS = WGMMA_K / 8;                    // pairs of numbers of a thread in a row, for a wgmma
-constexpr int WGMMAS = TILE_COLUMNS / WGMMA_K;             // of a step of 64 columns
 constexpr int BLOCK_SLICES = 2;                            // slices of K of a block
 constexpr int FUSED_CONSUMERS = 2 * BLOCK_SLICES, FUSED_THREADS = (FUSED_CONSUMERS + 1) * WARPGROUP;
 constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
@@ -55,7 +53,8 @@ struct FusedMatrices {
     const TensorMap* maps;
     const u8* const* codes;
     const u8* const* scales;
-    const i64* sizes;  // (sections,) rows of a
+    const i64* sizes;   // (sections,) rows of a
+    const i64* starts;  // (sections,) first rows, or null: sections lie one behind another
     int sections;
 };
 
@@ -102,8 +101,6 @@ static_assert(sizeof(FusedShared<64>) == 193 * 1024 && sizeof(FusedShared<128>) 
               "native/gemm/fused.py asks for this size");
 #endif
 
-// Operand of the wgmma of a step: of each wgmma the pairs of rows g and g + 8 of a warp, then the second pairs.
-using Fragments = u32[WGMMAS][2 * STEP_PAIRS];
 // 16 bytes of scales of rows g and g + 8 of a warp.
 using RowScales = ptx::Vector4[2];
 
@@ -222,57 +219,6 @@ struct MxCodes {
     }
 };
 
-// d += b * a^T over 64 columns: 64 rows of b, in registers, and TOKENS rows of a tile, `offset` bytes behind the tile `first`.
-// Asynchronous on a GPU: one wgmma group.
-template <class T, int TOKENS>
-__device__ __forceinline__ void multiply_fragments(float (&d)[TOKENS / 2], const Fragments& b, const u8* first, u32 offset) {
-#ifdef HAS_WGMMA
-    const u64 right = matrix_descriptor(first) + (offset >> 4);
-#pragma unroll
-    for (int i = 0; i < WGMMAS; ++i) {
-        if constexpr (TOKENS == 64) {
-            ptx::wgmma_m64n64k16_f32<T>(d, b[i], right + i * (WGMMA_K * 2 >> 4));
-        } else {
-            ptx::wgmma_m64n128k16_f32<T>(d, b[i], right + i * (WGMMA_K * 2 >> 4));
-        }
-    }
-    ptx::wgmma_commit_group();
-#elif defined(__CUDA_ARCH__)
-    __trap();
-#else
-    struct Words {
-        Fragments of;
-    } own;
-    __builtin_memcpy(own.of, b, sizeof b);
-    const int lane = threadIdx.x % WARP;
-    TileRow<T> left[2];
-    for (int distance = 0; distance < 4; ++distance) {
-        const Words words = distance == 0 ? own : simt::exchange(0xFFFFFFFFu, own, static_cast<unsigned>(distance));
-        for (int i = 0; i < WGMMAS; ++i) {
-            for (int j = 0; j < 2 * STEP_PAIRS; ++j) {
-                const int column = i * WGMMA_K + j / 2 * 8 + 2 * (lane % 4 ^ distance);
-                left[j % 2].set(column, static_cast<u16>(words.of[i][j]));
-                left[j % 2].set(column + 1, static_cast<u16>(words.of[i][j] >> 16));
-            }
-        }
-    }
-    multiply_rows<TOKENS>(d, left, first + offset, lane);
-#endif
-}
-
-// Waits for all wgmma of the warpgroup, which read the fragments until then.
-template <int COUNT>
-__device__ __forceinline__ void wait_for_sums(float (&d)[COUNT], [[maybe_unused]] Fragments& read) {
-    wait_for_sums(d);
-#ifdef HAS_WGMMA
-#pragma unroll
-    for (int i = 0; i < WGMMAS; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2 * STEP_PAIRS; ++j) asm volatile("" : "+r"(read[i][j]));
-    }
-#endif
-}
-
 // A slice of K of a block: rows of b from `row` on, rows of a from `token` on, `steps` steps from `first` on. Its pipelines have
 // had `before` steps of other slices.
 template <class Codes, int TOKENS>
@@ -349,7 +295,8 @@ struct FusedSlice {
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
                 multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
-                wait_for_sums(d, fragments);
+                wait_for_sums(d);
+                keep(fragments);
                 release(barriers.tokens_empty[stage], lane);
             }
         }
@@ -510,7 +457,7 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_section_fused(const FusedMatrices& matrices, const FusedParameters& p,
                                                        const GroupedAlpha& alpha) {
-    TiledSection at({matrices.sizes, matrices.sections, p.m});
+    TiledSection at({matrices.sizes, matrices.sections, p.m, matrices.starts});
     i64 block = blockIdx.y;  // of the section
     for (i64 blocks; block >= (blocks = (at.section.count + TOKENS - 1) / TOKENS); block -= blocks) {
         if (!at.next()) return;

@@ -60,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack_plain(Plai
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
-    gemm_tensor_grouped(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, int sections) {
+    gemm_tensor_grouped(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, const i64* starts, int sections) {
     if (p.refused != nullptr && *p.refused != 0) return;
     multiply_packed_tiles(
-        p, {sizes, sections, p.m},
+        p, {sizes, sections, p.m, starts},
         [&](const OutputTile& tile) { return alpha.a == nullptr ? Alpha{} : alpha.section(tile.section); },
         [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
 }
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParame
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused, int flags) {
-    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, tile_row); });
+    gemm_grouped_mx_refused(GroupedGemmParameters p, const i64* starts, const u32* refused, int flags) {
+    for_rows_of_tiles(refused, flags, p.m, [&](i64 tile_row) { multiply_section(MxScaling{}, p, starts, tile_row); });
 }
 
 #endif

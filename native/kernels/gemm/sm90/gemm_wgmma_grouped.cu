@@ -115,8 +115,8 @@ struct DequantizingSource {
 };
 
 extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOCKS_PER_SM)
-    pack_first(DequantizedMatrices matrices, i64 n, i64 k, const i64* sizes, int sections, i64 rows) {
-    const int first = LargestSection({sizes, sections, rows}).number;
+    pack_first(DequantizedMatrices matrices, i64 n, i64 k, const i64* sizes, const i64* starts, int sections, i64 rows) {
+    const int first = LargestSection({sizes, sections, rows, starts}).number;
     if (first < 0) return;
     const u32 steps = static_cast<u32>(k / TILE_COLUMNS), tile = blockIdx.x / steps, step = blockIdx.x % steps;
     const Operand from = {{matrices.operand.codes[first], matrices.operand.scales[first], matrices.operand.element, 0}, n};
@@ -126,8 +126,9 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOC
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
-    gemm_tensor_dequantizing(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, int sections, DequantizedMatrices matrices) {
-    const Sections all = {sizes, sections, p.m};
+    gemm_tensor_dequantizing(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, const i64* starts, int sections,
+                             DequantizedMatrices matrices) {
+    const Sections all = {sizes, sections, p.m, starts};
     const i64 steps = p.k / TILE_COLUMNS;
     multiply_tiles_persistent(
         DequantizingSource{{{}, p.a, p.b, steps}, matrices, all, p.n, p.k}, Bf16Sums{steps}, {1, steps}, all, p.n,

@@ -196,12 +196,6 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler<Order
     }
 }
 
-// A consumer warp has read a stage.
-__device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
-    ptx::bar_warp_sync();
-    if (lane == 0) ptx::mbarrier_arrive(empty);
-}
-
 // Waits for the stages of a warpgroup with all rows beyond the last row, so that the other warpgroup has the tensor cores.
 __device__ __forceinline__ void skip_stages(WgmmaShared& shared, u32& iteration, i64 steps, int lane) {
     for (i64 step = 0; step < steps; ++step, ++iteration) {

@@ -53,6 +53,11 @@ struct TiledSection {
 // A warpgroup accumulates 64 rows by 256 columns, 128 sums in each thread. Sum 4j + 2i + e of thread t is that of row
 // t/32*16 + t%32/4 + 8i and column 8j + 2(t%4) + e.
 constexpr int WGMMA_M = 64, WGMMA_N = 256, WGMMA_K = 16, SUMS = WGMMA_M * WGMMA_N / WARPGROUP;
+constexpr int STEP_PAIRS = WGMMA_K / 8;         // pairs of numbers of a thread in a row, for a wgmma
+constexpr int WGMMAS = TILE_COLUMNS / WGMMA_K;  // of a step of 64 columns
+
+// First operand of the wgmma of a step: of each wgmma the pairs of rows g and g + 8 of a warp, then the second pairs.
+using Fragments = u32[WGMMAS][2 * STEP_PAIRS];
 
 #ifdef HAS_WGMMA
 // Matrix descriptor of a tile, aligned to 1024 bytes: K-major, 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
@@ -62,11 +67,17 @@ __device__ __forceinline__ u64 matrix_descriptor(const u8* tile) {
 }
 #endif
 
-// Waits for all wgmma of the warpgroup. The compiler reads the sums after this point only.
-template <int COUNT>
+// A consumer warp has read a stage.
+__device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
+    ptx::bar_warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+}
+
+// Waits for all wgmma of the warpgroup but the last PENDING groups. The compiler reads the sums after this point only.
+template <int PENDING = 0, int COUNT>
 __device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[COUNT]) {
 #ifdef HAS_WGMMA
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_group<PENDING>();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 #endif
@@ -96,7 +107,7 @@ struct TileRow {
     }
 };
 
-// The sums of a thread: of rows `left` of a, and COLUMNS rows of tiles of b. Numbers have eight significant bits at most.
+// The sums of a thread: of rows `left` of a, and COLUMNS rows of tiles of b.
 template <int COLUMNS, class T>
 inline void multiply_rows(float (&d)[COLUMNS / 2], const TileRow<T> (&left)[2], const u8* b, int lane) {
     static_assert(WGMMA_K == TERMS_PER_STEP, "a wgmma is a step of the model");
@@ -130,6 +141,75 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[SUMS], const u8* a, co
     const int thread = static_cast<int>(threadIdx.x) % WARPGROUP, lane = thread % WARP, top = thread / WARP * 16 + lane / 4;
     const TileRow<bf16> left[2] = {{a, top}, {a, top + 8}};
     multiply_rows<WGMMA_N>(d, left, b, lane);
+#endif
+}
+
+// d += a * b^T, or d = a * b^T unless `add`: 64 rows of a tile and 128 rows of a tile, over 64 columns of T in order. Asynchronous
+// on a GPU, in the group that is next committed.
+template <class T>
+__device__ __forceinline__ void multiply_tile(float (&d)[TILE_ROWS / 2], const u8* a, const u8* b, bool add) {
+#ifdef HAS_WGMMA
+    const u64 left = matrix_descriptor(a), right = matrix_descriptor(b);
+#pragma unroll
+    for (int step = 0; step < TILE_COLUMNS / WGMMA_K; ++step) {
+        ptx::wgmma_m64n128k16_f32<T>(d, left + step * (WGMMA_K * 2 >> 4), right + step * (WGMMA_K * 2 >> 4), add || step > 0);
+    }
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#else
+    const int thread = static_cast<int>(threadIdx.x) % WARPGROUP, lane = thread % WARP, top = thread / WARP * 16 + lane / 4;
+    const TileRow<T> left[2] = {{a, top}, {a, top + 8}};
+    for (float& sum : d) sum = add ? sum : 0.0f;
+    multiply_rows<TILE_ROWS>(d, left, b, lane);
+#endif
+}
+
+// d += a * b^T over 64 columns: 64 rows of a, in registers, and ROWS rows of a tile, `offset` bytes behind the tile `first`.
+// Asynchronous on a GPU: one wgmma group.
+template <class T, int ROWS>
+__device__ __forceinline__ void multiply_fragments(float (&d)[ROWS / 2], const Fragments& a, const u8* first, u32 offset) {
+#ifdef HAS_WGMMA
+    const u64 right = matrix_descriptor(first) + (offset >> 4);
+#pragma unroll
+    for (int i = 0; i < WGMMAS; ++i) {
+        if constexpr (ROWS == 64) {
+            ptx::wgmma_m64n64k16_f32<T>(d, a[i], right + i * (WGMMA_K * 2 >> 4));
+        } else {
+            ptx::wgmma_m64n128k16_f32<T>(d, a[i], right + i * (WGMMA_K * 2 >> 4));
+        }
+    }
+    ptx::wgmma_commit_group();
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#else
+    struct Words {
+        Fragments of;
+    } own;
+    __builtin_memcpy(own.of, a, sizeof a);
+    const int lane = threadIdx.x % WARP;
+    TileRow<T> left[2];
+    for (int distance = 0; distance < 4; ++distance) {
+        const Words words = distance == 0 ? own : simt::exchange(0xFFFFFFFFu, own, static_cast<unsigned>(distance));
+        for (int i = 0; i < WGMMAS; ++i) {
+            for (int j = 0; j < 2 * STEP_PAIRS; ++j) {
+                const int column = i * WGMMA_K + j / 2 * 8 + 2 * (lane % 4 ^ distance);
+                left[j % 2].set(column, static_cast<u16>(words.of[i][j]));
+                left[j % 2].set(column + 1, static_cast<u16>(words.of[i][j] >> 16));
+            }
+        }
+    }
+    multiply_rows<ROWS>(d, left, first + offset, lane);
+#endif
+}
+
+// Marks fragments as read until here: the compiler does not write other numbers to their registers before.
+__device__ __forceinline__ void keep([[maybe_unused]] Fragments& read) {
+#ifdef HAS_WGMMA
+#pragma unroll
+    for (int i = 0; i < WGMMAS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2 * STEP_PAIRS; ++j) asm volatile("" : "+r"(read[i][j]));
+    }
 #endif
 }
 

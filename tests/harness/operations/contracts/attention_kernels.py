@@ -284,21 +284,24 @@ def _exchanged(self, half, pages, request, length):
     return half.view(torch.float8_e4m3fn).flatten(0, 1)[slot % (count * page)][:length].to(self.dtype)
 
 
-def _values_of(function: Any) -> type[Attention]:
-    """A kernel that reads other pages for the values."""
+def _pages_of(half: str, function: Any) -> type[Attention]:
+    """A kernel that reads other pages for the keys, or for the values."""
 
-    def values(self, cache):
-        self.reads_values = True
-        return cache.values
+    def of_cache(self, cache):
+        self.other = getattr(cache, half)
+        return self.other
 
-    def table(self, pages, request):
-        own = pages[request]
-        if getattr(self, "reads_values", False):
-            self.reads_values = False
-            return function(own)
-        return own
+    def tokens(self, held, pages, request, length):
+        own = pages.clone()
+        if held is self.other:
+            own[request] = function(own[request])
+        return Attention.tokens(self, held, own, request, length)
 
-    return wrong(values=values, table=table)
+    return wrong(**{half: of_cache, "tokens": tokens})
+
+
+def _next_page(own):
+    return own + 1 - (own == own.max()).long()
 
 
 def _dims(function: Any) -> type[Attention]:
@@ -362,8 +365,10 @@ WRONG: dict[str, tuple[Attention, str]] = {
     "no mask": (_seen(lambda i, n, length: length)(), "q_lengths"),
     "next request's pages": (_table(lambda p, r: p[(r + 1) % len(p)])(), "pages is that of the next"),
     "pages of request 0": (_table(lambda p, r: p[0])(), "pages is that of"),
-    "values of reversed pages": (_values_of(lambda own: own.flip(0))(), ""),
-    "values of the next page": (_values_of(lambda own: own + 1 - (own == own.max()).long())(), ""),
+    "values of reversed pages": (_pages_of("values", lambda own: own.flip(0))(), "values of page"),
+    "values of the next page": (_pages_of("values", _next_page)(), "values of page"),
+    "keys of reversed pages": (_pages_of("keys", lambda own: own.flip(0))(), ""),
+    "keys of the next page": (_pages_of("keys", _next_page)(), ""),
     "offset ignored": (wrong(tokens=_offset_0)(), "first slot of its page"),
     "page and offset exchanged": (wrong(tokens=_exchanged)(), "exchanged"),
     "scale 1/dim": (wrong(factor=lambda self, scale, dim: 1 / dim)(), ""),

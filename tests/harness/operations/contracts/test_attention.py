@@ -13,6 +13,8 @@ import narrowgauge
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
+from narrowgauge.harness.operations.contracts.causes.search import confirmed
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
@@ -31,9 +33,11 @@ TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
 
 
 @cached
-def program(dtype: str = "bfloat16", contract: str = "attention", **options: Any) -> Program:
+def program(
+    dtype: str = "bfloat16", contract: str = "attention", recipe: str = RECIPE, **options: Any
+) -> Program:  # fmt: skip
     dtypes = {name: kind.dtypes[0] for name, (kind, _) in CONTRACTS[contract].tensors.items()}
-    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": RECIPE}, options)
+    return CONTRACTS[contract].trace({**dtypes, "q": dtype}, {"recipe": recipe}, options)
 
 
 @cached
@@ -189,6 +193,17 @@ def test_causes_name_what_is_wrong(name: str) -> None:
         if found:
             break
     assert any(words in cause for cause in found), found
+
+
+@pytest.mark.parametrize("name", ["values of reversed pages", "values of the next page"])
+def test_causes_name_the_cells_that_were_read(name: str) -> None:
+    kernel, words = WRONG[name]
+    given = inputs("one-hot-ends", shape=SHARED)
+    shown = run(kernel, given)
+    (change,) = moved_changes(program(), given, shown)
+    assert words in change.sentence
+    assert confirmed(program(), given, shown, [], change.name) == change.sentence
+    assert not list(moved_changes(program(), given, run(WRONG["head 0"][0], given)))
 
 
 @pytest.mark.long

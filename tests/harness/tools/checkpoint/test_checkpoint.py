@@ -791,6 +791,30 @@ def test_defects_of_integers(tmp_path: Path, layout: str) -> None:
         assert found(lambda t: t.update({zero: t[zero] + 0x11111111})) == {"zero-point"}  # version 2, read as version 1
 
 
+@pytest.mark.parametrize("form", ["rows", "tensor", "zero points"])
+def test_int8_in_bytes(tmp_path: Path, form: str) -> None:
+    """`int-quantized` of compressed-tensors: bytes with a sign, and a scale of each row or of the tensor."""
+    found: Tensors = {}
+    for name, weight in samples.weights().items():
+        numbers = weight.float()
+        low, high = numbers.amin(1, keepdim=True), numbers.amax(1, keepdim=True)
+        largest = numbers.abs().amax() if form == "tensor" else torch.maximum(-low, high)
+        scale = ((high - low) / 255 if form == "zero points" else largest / 127).bfloat16()
+        zero = (-128 - low / scale).round() if form == "zero points" else torch.zeros(())
+        found[name] = (numbers / scale + zero).round().clamp(-128, 127).to(torch.int8)
+        found[f"{name}_scale"] = scale
+        if form == "zero points":
+            found[f"{name}_zero_point"] = zero.to(torch.int8)
+    path, weights = tmp_path / "model.safetensors", save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(save(path, found), weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert {(layer.layout, layer.compared) for layer in result.layers} == {("int-quantized", 96 * 256)}
+    assert all(layer.sqnr_db is not None and layer.sqnr_db > 30 for layer in result.layers)
+    name = f"{FIRST}.weight"
+    found[name] = -1 - found[name]
+    assert kinds(judge_checkpoint(save(path, found), weights=weights)) == {"worse-than-zeros"}
+
+
 def saved_as_bf16(tensors: Tensors) -> Tensors:
     return {name: t.bfloat16() if t.dtype == torch.float8_e4m3fn else t for name, t in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""The result of `narrowgauge check` as one document for programs, by `check_schema.json` (docs/schema.md)."""
+"""The result of `narrowgauge check` as one document for programs, by `schema.json` (docs/schema.md)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from narrowgauge.spec import VERSION
 SCHEMA = 1
 """Version of the document."""
 CHEATS = (*ALIAS_CAUSES, SAME_RESULT.cause, WIDER_FORMAT.cause)
-"""Causes of results that do not follow from the inputs: docs/untrusted.md#findings."""
+"""Causes of results without regard to the inputs: docs/untrusted.md#findings."""
 _WORST = ("fail", "crash", "timeout", "error")
-"""Verdicts of a case that decide the verdict of a check, the first one that a case has."""
+"""Verdicts of cases in order: the first verdict of any case is the verdict of the check."""
 _LISTED = 20
-"""Failures, findings and reasons that the document lists; all are counted."""
+"""Most failures and reasons in the document."""
 
 
 def with_refusals(records: Iterable[dict[str, Any]], optional: Mapping[str, bool], method: str) -> list[dict[str, Any]]:
-    """The records, unsupported where the function raised an exception in a case that kernels may refuse.
+    """The records, with the verdict unsupported if the function raised an exception in a case that kernels may refuse.
 
     `optional`: by id, whether a kernel may refuse the case.
     """
@@ -48,10 +48,10 @@ def check_document(
     seconds: float,
     strength: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The document of a check, as `check_schema.json` describes it.
+    """The document of a check, as `schema.json` describes it.
 
-    subject: what was checked, the field `subject`. cases: the selected cases. records: of those that were tried.
-    seconds: the time of the check. strength: the field `strength`; None if it was not asked for.
+    subject: the field `subject`. cases: the selected cases. records: the records of the tried cases.
+    seconds: the time of the check. strength: the field `strength`, or None.
     """
     counts = Counter(record["verdict"] for record in records)
     failed = [record for record in records if record["verdict"] in _WORST]
@@ -78,7 +78,7 @@ def check_document(
 
 
 def _verdict(counts: Mapping[str, int], compared: int, *, complete: bool) -> str:
-    """The verdict of all cases that were tried. A case that was not tried is no pass: a slow kernel has none."""
+    """The verdict of all tried cases. With untried cases there is no pass: a slow kernel would profit."""
     worst = next((verdict for verdict in _WORST if counts.get(verdict)), None)
     if worst is not None:
         return worst
@@ -109,7 +109,7 @@ def _failure(entry: Group) -> dict[str, Any]:
 
 
 def _cheats(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings on results that do not follow from the inputs, each once, with the first case that shows it."""
+    """Findings about cheating kernels by cause, with the first case of each cause."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         for entry in record["explanations"]:
@@ -120,7 +120,7 @@ def _cheats(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _coverage(cases: Sequence[Case], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Input families, dtypes and classes of shapes of the cases with compared elements, and those that are missing."""
+    """Input families, dtypes and classes of shapes: values of cases with compared elements, and missing values."""
     compared = {record["case"] for record in records if elements_compared(record)}
     values: dict[str, Callable[[Case], Iterable[str]]] = {
         "inputs": lambda case: [case.inputs],

@@ -1,0 +1,1 @@
+"""The document of `narrowgauge check`, and the JSON Schema of this document."""

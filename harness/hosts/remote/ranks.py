@@ -1,0 +1,216 @@
+"""The kernel hosts of a group of processes: each rank calls a method of the backend on its own inputs.
+
+Rank 0 is the host of the judge, and the others start beside it on first use. They meet in a file without a name, whose
+descriptor the judge passes. If a rank dies, hangs or raises, all hosts are ended: a collective waits for every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.harness.backends.host import Facts, HostLost, PreparedRun, Tensors
+from narrowgauge.harness.backends.results import BackendError, Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+    from narrowgauge.harness.cases.keys import Autograd
+    from narrowgauge.harness.hosts.remote_host import RemoteHost
+
+_GRACE = 1.0
+"""Seconds that the other ranks have to answer after a rank failed."""
+_OF_RANK = re.compile(r"(.+) of rank (\d+)")
+
+
+def of_rank(name: str, rank: int) -> str:
+    """The name of an input that a rank has for itself."""
+    return f"{name} of rank {rank}"
+
+
+def inputs_of(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The inputs of a rank, by the names without it."""
+    found = {}
+    for name, value in given.items():
+        match = _OF_RANK.fullmatch(name)
+        if match and int(match[2]) == rank:
+            found[match[1]] = value
+    return found
+
+
+class RankedHost:
+    """A `Host` whose `call` takes and gives a sequence: the arguments and the results of each rank."""
+
+    def __init__(self, hosts: Sequence[RemoteHost]) -> None:
+        """`hosts`: started, in the order of the ranks."""
+        self.hosts = hosts
+        self.schedules = 0
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the backend."""
+        return self.hosts[0].facts
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the backend."""
+        return self.hosts[0].device
+
+    @property
+    def autograd(self) -> Autograd:
+        """How methods are called."""
+        return self.hosts[0].autograd
+
+    @property
+    def reused(self) -> bool:
+        """Whether a result of the case lies in memory of the first result of a method."""
+        return any(host.reused for host in self.hosts)
+
+    def variations(self, device: torch.device) -> list[str]:
+        """Names of the ways of running."""
+        names: list[str] = self.together([partial(host.variations, device) for host in self.hosts])[0]
+        return names
+
+    def lock(self) -> nullcontext[None]:
+        """Nothing: the host of rank 0 takes the lock of the GPU for all."""
+        return nullcontext()
+
+    def overwritten(self) -> list[str]:
+        """Methods of the case whose first result has other bytes now."""
+        return list(dict.fromkeys(method for host in self.hosts for method in host.overwritten()))
+
+    def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> RankedRun:
+        """Place the inputs of each rank, whose names end with the rank (`of_rank`)."""
+        parts = [inputs_of(inputs, rank) for rank in range(len(self.hosts))]
+        return RankedRun([host.prepare(part, home, poison) for host, part in zip(self.hosts, parts, strict=True)])
+
+    def call(self, method: str, *arguments: tuple[Sequence[Any], Mapping[str, Any]], **options: Any) -> list[Any]:
+        """The results of a method on each rank. `arguments`: those of each rank, by place and by name."""
+        calls = zip(self.hosts, arguments, strict=True)
+        return self.together([partial(host.call, method, *by_place, **named, **options)
+                              for host, (by_place, named) in calls])  # fmt: skip
+
+    def join(self) -> None:
+        """Make the hosts a group, unless they are one. Raises BackendError and Unsupported."""
+        count = len(self.hosts)
+        if all(host.group == count for host in self.hosts):
+            return
+        meeting = os.memfd_create("narrowgauge-meeting", os.MFD_CLOEXEC)
+        try:
+            self.together([partial(host.join, rank, count, meeting) for rank, host in enumerate(self.hosts)])
+        finally:
+            os.close(meeting)
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The results of a call of each host, at the same time.
+
+        Raises what the first rank raised that failed, with the rank, after all hosts are ended, unless all answered
+        that the case is unsupported.
+        """
+        deadline = self.hosts[0].transport.deadline
+        for host in self.hosts:  # this thread keeps the time, and asks all hosts for their stacks
+            host.transport.deadline = deadline + 4 * _GRACE
+        ends: list[float] = [float("inf")] * len(calls)
+
+        def timed(rank: int) -> Any:
+            try:
+                return calls[rank]()
+            finally:
+                ends[rank] = self.hosts[rank].transport.lost_at or time.monotonic()
+
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = [pool.submit(timed, rank) for rank in range(len(calls))]
+            seconds = max(0.0, deadline - time.monotonic())
+            done, late = wait(futures, seconds if seconds < threading.TIMEOUT_MAX else None, FIRST_EXCEPTION)
+            failed = any(future.exception() is not None for future in done)
+            if failed:
+                late = wait(late, _GRACE).not_done
+            message, stacks = "", ""
+            if late and not failed:
+                message, stacks = self._too_late([rank for rank, future in enumerate(futures) if future in late])
+            ended = time.monotonic()
+            for host, future in zip(self.hosts, futures, strict=True):
+                if future in late and host.process is not None:
+                    with suppress(OSError):
+                        os.kill(host.process, signal.SIGKILL)
+            wait(futures)
+        for host in self.hosts:
+            host.transport.deadline = deadline
+        if message:
+            self.close()
+            raise HostLost("timeout", message, stack=stacks)
+        if failed:
+            self._raise_first(futures, ends, ended)
+        return [future.result() for future in futures]
+
+    def _too_late(self, ranks: Sequence[int]) -> tuple[str, str]:
+        """The message and the stacks of ranks without an answer."""
+        places, frames = [], []
+        for rank in ranks:
+            process = self.hosts[rank].transport.process
+            if process is not None:
+                process.stacks.ask(process.pid)
+                stack = process.stacks.look()
+                places.append(f"rank {rank}" + (f" is at {stack.place}" if stack.place else ""))
+                frames.append(f"rank {rank}:\n{stack.frames}")
+        return f"{self.hosts[0].transport.too_late}; {', '.join(places)}", "\n".join(frames)
+
+    def _raise_first(self, futures: Sequence[Future[Any]], ends: Sequence[float], ended: float) -> None:
+        """Raise the first failure before this process ended hosts: of a process that died, else of a call."""
+        failures = [(ends[rank], rank, error) for rank, future in enumerate(futures)
+                    if (error := future.exception()) is not None and ends[rank] <= ended]  # fmt: skip
+        failures.sort(key=lambda failure: failure[:2])
+        _, rank, error = next((f for f in failures if isinstance(f[2], HostLost)), failures[0])
+        unsupported = all(isinstance(future.exception(), Unsupported) for future in futures)
+        if not unsupported:
+            self.close()
+        words = str(error) if unsupported else f"rank {rank}: {error}"
+        if isinstance(error, HostLost):
+            raise HostLost(error.verdict, words, cause=error.cause, stack=error.stack) from error
+        if isinstance(error, Unsupported | BackendError):
+            raise type(error)(words) from error
+        raise error
+
+    def close(self) -> None:
+        """End all processes."""
+        for host in reversed(self.hosts):
+            host.close()
+
+
+class RankedRun:
+    """A prepared run of each rank."""
+
+    def __init__(self, runs: Sequence[PreparedRun]) -> None:
+        self._runs = runs
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank."""
+        return max(run.seconds for run in self._runs)
+
+    @contextmanager
+    def running(self, variation: int) -> Iterator[Tensors]:
+        """Run under a variation, by number."""
+        with ExitStack() as stack:
+            parts = [stack.enter_context(run.running(variation)) for run in self._runs]
+            yield {of_rank(name, rank): tensor for rank, part in enumerate(parts) for name, tensor in part.items()}
+
+    def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
+        """The results: the judge's copies."""
+        return dict(outputs)
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten guard zones, and sentences on changed inputs."""
+        found = [run.violations() for run in self._runs]
+        outside, changed = (
+            [f"{text} (rank {rank})" for rank, texts in enumerate(found) for text in texts[kind]] for kind in (0, 1)
+        )
+        return outside, changed

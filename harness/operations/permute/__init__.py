@@ -1,0 +1,1 @@
+"""Rows of tokens copied to the sections of their experts."""

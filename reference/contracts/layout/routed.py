@@ -1,0 +1,99 @@
+"""Steps of mixtures of experts: rows that positions name, and their sums; and the wrong ones that kernels compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from narrowgauge.reference.contracts import sums
+from narrowgauge.reference.contracts.casts import DTYPES, cast
+from narrowgauge.reference.contracts.interval import SIGNIFICAND_BITS, Interval, add, choose
+from narrowgauge.reference.numbers.exact import lowest_bit
+
+OTHER_POSITIONS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = {
+    "first-choice": ("every choice takes the row of the first one", lambda p, rows: p[:, :1].expand_as(p)),
+    "none-is-first": ("a choice of no row takes row 0", lambda p, rows: p.clamp(min=0)),
+    "none-is-last": ("a choice of no row takes the last row", lambda p, rows: torch.where(p < 0, rows - 1, p)),
+    "in-order": ("choice j of token t takes row t·k + j",
+                 lambda p, rows: torch.where(p < 0, p, torch.arange(p.numel()).to(p).view_as(p) % rows)),
+}  # fmt: skip
+"""Positions (tokens, choices) in place of the right ones, with a sentence: from these, and the number of rows."""
+
+
+def chosen(x: Interval, positions: torch.Tensor) -> Interval:
+    """The rows of `x` (rows, N) that positions name: (tokens, choices, N). A choice of no row has zeros."""
+    if not x.shape[0]:
+        return x.arranged(lambda t: t.new_zeros(*positions.shape, *t.shape[1:]))
+    none = (positions < 0).unsqueeze(-1)
+    return x.arranged(lambda t: t[positions.clamp(min=0)].masked_fill(none, 0))
+
+
+def accumulated(
+    x: Interval, positions: torch.Tensor, *, order: str, to: str | None = None, choices: str = "all",
+    flushes: bool = False,
+) -> Interval:  # fmt: skip
+    """The sum over the choices of each token that name a row: (tokens, choices, N) to (tokens, N).
+
+    `to`: each partial sum is rounded to this dtype. `choices`: a rule of `SOME_CHOICES`, in no contract. Source of the
+    bound of any order: `reference.contracts.sums.total`.
+    """
+    counted = SOME_CHOICES[choices][1](positions >= 0)
+    x = x.arranged(lambda t: t.masked_fill(~counted.unsqueeze(-1), 0))
+    if order == "any":
+        x = x.arranged(lambda t: t.movedim(1, -1).contiguous())
+        found = sums.total(x, flushes=flushes) if to is None else _rounded_total(x, DTYPES[to])
+        return found.arranged(lambda t: t.squeeze(-1))
+    zero = torch.zeros(x.shape[0], *x.shape[2:], dtype=torch.float64, device=x.low.device)
+    y = Interval(-zero, zero)  # a kernel may begin with the first term, which may be −0
+    for number in range(x.shape[1]):
+        term = x.arranged(lambda t, at=number: t[:, at])  # type: ignore[misc]
+        more = add(y, term) if to is None else cast(add(y, term), to)
+        here = counted[:, number].view(-1, *[1] * (term.low.dim() - 1)).expand(term.shape)
+        y = choose((here, ~here), more, y)
+    return y
+
+
+def _rounded_total(x: Interval, dtype: torch.dtype) -> Interval:
+    """Σ along the last dimension in any order, each partial sum rounded to a dtype: (…, n) to (…, 1).
+
+    Error: ((1 + u)^(n − 1) − 1)·A, u half an ulp of 1 of the dtype, A the sum of the magnitudes, for numbers of the
+    dtype: a sum of them that is no normal number is exact. Other numbers are rounded once more. Exact if no partial
+    sum can round, as in `sums.total`.
+    """
+    bits, largest = SIGNIFICAND_BITS[dtype], torch.finfo(dtype).max
+    further = int(x.bits > bits)
+    size = torch.maximum(x.low.abs(), x.high.abs())
+    together, terms = size.sum(-1, keepdim=True), (size != 0).sum(-1, keepdim=True)
+    growth = (1 + 2.0**-bits) ** (terms - 1 + further).clamp(min=0).double() - 1 + 2.0**-40
+    quantum = lowest_bit(size).unsqueeze(-1)
+    exact = (together <= 2.0**bits * quantum) | (terms <= 1 - further)
+    error = torch.where(
+        exact, 0.0, growth * together + terms * further * torch.finfo(dtype).smallest_normal * 2.0**-bits
+    )
+    low, high = (end.sum(-1, keepdim=True) for end in (x.low, x.high))
+    beyond = ~(together * (1 + growth) <= largest)
+    low, high = (low - error).masked_fill(beyond, -torch.inf), (high + error).masked_fill(beyond, torch.inf)
+    low = torch.where(low == 0, -0.0, low)
+    return Interval(low, high, x.may_be_nan.any(-1, keepdim=True) | beyond)
+
+
+def _alone(counted: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The choice of each token with the least number among those that count."""
+    least = torch.where(counted, order, counted.shape[1]).amin(1, keepdim=True)
+    return counted & (order == least)
+
+
+def _numbers(counted: torch.Tensor) -> torch.Tensor:
+    return torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
+
+
+SOME_CHOICES: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "all": ("every choice that names a row is added", lambda counted: counted),
+    "not-last": ("the last choice is left out", lambda counted: counted & (_numbers(counted) < counted.shape[1] - 1)),
+    "not-first": ("the first choice is left out", lambda counted: counted & (_numbers(counted) > 0)),
+    "last-alone": ("choices overwrite one another, so that the last one is left",
+                   lambda counted: _alone(counted, -_numbers(counted))),
+    "first-alone": ("the first choice alone is taken", lambda counted: _alone(counted, _numbers(counted))),
+}  # fmt: skip
+"""Choices that are added, bool (tokens, choices), with a sentence: from those that name a row."""
