@@ -113,6 +113,8 @@ def certificate_of(
     except (BackendError, Unsupported, HostLost) as error:
         raise CertificateError(f"{subject}, {recipe}: fails on an input of the proof: {escape(str(error))}") from error
     proved, sampled = proved_and_sampled(proof, Grid.of(recipe).size, numbers.complete)
+    if recipe.whole:  # a tensor scale has one stored scale
+        del proved[0]
     if decoding is not None:
         (proved if decoding.complete else sampled).append(decoding.sentence())
         proof.wrong += decoding.wrong
