@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from narrowgauge.harness.backends.host import Facts, HostLost, PreparedRun, Tensors
+from narrowgauge.harness.backends.host import Facts, Host, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported
 
 if TYPE_CHECKING:
     import torch
 
     from narrowgauge.harness.cases.keys import Autograd
-    from narrowgauge.harness.hosts.remote_host import RemoteHost
+    from narrowgauge.harness.hosts.remote.transport import Transport
 
 _GRACE = 1.0
 """Seconds that the other ranks have to answer after a rank failed."""
@@ -46,10 +46,32 @@ def inputs_of(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
+class RankHost(Host, Protocol):
+    """The host of a rank (`harness.hosts.remote_host.RemoteHost`)."""
+
+    transport: Transport
+    group: int
+    """Ranks of the group that the process has joined; 0: none."""
+
+    @property
+    def process(self) -> int | None:
+        """Process id of the host, if it runs."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the backend."""
+
+    def join(self, rank: int, count: int, meeting: int) -> None:
+        """Join a group. `meeting`: descriptor of the file in which its processes meet."""
+
+    def close(self) -> None:
+        """End the process."""
+
+
 class RankedHost:
     """A `Host` whose `call` takes and gives a sequence: the arguments and the results of each rank."""
 
-    def __init__(self, hosts: Sequence[RemoteHost]) -> None:
+    def __init__(self, hosts: Sequence[RankHost]) -> None:
         """`hosts`: started, in the order of the ranks."""
         self.hosts = hosts
         self.schedules = 0
