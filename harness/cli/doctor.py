@@ -19,7 +19,7 @@ def doctor(
         Path | None, typer.Option("--save", help="Of --functions: write the errors into this JSON file.")
     ] = None,
 ) -> None:
-    """Say what this machine can do, and what to install; with --functions, how far its GPU's functions are off."""
+    """Say what this machine can do, and what to install."""
     if functions:
         _functions(save)
         return

@@ -49,7 +49,7 @@ def compare_backends(
     form: Annotated[Form, typer.Option("--format", help="Form of the result.")] = Form.TABLE,
     rules: Rules = None,
 ) -> None:
-    """Say if backends give equal bytes, or in which choice they differ.
+    """Say if backends give equal bytes, or where they differ.
 
     They run on all input families, shapes and dtypes of an operation. Of a product they get equal operands. Exit status
     0 if all bytes of all backends are equal, 1 if not, 2 if nothing could be compared.
