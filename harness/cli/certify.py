@@ -28,7 +28,7 @@ def certify_backend(
     ),
     rules: Rules = None,
 ) -> None:
-    """Prove a quantizer on every number under every scale, and write the certificate.
+    """Prove a quantizer on every number under every scale.
 
     Exit status 0 if the kernel is certified, 1 if the certificate names wrong inputs.
     """
