@@ -17,6 +17,7 @@ class Form(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    HTML = "html"
 
 
 def power_of(
@@ -64,7 +65,12 @@ def power_of(
         )  # fmt: skip
     except (BackendError, OperationError, ContractError, ValueError, TypeError) as error:
         stop(str(error))
-    typer.echo(
-        json.dumps(found.to_dict()) if form is Form.JSON else "\n\n".join([str(found), *[found.table] * details])
-    )
+    if form is Form.HTML:
+        from narrowgauge.harness.power.page import page
+
+        typer.echo(page(found))
+    elif form is Form.JSON:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        typer.echo("\n\n".join([str(found), *[found.table] * details]))
     raise typer.Exit(0 if found.passed else 1)

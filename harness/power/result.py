@@ -35,6 +35,11 @@ class MistakeRow:
     caught: bool
     """Whether the test refuses every wrong kernel on at least one input."""
 
+    def shares(self, *, tight: bool) -> list[str]:
+        """Shares of the results that the test, narrowgauge and, if `tight`, the tightest tolerance refuse."""
+        counts = (self.refused, self.narrowgauge, *((self.tightest,) if tight else ()))
+        return [f"{math.floor(100 * count / self.results)}%" for count in counts]
+
 
 @dataclass(frozen=True)
 class RightKernels:
@@ -96,17 +101,27 @@ class Power:
 
     def __str__(self) -> str:
         """The numbers of mistakes, the mistakes that the test lets pass, and the tolerances for right kernels."""
-        certain = sum(row.narrowgauge == row.results for row in self.rows)
-        lines = [
-            f"{self.judge} on {self.subject}: {len(self.caught)} of {len(self.rows)} known mistakes caught; "
-            f"narrowgauge refuses every wrong result of {certain}"
-        ]
         missed = [row for row in self.rows if not row.caught]
+        lines = [self.summary]
         if missed:
             lines += ["", self._table(missed[:_LISTED])]
         if len(missed) > _LISTED:
             lines.append(f"and {len(missed) - _LISTED} more")
-        lines += [""] if missed else []
+        return escape("\n".join([*lines, *([""] if missed else []), *self.notes]))
+
+    @property
+    def summary(self) -> str:
+        """The numbers of known and of caught mistakes."""
+        certain = sum(row.narrowgauge == row.results for row in self.rows)
+        return (
+            f"{self.judge} on {self.subject}: {len(self.caught)} of {len(self.rows)} known mistakes caught; "
+            f"narrowgauge refuses every wrong result of {certain}"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for the right kernels of each input, and one for the mistakes that the inputs do not show."""
+        lines = []
         for each in self.right:
             word = "accepts all" if not each.refused else f"refuses {each.refused} of"
             need = f"they need rtol {each.rtol:.2g} or atol {each.atol:.2g}"
@@ -114,15 +129,13 @@ class Power:
         if self.unseen:
             more = f" and {len(self.unseen) - _LISTED} more" if len(self.unseen) > _LISTED else ""
             lines.append(f"not shown by these inputs: {', '.join(self.unseen[:_LISTED])}{more}")
-        return escape("\n".join(lines))
+        return lines
 
     def _table(self, rows: Sequence[MistakeRow]) -> str:
         tight = ("tightest",) if self.tight else ()
         cells = [("mistake", "kernels", "test", "narrowgauge", *tight, "")]
         for row in rows:
-            counts = (row.refused, row.narrowgauge, *((row.tightest,) if self.tight else ()))
-            shares = (f"{math.floor(100 * count / row.results)}%" for count in counts)
-            cells.append((row.name, str(row.kernels), *shares, row.sentence))
+            cells.append((row.name, str(row.kernels), *row.shares(tight=self.tight), row.sentence))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join(
             "  ".join([

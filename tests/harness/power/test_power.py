@@ -21,6 +21,7 @@ from narrowgauge import contract as c
 from narrowgauge.harness.api.judging.judge_call import judge_of
 from narrowgauge.harness.power import trial as trials
 from narrowgauge.harness.power.in_place import Conventions
+from narrowgauge.harness.power.page import page
 from narrowgauge.harness.power.result import Power
 from narrowgauge.harness.power.subject import QuantizeSubject, find_subject
 from narrowgauge.harness.power.tolerance import Tightest
@@ -224,6 +225,9 @@ def test_the_text_and_the_data_have_the_rows() -> None:
     assert "ties-away" in str(found)
     assert len(found.table.splitlines()) == len(found.rows) + 1
     assert "codes-zero" in found.table
+    html = page(found)
+    assert html.count('<th scope="row">') == len(found.rows)
+    assert all(text in html for text in ("codes-zero", "known mistakes caught", "right kernels, "))
 
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
