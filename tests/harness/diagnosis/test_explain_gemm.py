@@ -56,7 +56,7 @@ def causes(record):
 
 
 def _place(explanation):
-    return explanation["cause"].startswith(("place:", "only:"))
+    return explanation["cause"].startswith(("place:", "only:", "when:"))
 
 
 def on_operands(change, which="ab"):

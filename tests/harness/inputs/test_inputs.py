@@ -8,13 +8,14 @@ import torch
 
 from narrowgauge.harness.cases.axes import size_of
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.families import FAMILIES
+from narrowgauge.harness.cases.families import FAMILIES, RANK_FAMILIES
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, generate
 from narrowgauge.harness.inputs.inputs import earlier_scale, laid_out
 from narrowgauge.harness.operations.contracts.inputs import OWN as CODES_AND_SCALES
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
+from narrowgauge.harness.operations.permute.case import PermuteCase
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.operations.swizzle.operation import SCALE_BYTES
 from narrowgauge.harness.operations.transformer_layer.case import PEAKS
@@ -81,7 +82,8 @@ def test_every_family_has_a_generator():
     assert set(GENERATORS) == {*FAMILIES, *ATTENTION, "codes"}
     own = {family for cls in OPERATIONS.values() for family in cls.families()} - FAMILIES.keys()
     layouts = {"bytes", "position-high", "powers", "mantissas"}
-    assert own - RULES.keys() == {*ATTENTION, "codes", *layouts, *HISTORIES, *CODES_AND_SCALES}
+    others = {family.name for family in (*RANK_FAMILIES, *PermuteCase.own_families)} - FAMILIES.keys()
+    assert own - RULES.keys() == {*ATTENTION, "codes", *layouts, *HISTORIES, *CODES_AND_SCALES, *others}
     assert set(SCALE_BYTES) == set(OPERATIONS["swizzle"].families())
 
 

@@ -213,15 +213,16 @@ def test_a_refused_matrix_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sections_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
     a, b = random_operand("nvfp4", 3, 1024, 1), [random_operand("nvfp4", MANY // 1024, 1024, 1)] * 3
-    assert grouped_path_for(3 * ROWS_FUSED, a, b, "nvfp4") == FUSED
-    assert grouped_path_for(3 * ROWS_FUSED + 1, a, b, "nvfp4") == TENSOR
+    assert grouped_path_for(3 * ROWS_FUSED, a.codes, a.recipe, b, "nvfp4") == FUSED
+    assert grouped_path_for(3 * ROWS_FUSED + 1, a.codes, a.recipe, b, "nvfp4") == TENSOR
     narrow = [random_operand("nvfp4", MANY // 1024 - 1, 1024, 1)] * 3
-    assert grouped_path_for(3, a, narrow, "nvfp4") == TENSOR
+    assert grouped_path_for(3, a.codes, a.recipe, narrow, "nvfp4") == TENSOR
     codes = torch.cat([b[0].codes.flatten()] * 2)[8 : 8 + b[0].codes.numel()].view(b[0].codes.shape)
-    assert grouped_path_for(3, a, [*b, replace(b[0], codes=codes)], "nvfp4") == TENSOR  # not aligned
+    assert grouped_path_for(3, a.codes, a.recipe, [*b, replace(b[0], codes=codes)], "nvfp4") == TENSOR  # not aligned
     a, b = random_operand("mxfp8-e4m3", 3, 1024, 1), [random_operand("mxfp8-e4m3", MANY // 1024, 1024, 1)]
-    assert grouped_path_for(3, a, b, "mx") == FUSED
-    assert grouped_path_for(3, random_operand("mxfp8-e5m2", 3, 1024, 1), b, "mx") == TENSOR
+    assert grouped_path_for(3, a.codes, a.recipe, b, "mx") == FUSED
+    other = random_operand("mxfp8-e5m2", 3, 1024, 1)
+    assert grouped_path_for(3, other.codes, other.recipe, b, "mx") == TENSOR
 
 
 def test_operands_that_the_kernels_take() -> None:
