@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _CONDITIONS = 2
 """Failures of a stage whose conditions are searched."""
-_LARGEST = 1 << 18
-"""Largest work of a case whose conditions are searched, in elements."""
+_SECONDS = 1.0
+"""Estimated seconds of a core (`Case.seconds`) for the runs of a search for conditions."""
+_LEAST = 16
+"""Runs that exclude chance at least: 8 inputs with each value of a key."""
 
 
 def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> Outcome:
@@ -128,24 +130,29 @@ class FurtherCases:
     def conditions(self, outcome: Outcome) -> list[Explanation]:
         """Values of keys of the case without which the kernel is right (`harness.diagnosis.search.conditions`).
 
-        They are searched in the first `_CONDITIONS` failures of a stage of an operation and recipe, in cases of at most
-        `_LARGEST` work, and not for a kernel with random bits of its own: its judgement takes many draws.
+        They are searched in the first `_CONDITIONS` failures of a stage of an operation and recipe, for `_SECONDS` of
+        estimated time, and not for a kernel with random bits of its own: its judgement takes many draws.
         """
-        from narrowgauge.harness.diagnosis.search.conditions import conditions
+        from narrowgauge.harness.diagnosis.search.conditions import Stopped, conditions
         from narrowgauge.harness.diagnosis.search.history import history_of
 
         case, searches = self._case, history_of(self._backend).conditions
         stage = next(stage.stage for stage in outcome.stages if not stage.passed)
         kind = case.operation, case.recipe_label, stage
         own = case.chance and self._backend.declares.get("random") == "own"
-        if own or case.work > _LARGEST or searches[kind] >= _CONDITIONS:
+        if own or _LEAST * _estimated(case) > _SECONDS or searches[kind] >= _CONDITIONS:
             return []
         searches[kind] += 1
+        spent = 0.0
         plain = replace(case, repeats=0, concurrency="sequential")
         if not self._is_drawn() and "normal" in case.families():
             plain = replace(plain, inputs="normal")
 
         def passes(changed: Case, drawn: Case, number: int) -> bool | None:
+            nonlocal spent
+            spent += _estimated(changed)
+            if spent > _SECONDS:
+                raise Stopped
             try:
                 given = self._inputs_of(changed, drawn, self._seed + 1 + number)
                 found = None if given is None else self._outcome(changed, given)
@@ -202,3 +209,9 @@ class FurtherCases:
         except (BackendError, Unsupported, ValueError):
             pass
         return None
+
+
+def _estimated(case: Case) -> float:
+    """Seconds of a core for a case, the same on every machine."""
+    fixed, each = case.seconds
+    return fixed + each * case.work

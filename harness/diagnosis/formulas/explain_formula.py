@@ -52,6 +52,8 @@ LEAST_SEPARATED = 10
 """Right elements outside of the bounds of an exact change. With fewer, other small mistakes fit the bounds too."""
 _STEPS = 64
 """Work of an element of a formula: about as many operations in float64, on values and on their errors."""
+_STEPS_OF_RESULT = 8
+"""Work of an element of a changed result: both ends are moved or scaled, cast and compared."""
 
 
 def wrong_formulas(name: str, given: dict[str, Any]) -> Iterator[tuple[Deviation[Any], Callable[[], Bounded]]]:
@@ -86,8 +88,8 @@ def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: WorkLimit
     ):
         return [Explanation.of(ROW_SUM, wrong_stage.stage)]
     if not explanations:
-        for row, ends in _changes(formula):
-            if not limit.may_try(work):
+        for steps, row, ends in _changes(formula):
+            if not limit.may_try(steps * formula.found.numel()):
                 break
             if _fits(formula.found, ends):
                 explanations.setdefault(row.cause, _explanation(row, formula, ends))
@@ -105,12 +107,12 @@ def _explanation(row: Deviation[Any], formula: Formula, ends: Ends) -> Explanati
     return Explanation(row.cause, words, formula.stage, exact=False)
 
 
-def _changes(formula: Formula) -> Iterator[tuple[Deviation[Any], Ends]]:
-    """Changes that every formula has, and the ends of their results."""
+def _changes(formula: Formula) -> Iterator[tuple[int, Deviation[Any], Ends]]:
+    """Changes that every formula has, with the steps for each element and the ends of their results."""
     if formula.compute is None or formula.expected is None:
         return
     if not bool(formula.found.any()):
-        yield ZEROS, (formula.found, formula.found)
+        yield _STEPS_OF_RESULT, ZEROS, (formula.found, formula.found)
         return
     for name, operand in formula.operands.items():
         for row, changed in changed_matrices(OPERAND_CHANGES, operand, name, formula.batches):
@@ -122,13 +124,14 @@ def _changes(formula: Formula) -> Iterator[tuple[Deviation[Any], Ends]]:
     shape = formula.found.shape
     for other, tensor in formula.others.items():
         if tensor.numel() == formula.found.numel() and tensor.dtype == formula.found.dtype:
-            yield OTHER_RESULT.bound(other), (tensor.reshape(shape), tensor.reshape(shape))
+            yield _STEPS_OF_RESULT, OTHER_RESULT.bound(other), (tensor.reshape(shape), tensor.reshape(shape))
     low, high = (end.reshape(shape) for end in formula.expected.interval(torch.float32))
     rows = changed_matrices(MATRIX_CHANGES, low, "the result", formula.batches)
     for row, changed in rows:
-        yield row, _cast((changed, row.result(high.reshape(-1, high.shape[-1])).reshape(shape)), formula)
+        moved = row.result(high.reshape(-1, high.shape[-1])).reshape(shape)
+        yield _STEPS_OF_RESULT, row, _cast((changed, moved), formula)
     for phrase, factor in _factors(formula).items():
-        yield GAIN.bound("elements", phrase), _cast((low * factor, high * factor), formula)
+        yield _STEPS_OF_RESULT, GAIN.bound("elements", phrase), _cast((low * factor, high * factor), formula)
 
 
 ZEROS: Deviation[Any] = Deviation("outputs-zero", "all outputs are 0", "matrix")
@@ -138,10 +141,10 @@ OTHER_RESULT: Deviation[Any] = Deviation("result-of-other", "the result is {0}",
 
 def _of_operand(
     row: Deviation[Any], formula: Formula, name: str, operand: torch.Tensor
-) -> Iterator[tuple[Deviation[Any], Ends]]:
+) -> Iterator[tuple[int, Deviation[Any], Ends]]:
     assert formula.compute is not None
     if ends := _ends(formula, partial(formula.compute, **{**formula.operands, name: operand})):
-        yield row, ends
+        yield _STEPS, row, ends
 
 
 def _factors(formula: Formula) -> dict[str, torch.Tensor | float]:

@@ -9,6 +9,7 @@ right in a case of ordinary sizes on every input family: small shapes can show a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import MISSING, replace
 from functools import partial
 from math import comb
@@ -26,6 +27,12 @@ Passes = Callable[[Case, Case, int], bool | None]
 """Function from a case, a case of the same shape or another shape, and a number to whether the kernel is right in the
 first case, on the tensors of the second case with this number if the shapes are equal. None: it gives no result, or the
 dtype of the first case does not hold the numbers."""
+
+
+class Stopped(Exception):
+    """The search has no work left: what was not tried is no evidence."""
+
+
 CHANCE = 1e-4
 """Probability that a failure seems to depend on a key and does not."""
 MOST = 16
@@ -43,19 +50,25 @@ _OTHERS = frozenset({"recipe", "w_recipe", "out_recipe", "training", "shape", "i
 
 
 def conditions(case: Case, stage: str, passes: Passes) -> list[Explanation]:
-    """The conditions of a failing case, in the order of its keys. `stage`: its first wrong stage."""
-    found = []
+    """The conditions of a failing case, in the order of its keys, those found before `passes` raises Stopped. `stage`:
+    its first wrong stage."""
+    found: list[Explanation] = []
+    with suppress(Stopped):
+        found.extend(_conditions(case, stage, passes))
+    return found
+
+
+def _conditions(case: Case, stage: str, passes: Passes) -> Iterator[Explanation]:
     names = sizes_of(type(case))
     for number, name in enumerate(names if len(case.shape) == len(names) else ()):
         size = case.shape[number]
         other = _ORDINARY[size == _ORDINARY[0]]
         if counts := _counts(case, _sized(case, number, other), passes):
             words = _extent(name, size, other, partial(_is_right_at, case, number, passes))
-            found.append(_condition(words, f"{name} = {other}", counts, stage))
+            yield _condition(words, f"{name} = {other}", counts, stage)
     for key, value, other in _changed_keys(case):
         if counts := _counts(case, _valid(case, **{key.field: other}), passes):
-            found.append(_condition(_words(key, value), _words(key, other), counts, stage))
-    return found
+            yield _condition(_words(key, value), _words(key, other), counts, stage)
 
 
 def _condition(words: str, others: str, counts: tuple[int, int], stage: str) -> Explanation:
