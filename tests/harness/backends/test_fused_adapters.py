@@ -140,6 +140,7 @@ def test_arguments_of_libraries(adapter: Any, operation: str, stand_ins: None) -
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", ["", "gemma"])
 @pytest.mark.parametrize("centred", [False, True])
 @EVERY

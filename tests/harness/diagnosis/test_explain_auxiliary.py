@@ -101,6 +101,7 @@ def test_reading_in_another_layout(cause, read):
     assert (stage, found[:1]) == ("unswizzle", [cause])
 
 
+@pytest.mark.long
 def test_tiles_counted_by_columns_that_are_not_padded():
     def unswizzle(swizzled, shape):
         rows, columns = shape
@@ -245,6 +246,7 @@ def padding(change):
     return causes(PADDED, **{**DOORS, "pad_sections": pad_sections})
 
 
+@pytest.mark.long
 def test_paddings():
     def dirty_rows(padded, aligned, x, sizes):
         padded[int(sizes[0])] = 1.0

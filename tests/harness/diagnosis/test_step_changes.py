@@ -142,6 +142,7 @@ def test_changes_of_an_operand(cause: str, change: Callable[[torch.Tensor], torc
     assert torch.equal(found[cause], change(m))
 
 
+@pytest.mark.long
 def test_another_mistake_has_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_from_labels("linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal", ("bias",))
     for wrong in (lambda dy: total(dy) * 1.37, lambda dy: total(dy[::3]) + 0.5, lambda dy: total(dy).sqrt()):

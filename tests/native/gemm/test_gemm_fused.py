@@ -157,6 +157,7 @@ def test_all_scales_of_nvfp4() -> None:
     assert y.isnan().sum() == 2 * 5
 
 
+@pytest.mark.sampled(8)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize(
