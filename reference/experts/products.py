@@ -46,7 +46,7 @@ def gemm_contiguous(
 
 
 def _rows(a: Quantized, rows: Sequence[int]) -> Quantized:
-    """Rows of a matrix whose rows have their scales, or which has one."""
+    """Rows of a matrix. A scale belongs to a row, or to the whole matrix."""
     some = list(rows)
     scales = a.scales if a.recipe.whole else a.scales[some]
     return replace(a, codes=a.codes[some], scales=scales, shape=(len(some), a.shape[1]))

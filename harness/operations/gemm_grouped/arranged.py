@@ -87,7 +87,7 @@ class _Buffer:
         return -(-len(self.place.rows) // self.experts)
 
     def expected_sections(self) -> list[Quantized]:
-        """The sections, and one more with the other rows that a kernel knows of when it is chosen."""
+        """The sections, and a last section with the remaining rows of the buffer, whose number decides the kernel."""
         known = self.experts * self.expected_m if self.grouping == "masked" else self.place.height
         first, more = self.sections[0], known - len(self.place.rows)
         parts = {"codes": first.codes.new_zeros(more, first.codes.shape[1])}

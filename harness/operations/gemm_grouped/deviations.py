@@ -109,13 +109,13 @@ Pair = tuple[Quantized, Quantized]
 
 
 def _rows(q: Quantized, rows: slice) -> Quantized:
-    """Rows of a section whose rows have their scales, or which has one."""
+    """Rows of a section. A scale belongs to a row, or to the whole section."""
     scales = q.scales if q.recipe.whole else q.scales[rows]
     return replace(q, codes=q.codes[rows], scales=scales, shape=(len(q.codes[rows]), q.shape[1]))
 
 
 def _of_next(pairs: Sequence[Pair], step: int) -> list[Pair]:
-    """Each section with the matrix of another expert."""
+    """Each section is multiplied by the matrix of the wrong expert."""
     return [(a, pairs[(number + step) % len(pairs)][1]) for number, (a, _) in enumerate(pairs)]
 
 
@@ -137,7 +137,7 @@ def _past_empty(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _scales_of(pairs: Sequence[Pair], step: int) -> list[Pair]:
-    """Each section with its matrix, which has the block scales of another one."""
+    """Each section is multiplied by its matrix with the block scales of the wrong expert."""
     matrices = [b for _, b in pairs]
     scales = [matrices[(number + step) % len(pairs)].scales for number in range(len(pairs))]
     return [(a, replace(b, scales=other)) for (a, b), other in zip(pairs, scales, strict=True)]

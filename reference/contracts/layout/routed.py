@@ -79,7 +79,7 @@ def _rounded_total(x: Interval, dtype: torch.dtype) -> Interval:
 
 
 def _alone(counted: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The choice of each token with the least number among those that count."""
+    """The choice of each token with the least number; choices that do not count are left out."""
     least = torch.where(counted, order, counted.shape[1]).amin(1, keepdim=True)
     return counted & (order == least)
 

@@ -77,7 +77,7 @@ def in_a_tree(products: np.ndarray, draw: np.random.Generator) -> float:
 def test_sums_of_kernels_lie_inside(kind: str, narrow: bool) -> None:
     draw = torch.Generator().manual_seed(len(kind))
     dtype, least = (torch.float8_e4m3fn, 2.0**-6) if narrow else (torch.bfloat16, 2.0**-126)
-    largest = torch.finfo(dtype).max  # beyond it some versions of torch convert to NaN
+    largest = torch.finfo(dtype).max  # torch 2.11 converts larger numbers to NaN
     x, w = (matrix.clamp(-largest, largest).to(dtype).double() for matrix in matrices(kind, draw))
     left, right = factors(x, least), factors(w, least)
     total = x @ w.T

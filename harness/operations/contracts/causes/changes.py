@@ -289,7 +289,7 @@ def _terms(site: Site) -> list[tuple[str, str, int]]:
 
 
 def _without_term(site: Site, left_out: int) -> Value:
-    """A sum of several values without one of them."""
+    """A sum from which one value is left out."""
     terms = [term for number, term in enumerate(site.operands) if number != left_out]
     return c.float32(terms[0]) if len(terms) == 1 else c.sum(terms)
 

@@ -35,7 +35,7 @@ from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
 NO_DIAGNOSIS = "no-diagnosis"
-"""Name of the sentence that there is no cause."""
+"""Name of the entry that says that no cause was found."""
 _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
 _PROBE = 4

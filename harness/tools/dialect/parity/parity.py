@@ -55,7 +55,7 @@ class Parity:
     own: tuple[Own, ...] = ()
     """Each kernel beside its own dialect or contract, if bytes differ."""
     changing: list[str] = field(default_factory=list)
-    """Cases in which two equal calls of one kernel gave other bytes."""
+    """Cases in which a kernel gave different bytes in two equal calls."""
 
     def __bool__(self) -> bool:
         found = self.found

@@ -121,7 +121,7 @@ class Compared:
     cases: int
     """Cases that both backends ran."""
     refused: list[str]
-    """Cases that one backend ran and the other refused, with the message; not those that a kernel may refuse."""
+    """Cases that only one backend ran, with the message of the refusal; not those that a kernel may refuse."""
     hidden: list[str]
     """Results that one backend alone gave."""
 
