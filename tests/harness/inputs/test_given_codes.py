@@ -45,6 +45,16 @@ def test_every_code_and_scale_byte_is_given(recipe):
         assert len(q.scales.unique()) == (256 if q.recipe.scale is E8M0 else 128)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0)])
+def test_an_empty_matrix_has_the_parts_of_the_reference(recipe, shape):
+    q, expected = given(recipe, shape), reference.quantize(torch.zeros(shape), recipe)
+    for part in ("codes", "scales", "amax"):
+        found, right = getattr(q, part), getattr(expected, part)
+        assert (found is None) == (right is None)
+        assert found is None or (found.shape, found.dtype) == (right.shape, right.dtype), part
+
+
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4"])
