@@ -541,6 +541,7 @@ def _rule_in_file(path: str, name: str | None) -> Recipe:
 
 def _full_name(base: str, dialect: str) -> str:
     """The name with all its parts: `fp8-row-e4m3@own` of `fp8-row@own`. Raises ValueError for an unknown name."""
+    _family(base, dialect)  # the error has the dialect too
     return f"{_find(base, DEFAULT_DIALECT).name}@{dialect}"
 
 

@@ -73,6 +73,12 @@ def test_a_rule_is_the_recipe_with_its_choices() -> None:
     assert [*own_rules()] == ["nvfp4@own", "fp8-row-e4m3@mine"]
 
 
+def test_an_unknown_name_is_answered_in_full_beside_rules() -> None:
+    use_rules([own()])
+    with pytest.raises(ValueError, match=r"no recipe is called 'nvfp5@te-2\.8' \(did you mean 'nvfp4'"):
+        find_recipe("nvfp5@te-2.8")
+
+
 def test_processes_inherit_the_rules() -> None:
     use_rules([own()])
     code = "import narrowgauge; print(narrowgauge.recipe('nvfp4@own').nan_code)"
