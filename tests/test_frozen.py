@@ -19,6 +19,7 @@ def test_old_case_files_give_the_ids_of_their_time() -> None:
     assert [case.id for case in load(FROZEN / "cases.toml")] == (FROZEN / "ids.txt").read_text().splitlines()
 
 
+@pytest.mark.long
 def test_an_old_backend_passes_and_is_asked_as_before() -> None:
     old = backend.Backend()
     loaded = Backend.local("old", old)

@@ -71,6 +71,7 @@ def test_replaced_casts_are_right_for_every_value(folder: Path) -> None:
     assert all(row.split(" | ")[2] == row.split(" | ")[3] for row in examples.splitlines()[2:]), examples
 
 
+@pytest.mark.long
 def test_a_mistake_of_the_kernel_fails_with_replaced_casts(folder: Path) -> None:
     """Multiplying by a rounded reciprocal, in place of a division."""
     file = folder / "triton_kernels.py"

@@ -96,7 +96,7 @@ def test_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch: pyt
         assert_equal(y, bounds(a, b, out_dtype=torch.bfloat16, order=tensor_cores.ORDER).expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 16), (131, 136, 144), (5, 264, 48)])
 def test_fp8_tensor_cores(m: int, n: int, k: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def offset(layout: Layout, row: int, column: int, rows: int, columns: int) -> in
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), TRANSPOSED], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_scale_lies_at_its_offset(shape: tuple[int, int], layout: Layout) -> None:

@@ -51,7 +51,7 @@ def test_a_right_kernel_passes(recipe: str) -> None:
     narrowgauge.assert_result(rmsnorm_quantize, named, x, w, recipe=recipe)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mistake", "cause"),
     [

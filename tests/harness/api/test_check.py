@@ -125,11 +125,13 @@ WRONG_GEMMS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRONG_GEMMS)
 def test_default_cases_of_a_gemm_show_a_mistake(name: str) -> None:
     assert "did not pass" in report(WRONG_GEMMS[name], operation="gemm", families=["normal", "position"])
 
 
+@pytest.mark.long
 def test_wrong_functions_of_any_operation_fail() -> None:
     def one_section(a: Any, b: Any) -> torch.Tensor:
         return torch.cat([ops.gemm(q, b[0], out_dtype=torch.bfloat16) for q in a.sections()])

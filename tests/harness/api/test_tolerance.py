@@ -23,7 +23,7 @@ def intervals(recipe: str = "mxfp8-e4m3", **options: object) -> list:  # type: i
     return list(narrowgauge.tolerance(SHAPE, recipe, **options).intervals)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "fp8-current-e4m3"])
 def test_needed_tolerances_accept_a_correct_kernel(recipe: str) -> None:

@@ -60,7 +60,7 @@ class UpdatesEveryForward(modules.Linear):
         pass
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "stage"), [(KeepsLastAmax, "step 1 history"), (UpdatesEveryForward, "step 2 x.tensor scale")]
 )
@@ -335,6 +335,7 @@ def test_a_wrong_module_fails_with_its_cause(
     assert {"cause": cause, "exact": True}.items() <= record.explanations[0].items()
 
 
+@pytest.mark.long
 def test_a_fault_of_every_use_is_not_said_to_be_of_one() -> None:
     class Doubles(modules.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -182,6 +182,7 @@ def test_a_foreign_toml_file_is_named_and_passed_over(folder):
     assert "cases/settings.toml: is no case file: it has 'tool'" in refused("run", "cases/settings.toml")
 
 
+@pytest.mark.long
 def test_cases_without_a_case_file_and_the_word_shipped(folder):
     named = narrowgauge("list", "cases", "shipped", "-k", "position or 16x32x24").stdout.splitlines()
     assert named[0] == QUICK[4]
@@ -525,6 +526,7 @@ def test_recipes_of_captured_tensors(one_process, folder):
 # doctor
 
 
+@pytest.mark.long
 def test_doctor_has_a_line_for_every_fact_and_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = narrowgauge("doctor")

@@ -36,7 +36,7 @@ def _flipped(x: torch.Tensor) -> torch.Tensor:
 PARTS = 12
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_class_of_an_empty_case_has_a_diagnosis(part):
     failed = 0

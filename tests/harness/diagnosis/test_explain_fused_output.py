@@ -24,7 +24,7 @@ def causes(recipe, out_recipe, inputs, make):
     return [e["cause"] for e in record.explanations if e["exact"]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3-fp32"])
 def test_sums_that_are_not_rounded(out_recipe):
     found = causes("mxfp8-e4m3", out_recipe, "normal", lambda wide, _, recipe: reference.quantize(wide, recipe))

@@ -84,6 +84,7 @@ def read_from(cause):
     return change
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cause", ["swizzle-columns-not-padded", "swizzle-rows-modulo:128"])
 def test_swizzled_scales_read_from_wrong_offsets(cause):
     record = explained(on_operands(read_from(cause), "a"), shape=(144, 176, 24))
@@ -170,6 +171,7 @@ def test_scales_of_the_first_step(recipe, count):
     assert f"every {count} blocks of both operands" in record.explanations[0]["sentence"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inputs", ["lattice", "spread"])
 def test_scales_of_a_block_that_multiply_the_sum(inputs):
     def gemm(a, b, *, out_dtype, c=None, bias=None):
@@ -204,6 +206,7 @@ def test_scales_of_one_operand():
     assert record.explanations[0]["sentence"] == "scales of a are used for b too"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("recipe", "first", "end", "others"),
     [
@@ -660,6 +663,7 @@ def test_operands_decoded_first(recipe, dtype):
     assert set(causes(wrong)) & {"last-block-dropped", "tail-of-k-dropped:64"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("steps", "dtype"), [(1, "bf16"), (1, "fp32"), (8, "fp32")])
 def test_a_small_mistake_in_wider_intervals_has_no_exact_cause(steps, dtype):
     """A single output, some steps from the interval of the declared order."""

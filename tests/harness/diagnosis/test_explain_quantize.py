@@ -598,6 +598,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("cause", "wanted", "steps"), LAYOUTS, ids=names(LAYOUTS))
 def test_layouts(cause, wanted, steps):
     check(cause, wanted, steps, first=True)

@@ -115,7 +115,7 @@ def of_rows(dy: torch.Tensor, x: torch.Tensor, rows: slice = slice(None)) -> tor
     return norm_backward(dy[rows], x[rows], torch.ones(x.shape[1]).bfloat16(), "layer", 1e-5)[1].value
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     ("name", "cause", "step"), [*WRONG, *SQUARE_WRONG],
     ids=[f"{name}-{cause}-{number}" for number, (name, cause, _) in enumerate([*WRONG, *SQUARE_WRONG])],

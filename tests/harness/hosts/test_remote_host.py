@@ -54,7 +54,7 @@ def parts(case: Case, backend: Backend) -> dict[str, Any]:
     return {name: record[name] for name in COMPARED}
 
 
-@pytest.mark.sampled(216)
+@pytest.mark.sampled(432)
 @pytest.mark.parametrize("case", sample(), ids=lambda case: case.id)
 def test_a_case_has_the_same_record_in_a_host(case: Case, hosted: Callable[[str], Backend]) -> None:
     here, there = parts(case, load_backend("reference")), parts(case, hosted("reference"))

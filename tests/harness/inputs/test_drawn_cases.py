@@ -54,6 +54,7 @@ def fields(case: Case) -> set[str]:
     return set(type(case).__dataclass_fields__) - {"shape", "inputs", *(["sections"] if given else [])}
 
 
+@pytest.mark.long
 def test_drawn_cases_are_new() -> None:
     """Only a single byte, and layouts that shapes must divide, have neither a size of about the same work nor a family
     more."""
@@ -113,7 +114,7 @@ def test_known_cases_are_not_drawn() -> None:
     assert drawn_cases([case], SECRET, matrix=[gemm(0, 0, 0, inputs=family) for family in families]) == [case]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in CONTRACTS])
 def test_the_reference_passes_drawn_cases(operation: str) -> None:
     """Inputs, bounds and checks of every operation hold for drawn shapes."""

@@ -104,7 +104,7 @@ def wrong_stages(name: str, backend: Backend) -> list[str]:
     return [stage.stage for stage in outcome.stages if not stage.passed]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernel", ROWS)
 def test_one_case_alone_catches_the_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     caught, others = ROWS[kernel]

@@ -228,7 +228,7 @@ WITH_CONSEQUENCES = (
 """Defects that a later stage shows too."""
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize(
     ("case", "stage", "words", "method", "defect"),
     DEFECTS,
@@ -262,6 +262,7 @@ def test_a_result_of_another_form_is_an_error(case, doors, words):
     assert words in record.message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("usage", [(), ("columnwise",)])
 def test_scales_in_another_layout_are_blamed_on_the_layout_alone(usage):
     case = quantize_case("nvfp4", *usage, "swizzled", shape=(256, 256), inputs="position")

@@ -60,6 +60,7 @@ def test_right_operands_and_a_right_product_are_right_end_to_end(case):
     assert (record.allclose, record.sqnr_db, record.sweep) == (True, math.inf, [1.0] * 6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "door", "stages"),
     [

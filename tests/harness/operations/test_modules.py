@@ -71,6 +71,7 @@ STAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_stage_of_every_step_is_judged() -> None:
     record = passes(linear("MXFP8BlockScaling", "steps:2", "bias"))
     found = [entry["stage"] for entry in record.stages]
@@ -307,7 +308,7 @@ NAMED = {
 """The first of the explaining causes; any of several, if the options decide."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("stage", "case", "doors"), WRONG, ids=[next(iter(d.values())).__name__ for *_, d in WRONG])
 def test_a_wrong_module_fails_at_its_stage(stage: str, case: Case, doors: dict[str, Any]) -> None:
     record = fails(case, stage, **doors)
@@ -333,6 +334,7 @@ def test_a_norm_with_eps_outside_the_root_fails(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.long
 def test_attention_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Bounded:
         value = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())

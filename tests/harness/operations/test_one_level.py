@@ -133,6 +133,7 @@ def test_random_bits_of_a_half_that_is_made_in_place():
 # The blamed stage, and its place.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flags", [("columnwise",), ("both",)])
 @pytest.mark.parametrize("part", ["codes", "scales"])
 def test_findings_of_a_half_in_place_are_in_the_coordinates_of_x(part, flags):
@@ -164,7 +165,7 @@ def by_other_rule(other):
     return door
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dialect", ["ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest"])
 def test_another_rule_for_the_exponent_is_one_finding(dialect, dtype):

@@ -146,6 +146,7 @@ WRONG: list[tuple[str, Any, Pack, str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "pack", "stage", "cause"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
 def test_a_wrong_layout_is_named(case: Any, pack: Pack, stage: str, cause: str) -> None:
     record = judged(case, pack)

@@ -107,6 +107,7 @@ def test_rows_that_are_quantized_differently_before_padding():
     assert record.message.endswith(" codes of section 0 differ from those of the section without padding")
 
 
+@pytest.mark.long
 def test_rows_that_are_left_out_or_moved_by_unpadding():
     def shifted(y, sizes, recipe):
         return reference.unpad_sections(y, sizes, recipe).roll(1, 0)
@@ -137,6 +138,7 @@ def by_rows(a: Quantized, b: Quantized, *, out_dtype):
     return in_blocks(a, b, out_dtype=out_dtype)
 
 
+@pytest.mark.long
 def test_other_bits_than_the_backends_own_unpadded_product():
     case = padded_case("mxfp8-e4m3", inputs="rounding")
     right = passes(case, BLOCKS, gemm_grouped=grouped_by(in_blocks))

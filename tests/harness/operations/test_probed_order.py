@@ -52,6 +52,7 @@ def test_a_confirmed_order_judges_the_product():
     assert judged(Kernel(), declares=None).ordered_share == 0
 
 
+@pytest.mark.long
 def test_a_kernel_wrong_beyond_a_probe_fails_by_its_order():
     assert judged(Kernel(wrong=True), declares=None).verdict == "pass"
     record = judged(Kernel(wrong=True))
@@ -70,6 +71,7 @@ def test_a_less_precise_order_is_named_and_does_not_pass():
     assert 'declares {"gemm": "aligned-13-32"}' in note["sentence"]
 
 
+@pytest.mark.long
 def test_a_probe_of_fp8_tensor_cores_accepts_13_bits_alone():
     record = judged(Kernel(bits=13), declares="probe-13")
     assert record.verdict == "pass", record.message

@@ -248,6 +248,7 @@ def unrounded(a, b, recipe, *, out_dtype, scale=None, **options):
     return gemm_quantized(a, b, recipe, out_dtype=torch.float32, scale=scale, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-pow2"])
 def test_a_fused_kernel_that_does_not_round_to_the_output_dtype(out_recipe):
     case = quantized_case("mxfp8-e4m3", out_recipe, dtype="bf16xbf16-bf16", shape=(96, 64, 96))
@@ -281,6 +282,7 @@ def test_a_wrong_code_or_scale_of_a_fusion_is_one_finding():
     assert record.message == "fused.scales: 1 of 48 block scales differ, each by 1 step, at row 4, column 0"
 
 
+@pytest.mark.long
 def test_what_is_wrong_without_fusion_is_not_blamed_on_it():
     def gemm(a, b, **options):
         out = reference.gemm(a, b, **options)

@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[str, Doors, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("name", half_long(WRONG))
 def test_wrong_kernels_fail(name: str) -> None:
     case, doors, words = WRONG[name]

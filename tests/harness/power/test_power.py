@@ -324,6 +324,7 @@ def _bits(result: Any) -> list[torch.Tensor]:
     return [part.contiguous().flatten().view(torch.uint8) for part in parts]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_wrong_result_has_the_form_of_the_function(name: str, module: Any) -> None:
     form, conventions = FORMS[name]

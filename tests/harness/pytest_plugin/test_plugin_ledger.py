@@ -124,6 +124,7 @@ def test_an_unexpected_pass_is_a_failure_that_names_the_entry(project):
     result.assert_outcomes(passed=4)
 
 
+@pytest.mark.long
 def test_a_wrong_ledger_is_one_error(project):
     (project.path / "cases" / "small2.toml").write_text(CASES)
     (project.path / "cases" / "known.toml").write_text(LEDGER.replace("16x48/bf16", "16x49/bf16"))

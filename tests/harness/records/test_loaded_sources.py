@@ -156,6 +156,7 @@ STALE: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STALE)
 def test_a_stale_run_is_refused_by_gate_and_resume(name: str, folder: Path) -> None:
     """With the name of the source and the command of the run."""

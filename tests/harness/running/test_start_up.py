@@ -39,6 +39,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_the_verdict_comes_before_the_page_and_without_torch(tmp_path):
     process = run(tmp_path, "-k", "quantize/nvfp4/16x32/bf16/normal")
     assert "1 case passed" in process.stdout, process.stderr

@@ -273,6 +273,7 @@ def seen():
     return {rows: lines.count(rows) for rows in sorted(set(lines))}
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_its_records_and_is_resumed(folder, pytester, monkeypatch):
     """No second run takes its folder. After SIGKILL and --resume no case has run twice, and the report has all."""
     monkeypatch.chdir(folder)

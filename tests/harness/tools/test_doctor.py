@@ -19,6 +19,7 @@ def guard(name):
     return fact_
 
 
+@pytest.mark.long
 def test_what_the_guards_need_is_tried():
     fact_ = guard("sanitizers of the compiler")
     try:

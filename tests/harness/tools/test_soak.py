@@ -182,6 +182,7 @@ def ledger(**keys):
     return small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="soak_kernels:Now", **keys)
 
 
+@pytest.mark.long
 def test_a_known_failure_is_counted_and_may_pass_on_some_seeds(folder):
     arguments = ["soak", "--seeds", 12, "--seed", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
     (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*arguments)))

@@ -322,6 +322,7 @@ def test_the_example() -> None:
     assert "watch nvfp4_quantize: 8 calls, 2 judged, 0 failed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_attention_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     from narrowgauge.examples import cached_attention
 

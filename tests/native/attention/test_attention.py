@@ -69,7 +69,7 @@ WEIGHTS = {"portable": "float32", "decode": "float16", "prefill": "input"}
 """Dtype of the weights of each path."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(30)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("path", PATHS)
@@ -81,6 +81,7 @@ def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
         assert not wrong_parts(given, found, dtype, p=WEIGHTS[path]), splits
 
 
+@pytest.mark.sampled(8)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize(("recipe", "path"), [("mxfp8-e4m3", "portable"), *((NVFP4, path) for path in PATHS)])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ BORDERS = [
 """With 4 heads of q for a head of the cache, 15 to 17 and 31 to 33 rows are at the borders of 64 and of 128."""
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize(("rows", "page", "most"), BORDERS)
 def test_borders_of_the_tiles_of_prefill(rows: int, page: int, most: int, device: str) -> None:
@@ -213,7 +215,7 @@ SHAPES = {
 SLOW = ("nvfp4, 64 and 128", "group 1", "dims 192 and 256", "nvfp4, 192", "group 16", "nvfp4, 64", "group 8")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(55)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("path", PATHS)

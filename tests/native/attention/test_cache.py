@@ -57,6 +57,7 @@ def sizes_of(recipe: str, layout: PageLayoutName) -> dict[str, int]:
     return {**SIZES, "scales": 3 if layout == "hnd" else 1, **uneven, **two_levels}
 
 
+@pytest.mark.sampled(3)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("recipe", "layout"), CASES)

@@ -81,7 +81,7 @@ def scale_of(recipe: str) -> torch.Tensor | None:
     return torch.full((1,), 13.0) if recipe == "fp8-static" else None
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(66)
 @ON_EVERY_DEVICE
 @EVERY_RECIPE
 @EVERY_PRODUCT
@@ -93,6 +93,7 @@ def test_exact_products_have_the_bytes_of_the_reference(product: Any, recipe: st
         assert_same(found, reference.quantize(y, recipe, scale=scale))
 
 
+@pytest.mark.sampled(4)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("dialect", ["", "@vllm-static"])
 def test_given_scales_of_elements_and_of_codes(dialect: str) -> None:
@@ -123,6 +124,7 @@ def test_scales_in_the_layout_of_tiles(recipe: str) -> None:
         assert_same(found, reference.quantize(y, recipe, scales="128x4"))
 
 
+@pytest.mark.sampled(2)
 @ON_EVERY_DEVICE
 @EVERY_PRODUCT
 def test_views_of_the_operands(product: Any) -> None:

@@ -57,7 +57,7 @@ def assert_both(found: dict[str, Any], y: torch.Tensor, recipe: str, random: Any
         assert_same(found[name], wanted)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(85)
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FORWARD)

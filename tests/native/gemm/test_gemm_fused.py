@@ -71,7 +71,7 @@ def assert_bits(a: Quantized, b: Quantized, **epilogue: object) -> torch.Tensor:
     return y
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(28)
 @ON_CPU_AND_HOPPER
 @ON_FUSED_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=map(" x ".join, PAIRS))
@@ -146,6 +146,7 @@ def test_all_codes_under_scales_of_every_exponent() -> None:
     assert y.isnan().sum() == 2 * 5
 
 
+@pytest.mark.sampled(2)
 @ON_CPU_AND_HOPPER
 @ON_FUSED_PATH
 def test_all_scales_of_nvfp4() -> None:
@@ -185,7 +186,7 @@ def test_numbers_outside_the_range_of_tiles_are_refused(
         assert_bits(*sides, out_dtype=FP32)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
 def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def hold_order(name: str, m: int, n: int, k: int) -> None:
         assert_equal(skinny.product(a, b, out_dtype=dtype, c=c, bias=bias), expected)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(45)
 @on_every_device("name", NAMES, 3)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:

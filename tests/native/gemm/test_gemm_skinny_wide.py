@@ -30,7 +30,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: k % 512 == 0)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @on_every_device("name", ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled"), 3)
 @pytest.mark.parametrize(("m", "n", "k"), WIDE_SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:

@@ -139,6 +139,7 @@ def test_refused_operands_are_multiplied_by_the_portable_kernel(side: int, monke
 STAY = (PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[8])
 
 
+@pytest.mark.sampled(4)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -205,6 +206,7 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
         assert_equal(y, product_of_sections(model(ORDER), a, b, **options))
 
 
+@pytest.mark.sampled(2)
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize(
     "name",

@@ -62,7 +62,7 @@ def assert_order(a: Quantized, b: Quantized, order: str) -> None:
         assert_equal(y, expected(a, b, order, out_dtype=out_dtype, **added))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @ON_CPU_AND_HOPPER
 @ON_FP8_PATH
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=map(" x ".join, PAIRS))

@@ -115,7 +115,7 @@ def hold(calls: Callable[[], Iterator[torch.Tensor]], variations: dict[str, Any]
                 assert_equal(other, one, name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_every_order_worker_and_grid_gives_the_same_bytes(dtype: torch.dtype) -> None:
     assert list(ops.variations(CPU)) == ["forward threads", "reverse threads", "shuffled threads"]

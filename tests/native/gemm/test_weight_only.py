@@ -88,7 +88,7 @@ def test_batches_and_biases(recipe: str) -> None:
     assert_equal(one, (sums[1] + bias[1].float()).bfloat16())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", *INT4, "mxfp8-e4m3", "fp8-row-e4m3"])
 def test_tensor_cores_on_a_cpu_by_their_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_only, "_portable", weight_only._skinny)

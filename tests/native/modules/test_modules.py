@@ -34,6 +34,7 @@ SOME_RECIPES = pytest.mark.parametrize("recipe", SOME)
 # Linear.
 
 
+@pytest.mark.long
 def test_in_high_precision_a_layer_is_torchs() -> None:
     layer, _ = beside("Linear", 48, 32, dtype=torch.float32)
     layer.weight.data.copy_(lattice(32, 48, torch.float32, seed=9))  # no sum of a gradient rounds
@@ -105,7 +106,7 @@ def test_a_step_with_several_passes_has_one_update() -> None:
 # Recomputation.
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @on_every_device("recipe", ("NVFP4BlockScaling", "MXFP8BlockScaling", "DelayedScaling"), 1)
 def test_recomputation_gives_the_same_bytes(recipe: str) -> None:
     given = steps(3, 32, 48, 32, family="normal")

@@ -88,7 +88,7 @@ def test_every_exponent_of_an_amax(name: str) -> None:
     assert_both_same(ops.quantize_both(x, name, **options), reference.quantize_both(x, name, **options))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @EVERY_KIND
 def test_kernels_in_the_shape_of_a_gpu(name: str, threads: int) -> None:
     """Shapes and views."""

@@ -56,7 +56,7 @@ def amaxes(recipe: Recipe) -> np.ndarray:
 # Scales.
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(98)
 @ON_EVERY_DEVICE
 @EVERY_RULE
 def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> None:

@@ -57,7 +57,7 @@ def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: lis
     assert set(used) == tiled | plain
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d"])
 def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread holds all rows of a tile."""
@@ -84,6 +84,7 @@ def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None
     assert set(used) == {"quantize_fp8_tiles_bf16"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(128, 33 * 128), (384, 128)])
 def test_scales_by_tile_are_stored_in_order(
     shape: tuple[int, int], used: list[str], monkeypatch: pytest.MonkeyPatch
@@ -143,7 +144,7 @@ def test_large_matrices_on_a_cpu_use_the_general_kernels(used: list[str], monkey
 # Whole lines of codes.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "fp8-block-1x128-e5m2",
                                   "fp8-current"])  # fmt: skip

@@ -111,6 +111,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
 def test_an_error_names_the_argument(call: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=".*".join(map(re.escape, words.split(" ")))):

@@ -70,6 +70,7 @@ def test_a_right_kernel_runs_to_its_end(found: dict[str, str]) -> None:
     assert found["right"] == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernel", FOUND)
 def test_a_wrong_kernel_is_found_with_line_and_thread(kernel: str, found: dict[str, str]) -> None:
     what, words, thread = FOUND[kernel]

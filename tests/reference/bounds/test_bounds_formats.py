@@ -134,7 +134,7 @@ def test_the_bias_comes_before_the_cast_and_c_after_it(out_dtype: torch.dtype, o
         assert ((out.double() - limits.centre).abs() <= limits.budget).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "names", [NAMES[0], NAMES[3], ("fp8-current-e4m3", "fp8-current-e5m2"), *BLOCK_PAIRS], ids="-".join

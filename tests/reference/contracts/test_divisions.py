@@ -49,7 +49,7 @@ def by_elements(x: c.Matrix, w: c.Row):
     return {"a": c.cast(z / (c.square(z) + 1.0), x.dtype), "b": c.cast(z / c.float32(w), x.dtype), "c": c.silu(z)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long), "float32"])
 @pytest.mark.parametrize("contract", [softmax, by_amax, by_numbers, scaled], ids=lambda contract: contract.name)

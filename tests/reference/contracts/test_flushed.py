@@ -67,7 +67,7 @@ def results(program: Program, kernel: FlushingKernel, tensors: dict[str, torch.T
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("flavour", ["mixed", pytest.param("float32", marks=pytest.mark.long)])
 @pytest.mark.parametrize("contract", [*CONTRACTS, *OWN], ids=lambda contract: contract.name)
 def test_flushing_kernels_are_right(contract: Contract, flavour: str) -> None:

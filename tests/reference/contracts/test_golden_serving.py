@@ -16,6 +16,7 @@ def test_every_recorded_file_has_its_digest() -> None:
     assert not problems(ROOT / "tests" / "golden" / "serving")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_recorded_bytes_lie_inside(kernel: Kernel) -> None:
     compared = determined = wrong = 0

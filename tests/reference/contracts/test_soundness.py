@@ -114,7 +114,7 @@ def check(contract: Contract, flavour: str, shape: tuple[int, int], seed: int, d
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("flavour", ["mixed", "float32", "float64"])
 @pytest.mark.parametrize("contract", EVERY, ids=lambda contract: contract.name)

@@ -132,7 +132,7 @@ def right(found: Tensors, expected: tuple[Bounded, ...], dtype: torch.dtype) -> 
 
 
 class TestSound:
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(16)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_torchs_formula_in_float32_is_inside(self, family: str, dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ class TestSound:
                     off = abs(exact - Decimal(float(expected.value[0, 0, i, column])))
                     assert off < min(Decimal(2) ** -46, Decimal(float(expected.error[0, 0, i, column])))
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.long
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_torchs_fused_attention_on_a_cpu_is_inside(self, dtype: torch.dtype) -> None:
         given = problem("normal", dtype, 32)

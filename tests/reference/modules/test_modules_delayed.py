@@ -105,6 +105,7 @@ KINDS: list[tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...], list[
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [("NVFP4BlockScaling", KINDS[0]), *((NAMES[0], kind) for kind in KINDS)],

@@ -104,6 +104,7 @@ def test_blocks_of_16_under_e8m0(name: str) -> None:
 NAMES = ["nvfp4-e0m3", "nvfp4-int4", "nvfp4-ue5m3", "mxfp4-1x16", "int4-g32", "int8-row"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("inputs", ["normal", "ties", "position", "low-rows"])
 def test_the_harness_judges_the_recipe(name: str, inputs: str) -> None:

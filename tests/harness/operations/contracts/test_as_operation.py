@@ -124,6 +124,7 @@ def record(backend: str, case: str = ID) -> dict[str, Any]:
     return run_case(found, Backend.local(backend, getattr(kernels, backend)())).to_dict()
 
 
+@pytest.mark.long
 def test_every_command_works_on_ten_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = command("list", "--contract", "contracts.py")
     assert f"{ID}\n" in listed
@@ -180,6 +181,7 @@ def test_a_case_file_has_the_parameters_as_keys(folder: Path) -> None:
     assert verdicts == {"pass"}
 
 
+@pytest.mark.long
 def test_a_kernel_declares_the_fields_that_it_follows() -> None:
     found = record("Unrounded")
     assert found["verdict"] == "fail"
@@ -209,6 +211,7 @@ def doubled_quantize(x: c.Matrix, recipe: c.Recipe):
 """
 
 
+@pytest.mark.long
 def test_a_recipe_goes_to_the_contracts_that_take_one(folder: Path) -> None:
     (folder / "several.py").write_text(SEVERAL, encoding="utf-8")
     shown = command("contract", "several.py", "--recipe", "mxfp4", status=1)
@@ -320,6 +323,7 @@ def test_a_function_is_checked_by_a_contract() -> None:
         narrowgauge.check(kernel, "nvfp4", recipe="nvfp4")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -93,7 +93,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("family", [name for name in RULES if name != "geometric"])
 def test_options_of_right_kernels(family: str, options: dict[str, Any]) -> None:
@@ -166,6 +166,7 @@ def wrong_elements(kernel: Attention, family: str) -> int:
     return sum(int(part.wrong.sum()) for _, part in judged(program(), given, run(kernel, given)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_every_wrong_kernel_fails(name: str) -> None:
     kernel, _ = WRONG[name]

@@ -54,7 +54,7 @@ def test_the_right_kernels_pass(wrong: Wrong) -> None:
     assert replace(wrong, mistake="").verdict().passed
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("wrong", [each for each in WRONG if str(each) in FEW], ids=str)
 def test_a_mistake_is_named(wrong: Wrong) -> None:
     found = sentences(wrong)
@@ -62,7 +62,7 @@ def test_a_mistake_is_named(wrong: Wrong) -> None:
     assert named(wrong, found[0]), found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", ["bias after", "softplus"])
 def test_no_cause_is_certain_of_a_mistake_outside_of_the_list(mistake: str) -> None:
     wrong = next(each for each in WRONG if str(each) == f"router: {mistake}")
@@ -128,7 +128,7 @@ def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
     assert "y is added to x" in found[0] or "is added" in found[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("recipe", "codes"),
     [("fp8-row-e4m3", (126, 254, 0)), ("nvfp4", (0, 8)), ("nvfp4@torchao", (7,)), ("mxfp8-e4m3", (126,))],

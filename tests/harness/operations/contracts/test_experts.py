@@ -80,6 +80,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("wrong", "cause"), WRONG, ids=[cause[:40] for _, cause in WRONG])
 def test_a_wrong_kernel_is_named(wrong: Any, cause: str) -> None:
     given = contract_inputs(contract.trace(DTYPES, {}, {}), SIZES, "normal", Draw("wrong"))

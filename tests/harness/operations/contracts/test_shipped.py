@@ -64,6 +64,7 @@ def test_halves_may_be_stored_as_transposes() -> None:
     assert all(torch.equal(received[part], tensor) for part, tensor in wanted.items())
 
 
+@pytest.mark.long
 def test_a_wrong_kernel_fails_with_its_step_and_a_command() -> None:
     class Wrong(Kernels):
         def total(self, squares: torch.Tensor) -> torch.Tensor:

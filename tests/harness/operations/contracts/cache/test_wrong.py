@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
 """Operation, recipe, words of the cause and methods; without words the mistake is outside of the list."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_fails_and_its_cause_is_named(name: str) -> None:
     operation, recipe, words, methods = WRONG[name]
