@@ -40,6 +40,7 @@ def test_eager_torch(operation: str) -> None:
     judge(operation, method(*operands(operation)), **EAGER.declares.get(operation, {}))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch's own import
 @pytest.mark.long
 @EVERY
 def test_compiled_torch(operation: str) -> None:
