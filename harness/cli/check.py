@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, Workers, divided, stop
+from narrowgauge.harness.cli.options import Device, Seed, Workers, divided, sizes_of, stop
 from narrowgauge.harness.cli.selection import default_workers, require_backend, require_device
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def check_function(
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.running.pool import Settings, run_cases
 
-    chosen: dict[str, Any] = {"families": families, "shapes": _sizes(shapes)}
+    chosen: dict[str, Any] = {"families": families, "shapes": sizes_of(shapes)}
     named, selected = _selected(function, recipe, contract, operation, chosen)
     cases, optional = [case for case, _ in selected], [may_refuse for _, may_refuse in selected]
     method = cases[0].called
@@ -94,13 +94,6 @@ def check_function(
     document = check_document(subject, cases, records, seconds=round(time.monotonic() - started, 3), strength=measured)
     typer.echo(json.dumps(document, indent=2) if form is Form.JSON else _text(document))
     raise typer.Exit(0 if document["verdict"] == "pass" else 1)
-
-
-def _sizes(shapes: list[str] | None) -> list[tuple[int, ...]] | None:
-    try:
-        return [tuple(map(int, text.split("x"))) for text in shapes] if shapes else None
-    except ValueError:
-        stop(f"--shape is {','.join(shapes or [])!r}; it is a shape such as 64x256")
 
 
 def _selected(

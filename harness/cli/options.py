@@ -66,6 +66,14 @@ def divided(values: list[str] | None) -> list[str] | None:
     return [part for value in values for part in value.split(",")] if values else values
 
 
+def sizes_of(shapes: list[str] | None) -> list[tuple[int, ...]] | None:
+    """The sizes of each shape such as "64x256". Ends the command for another text."""
+    for text in shapes or ():
+        if not all(part.isdecimal() for part in text.split("x")):
+            stop(f"--shape is {text!r}; it is a shape such as 64x256, or MxKxN of a product")
+    return [tuple(map(int, text.split("x"))) for text in shapes] if shapes else None
+
+
 Recipes = Annotated[
     list[str] | None,
     typer.Option(

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowgauge.harness.cli.options import BACKEND_HELP, Contracts, Device, Rules, Seed, backend_name, divided, stop
+from narrowgauge.harness.cli.options import (
+    BACKEND_HELP,
+    Contracts,
+    Device,
+    Rules,
+    Seed,
+    backend_name,
+    divided,
+    sizes_of,
+    stop,
+)
 from narrowgauge.harness.cli.selection import require_device
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def compare_backends(
     if len(backends) < 2:
         stop(f"BACKENDS is {backends[0]!r} alone; give two or more")
     require_device(device)
-    sizes = [_shape(text) for text in shapes] if shapes else None
+    sizes = sizes_of(shapes)
     import json
 
     from narrowgauge.harness.backends.backend import BackendError
@@ -96,14 +106,6 @@ def _short(backends: list[str]) -> list[str]:
     short = [name.rpartition(":")[2] for name in backends]
     names = short if len(set(short)) == len(set(backends)) else backends
     return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    """The sizes of "128x256". Ends the command for another text."""
-    parts = text.split("x")
-    if not all(part.isdecimal() for part in parts):
-        stop(f"--shape is {text!r}; it is a shape such as 128x256, or MxKxN of a product")
-    return tuple(map(int, parts))
 
 
 def _subjects(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import Seed, divided, stop
+from narrowgauge.harness.cli.options import Seed, divided, sizes_of, stop
 from narrowgauge.harness.power.compares import Compares
 
 
@@ -51,17 +51,13 @@ def power_of(
     from narrowgauge.spec.program import ContractError
 
     try:
-        sizes = [tuple(map(int, text.split("x"))) for text in shapes] if shapes else None
-    except ValueError:
-        stop(f"--shape is {','.join(shapes or [])!r}; it is a shape such as 64x256")
-    try:
         function = load_implementation(judge.replace("::", ":"))
         if not callable(function):
             stop(f"{judge} is no function; give folder/file.py::name of a comparison or of a test")
         subject = load_implementation(contract) if ".py:" in contract else contract or None
         found = power(
-            function, subject, recipe=recipe or None, families=families or ["normal"], shapes=sizes, seed=seed,
-            compares=compares.value, in_place_of=in_place_of or None,
+            function, subject, recipe=recipe or None, families=families or ["normal"], shapes=sizes_of(shapes),
+            seed=seed, compares=compares.value, in_place_of=in_place_of or None,
         )  # fmt: skip
     except (BackendError, OperationError, ContractError, ValueError, TypeError) as error:
         stop(str(error))
