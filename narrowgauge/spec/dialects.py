@@ -305,9 +305,9 @@ INT8_ROW_DIALECTS: dict[str, dict[str, Any]] = {
 ALIASES = {
     "vllm-static-before-0.33": "vllm-static", "vllm-silu-static": "vllm-static", "vllm-triton-silu": "vllm-triton",
     "sglang-triton-silu": "sglang-triton", "sglang-silu": "sglang-group", "sglang-silu-dense": "sglang-group",
-    "sglang-silu-fp16": "sglang-group-fp16",
+    "sglang-silu-fp16": "sglang-group-fp16", "vllm-silu-nvfp4": "trtllm-cuda",
     # Writes to a cache (narrowgauge.contracts.cache): vLLM 0.33.0 in CUDA, csrc/cache_kernels.cu, and in Triton;
     # conch-triton-kernels 1.3.
-    "vllm-silu-nvfp4": "trtllm-cuda", "vllm-kv": "torchao-affine", "vllm-triton-kv": "flashinfer", "conch-kv": "flashinfer",
+    "vllm-kv": "torchao-affine", "vllm-triton-kv": "flashinfer", "conch-kv": "flashinfer",
 }  # fmt: skip
 """Dialects of contracts with the quantization of another one: they differ in the steps before it."""

@@ -31,7 +31,8 @@ ScaleRounding = Literal[
 Candidates = Literal["6", "4-or-6-mae", "4-or-6-mse"]
 ZeroScale = Literal["saturate", "infinity", "zeros", "1", "2^-9", "2^-23"]
 Element = Literal[
-    "x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))", "x*r(s*r(enc))", "x*(r(s)*enc)", "x*((1/dec)/s)", "(x*enc)*(1/s)",
+    "x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))", "x*r(s*r(enc))", "x*(r(s)*enc)", "x*((1/dec)/s)",
+    "(x*enc)*(1/s)",
     "(x*(1/dec))*(1/s)", "x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/R(s*(1/enc)))",
     "x*(1/s)", "R(x/s)", "R(x/s)*enc", "x*(max/amax)", "x*enc",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ numbers alone count for the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -295,8 +295,8 @@ def _judge_scales(
     Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
     amaxes with the kernel's scale are found by halving. A rule for zero blocks replaces the scales of the least amaxes
     by one number, and increases from there on; halving finds the last of these amaxes. Amaxes of 0, infinity and NaN
-    are tried by themselves. `free`: blocks that may hold NaN. With an approximate 1/6 an amax has a least and a greatest
-    scale.
+    are tried by themselves. `free`: blocks that may hold NaN. With an approximate 1/6 an amax has a least and a
+    greatest scale.
     """
     approximate = recipe.approximate and recipe.scale is E4M3
     least_greatest = (-1, 1) if approximate else (0,)
@@ -538,8 +538,8 @@ def _factors(
         assert tensor is not None
         stored, enc = decode(scales, recipe.scale), tensor.unsqueeze(1)
         of_product = recipe.element_scale == "x*r(s*r(enc))"
-        moved_factors = _near(1 / (stored * _near(1 / enc, -moved)), moved) if of_product else _near(1 / stored, moved) * enc
-        return torch.where(stored == 0, factors, moved_factors)
+        near = _near(1 / (stored * _near(1 / enc, -moved) if of_product else stored), moved)
+        return torch.where(stored == 0, factors, near if of_product else near * enc)
     if recipe.element_scale == "x*(max/amax)":
         return _near(1 / amax.clamp(min=recipe.smallest_amax), moved) * recipe.element.max
     return _near(factors, moved)

@@ -50,7 +50,7 @@ def wrong(x: torch.Tensor, q: Quantized) -> dict[str, int]:
 
 
 def inputs() -> torch.Tensor:
-    """Ties of codes, and numbers below them, under every scale of E4M3 from 1 to 448, with a tensor scale of 1; random blocks; zeros."""
+    """Ties of codes, and numbers below them, under scales from 1 to 448 of a tensor scale 1; random blocks; zeros."""
     draw = torch.Generator().manual_seed(0)
     scales = decode(torch.arange(0x38, 0x7F, dtype=torch.uint8), E4M3)
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
