@@ -1,4 +1,4 @@
-"""Transformer layer: attention and GELU in high precision between quantizing linear layers."""
+"""Transformer layer: attention and GELU in high precision between quantizing linear layers, attention also in FP8."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from narrowgauge.native.modules.history import Observer
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear, Norm
 from narrowgauge.native.modules.linear import Linear
+from narrowgauge.native.quantize.dequantize import dequantize
+from narrowgauge.native.quantize.quantize import quantize
 from narrowgauge.spec.modules.arguments import check_batch, check_heads
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
+from narrowgauge.spec.recipes import Recipe
 
 
 class TransformerLayer(torch.nn.Module):
@@ -21,10 +27,13 @@ class TransformerLayer(torch.nn.Module):
     `qkv` and `fc1` are LayerNormLinear, `proj` and `fc2` Linear, with seeds seed, seed + 1, … in the order qkv, proj,
     fc1, fc2. The output of qkv is the concatenation of q, k and v, all of size heads × head size. Attention is
     softmax(q·kᵀ/√d)·v, GELU is the tanh approximation; attention, GELU and the residual additions are computed in
-    float32 and cast once. `norm`, `eps`, `bias` and options: see LayerNormLinear and Linear.
+    float32 and cast once. `norm`, `eps`, `bias` and options: see LayerNormLinear and Linear. A training recipe with
+    `quantizes_attention` quantizes q, k and v, the softmax, the output of the attention and their gradients.
 
     An observer gets the results of the children with the prefix `qkv.`, `proj.`, `fc1.` or `fc2.`, `attention`, `h`,
-    `gelu` and `y`, and the gradients `dgelu` (of the output of fc1), `dh`, `dqkv` (of the output of qkv) and `dx`.
+    `gelu` and `y`, and the gradients `dgelu` (of the output of fc1), `dh`, `dqkv` (of the output of qkv) and `dx`. Of
+    quantized attention it also gets `softmax` and the gradient `dscores`, (B·heads·S, S), and the quantized
+    `attention.qkv`, `attention.s` and `attention.o`, `attention.do`, `attention.dp` and `attention.dqkv`.
 
     Raises ValueError if heads do not divide hidden, in the forward pass for an x of wrong shape, and as the children.
     """
@@ -65,8 +74,7 @@ class TransformerLayer(torch.nn.Module):
         """y (B, S, hidden) of x."""
         check_batch(x, self.hidden)
         x = self._watched(x, "dx")
-        attention = self._attend(self._watched(self.qkv(x), "dqkv"))
-        self._report("attention", attention)
+        attention = self._attend(self.qkv(x))
         h = self._watched(x + self.proj(attention), "dh")
         self._report("h", h)
         gelu = functional.gelu(self._watched(self.fc1(h), "dgelu"), approximate="tanh")
@@ -81,18 +89,49 @@ class TransformerLayer(torch.nn.Module):
             layer.backward_dw()
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        recipe = current()
+        if recipe is None or not recipe.quantizes_attention:
+            qkv = self._watched(qkv, "dqkv")
+            out = self._weighted(self._scores(qkv).softmax(-1), qkv)
+            self._report("attention", out)
+            return out
+        dtype, operand = qkv.dtype, partial(_Operand.apply, self, recipe)
+        qkv = operand("qkv", "dqkv", qkv)
+        weights = operand("", "dp", self._scores(qkv)).softmax(-1).to(dtype)
+        self._report("softmax", weights.flatten(0, 2))
+        out = self._weighted(operand("s", "", weights).float(), qkv)
+        self._report("attention", out)
+        attended: torch.Tensor = operand("o", "do", out)
+        return attended
+
+    def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """q, k and v in float32, (3, batch, heads, S, d)."""
         batch, length, _ = qkv.shape
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float()
+        return qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float()
+
+    def _scores(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Scores (batch, heads, S, S), float32, −∞ for keys behind the query."""
         # scaled_dot_product_attention is not used: on a GPU the backward pass of its fused kernels adds in no fixed
         # order.
+        q, k, _ = self._heads(qkv)
         scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
-        out: torch.Tensor = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-        return out.transpose(1, 2).reshape(batch, length, self.hidden).to(qkv.dtype)
+        future = torch.ones(*scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
+        return scores.masked_fill(future, -torch.inf)
 
-    def _report(self, name: str, value: torch.Tensor) -> None:
+    def _weighted(self, weights: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """weights·v (batch, S, hidden), in the dtype of `qkv`."""
+        out = weights @ self._heads(qkv)[2]
+        return out.transpose(1, 2).flatten(2).to(qkv.dtype)
+
+    def _operand(self, name: str, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """The values of `x`, quantized as a matrix and reported, in the dtype of `x`."""
+        q = quantize(x.reshape(-1, x.shape[-1]), recipe)
+        self._report(f"attention.{name}", q)
+        return dequantize(q, x.dtype).view(x.shape)
+
+    def _report(self, name: str, value: Any) -> None:
         if self._observer is not None:
-            self._observer(name, value.detach())
+            self._observer(name, value.detach() if isinstance(value, torch.Tensor) else value)
 
     def _watched(self, tensor: torch.Tensor, gradient: str) -> torch.Tensor:
         """An alias of the tensor. The observer gets the gradient of the alias."""
@@ -101,6 +140,36 @@ class TransformerLayer(torch.nn.Module):
         alias = tensor.view_as(tensor)  # the gradient of x itself may have other contributions
         alias.register_hook(partial(self._report, gradient))  # type: ignore[no-untyped-call]
         return alias
+
+
+_BEFORE = {"dp": "dscores", "dqkv": "dqkv"}
+"""Names of gradients before their quantization."""
+
+
+class _Operand(torch.autograd.Function):
+    """Quantizes an operand of the attention in the forward pass, and its gradient in the backward pass.
+
+    An empty name stands for no quantization in this pass. The gradient passes the quantization of the operand
+    unchanged.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: TransformerLayer, recipe: TrainingRecipe, name: str, gradient: str, x: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.recipe, ctx.gradient = layer, recipe, gradient
+        return layer._operand(name, x, recipe.input) if name else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.gradient:
+            return None, None, None, None, dy
+        layer: TransformerLayer = ctx.layer
+        rounded = dy.to(layer.qkv.dtype)
+        if ctx.gradient in _BEFORE:
+            layer._report(_BEFORE[ctx.gradient], rounded.flatten(0, -2))
+        return None, None, None, None, layer._operand(ctx.gradient, rounded, ctx.recipe.grad).to(dy.dtype)
 
 
 def _report_below(observer: Observer, child: str, name: str, value: Any) -> None:

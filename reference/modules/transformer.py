@@ -1,7 +1,8 @@
 """TransformerLayer: attention and a feed-forward network with four quantized products.
 
 h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))); qkv and fc1 begin with a norm. Attention and GELU are
-computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast.
+computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast. A training
+recipe with `quantizes_attention` also quantizes the operands of the attention.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.reference.high_precision import quantized_attention as steps
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import Kind
 from narrowgauge.reference.modules.amax_history import Observer
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.modules.arguments import check_batch, check_heads
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
+from narrowgauge.spec.recipes import Recipe
 
 
 class TransformerLayer(torch.nn.Module):
@@ -70,10 +78,16 @@ class TransformerLayer(torch.nn.Module):
         for name, child in self.named_children():
             child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
 
-    def observe(self, name: str, value: torch.Tensor) -> None:
-        """Calls the observer, if set, with a copy of a computed `value`."""
+    def observe(self, name: str, value: Any) -> None:
+        """Calls the observer, if set, with a computed `value`: a copy of a tensor, or a Quantized."""
         if self._observer is not None:
-            self._observer(name, value.detach().clone())
+            self._observer(name, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+
+    def operand(self, name: str, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """The values of `x`, any shape, as an operand of the attention: quantized as a matrix, reported, float32."""
+        q = quantize(x.reshape(-1, x.shape[-1]), recipe)
+        self.observe(f"attention.{name}", q)
+        return dequantize(q, dtype=torch.float32).view(x.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, S, hidden) to the same shape, in the dtype of the layer.
@@ -83,7 +97,11 @@ class TransformerLayer(torch.nn.Module):
         check_batch(x, self.hidden)
         # Function.apply has no types; every call below returns tensors.
         residual, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
-        attention = _Attention.apply(self.qkv(branch), self)  # type: ignore[no-untyped-call]
+        recipe, qkv = current(), self.qkv(branch)
+        if recipe is not None and recipe.quantizes_attention:
+            attention = _QuantizedAttention.apply(qkv, self, recipe)  # type: ignore[no-untyped-call]
+        else:
+            attention = _Attention.apply(qkv, self)  # type: ignore[no-untyped-call]
         h = _Sum.apply(residual, self.proj(attention), self, "h")  # type: ignore[no-untyped-call]
         residual, branch = _Fork.apply(h, self, "dh")  # type: ignore[no-untyped-call]
         gelu = _Gelu.apply(self.fc1(branch), self)  # type: ignore[no-untyped-call]
@@ -137,11 +155,10 @@ class _Fork(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer, recipe: TrainingRecipe | None) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(qkv)
-        y = attention_forward(*_heads(qkv, layer.heads)).value.to(qkv.dtype)
-        y = y.transpose(1, 2).flatten(2)
+        y = _joined(attention_forward(*_heads(qkv, layer.heads))).to(qkv.dtype)
         layer.observe("attention", y)
         return y
 
@@ -152,10 +169,46 @@ class _Attention(torch.autograd.Function):
         layer: TransformerLayer = ctx.layer
         (do,) = _heads(dy, layer.heads, parts=1)
         gradients = attention_backward(do, *_heads(qkv, layer.heads))
-        parts = [gradient.value.to(qkv.dtype).transpose(1, 2).flatten(2) for gradient in gradients]
-        dqkv = torch.cat(parts, dim=2)
+        dqkv = torch.cat([_joined(gradient) for gradient in gradients], dim=2).to(qkv.dtype)
         layer.observe("dqkv", dqkv)
         return dqkv, None
+
+
+class _QuantizedAttention(torch.autograd.Function):
+    """Attention of quantized q, k, v and S. Its output, and the gradients dO, dP and dqkv, are quantized as well."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer, recipe: TrainingRecipe) -> torch.Tensor:
+        decoded = layer.operand("qkv", qkv, recipe.input)
+        q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
+        s = steps.softmax(q, k).value.to(layer.dtype)
+        layer.observe("softmax", s.flatten(0, 2))
+        weights = layer.operand("s", s, recipe.input)
+        out = _joined(steps.weighted_values(exactly(weights), v)).to(layer.dtype)
+        layer.observe("attention", out)
+        ctx.layer, ctx.recipe = layer, recipe
+        ctx.save_for_backward(decoded, s, weights)
+        return layer.operand("o", out, recipe.input).to(layer.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer: TransformerLayer = ctx.layer
+        decoded, s, weights = ctx.saved_tensors
+        q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
+        (do,) = (exactly(part) for part in _heads(layer.operand("do", dy, ctx.recipe.grad), layer.heads, parts=1))
+        dscores = steps.scores_gradient(do, v, exactly(s), layer.dtype).value.to(layer.dtype)
+        layer.observe("dscores", dscores.flatten(0, 2))
+        dp = exactly(layer.operand("dp", dscores, ctx.recipe.grad))
+        gradients = steps.query_gradient(dp, k), steps.key_gradient(dp, q), steps.value_gradient(exactly(weights), do)
+        dqkv = torch.cat([_joined(gradient) for gradient in gradients], dim=2).to(layer.dtype)
+        layer.observe("dqkv", dqkv)
+        return layer.operand("dqkv", dqkv, ctx.recipe.grad).to(layer.dtype), None, None
+
+
+def _joined(x: Bounded) -> torch.Tensor:
+    """The values of (B, heads, S, d) as (B, S, heads·d)."""
+    return x.value.transpose(1, 2).flatten(2)
 
 
 def _heads(x: torch.Tensor, heads: int, parts: int = 3) -> list[torch.Tensor]:

@@ -16,10 +16,14 @@ from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     COLUMN_SUMS,
     GELU_GRADIENTS,
     NORM_GRADIENTS,
+    SCALED_GRADIENTS,
+    SCORES_GRADIENTS,
     AttentionGradient,
     ColumnSum,
     GeluGradient,
     NormGradient,
+    ScaledGradient,
+    ScoresGradient,
 )
 from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     ATTENTIONS,
@@ -27,10 +31,12 @@ from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     NORMS,
     RESIDUALS,
     ROW_SUM,
+    SOFTMAXES,
     Attention,
     Gelu,
     Norm,
     Residual,
+    SoftmaxStep,
 )
 from narrowgauge.harness.diagnosis.gemm.gain import GAIN
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
@@ -43,7 +49,8 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "norm": (Norm, NORMS), "gelu": (Gelu, GELUS), "attention": (Attention, ATTENTIONS),
     "residual": (Residual, RESIDUALS), "norm-backward": (NormGradient, NORM_GRADIENTS),
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
-    "column-sum": (ColumnSum, COLUMN_SUMS),
+    "column-sum": (ColumnSum, COLUMN_SUMS), "softmax": (SoftmaxStep.of, SOFTMAXES),
+    "scores-gradient": (ScoresGradient, SCORES_GRADIENTS), "scaled-gradient": (ScaledGradient, SCALED_GRADIENTS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 
@@ -121,6 +128,9 @@ def _changes(formula: Formula) -> Iterator[tuple[int, Deviation[Any], Ends]]:
         for other, tensor in formula.others.items():
             if tensor.shape == operand.shape and tensor.dtype == operand.dtype and not torch.equal(tensor, operand):
                 yield from _of_operand(OTHER_OPERAND.bound(other, name), formula, name, tensor)
+    for name, operand in formula.operands.items():
+        for phrase, factor in _scale_changes(formula, name):
+            yield from _of_operand(OTHER_SCALE.bound(phrase, name), formula, name, (operand * factor).to(operand.dtype))
     shape = formula.found.shape
     for other, tensor in formula.others.items():
         if tensor.numel() == formula.found.numel() and tensor.dtype == formula.found.dtype:
@@ -137,6 +147,19 @@ def _changes(formula: Formula) -> Iterator[tuple[int, Deviation[Any], Ends]]:
 ZEROS: Deviation[Any] = Deviation("outputs-zero", "all outputs are 0", "matrix")
 OTHER_OPERAND: Deviation[Any] = Deviation("operand-exchanged", "{1} is replaced by {0}", "matrix")
 OTHER_RESULT: Deviation[Any] = Deviation("result-of-other", "the result is {0}", "matrix")
+
+OTHER_SCALE: Deviation[Any] = Deviation("scale-exchanged", "{1} is decoded by {0}, not by its own scale", "matrix")
+
+
+def _scale_changes(formula: Formula, name: str) -> Iterator[tuple[str, float]]:
+    """Scales in place of that of the operand `name`, as phrases and factors of the decoded operand."""
+    own = formula.scales.get(name)
+    if not own:
+        return
+    yield from (("no scale", 1 / own), ("the inverse of its scale", 1 / own**2))
+    for other, scale in formula.scales.items():
+        if scale != own:
+            yield f"the scale of {other}", scale / own
 
 
 def _of_operand(

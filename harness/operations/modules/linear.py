@@ -110,8 +110,10 @@ class Ground:
     """Number of backwards before that of the step. -1: as many as steps before it."""
     figures: bool = True
     """Whether more is measured than decides."""
-    decoded: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """By name, functions to the values of the quantized operands of the step, of the dtype of the layer."""
+    known: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """By phrase, functions to matrices of the step that were not reported as such, like decoded operands."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """Decode scales of operands of formulas, by name."""
 
     def stage(self, name: str) -> str:
         """The name of a stage: which step, and what."""
@@ -185,8 +187,15 @@ class Ground:
         if self.outcome.formula is None and not stage.passed:
             others = {key: tensor for key, tensor in self.known_tensors() if key != name}
             self.outcome.formula = Formula(
-                formula, stage.stage, given, found, expected, compute, operands, others, self.batches
+                formula, stage.stage, given, found, expected, compute, operands, others, self.batches,
+                self.scales,
             )  # fmt: skip
+
+    def note_origin(self, name: str, found: Any, stages: Sequence[StageResult]) -> None:
+        """Add the cause of an operand of another forward to the first wrong stage of a reported operand."""
+        wrong = next((stage for stage in stages if not stage.passed), None)
+        if wrong is not None:
+            wrong.causes += [cause for cause, other in self.others.items() if _same(found, other.last(name))]
 
     @property
     def batches(self) -> int:
@@ -202,8 +211,7 @@ class Ground:
             yield from ((f"{name}{where}", tensor) for name, tensor in step.parameters.items())
             for name, values in step.seen.items():
                 yield from ((f"{name}{where}", value) for value in values if isinstance(value, torch.Tensor))
-        for name, decoded in self.decoded.items():
-            yield f"the decoded {name}", decoded()
+        yield from ((name, matrix()) for name, matrix in self.known.items())
 
 
 class LinearStages:
@@ -434,7 +442,7 @@ class LinearStages:
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
             judged.append(one)
-        ground.decoded[key] = partial(self._decoded, [one.kernel for one in judged], operand)
+        ground.known[f"the decoded {key}"] = partial(self._decoded, [one.kernel for one in judged], operand)
         self._note_origin(operand, found, parts, kernels)
         self._add(parts)
         ground.outcome.judged += judged
@@ -452,9 +460,7 @@ class LinearStages:
         wrong = [stage for stages in parts for stage in stages if not stage.passed]
         if not wrong:
             return
-        for cause, other in self.ground.others.items():
-            if _same(found, other.last(self.layer.prefix + operand.name)):
-                wrong[0].causes.append(cause)
+        self.ground.note_origin(self.layer.prefix + operand.name, found, wrong)
         if self.layer.groups and self._padding_alone(parts, kernels):
             wrong[0].causes.append("padding-not-zeroed")
         rows = self._operands.get(Operand(operand.role, Half.ROW))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,6 +82,8 @@ class Formula:
     """Further tensors of the step and of other steps, which a kernel may take for an operand or give as the result."""
     batches: int = 1
     """Batches that the rows of the operands are divided into; 1 if their numbers of rows differ."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Decode scales of quantized operands, of this formula and of others, by name."""
 
     def __post_init__(self) -> None:
         self.found = dense(self.found)

@@ -58,6 +58,11 @@ class TrainingRecipe(ABC):
         """Rows of the amax history; 0 without delayed scaling."""
         return 0
 
+    @property
+    def quantizes_attention(self) -> bool:
+        """Whether a layer with attention quantizes the operands of the attention too (docs/numerics.md#modules)."""
+        return False
+
 
 def _disabled(feature: str) -> bool:
     """Whether an environment variable switches a feature off: only the value "1" does, as in Transformer Engine."""
@@ -147,6 +152,13 @@ class Float8BlockScaling(TrainingRecipe):
 class Float8CurrentScaling(TrainingRecipe):
     """FP8 with a scale per tensor, from the amax of the tensor: E4M3 forward, E5M2 for gradients."""
 
+    fp8_dpa: bool = False
+    """Whether attention has FP8 operands, as with `fp8_dpa` of Transformer Engine's recipe."""
+
+    @property
+    def quantizes_attention(self) -> bool:
+        return self.fp8_dpa
+
     @property
     def input(self) -> Recipe:
         return find_recipe("fp8-current-e4m3")
@@ -160,7 +172,7 @@ class Float8CurrentScaling(TrainingRecipe):
         return find_recipe("fp8-current-e5m2")
 
     def __str__(self) -> str:
-        return "Float8CurrentScaling"
+        return "Float8CurrentScaling" + ("-dpa" if self.fp8_dpa else "")
 
 
 @dataclass(frozen=True)
@@ -221,7 +233,7 @@ _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]],
     ),
     (re.compile(r"MXFP8BlockScaling(-2d)?"), lambda parts: MXFP8BlockScaling(parts[1] is not None)),
     (re.compile(r"Float8BlockScaling"), lambda _: Float8BlockScaling()),
-    (re.compile(r"Float8CurrentScaling"), lambda _: Float8CurrentScaling()),
+    (re.compile(r"Float8CurrentScaling(-dpa)?"), lambda parts: Float8CurrentScaling(parts[1] is not None)),
     (
         re.compile(r"DelayedScaling(-recent)?(?:-margin([0-9]{1,4}))?(?:-history([0-9]{1,6}))?"),
         lambda parts: DelayedScaling(
@@ -240,6 +252,7 @@ def training_names() -> list[str]:
         "MXFP8BlockScaling-2d",
         "Float8BlockScaling",
         "Float8CurrentScaling",
+        "Float8CurrentScaling-dpa",
         "DelayedScaling",
         "DelayedScaling-recent",
     ]
@@ -249,7 +262,7 @@ def training_recipe(name: str) -> TrainingRecipe:
     """The training recipe with this name, the inverse of `str()`; independent of the environment.
 
     The parts of a name, in this order: NVFP4BlockScaling, -norht, -nosr, -no2d; MXFP8BlockScaling, -2d;
-    Float8BlockScaling; Float8CurrentScaling; DelayedScaling, -recent, -margin2, -history16 and the like. Raises
+    Float8BlockScaling; Float8CurrentScaling, -dpa; DelayedScaling, -recent, -margin2, -history16 and the like. Raises
     ValueError with the nearest name for an unknown name.
     """
     for pattern, make in _NAMES:
