@@ -1,8 +1,8 @@
 """TransformerLayer: attention and a feed-forward network with four quantized products.
 
 h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))); qkv and fc1 begin with a norm. Attention and GELU are
-computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast. A training
-recipe with `quantizes_attention` also quantizes the operands of the attention.
+computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast.
+A training recipe with `quantizes_attention` also quantizes the operands of the attention.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from narrowgauge.harness.operations.gemm.product import Operands
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
-from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Outcome, Product
+from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Outcome, Product, QuantizedOperand
 from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.operations.update_scale.deviations import wrong_histories, wrong_scales
@@ -112,8 +112,8 @@ class Ground:
     """Whether more is measured than decides."""
     known: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """By phrase, functions to matrices of the step that were not reported as such, like decoded operands."""
-    scales: dict[str, float] = field(default_factory=dict)
-    """Decode scales of operands of formulas, by name."""
+    quantized: dict[str, QuantizedOperand] = field(default_factory=dict)
+    """Quantized operands of formulas, by name."""
 
     def stage(self, name: str) -> str:
         """The name of a stage: which step, and what."""
@@ -188,7 +188,7 @@ class Ground:
             others = {key: tensor for key, tensor in self.known_tensors() if key != name}
             self.outcome.formula = Formula(
                 formula, stage.stage, given, found, expected, compute, operands, others, self.batches,
-                self.scales,
+                self.quantized,
             )  # fmt: skip
 
     def note_origin(self, name: str, found: Any, stages: Sequence[StageResult]) -> None:

@@ -12,6 +12,7 @@ import torch
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.operations.modules.linear import Ground
 from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.outcome import QuantizedOperand
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.spec.quantized import Quantized
@@ -81,13 +82,16 @@ class QuantizedAttentionStages:
             return None
         names = parts or (name,)
         exact, stored = (reference.dequantize(q, dtype=d) for d in (torch.float32, self.ground.plan.dtype))
-        known = self.ground.known
         for number, part in enumerate(names):
-            one, other = (values.chunk(len(names), 1)[number].contiguous() for values in (exact, stored))
-            self._values[part], self.ground.scales[part] = (one, other), float(q.scales)
-            known[f"the decoded {part}"] = other.contiguous
-            if matrix is not None:
-                known[f"{part} before its quantization"] = matrix.chunk(len(names), 1)[number].contiguous
+            one, other, before = (
+                None if values is None else values.chunk(len(names), 1)[number].contiguous()
+                for values in (exact, stored, matrix)
+            )
+            assert one is not None
+            assert other is not None
+            self._values[part] = one, other
+            self.ground.quantized[part] = QuantizedOperand(float(q.scales), before)
+            self.ground.known[f"the decoded {part}"] = other.contiguous
         return stored
 
     def _quantized(self, name: str, matrix: Matrix, recipe: Recipe) -> Quantized | None:
