@@ -302,5 +302,5 @@ WRONG: dict[str, tuple[Kernel, str, str]] = {
     **{name: (Wrong(**steps), "softmax", cause) for name, (steps, cause) in _FORWARD.items()},
     **{name: (Wrong(**steps), stage, cause) for name, (steps, stage, cause) in _BACKWARD.items()},
 }
-"""By mistake, the kernel, the stage that fails and its cause. O and dqkv that are not quantized change no byte: the next
-product quantizes them by the same recipe, which leaves quantized numbers as they are."""
+"""By mistake, the kernel, the stage that fails and its cause. O and dqkv that are not quantized change no byte: the
+next product quantizes them by the same recipe, which leaves quantized numbers as they are."""

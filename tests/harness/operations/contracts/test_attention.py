@@ -11,6 +11,8 @@ import torch
 
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
@@ -18,6 +20,8 @@ from narrowgauge.harness.operations.contracts.causes.search import confirmed
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import judge_contract
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
+from narrowgauge.harness.report.text import remarks
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference.contracts.accepted import Ends, judge_range
 from narrowgauge.reference.contracts.evaluate import Evaluation, judged
 from narrowgauge.spec.kv_cache import Cache
@@ -85,6 +89,24 @@ def test_no_right_kernel_fails(family: str) -> None:
         for part, result in run(kernel, given).items():
             judgement = judge_range(result, ends[part].low, ends[part].high, ends[part].nan)
             assert not judgement.wrong.any(), (name, part)
+
+
+def test_a_report_has_widths_and_results_that_were_not_judged() -> None:
+    class WithoutLse(Attention):
+        def attention(self, *given: Any, **options: Any) -> torch.Tensor:
+            return super().attention(*given, **options)[0]
+
+    shape = (2, 2, 64, 4, 16, 1, 64, 1, 2)
+    case = case_from_labels("attention", RECIPE, shape, "bf16", "geometric")
+    whole, part = (
+        run_case(case, Backend.local("float32", kernel)).to_dict() for kernel in (RIGHT["plain"], WithoutLse())
+    )
+    assert whole["verdict"] == part["verdict"] == "pass"
+    assert 0 < whole["interval_ulps_mean"] <= whole["interval_ulps_max"]
+    compared, widths = remarks([whole])
+    assert compared == "Every stage of every case was compared."
+    assert widths.startswith(f"Widest accepted interval: attention {whole['interval_ulps_max']} ulp, ")
+    assert remarks([part])[0] == "Not compared: stages not observed: attention lse (1 case)."
 
 
 OPTIONS = (
