@@ -24,7 +24,7 @@ from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_S
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
-from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
 from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
@@ -408,6 +408,13 @@ def _other_slots(site: Site) -> list[tuple[str, str]]:
     return [(to, phrase.format(name)) for to, (phrase, _) in OTHER_SLOTS.items()]
 
 
+def _of_table(site: Site, to: tuple[str, str]) -> Value:
+    """The slots of another table of pages."""
+    pages, lengths = site.operands
+    table = site.made(RENUMBERED, pages, dtype=INDEX, axes=pages.axes, to=to[0])
+    return site.editor.add(SLOTS, (table, lengths), site.step.axes, INDEX)
+
+
 def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
     """Other arguments of the type Scale than the given scale."""
     place = 1 if site.step.function == QUANTIZE else 2
@@ -731,6 +738,9 @@ ROWS: tuple[Row, ...] = (
     # caches
     Row(("argument", SLOTS), "slots", "{v}",
         lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_slots, apart=True),
+    Row((SLOTS,), "table", "{v}", _of_table,
+        lambda s: [(to, phrase.format(s.a.step.options["name"])) for to, (phrase, _) in OTHER_TABLES.items()],
+        apart=True),
     Row((WRITTEN,), "rest", "{v}", lambda s, v: s.changed(rest=v[0]), lambda s: REST.items()),
     Row((READ,), "scale", "{v}", lambda s, v: s.changed(given=v[0]),
         lambda s: [(n, phrase) for n, (phrase, _) in OTHER_SCALES.items()] if len(s.operands) > 2 else []),
