@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from narrowgauge.native.modules.history import Observer
+from narrowgauge.native.modules.history import History, Observer
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear, Norm
 from narrowgauge.native.modules.linear import Linear
@@ -18,7 +18,6 @@ from narrowgauge.native.quantize.quantize import quantize
 from narrowgauge.spec.modules.arguments import check_batch, check_heads
 from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.recipes import Recipe
 
 
 class TransformerLayer(torch.nn.Module):
@@ -57,6 +56,7 @@ class TransformerLayer(torch.nn.Module):
         self.proj = Linear(hidden, hidden, bias, **second)
         self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, **third)
         self.fc2 = Linear(ffn, hidden, bias, **fourth)
+        self.attention = AttentionOperands()
         self._observer: Observer | None = None
 
     @property
@@ -95,7 +95,11 @@ class TransformerLayer(torch.nn.Module):
             out = self._weighted(self._scores(qkv).softmax(-1), qkv)
             self._report("attention", out)
             return out
-        dtype, operand = qkv.dtype, partial(_Operand.apply, self, recipe)
+        scales = None
+        if recipe.history:
+            scales = self.attention.present_scales(recipe, qkv.device)
+            self.attention.end_forward_later(recipe)
+        dtype, operand = qkv.dtype, partial(_Operand.apply, self, recipe, scales)
         qkv = operand("qkv", "dqkv", qkv)
         weights = operand("", "dp", self._scores(qkv)).softmax(-1).to(dtype)
         self._report("softmax", weights.flatten(0, 2))
@@ -123,15 +127,9 @@ class TransformerLayer(torch.nn.Module):
         out = weights @ self._heads(qkv)[2]
         return out.transpose(1, 2).flatten(2).to(qkv.dtype)
 
-    def _operand(self, name: str, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        """The values of `x`, quantized as a matrix and reported, in the dtype of `x`."""
-        q = quantize(x.reshape(-1, x.shape[-1]), recipe)
-        self._report(f"attention.{name}", q)
-        return dequantize(q, x.dtype).view(x.shape)
-
-    def _report(self, name: str, value: Any) -> None:
+    def _report(self, name: str, value: torch.Tensor) -> None:
         if self._observer is not None:
-            self._observer(name, value.detach() if isinstance(value, torch.Tensor) else value)
+            self._observer(name, value.detach())
 
     def _watched(self, tensor: torch.Tensor, gradient: str) -> torch.Tensor:
         """An alias of the tensor. The observer gets the gradient of the alias."""
@@ -142,8 +140,29 @@ class TransformerLayer(torch.nn.Module):
         return alias
 
 
+_NAMES = ("qkv", "s", "o", "do", "dp", "dqkv")
+"""Quantized tensors of the attention, in the order of the columns of their history; the last three are gradients."""
 _BEFORE = {"dp": "dscores", "dqkv": "dqkv"}
 """Names of gradients before their quantization."""
+
+
+class AttentionOperands(History):
+    """The quantized tensors of the attention, with a history (H, 6) and scales (6,) under delayed scaling."""
+
+    roles = len(_NAMES)
+    gradients = _NAMES.index("do")
+
+    def values(
+        self, name: str, x: torch.Tensor, recipe: TrainingRecipe, scales: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        """The values of `x`, quantized as a matrix and reported, in the dtype of `x`. `scales`: of the forward pass."""
+        role = _NAMES.index(name)
+        of_role = recipe.input if role < self.gradients else recipe.grad
+        q = quantize(x.reshape(-1, x.shape[-1]), of_role, scale=self.scale_of(role, scales))
+        self.report(name, q)
+        if recipe.history:
+            self.record(role, q.required_amax)
+        return dequantize(q, x.dtype).view(x.shape)
 
 
 class _Operand(torch.autograd.Function):
@@ -155,21 +174,30 @@ class _Operand(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: TransformerLayer, recipe: TrainingRecipe, name: str, gradient: str, x: torch.Tensor
+        ctx: Any,
+        layer: TransformerLayer,
+        recipe: TrainingRecipe,
+        scales: torch.Tensor | None,
+        name: str,
+        gradient: str,
+        x: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layer, ctx.recipe, ctx.gradient = layer, recipe, gradient
-        return layer._operand(name, x, recipe.input) if name else x.view_as(x)
+        ctx.layer, ctx.recipe, ctx.scales, ctx.gradient = layer, recipe, scales, gradient
+        return layer.attention.values(name, x, recipe, scales) if name else x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.gradient:
-            return None, None, None, None, dy
         layer: TransformerLayer = ctx.layer
-        rounded = dy.to(layer.qkv.dtype)
-        if ctx.gradient in _BEFORE:
-            layer._report(_BEFORE[ctx.gradient], rounded.flatten(0, -2))
-        return None, None, None, None, layer._operand(ctx.gradient, rounded, ctx.recipe.grad).to(dy.dtype)
+        dx = dy
+        if ctx.gradient:
+            rounded = dy.to(layer.qkv.dtype)
+            if ctx.gradient in _BEFORE:
+                layer._report(_BEFORE[ctx.gradient], rounded.flatten(0, -2))
+            dx = layer.attention.values(ctx.gradient, rounded, ctx.recipe, ctx.scales).to(dy.dtype)
+        if ctx.gradient == _NAMES[-1] and ctx.recipe.history:
+            layer.attention.end_backward(ctx.recipe)
+        return None, None, None, None, None, dx
 
 
 def _report_below(observer: Observer, child: str, name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from narrowgauge.reference.high_precision.attention import attention_backward, a
 from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import Kind
-from narrowgauge.reference.modules.amax_history import Observer
+from narrowgauge.reference.modules.amax_history import AmaxHistory, Observer
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
 from narrowgauge.reference.quantize.dequantize import dequantize
@@ -27,7 +27,6 @@ from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.modules.arguments import check_batch, check_heads
 from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
-from narrowgauge.spec.recipes import Recipe
 
 
 class TransformerLayer(torch.nn.Module):
@@ -65,6 +64,7 @@ class TransformerLayer(torch.nn.Module):
         self.proj = Linear(hidden, hidden, bias, seed=seed + 1, **options)
         self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, seed=seed + 2, **options)
         self.fc2 = Linear(ffn, hidden, bias, seed=seed + 3, **options)
+        self.attention = AttentionOperands()
         self.observer = None
 
     @property
@@ -78,16 +78,10 @@ class TransformerLayer(torch.nn.Module):
         for name, child in self.named_children():
             child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
 
-    def observe(self, name: str, value: Any) -> None:
-        """Calls the observer, if set, with a computed `value`: a copy of a tensor, or a Quantized."""
+    def observe(self, name: str, value: torch.Tensor) -> None:
+        """Calls the observer, if set, with a copy of a computed `value`."""
         if self._observer is not None:
-            self._observer(name, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-
-    def operand(self, name: str, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        """The values of `x`, any shape, as an operand of the attention: quantized as a matrix, reported, float32."""
-        q = quantize(x.reshape(-1, x.shape[-1]), recipe)
-        self.observe(f"attention.{name}", q)
-        return dequantize(q, dtype=torch.float32).view(x.shape)
+            self._observer(name, value.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, S, hidden) to the same shape, in the dtype of the layer.
@@ -112,6 +106,41 @@ class TransformerLayer(torch.nn.Module):
         """`Linear.backward_dw` of the four products, in the order of a backward pass."""
         for child in (self.fc2, self.fc1, self.proj, self.qkv):
             child.backward_dw()
+
+
+class AttentionOperands(AmaxHistory):
+    """The quantized operands of an attention, and under delayed scaling their history (H, 6) and scales (6,)."""
+
+    columns = 6
+    gradients = 3
+    names = ("qkv", "s", "o", "do", "dp", "dqkv")
+    """In the order of the columns."""
+
+    def operand(
+        self,
+        name: str,
+        x: torch.Tensor,
+        recipe: TrainingRecipe,
+        scales: torch.Tensor | None = None,
+        amaxes: dict[int, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        """The values of `x`, any shape: quantized as a matrix, reported, float32.
+
+        `scales`: at the start of the forward, None for a gradient. `amaxes`: gets the amax of an operand of the
+        forward.
+        """
+        column = self.names.index(name)
+        of_gradient = column >= self.gradients
+        if of_gradient and recipe.history:
+            _, scales = self.delayed_state()
+        scale = None if scales is None else scales[column : column + 1].clone()
+        q = quantize(x.reshape(-1, x.shape[-1]), recipe.grad if of_gradient else recipe.input, scale=scale)
+        self.observe(name, q)
+        if amaxes is not None:
+            amaxes[column] = q.amax
+        elif recipe.history:
+            self.record(column, q.required_amax)
+        return dequantize(q, dtype=torch.float32).view(x.shape)
 
 
 def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
@@ -155,7 +184,7 @@ class _Fork(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer, recipe: TrainingRecipe | None) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(qkv)
         y = _joined(attention_forward(*_heads(qkv, layer.heads))).to(qkv.dtype)
@@ -179,31 +208,40 @@ class _QuantizedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer, recipe: TrainingRecipe) -> torch.Tensor:
-        decoded = layer.operand("qkv", qkv, recipe.input)
+        held, amaxes = layer.attention, dict[int, torch.Tensor | None]()
+        operand = partial(
+            held.operand, recipe=recipe, scales=held.present_scales(recipe, qkv.device), amaxes=amaxes
+        )  # fmt: skip
+        decoded = operand("qkv", qkv)
         q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
         s = steps.softmax(q, k).value.to(layer.dtype)
         layer.observe("softmax", s.flatten(0, 2))
-        weights = layer.operand("s", s, recipe.input)
+        weights = operand("s", s)
         out = _joined(steps.weighted_values(exactly(weights), v)).to(layer.dtype)
         layer.observe("attention", out)
         ctx.layer, ctx.recipe = layer, recipe
         ctx.save_for_backward(decoded, s, weights)
-        return layer.operand("o", out, recipe.input).to(layer.dtype)
+        attended = operand("o", out).to(layer.dtype)
+        held.record_forward(recipe, amaxes)
+        return attended
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: TransformerLayer = ctx.layer
         decoded, s, weights = ctx.saved_tensors
+        operand = partial(layer.attention.operand, recipe=ctx.recipe)
         q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
-        (do,) = (exactly(part) for part in _heads(layer.operand("do", dy, ctx.recipe.grad), layer.heads, parts=1))
+        (do,) = (exactly(part) for part in _heads(operand("do", dy), layer.heads, parts=1))
         dscores = steps.scores_gradient(do, v, exactly(s), layer.dtype).value.to(layer.dtype)
         layer.observe("dscores", dscores.flatten(0, 2))
-        dp = exactly(layer.operand("dp", dscores, ctx.recipe.grad))
+        dp = exactly(operand("dp", dscores))
         gradients = steps.query_gradient(dp, k), steps.key_gradient(dp, q), steps.value_gradient(exactly(weights), do)
         dqkv = torch.cat([_joined(gradient) for gradient in gradients], dim=2).to(layer.dtype)
         layer.observe("dqkv", dqkv)
-        return layer.operand("dqkv", dqkv, ctx.recipe.grad).to(layer.dtype), None, None
+        dx = operand("dqkv", dqkv).to(layer.dtype)
+        layer.attention.end_backward(ctx.recipe)
+        return dx, None, None
 
 
 def _joined(x: Bounded) -> torch.Tensor:

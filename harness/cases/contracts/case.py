@@ -224,7 +224,7 @@ class ContractCase(Case):
         }
 
     def stages(self) -> tuple[str, ...]:
-        """Results that are numbers: a kernel may leave some of them out. Other results have stages by what is shown."""
+        """Names of the unquantized results, which a kernel may leave out."""
         if self.declared.of_ranks:
             return ()
         steps = ((name, self.program.steps[number]) for name, number in self.program.outputs.items())

@@ -92,7 +92,7 @@ def _transposed(m: torch.Tensor) -> torch.Tensor | None:
 
 
 def _blocks_transposed(m: torch.Tensor) -> torch.Tensor | None:
-    """Each of several square matrices, which lie below one another, transposed."""
+    """The rows as square matrices, each matrix transposed."""
     rows, columns = m.shape
     return (
         None if columns < 2 or rows % columns or rows == columns else m.view(-1, columns, columns).mT.reshape(m.shape)

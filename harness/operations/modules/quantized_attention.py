@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.results import as_quantized
-from narrowgauge.harness.operations.modules.linear import Ground
+from narrowgauge.harness.operations.modules.delayed import ATTENTION, DelayedStages, States
+from narrowgauge.harness.operations.modules.ground import Ground
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.outcome import QuantizedOperand
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
@@ -21,6 +22,9 @@ from narrowgauge.spec.recipes import Recipe
 Matrix = torch.Tensor | None
 SQUARE = ("softmax", "s", "dscores", "dp")
 """Matrices (B·heads·S, S). The others are (B·S, heads·d)."""
+OPERANDS = ("qkv", "s", "o", "do", "dp", "dqkv")
+"""Quantized tensors in the order of the columns of a history; the last three are gradients."""
+GRADIENTS = OPERANDS.index("do")
 
 
 class QuantizedAttentionStages:
@@ -31,8 +35,11 @@ class QuantizedAttentionStages:
     matrix that is quantized.
     """
 
-    def __init__(self, ground: Ground, heads: int) -> None:
+    def __init__(self, ground: Ground, heads: int, states: States) -> None:
+        """`states`: as of `DelayedStages`."""
         self.ground, self.heads = ground, heads
+        self.delayed = DelayedStages(ground, ATTENTION, states, (GRADIENTS, len(OPERANDS) - GRADIENTS))
+        self._amaxes: dict[str, torch.Tensor | None] = {}
         self.batch, self.length, self.hidden = ground.step.x.shape
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Operands of the steps, decoded in float32 and to the dtype of the layer."""
@@ -42,6 +49,7 @@ class QuantizedAttentionStages:
     def forward(self, qkv: Matrix) -> Matrix:
         """Judge the attention of `qkv` (B·S, 3·hidden); gives its decoded output (B·S, hidden)."""
         recipe = self.ground.plan.training.input
+        self.delayed.begin()
         self._operand("qkv", qkv, recipe, ("q", "k", "v"))
         softmax = self._step("softmax", reference.softmax, ("q", "k"), "softmax")
         self._operand("s", softmax, recipe)
@@ -69,6 +77,18 @@ class QuantizedAttentionStages:
         self._judge("dv", reference.value_gradient, ("s", "do"))
         return self._operand("dqkv", dqkv, recipe)
 
+    def end_forward(self, *, recorded: bool = False) -> None:
+        """`DelayedStages.end_forward`."""
+        self.delayed.end_forward([self._amaxes[name] for name in OPERANDS[:GRADIENTS]], recorded=recorded)
+
+    def share_forward(self, last: QuantizedAttentionStages) -> None:
+        """`DelayedStages.share_forward`."""
+        self.delayed.share_forward(last.delayed)
+
+    def end(self) -> None:
+        """`DelayedStages.end`."""
+        self.delayed.end([self._amaxes[name] for name in OPERANDS[GRADIENTS:]])
+
     def _shape(self, name: str) -> tuple[int, int]:
         rows = self.batch * self.length
         if name in SQUARE:
@@ -78,6 +98,7 @@ class QuantizedAttentionStages:
     def _operand(self, name: str, matrix: Matrix, recipe: Recipe, parts: tuple[str, ...] = ()) -> Matrix:
         """Judge an operand, and give its values in the dtype of the layer. `parts`: names of its columns, in order."""
         q = self._quantized(name, matrix, recipe)
+        self._amaxes[name] = None if q is None else q.amax
         if q is None:
             return None
         names = parts or (name,)
@@ -96,9 +117,12 @@ class QuantizedAttentionStages:
 
     def _quantized(self, name: str, matrix: Matrix, recipe: Recipe) -> Quantized | None:
         """An operand as the module reported it, its stages judged, or the reference's. None if neither is known."""
-        ground, key = self.ground, f"attention.{name}"
-        found = ground.seen(key)
-        oracle = None if matrix is None else reference.quantize(matrix, recipe)
+        ground, key = self.ground, ATTENTION + name
+        found, scale, oracle = ground.seen(key), None, None
+        if ground.plan.training.history:
+            scale = self.delayed.scale(OPERANDS.index(name))
+        if matrix is not None and (scale is not None or not ground.plan.training.history):
+            oracle = reference.quantize(matrix, recipe, scale=None if scale is None else scale.view(1))
         if found is None:
             return oracle
         like = ground.step.x.new_empty(0)

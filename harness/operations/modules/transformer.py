@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
+from narrowgauge.harness.operations.modules.delayed import States
+from narrowgauge.harness.operations.modules.ground import Ground
+from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.modules.norm import NormStages
 from narrowgauge.harness.operations.modules.quantized_attention import QuantizedAttentionStages
 from narrowgauge.harness.operations.stages.oracle import (
@@ -49,7 +51,9 @@ class TransformerStages:
         self.batch, self.sequence, self.hidden = ground.step.x.shape
         self._saved: dict[str, Matrix] = {}
         self._quantized = (
-            QuantizedAttentionStages(ground, ground.plan.heads) if ground.plan.training.quantizes_attention else None
+            QuantizedAttentionStages(ground, ground.plan.heads, states)
+            if ground.plan.training.quantizes_attention
+            else None
         )
 
     def forward(self, x: Matrix) -> Matrix:
@@ -102,7 +106,8 @@ class TransformerStages:
 
     @property
     def _layers(self) -> list[Any]:
-        return [self.qkv, self.proj, self.fc1, self.fc2]
+        attention = [] if self._quantized is None else [self._quantized]
+        return [self.qkv, *attention, self.proj, self.fc1, self.fc2]
 
     def end(self) -> None:
         """Judge the end of the step of every layer."""

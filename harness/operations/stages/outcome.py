@@ -70,7 +70,7 @@ class QuantizedOperand:
     scale: float
     """Decode scale."""
     before: torch.Tensor | None
-    """The matrix that was quantized, if it is known."""
+    """Matrix before its quantization; None if the module did not report the matrix."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
 
         def operand(name: str, x: Tensor, recipe: Recipe = recipe.input) -> Tensor:
             reported, values = kernel.operand(name, x.reshape(-1, x.shape[-1]), recipe)
-            layer._report(f"attention.{name}", reported)
+            layer.attention.report(name, reported)
             return values.view(x.shape)
 
         ctx.saved, ctx.layer, ctx.kernel, ctx.recipe, ctx.operand = [], layer, kernel, recipe, operand

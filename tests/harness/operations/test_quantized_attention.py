@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case
+from narrowgauge.native.modules import transformer
+from narrowgauge.reference import modules
+from narrowgauge.spec.modules.training import TrainingRecipe
 from tests.harness.operations.quantized_attention_kernels import RIGHT, WRONG, Fused, Kernel, layer_of
 from tests.harness.sample_backends import backend
 
@@ -54,6 +58,49 @@ def test_a_mistake_fails_at_its_step_with_its_cause(mistake: str) -> None:
     record = run(kernel, layer())
     assert (record.verdict, record.stage) == ("fail", f"step 1 {stage}")
     assert [entry["cause"] for entry in record.explanations][:1] == [cause]
+
+
+DELAYED = "DelayedScaling-history2-dpa"
+
+
+class NotMoved(transformer.AttentionOperands):
+    """Gradients of the attention whose scales stay as they are."""
+
+    def end_backward(self, recipe: TrainingRecipe) -> None:
+        self.report("history", self.amax_history)
+        self.report("scale", self.scale)
+
+
+class ScaleOfOther(transformer.AttentionOperands):
+    """S has the scale of q, k and v."""
+
+    def scale_of(self, role: int, scales: torch.Tensor | None) -> torch.Tensor | None:
+        return super().scale_of(0 if role == 1 else role, scales)
+
+
+def delayed(steps: int, *flags: str) -> Case:
+    labels = "heads:2", f"steps:{steps}", *flags
+    return case_from_labels("transformer-layer", DELAYED, (1, 8, 16, 16), "bf16", "normal", labels)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("operands", "stage"),
+    [(NotMoved, "step 1 attention.history"), (ScaleOfOther, "step 2 attention.s.tensor scale")],
+)
+def test_a_history_of_attention_is_judged(operands: Any, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer, "AttentionOperands", operands)
+    record = run_case(delayed(2), backend(declares={}, TransformerLayer=transformer.TransformerLayer))
+    assert (record.verdict, record.stage) == ("fail", stage)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("door", [transformer.TransformerLayer, modules.TransformerLayer])
+@pytest.mark.parametrize("flags", [("pending",), ("microbatches",), ("recompute", "reloaded"), ("no-grad",)])
+def test_uses_of_a_history_of_attention(door: Any, flags: tuple[str, ...]) -> None:
+    record = run_case(delayed(2, *flags), backend(declares={}, TransformerLayer=door))
+    assert (record.verdict, record.message) == ("pass", "")
+    assert all(entry["compared"] for entry in record.stages)
 
 
 def test_a_layer_without_attention_is_refused() -> None:
