@@ -89,43 +89,29 @@ class TransformerLayer(torch.nn.Module):
             layer.backward_dw()
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
-        recipe = current()
+        recipe, dtype = current(), qkv.dtype
         if recipe is None or not recipe.quantizes_attention:
-            qkv = self._watched(qkv, "dqkv")
-            out = self._weighted(self._scores(qkv).softmax(-1), qkv)
+            q, k, v = self._heads(self._watched(qkv, "dqkv"))
+            out = _joined(_scores(q, k).softmax(-1) @ v).to(dtype)
             self._report("attention", out)
             return out
         scales = None
         if recipe.history:
             scales = self.attention.present_scales(recipe, qkv.device)
             self.attention.end_forward_later(recipe)
-        dtype, operand = qkv.dtype, partial(_Operand.apply, self, recipe, scales)
-        qkv = operand("qkv", "dqkv", qkv)
-        weights = operand("", "dp", self._scores(qkv)).softmax(-1).to(dtype)
+        operand = partial(_Operand.apply, self, recipe, scales)
+        q, k, v = self._heads(operand("qkv", "dqkv", qkv))
+        weights = operand("", "dp", _scores(q, k)).softmax(-1).to(dtype)
         self._report("softmax", weights.flatten(0, 2))
-        out = self._weighted(operand("s", "", weights).float(), qkv)
+        out = _joined(operand("s", "", weights).float() @ v).to(dtype)
         self._report("attention", out)
         attended: torch.Tensor = operand("o", "do", out)
         return attended
 
-    def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
-        """q, k and v in float32, (3, batch, heads, S, d)."""
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v (batch, heads, S, d), float32."""
         batch, length, _ = qkv.shape
-        return qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float()
-
-    def _scores(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Scores (batch, heads, S, S), float32, −∞ for keys behind the query."""
-        # scaled_dot_product_attention is not used: on a GPU the backward pass of its fused kernels adds in no fixed
-        # order.
-        q, k, _ = self._heads(qkv)
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        future = torch.ones(*scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
-        return scores.masked_fill(future, -torch.inf)
-
-    def _weighted(self, weights: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """weights·v (batch, S, hidden), in the dtype of `qkv`."""
-        out = weights @ self._heads(qkv)[2]
-        return out.transpose(1, 2).flatten(2).to(qkv.dtype)
+        return qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float().unbind()
 
     def _report(self, name: str, value: torch.Tensor) -> None:
         if self._observer is not None:
@@ -138,6 +124,18 @@ class TransformerLayer(torch.nn.Module):
         alias = tensor.view_as(tensor)  # the gradient of x itself may have other contributions
         alias.register_hook(partial(self._report, gradient))  # type: ignore[no-untyped-call]
         return alias
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Scores (batch, heads, S, S), −∞ for keys behind the query."""
+    # scaled_dot_product_attention is not used: on a GPU the backward pass of its fused kernels adds in no fixed order.
+    scores: torch.Tensor = (q @ k.mT) * q.shape[-1] ** -0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def _joined(heads: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, S, d) as (batch, S, heads·d)."""
+    return heads.transpose(1, 2).flatten(2)
 
 
 _NAMES = ("qkv", "s", "o", "do", "dp", "dqkv")

@@ -158,7 +158,7 @@ class QuantizedAttentionStages:
         # A kernel that decodes in float32 may multiply the result by the scales instead of the operands.
         exact, stored = ({operand: self._values[operand][form] for operand in operands} for form in (0, 1))
         right = compute(1, **exact)
-        expected = right.hull(lambda: compute(**stored)).assuming(right.assumes)
+        expected = right.hull(lambda: compute(0, **stored)).assuming(right.assumes)
         of_heads = {operand: self._heads_of(operand, value) for operand, value in stored.items()}
         self.ground.judge_formula(
             name, found, expected, compute, stored, wrong, {"operands": of_heads, "expected": expected, **given}
