@@ -203,7 +203,7 @@ class _Table:
 
     def _tiers(self) -> Iterator[Tier]:
         """The tier of each case, in order."""
-        if self.tier != "quick-pairs" and self.tier != "quick-values":
+        if self.tier not in {"quick-pairs", "quick-values"}:
             return itertools.repeat(self.tier, self.count)
         quick = few_points(tuple(map(len, self.values.values())), _COVERED[self.tier])
         return ("quick" if number in quick else "quick-cuda" for number in range(self.count))

@@ -139,6 +139,8 @@ _CONSTANTS = (
     (0.044715, 0.04475, 0.044175, 0.04715, 0.044715 * math.sqrt(2 / math.pi), 0.44715, 0.0044715),
     (math.sqrt(0.5), math.sqrt(2), 0.5, math.sqrt(2 / math.pi)),
 )
+_DIMS = (64, 128, 192, 256)
+"""Sizes of a head. The root of a size, or the size, divides the logits of attention."""
 _LEFT_OUT = (1, 2, 4, 8, 16, 32, 64)
 """Elements of a row that a sum may leave out: a thread's tail, or vectors of a warp."""
 _PADDED = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -154,6 +156,8 @@ def _other_constants(site: Site) -> list[float]:
         found.append(float(f"{value:.{digits - 1}e}"))
     if 0 < value <= _EPSILONS[-1]:
         found += [*_EPSILONS, math.sqrt(value), value * value]
+    if 0 < value < 0.5 and any(step.function == SCORES for step in site.editor.program.steps):
+        found += [dim**power for dim in _DIMS for power in (-0.5, -1.0)]
     for family in _CONSTANTS:
         if any(abs(value / other - 1) < 1e-3 for other in family):
             found += family
