@@ -362,7 +362,7 @@ WRONG: dict[str, tuple[Attention, str]] = {
     "last split of 2": (_keys_out(lambda t, n: (t >= (n + 1) // 2) & (t > 0))(), "split 1 of 2"),
     "first split of 3": (_keys_out(lambda t, n: (t < (n + 2) // 3) & (n > 1))(), "split 0 of 3"),
     "mask aligned to the first": (_seen(lambda i, n, length: i + 1)(), "lengths"),
-    "no mask": (_seen(lambda i, n, length: length)(), "q_lengths"),
+    "no mask": (_seen(lambda i, n, length: length)(), ""),
     "next request's pages": (_table(lambda p, r: p[(r + 1) % len(p)])(), "pages is that of the next"),
     "pages of request 0": (_table(lambda p, r: p[0])(), "pages is that of"),
     "values of reversed pages": (_pages_of("values", lambda own: own.flip(0))(), "values of page"),
