@@ -324,6 +324,16 @@ __device__ __forceinline__ Vector4 ld_global_nc_v4_u32(const u8* source) {
 #endif
 }
 
+__device__ __forceinline__ float ld_global_nc_f32(const float* source) {
+#ifdef __CUDA_ARCH__
+    float loaded;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(loaded) : "l"(source));
+    return loaded;
+#else
+    return *source;
+#endif
+}
+
 __device__ __forceinline__ u32 ld_global_nc_u16(const u8* source) {
 #ifdef __CUDA_ARCH__
     u16 loaded;

@@ -16,7 +16,7 @@ enum class BlockScales : int { E4M3 = 0, E8M0 = 1, NONE = 2 };
 
 struct DequantizeParameters {
     OperandParameters operand;  // of matrices: addresses of codes and of scales for each
-    const int* layouts;         // (matrices,), or null for a single operand
+    const i64* layouts;         // (matrices,), or null for a single operand
     i64 rows, k;
     BlockScales block_scales;
     const i64* sizes;   // (sections,) rows, or null
@@ -186,11 +186,11 @@ __device__ __forceinline__ void store_chunk(const u32 (&pairs)[CHUNK / 2], u8* t
     }
 }
 
-// Sets the first row of tile row `tile` of an operand, and ends `from` with its section. False if no section has this row of tiles.
-__device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, Operand& from, i64& first) {
+// Sets the first row of tile row `tile` of an operand, moves `at` to its section and ends `from` with the section. False if no
+// section has this row of tiles.
+__device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, TiledSection& at, Operand& from, i64& first) {
     first = tile * TILE_ROWS;
     if (p.sizes == nullptr) return true;
-    TiledSection at({p.sizes, p.sections, p.rows, p.starts});
     while (tile - at.before >= at.tiles()) {
         if (!at.next()) return false;
     }
