@@ -12,6 +12,7 @@ import torch
 from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
 from narrowgauge.native.collectives import all_gather, all_reduce, all_reduce_norm_quantize, reduce_scatter
+from narrowgauge.native.experts.layer import MoELayer
 from narrowgauge.native.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.native.experts.rows import combine, permute
 from narrowgauge.native.fused.activation import (
@@ -57,7 +58,7 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer",
     "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "all_gather", "all_reduce", "all_reduce_norm_quantize",
     "amax", "attention", "attention_sinks", "check", "combine", "declares", "dequantize", "find_recipe",
     "gelu_mul_quantize", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_order", "gemm_quantized",

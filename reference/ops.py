@@ -1,5 +1,6 @@
 """The doors of the reference, the same as those of `native.ops`."""
 
+from narrowgauge.reference.experts.layer import MoELayer
 from narrowgauge.reference.experts.permute import permute
 from narrowgauge.reference.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.reference.gemm.gemm import gemm, gemm_grouped
@@ -15,7 +16,7 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer", "declares",
     "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
     "pack_scales", "pad_sections", "permute", "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform",
     "unpack_scales", "unpad_sections", "unswizzle", "update_scale",

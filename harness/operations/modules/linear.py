@@ -180,7 +180,8 @@ class Ground:
         given: dict[str, Any],
     ) -> None:
         """Add the stage of a tensor in high precision, and keep the first wrong formula for a diagnosis."""
-        stage = bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
+        dtype = torch.float32 if name == "dprobabilities" else self.plan.dtype
+        stage = bounded_stage(self.stage(name), found, expected, dtype, figures=self.figures)
         self.outcome.stages.append(stage)
         if self.outcome.formula is None and not stage.passed:
             others = {key: tensor for key, tensor in self.known_tensors() if key != name}
@@ -245,7 +246,7 @@ class LinearStages:
         """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
         self._matrices["dy"] = self._padded(dy)
         frozen, dx = self.plan.use, None
-        if frozen != "frozen-input" or self.layer.prefix or self.layer.norm:
+        if frozen != "frozen-input" or not self.layer.first:
             dx = self._products("dx", gradient, self.layer.inner)
         if frozen == "frozen-weight":
             self._no_weight_gradients()
