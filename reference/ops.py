@@ -16,8 +16,8 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer", "declares",
-    "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer",
+    "declares", "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
     "pack_scales", "pad_sections", "permute", "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform",
     "unpack_scales", "unpad_sections", "unswizzle", "update_scale",
 ]  # fmt: skip

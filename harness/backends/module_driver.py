@@ -313,9 +313,7 @@ class _Running:
 
     def _routing(self, number: int) -> list[torch.Tensor]:
         """Experts and probabilities of the tokens of a step, which need a gradient; of a MoELayer."""
-        return [
-            tensor[number].detach().requires_grad_(tensor.is_floating_point()) for tensor in self.routing.values()
-        ]
+        return [tensor[number].detach().requires_grad_(tensor.is_floating_point()) for tensor in self.routing.values()]
 
     def _observed_forward(self, step: Step, x: torch.Tensor, routing: list[torch.Tensor]) -> Any:
         self._observe(step.report)

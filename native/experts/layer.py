@@ -23,8 +23,8 @@ class MoELayer(torch.nn.Module):
     seed + 1. SwiGLU and the sum over the choices are computed in float32 and cast once. A forward pass waits for the
     numbers of rows of the experts. Options and errors: see GroupedLinear.
 
-    An observer gets the results of the children with the prefix `fc1.` or `fc2.`, `source_rows`, `permuted`, `swiglu` and
-    `y`, and the gradients `dfc2` and `dswiglu` of the outputs of fc2 and fc1, `dprobabilities` and `dx`.
+    An observer gets the results of the children with the prefix `fc1.` or `fc2.`, `source_rows`, `permuted`, `swiglu`
+    and `y`, and the gradients `dfc2` and `dswiglu` of the outputs of fc2 and fc1, `dprobabilities` and `dx`.
     """
 
     def __init__(self, experts: int, hidden: int, ffn: int, bias: bool = True, **options: Unpack[Options]) -> None:

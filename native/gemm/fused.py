@@ -122,9 +122,7 @@ def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fie
         product.family, product.a, product.m, product.k, 1, refused, sizes=sizes, starts=starts,
         early_kernel=(source, "pack_interleaved"), most_blocks=_PACKING_BLOCKS * multiprocessors,
     )  # fmt: skip
-    parameters = _PARAMETERS(
-        a=a, b_codes=None, b_scales=None, refused=refused, **fields_of(product, out, 1, _COLUMNS)
-    )
+    parameters = _PARAMETERS(a=a, b_codes=None, b_scales=None, refused=refused, **fields_of(product, out, 1, _COLUMNS))
     tokens = tokens_of(product.expected_rows // len(matrices))
     launch(
         source, f"gemm_fused_grouped_{tokens}", (multiprocessors,), (_THREADS,), [first, parameters, *_alpha(product)],

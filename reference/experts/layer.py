@@ -31,7 +31,9 @@ class MoELayer(torch.nn.Module):
     `dprobabilities` and `dx`.
     """
 
-    def __init__(self, experts: int, hidden: int, ffn: int, bias: bool = True, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, experts: int, hidden: int, ffn: int, bias: bool = True, *, seed: int = 0, **options: Any
+    ) -> None:
         super().__init__()
         self.experts = experts
         self.fc1 = GroupedLinear(experts, hidden, 2 * ffn, bias, seed=seed, **options)

@@ -34,7 +34,7 @@ def swiglu_forward(x: torch.Tensor) -> Bounded:
 
 
 def swiglu_backward(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
-    """Gradient of `x` (M, 2·F) for the gradient `dy` (M, F) of `swiglu_forward`: dy·u·(σ + g·σ·(1 − σ)), and dy·silu(g).
+    """Gradient of `x` (M, 2·F) for the gradient `dy` (M, F) of SwiGLU: dy·u·(σ + g·σ·(1 − σ)), and dy·silu(g).
 
     Raises ValueError if the shapes do not belong together.
     """
@@ -73,8 +73,8 @@ def weighted_rows(dy: torch.Tensor, source_rows: torch.Tensor, weights: torch.Te
 
 
 def weight_gradient(dy: torch.Tensor, y: torch.Tensor, positions: torch.Tensor) -> Bounded:
-    """Gradient of the weights for the gradient `dy` (T, N) of `weighted_sum`: Σₙ dy[t, n]·y[positions[t, j], n]: (T, k).
+    """Gradient of the weights for the gradient `dy` (T, N) of `weighted_sum`: Σₙ dy[t, n]·y[positions[t, j], n].
 
-    In float32 and any order; 0 for a choice without a position."""
+    (T, k), in float32 and any order; 0 for a choice without a position."""
     terms = exactly(dy.unsqueeze(1)) * exactly(_chosen(y, positions))
     return terms.masked((positions >= 0).unsqueeze(-1)).sum(-1)

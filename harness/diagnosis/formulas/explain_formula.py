@@ -1,4 +1,4 @@
-"""Diagnosis of high-precision stages: known wrong formulas of norms, GELU, attention and residuals."""
+"""Diagnosis of high-precision stages: known wrong formulas of norms, activations, attention, residuals and choices."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     ColumnSum,
     GeluGradient,
     NormGradient,
+)
+from narrowgauge.harness.diagnosis.formulas.wrong_experts import (
+    CHOICE_ROWS,
+    CHOICES,
+    SWIGLU_GRADIENTS,
+    SWIGLUS,
+    WEIGHT_GRADIENTS,
+    ChoiceRows,
+    Choices,
+    Swiglu,
+    SwigluGradient,
+    WeightGradient,
 )
 from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     ATTENTIONS,
@@ -43,7 +55,9 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "norm": (Norm, NORMS), "gelu": (Gelu, GELUS), "attention": (Attention, ATTENTIONS),
     "residual": (Residual, RESIDUALS), "norm-backward": (NormGradient, NORM_GRADIENTS),
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
-    "column-sum": (ColumnSum, COLUMN_SUMS),
+    "column-sum": (ColumnSum, COLUMN_SUMS), "swiglu": (Swiglu, SWIGLUS),
+    "swiglu-backward": (SwigluGradient, SWIGLU_GRADIENTS), "choices": (Choices, CHOICES),
+    "choice-rows": (ChoiceRows, CHOICE_ROWS), "weight-gradient": (WeightGradient, WEIGHT_GRADIENTS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 

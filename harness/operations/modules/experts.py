@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,32 +44,35 @@ class ExpertStages:
         """Judge the forward of `x` (T, hidden); gives y."""
         assert x is not None
         self.source_rows = self._order()
-        self.positions = positions_of(self.source_rows, *self.ids.shape)
+        self.positions = {"positions": positions_of(self.source_rows, *self.ids.shape)}
         rows = self._judged("permuted", self._chosen, (len(self.source_rows), self.hidden), x=x)
         inner = self.fc1.forward(rows)
-        activated = self._judged(
-            "swiglu", swiglu_forward, (len(self.source_rows), self.ffn), "swiglu", x=inner,
-        )  # fmt: skip
+        activated = self._judged("swiglu", swiglu_forward, (len(self.source_rows), self.ffn), "swiglu", x=inner)
         outer = self.fc2.forward(activated)
         self._saved = {"inner": inner, "outer": outer}
-        sums = partial(_sum, positions=self.positions)
-        return self._judged("y", sums, tuple(x.shape), "combine", rows=outer, probabilities=self.probabilities)
+        return self._judged(
+            "y", weighted_sum, tuple(x.shape), "choices", self.positions, y=outer, weights=self.probabilities
+        )
 
     def backward(self, dy: Matrix) -> Matrix:
         """Judge the backward of `dy` (T, hidden); gives dx."""
-        gradient = partial(_weight_gradient, positions=self.positions)
-        self._judged("dprobabilities", gradient, tuple(self.ids.shape), dy=dy, rows=self._saved["outer"])
-        spread = partial(_rows, source_rows=self.source_rows)
-        shape = len(self.source_rows), self.hidden
-        outer = self._judged("dfc2", spread, shape, dy=dy, probabilities=self.probabilities)
-        shape = len(self.source_rows), 2 * self.ffn
-        inner = self._judged(
-            "dswiglu", _swiglu_gradient, shape, "swiglu-backward", dy=self.fc2.backward(outer), x=self._saved["inner"],
+        rows = len(self.source_rows)
+        self._judged(
+            "dprobabilities", weight_gradient, tuple(self.ids.shape), "weight-gradient", self.positions, dy=dy,
+            y=self._saved["outer"],
         )  # fmt: skip
-        rows = self.fc1.backward(inner)
+        given = {"source_rows": self.source_rows}
+        outer = self._judged(
+            "dfc2", weighted_rows, (rows, self.hidden), "choice-rows", given, dy=dy, weights=self.probabilities
+        )
+        inner = self._judged(
+            "dswiglu", swiglu_backward, (rows, 2 * self.ffn), "swiglu-backward", dy=self.fc2.backward(outer),
+            x=self._saved["inner"],
+        )  # fmt: skip
+        permuted = self.fc1.backward(inner)
         if self.ground.plan.use == "frozen-input":
             return None
-        return self._judged("dx", partial(weighted_sum, positions=self.positions), tuple(self.ground.step.x.shape), y=rows)
+        return self._judged("dx", weighted_sum, tuple(self.ground.step.x.shape), "choices", self.positions, y=permuted)
 
     def end_forward(self, *, recorded: bool = False) -> None:
         """`LinearStages.end_forward` of both layers."""
@@ -106,27 +109,12 @@ class ExpertStages:
         return exactly(x[self.source_rows // max(1, self.ids.shape[1])])
 
     def _judged(
-        self, name: str, compute: Callable[..., Bounded], shape: tuple[int, ...], formula: str = "", **operands: Matrix
-    ) -> Matrix:
-        """Judge what stays in high precision: a formula of what was reported, if all of it was. `formula`: the known
-        wrong formulas, which take the same operands."""
-        given: dict[str, Any] = dict(operands) if formula else {}
-        if formula == "combine":
-            given["positions"] = self.positions
-        return self.ground.high_precision(name, shape, compute, operands, formula, **given)
+        self, name: str, compute: Callable[..., Bounded], shape: tuple[int, ...], formula: str = "",
+        given: Mapping[str, torch.Tensor] | None = None, **operands: Matrix,
+    ) -> Matrix:  # fmt: skip
+        """Judge what stays in high precision: a formula of what was reported, if all of it was.
 
-
-def _sum(rows: torch.Tensor, probabilities: torch.Tensor, positions: torch.Tensor) -> Bounded:
-    return weighted_sum(rows, positions, probabilities)
-
-
-def _rows(dy: torch.Tensor, probabilities: torch.Tensor, source_rows: torch.Tensor) -> Bounded:
-    return weighted_rows(dy, source_rows, probabilities)
-
-
-def _weight_gradient(dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Bounded:
-    return weight_gradient(dy, rows, positions)
-
-
-def _swiglu_gradient(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
-    return swiglu_backward(dy, x)
+        `given`: its other arguments. `formula`: the known wrong formulas, which take both."""
+        given = given or {}
+        known = {**operands, **given} if formula else {}
+        return self.ground.high_precision(name, shape, partial(compute, **given), operands, formula, **known)

@@ -17,7 +17,7 @@ class MoeLayerCase(ModuleCase):
     """A mixture of experts: x (T, hidden), fc1 (2·ffn, hidden) and fc2 (hidden, ffn) of each expert."""
 
     operation: ClassVar[str] = "moe-layer"
-    kinds: ClassVar[tuple[Kind, ...]] = (Kind.NORMALIZED,)
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.LINEAR,)
     seconds: ClassVar[tuple[float, float]] = (300e-3, 200e-9)
     module: ClassVar[str] = "MoELayer"
 
