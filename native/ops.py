@@ -12,7 +12,6 @@ import torch
 from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
 from narrowgauge.native.collectives import all_gather, all_reduce, all_reduce_norm_quantize, reduce_scatter
-from narrowgauge.native.experts.layer import MoELayer
 from narrowgauge.native.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.native.experts.rows import combine, permute
 from narrowgauge.native.fused.activation import (
@@ -45,7 +44,7 @@ from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
 from narrowgauge.native.gemm.scaled import scaled_gemm, scaled_gemm_bias
 from narrowgauge.native.gemm.weight_only import weight_only_gemm, weight_only_gemm_bias
-from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, MoELayer, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.native.quantize.dequantize import dequantize

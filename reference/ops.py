@@ -1,11 +1,10 @@
 """The doors of the reference, the same as those of `native.ops`."""
 
-from narrowgauge.reference.experts.layer import MoELayer
 from narrowgauge.reference.experts.permute import permute
 from narrowgauge.reference.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.reference.gemm.gemm import gemm, gemm_grouped
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, MoELayer, TransformerLayer
 from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.hadamard import transform

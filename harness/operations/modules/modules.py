@@ -31,7 +31,7 @@ from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import dequantize, residual_sum
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.reference import ops as reference_ops
+from narrowgauge.reference import modules as reference_modules
 from narrowgauge.reference.high_precision.bounded import exactly
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 
@@ -81,7 +81,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
     _pool_figures(outcome.stages)
     outcome.accuracy = accuracy(plan, kept[-1])
     with count_seconds("reference"):
-        own_run = Backend.local("reference", reference_ops).run_module(plan, given_of(inputs))
+        own_run = Backend.local("reference", reference_modules).run_module(plan, given_of(inputs))
     actual, expected = _ends(plan, kept), _ends(plan, own_run)
     if actual.numel() == expected.numel():  # no gradient is missing
         outcome.actual, outcome.expected = actual, expected

@@ -14,7 +14,6 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
-from narrowgauge.reference.experts import layer as reference
 from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.reference.high_precision.experts import (
     swiglu_backward,
@@ -23,6 +22,7 @@ from narrowgauge.reference.high_precision.experts import (
     weighted_rows,
     weighted_sum,
 )
+from narrowgauge.reference.modules import moe_layer as reference
 from narrowgauge.reference.modules.grouped_linear import GroupedLinear
 from tests.harness.sample_backends import backend
 

@@ -220,8 +220,10 @@ __device__ __forceinline__ void dequantize_chunk(const ChunkCodes& codes, float 
 
 // A thread's part of a tile: rows from `first` on, zeros beyond the last row, columns from `start` on. A warp dequantizes the
 // eight chunks of four rows, which are contiguous if K is; or a chunk of 32 rows of transposed codes.
+// Unless `whole`, groups of 32 rows beyond the last row are not written.
 template <class F, BlockScales SCALES, bool INTERLEAVED = false>
-__device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused) {
+__device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused,
+                                                bool whole = true) {
     const int thread = threadIdx.x;
     const bool transposed = (from.layout & CODES_TRANSPOSED) != 0;
     const int chunk = transposed ? thread / 32 : thread % 8, top = transposed ? thread % 32 : thread / 8;
@@ -238,6 +240,7 @@ __device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, 
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+        if (!whole && first + 32 * pass >= from.rows) return;
         dequantize_chunk<F, SCALES, INTERLEAVED>(codes[pass], scales[pass], tile, top + 32 * pass, chunk, refused);
     }
 }

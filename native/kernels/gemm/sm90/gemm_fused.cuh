@@ -32,6 +32,11 @@ constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
 constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
 constexpr int SECTION_ROWS = FUSED_CONSUMERS * WGMMA_M, SECTION_CODE_STAGES = 4;  // of a block of the persistent kernel
+// Most rows of a of a block that decodes a step ahead. Rows of the macro are for measurements.
+#ifndef MOST_AHEAD
+#define MOST_AHEAD 64
+#endif
+constexpr int DECODED_AHEAD = MOST_AHEAD;
 constexpr int STORED_TOKENS = 16, STORED_STRIDE = 20;      // of the sums that a warp stores at a time: without bank conflicts
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
 // Of 96 registers of each of 640 threads.
@@ -268,6 +273,7 @@ struct FusedSlice {
     typename Pipelines::Barriers& barriers;
     i64 row, token, first;
     u32 steps, before;
+    u32 token_bytes;  // of the rows of a of a step
 
     __device__ __forceinline__ void copy_tokens() const {
         constexpr int STAGES = Pipelines::TOKEN_STAGES;
@@ -276,9 +282,9 @@ struct FusedSlice {
         for (u32 step = 0; step < steps; ++step) {
             const u32 stage = (before + step) % STAGES;
             ptx::mbarrier_try_wait_parity(barriers.tokens_empty[stage], (before + step) / STAGES % 2 ^ 1u);
-            ptx::mbarrier_arrive_expect_tx(barriers.tokens_full[stage], TOKENS * ROW_BYTES);
-            ptx::cp_async_bulk_shared_global<TOKENS * ROW_BYTES>(pipelines.tokens[stage], source + i64{step} * TILE_BYTES,
-                                                                 barriers.tokens_full[stage]);
+            ptx::mbarrier_arrive_expect_tx(barriers.tokens_full[stage], token_bytes);
+            ptx::cp_async_bulk_shared_global(pipelines.tokens[stage], source + i64{step} * TILE_BYTES, token_bytes,
+                                             barriers.tokens_full[stage]);
         }
     }
 
@@ -318,33 +324,53 @@ struct FusedSlice {
 #pragma unroll
             for (int i = 0; i < 2; ++i) scales[i] = *reinterpret_cast<const ptx::Vector4*>(row_scales[i] + i64{run} * 16);
         };
+        const u32 runs = steps / STEPS;
+        const auto decode = [&](u32 run, u32 step, Fragments& fragments) {
+            const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes((before + run * STEPS) / STAGE_STEPS);
+            const u32 stage = codes.stage(step / STAGE_STEPS);
+            if (step % STAGE_STEPS == 0) {
+                ptx::mbarrier_try_wait_parity(barriers.codes_full[stage], codes.phase(step / STAGE_STEPS));
+            }
+            Codes::decode(fragments, pipelines.codes[0], stage * Pipelines::CODE_BYTES + first_code, scales, step);
+            if (step % STAGE_STEPS == STAGE_STEPS - 1) {
+                ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
+                release(barriers.codes_empty[stage], lane);
+            }
+            // After the last fence, which waits for loads. The compiler moves loads by ld.global.nc before a fence.
+            if (step == STEPS - 1 && run + 1 < runs) load(run + 1);
+        };
+        // Whether a step is decoded while the tensor cores multiply the step before: registers hold the numbers of both.
+        constexpr bool AHEAD = TOKENS <= DECODED_AHEAD;
+        Fragments fragments[2];
+        u32 multiplied = 0;  // stage of the step before
         load(0);
-        Codes::prepare(p, y, first_run, steps / STEPS);
-        for (u32 run = 0; run < steps / STEPS; ++run) {
-            const u32 done = before + run * STEPS;
-            const Stages<Pipelines::TOKEN_STAGES, STEPS> tokens(done);
-            const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);
+        Codes::prepare(p, y, first_run, runs);
+        for (u32 run = 0; run < runs; ++run) {
+            const Stages<Pipelines::TOKEN_STAGES, STEPS> tokens(before + run * STEPS);
 #pragma unroll
             for (u32 step = 0; step < STEPS; ++step) {
-                const u32 stage = tokens.stage(step), code_stage = codes.stage(step / STAGE_STEPS);
-                if (step % STAGE_STEPS == 0) {
-                    ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes.phase(step / STAGE_STEPS));
-                }
-                Fragments fragments;
-                Codes::decode(fragments, pipelines.codes[0], code_stage * Pipelines::CODE_BYTES + first_code, scales, step);
-                if (step % STAGE_STEPS == STAGE_STEPS - 1) {
-                    ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
-                    release(barriers.codes_empty[code_stage], lane);
-                }
-                // After the last fence, which waits for loads. The compiler moves loads by ld.global.nc before a fence.
-                if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
+                Fragments& now = fragments[AHEAD ? step % 2 : 0];
+                const u32 stage = tokens.stage(step);
+                decode(run, step, now);
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
-                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
-                wait_for_sums(d);
-                keep(fragments);
-                release(barriers.tokens_empty[stage], lane);
+                multiply_fragments<typename Codes::Number, TOKENS>(d, now, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
+                if constexpr (AHEAD) {
+                    ptx::wgmma_wait_group<1>();
+                    keep(fragments[(step + 1) % 2]);
+                    if (run + step > 0) release(barriers.tokens_empty[multiplied], lane);
+                    multiplied = stage;
+                } else {
+                    wait_for_sums(d);
+                    keep(now);
+                    release(barriers.tokens_empty[stage], lane);
+                }
             }
+        }
+        if constexpr (AHEAD) {
+            wait_for_sums(d);
+            keep(fragments[1]);
+            release(barriers.tokens_empty[multiplied], lane);
         }
     }
 };
@@ -436,7 +462,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
         const i64 first = ((rank + block) * BLOCK_SLICES + number) * p.slice_steps, left = p.k / TILE_COLUMNS - first;
         const u32 steps = static_cast<u32>(left < p.slice_steps ? left : p.slice_steps);
         return FusedSlice<Codes, Pipelines>{p,     shared.pipelines[number], shared.barriers[number], row, token, first,
-                                            steps, static_cast<u32>(block * p.slice_steps)};
+                                            steps, static_cast<u32>(block * p.slice_steps), TOKENS * ROW_BYTES};
     };
     if (thread == 0) {
         for (auto& barriers : shared.barriers) barriers.init();
@@ -526,7 +552,10 @@ __device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const 
         own.b_codes = matrices.codes[tile.section];
         own.b_scales = matrices.scales[tile.section];
         for (int part = 0; part < TILE_ROWS && tile.row + part < tile.section_rows; part += TOKENS, before += steps) {
-            work({own, shared.pipelines, shared.barriers, tile.column, tile.row + part, 0, steps, before}, tile);
+            const i64 left = tile.section_rows - tile.row - part;
+            // pack_interleaved writes groups of 32 rows. Outputs of other rows are not stored.
+            const u32 rows = left < TOKENS ? static_cast<u32>(left + 31) / 32 * 32 : TOKENS;
+            work({own, shared.pipelines, shared.barriers, tile.column, tile.row + part, 0, steps, before, rows * ROW_BYTES}, tile);
         }
     }
 }
@@ -589,7 +618,8 @@ __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters
         i64 first;
         if (!find_rows(p, tile / steps, at, from, first)) return;
         dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, tile % steps * TILE_COLUMNS, p.k,
-                                                                      p.tiles + tile * TILE_BYTES, refused);
+                                                                      p.tiles + tile * TILE_BYTES, refused,
+                                                                      p.sizes == nullptr);
         if (p.sizes == nullptr) return;
     }
 }

@@ -75,10 +75,29 @@ struct WgmmaFp8Parameters {
 };
 
 // Boxes of codes, zeros beyond the last row and column. Zeros take as long as codes: 64 rows by N = K = 8192 take 21.5 us on an
-// H200, 26.0 with boxes of 128 rows. A tile has the boxes of a that have rows.
+// H200, 26.0 with boxes of 128 rows.
 struct MappedCodes : CopyingSource {
     const TensorMap& a;
     const TensorMap& b;
+    int a_box_rows;
+
+    __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage) - (TILE_ROWS - a_box_rows) * ROW_BYTES; }
+
+    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
+        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
+        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.row), full);
+#pragma unroll
+        for (int i = 0; i < B_TILES; ++i) {
+            ptx::cp_async_bulk_tensor_2d<(CLUSTER > 1)>(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
+        }
+    }
+};
+
+// The same for the sections of a, with a map of each matrix, and the boxes of a that have rows of the section. Other rows of a
+// stage are of the next section or of another tile; their outputs are not stored.
+struct MappedSections : CopyingSource {
+    const TensorMap& a;
+    const TensorMap* b;
     int a_box_rows;
 
     __device__ __forceinline__ int a_rows(const OutputTile& tile) const {
@@ -90,41 +109,25 @@ struct MappedCodes : CopyingSource {
         return sizeof(Stage) - (TILE_ROWS - a_rows(tile)) * ROW_BYTES;
     }
 
-    // `once`: no other block reads the same codes of b at another time.
-    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step,
-                                         bool once = CLUSTER > 1) const {
-        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
-        const int first = static_cast<int>(tile.section_start + tile.row), rows = a_rows(tile);
-        for (int row = 0; row < rows; row += a_box_rows) {
-            ptx::cp_async_bulk_tensor_2d(stage.a + row * ROW_BYTES, a.words, x, first + row, full);
-        }
-#pragma unroll
-        for (int i = 0; i < B_TILES; ++i) {
-            if (once) {
-                ptx::cp_async_bulk_tensor_2d<true>(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
-            } else {
-                ptx::cp_async_bulk_tensor_2d(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
-            }
-        }
-    }
-};
-
-// The same for the sections of a, with a map of each matrix. Rows beyond the end of a section are those of the next one, or
-// were copied for another tile; their outputs are not stored.
-struct MappedSections : CopyingSource {
-    const TensorMap& a;
-    const TensorMap* b;
-    int a_box_rows;
-
-    __device__ __forceinline__ MappedCodes of(const OutputTile& tile) const { return {{}, a, b[tile.section], a_box_rows}; }
-    __device__ __forceinline__ u32 bytes(const OutputTile& tile) const { return of(tile).bytes(tile); }
-
     __device__ __forceinline__ void wait_for(const OutputTile& tile) const {
         ptx::fence_proxy_tensormap_acquire(b[tile.section].words);
     }
 
     __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
-        of(tile).load(stage, full, tile, step, tile.section_rows <= TILE_ROWS);
+        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
+        const int first = static_cast<int>(tile.section_start + tile.row), rows = a_rows(tile);
+        for (int row = 0; row < rows; row += a_box_rows) {
+            ptx::cp_async_bulk_tensor_2d(stage.a + row * ROW_BYTES, a.words, x, first + row, full);
+        }
+        const u64(&map)[16] = b[tile.section].words;
+#pragma unroll
+        for (int i = 0; i < B_TILES; ++i) {
+            if (tile.section_rows <= TILE_ROWS) {  // no other block reads these codes
+                ptx::cp_async_bulk_tensor_2d<true>(stage.b[i], map, x, y + i * TILE_ROWS, full);
+            } else {
+                ptx::cp_async_bulk_tensor_2d(stage.b[i], map, x, y + i * TILE_ROWS, full);
+            }
+        }
     }
 };
 
@@ -207,8 +210,8 @@ struct BlockScaled {
         Scales scales;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // by turns: with all loads of a first, 8192^3 takes 1.01 ms on an H200 and not 0.93
-            scales.a[i] = ptx::ld_global_nc_f32(a_scales + (a_first[i] + block * a_stride));
-            if (i < B_TILES) scales.b[i] = ptx::ld_global_nc_f32(b_scales + (b_first[i] + block * b_stride));
+            scales.a[i] = a_scales[a_first[i] + block * a_stride];
+            if (i < B_TILES) scales.b[i] = b_scales[b_first[i] + block * b_stride];
         }
         return scales;
     }
@@ -244,6 +247,9 @@ struct SectionBlockScaled : BlockScaled {
 
     __device__ __forceinline__ void locate(const OutputTile& tile, u32 first_step, u32 row) {
         b_scales = matrices[tile.section];
+#ifdef __CUDA_ARCH__
+        __builtin_assume(__isGlobal(b_scales));
+#endif
         BlockScaled::locate(tile, first_step, row);
     }
 };
