@@ -9,5 +9,6 @@ from narrowgauge.spec.modules.autocast import autocast, checkpoint
 from narrowgauge.spec.modules.training import training_recipe
 
 __all__ = [
-    "GroupedLinear", "LayerNormLinear", "Linear", "MoELayer", "TransformerLayer", "autocast", "checkpoint", "training_recipe",
+    "GroupedLinear", "LayerNormLinear", "Linear", "MoELayer", "TransformerLayer", "autocast", "checkpoint",
+    "training_recipe",
 ]  # fmt: skip

@@ -9,5 +9,5 @@ from narrowgauge.spec.modules.autocast import at_exit, autocast, checkpoint, cur
 
 __all__ = [
     "GroupedLinear", "LayerNormLinear", "Linear", "MoELayer", "TransformerLayer", "at_exit", "autocast", "checkpoint",
-    "recomputing",
+    "current", "recomputing",
 ]  # fmt: skip
