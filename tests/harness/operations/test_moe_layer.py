@@ -184,11 +184,10 @@ WRONG: list[tuple[str, Wrong, str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "wrong", "stage", "cause"),
-    [pytest.param(*row, id=f"{row[2]}-{row[3]}", marks=[] if number == 13 else [pytest.mark.long])
-     for number, row in enumerate(WRONG)],
-)  # fmt: skip
+    ("name", "wrong", "stage", "cause"), [pytest.param(*row, id=f"{row[2]}-{row[3]}") for row in WRONG]
+)
 def test_a_wrong_module_is_named(
     name: str, wrong: Wrong, stage: str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
