@@ -12,13 +12,14 @@ import torch
 from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
 from narrowgauge.harness.certify.space import Numbers, Outer, Space
 from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
+from narrowgauge.harness.inputs.reached import SIDES
+from narrowgauge.harness.operations.quantize.reach import boundaries
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.spec.formats import FP32, Format
 
 FAILING = 3
 """Tensor amaxes with wrong bytes after which a proof stops."""
 _MASK = 0xFFFFFFFF
-SIDES = ("exact", "a tie", "below the midpoint", "above the midpoint", "above the largest", "NaN")
 _KINDS = ("zero", "subnormal", "normal", "infinity", "NaN")
 
 
@@ -255,25 +256,12 @@ def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
     }
 
 
-def boundaries(scaled: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The code at or below the magnitude of scaled elements, and the side of the midpoint above it as a number of
-    `SIDES`: int64, the shape of `scaled`."""
-    points = torch.tensor(fmt.values[: fmt.max_code + 1], device=scaled.device)
-    merged = torch.stack([points, (points + points.roll(-1)) / 2], 1).flatten()[:-1]  # exact: few bits
-    magnitude = scaled.abs()
-    place = torch.searchsorted(merged, magnitude, right=True).sub_(1).clamp_(0, len(merged) - 1)
-    lower, odd = place >> 1, place & 1
-    side = torch.where(magnitude == merged[place], odd, odd + 2)
-    side.masked_fill_(magnitude > merged[-1], 4).masked_fill_(magnitude.isnan(), 5)
-    return lower, side
-
-
 def code_features(space: Space, bits: torch.Tensor, scaled: torch.Tensor, classes: torch.Tensor) -> dict[str, Feature]:
     """Features of pairs: numbers int32 (n,), their scaled elements float32 (n,) and their classes (n,)."""
     lower, side = boundaries(scaled, space.recipe.element)
     stored = space.scales if space.recipe.scale is FP32 else decode(space.scales, space.recipe.scale)
     return {
-        "scaled element": Feature(side, SIDES),
+        "scaled element": Feature(side, (*SIDES, "NaN")),
         "lower code": Feature(lower & 1, ("even", "odd")),
         "grid point below": Feature(decode(lower.to(torch.uint8), space.recipe.element).double()),
         **_number_features("number", space.numbers, bits),
