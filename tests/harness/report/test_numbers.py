@@ -19,7 +19,8 @@ def test_a_row_of_every_recipe_the_smallest_share_first() -> None:
     possible = 0b11 << 5 | 0b11 << WIDTH + 35
     cells = 0b1 << 5 | 0b11 << WIDTH + 35
     plain = BitSet(4, 0b101)
-    sets = [Reached(E2M1, BitSet(2 * WIDTH, bits), BitSet(2 * WIDTH, possible), plain, plain, BitSet(0)) for bits in (cells, 0)]
+    reachable = BitSet(2 * WIDTH, possible)
+    sets = [Reached(E2M1, BitSet(2 * WIDTH, bits), reachable, plain, plain, BitSet(0)) for bits in (cells, 0)]
     text = [each.pack() for each in sets]
     found = rows([record(numbers=text[0]), record(recipe="mxfp4", numbers=text[1]), record(recipe="mxfp6-e2m3")])
     assert [row["recipe"] for row in found] == ["mxfp4", "nvfp4"]
@@ -40,4 +41,5 @@ def test_a_row_of_every_recipe_the_smallest_share_first() -> None:
     names, none = [name for name, _ in LEVELS], len(LEVELS)
     half, every = names.index("to 2/3"), names.index("all pairs")
     pixels = zlib.decompress(chunks[b"IDAT"])
-    assert [list(pixels[n + 1 : n + 3]) for n in range(0, 12, 3)] == [[none, every], [none] * 2, [none] * 2, [half, none]]
+    lines = [list(pixels[n + 1 : n + 3]) for n in range(0, 12, 3)]
+    assert lines == [[none, every], [none] * 2, [none] * 2, [half, none]]
