@@ -18,6 +18,7 @@ FORMAT = 1
 """Version of the JSON file."""
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
+    "products": "products of two codes under two scales",
 }  # fmt: skip
 """Inputs of every stage."""
 _SHOWN = 12
@@ -190,7 +191,8 @@ def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
     shown = [(entry["scale"], first, last) for entry in wrong.runs for first, last in entry["numbers"]]
     listed = ", ".join(_run(wrong.stage, *run) for run in shown[:_SHOWN])
     more = f", and {number(len(shown) - _SHOWN)} more in the JSON file" if len(shown) > _SHOWN else ""
-    yield f"as bits: {listed}{more}"
+    if listed:
+        yield f"as bits: {listed}{more}"
 
 
 def _run(stage: str, scale: int, first: int, last: int) -> str:

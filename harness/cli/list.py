@@ -53,8 +53,8 @@ def list_cases(
         bool,
         typer.Option(
             "--coverage",
-            help="Share of scales, codes and rounding boundaries that the inputs of quantize reach; with --input beside "
-            "the share of the input families.",
+            help="Share of scales, codes and rounding boundaries that the inputs of quantize reach; with --input "
+            "beside the share of the input families.",
         ),
     ] = False,
 ) -> None:

@@ -190,8 +190,8 @@ def _midpoints(want: Wanted, element: Format, top: int, depth: int) -> torch.Ten
 
 
 def _boundaries(want: Wanted) -> torch.Tensor:
-    # Block after block takes the next scale: every number of E4M3 up to the largest scale, under a power of two as tensor
-    # scale; or every power of two of the dtype. All scales taken, the next blocks go on with the next numbers.
+    # Block after block takes the next scale: every number of E4M3 up to the largest scale, under a tensor scale of a
+    # power of two; or every power of two of the dtype. All scales taken, the next blocks go on with the next numbers.
     element, count = want.element, math.prod(want.blocks)
     if want.two_levels:
         top = 2.0 ** want.exponent(-40, 40, half=(-4, 4))

@@ -1,7 +1,7 @@
-"""A second proof of rounding to nearest even: the source of the reference, run on symbols, is comparison with midpoints.
+"""A second proof of rounding to nearest even: the source of the reference, run on symbols, compares with midpoints.
 
-z3 decides if a float32 magnitude exists whose code differs. The proof is of `nearest_even` with the clamp to the largest
-code, for magnitudes up to infinity. It says nothing of scales, signs and NaN.
+z3 decides if a float32 magnitude exists whose code differs. The proof is of `nearest_even` with the clamp to the
+largest code, for magnitudes up to infinity. It says nothing of scales, signs and NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 
 class Symbol:
-    """The tensor operations of `nearest_even` on a 32-bit word, an expression of z3; torch rounds sums to nearest even."""
+    """The tensor operations of `nearest_even` on a 32-bit word, an expression of z3. Sums round to nearest even."""
 
     def __init__(self, word: Any, *, real: bool = False) -> None:
         self.word, self.real = word, real
