@@ -20,7 +20,7 @@ from narrowgauge.spec.recipes import Recipe
 
 COLUMNS = 2048
 """Columns of the matrices of a proof, and elements of a block if a scale spans K."""
-_SLAB = 1 << 22
+_SLAB = 1 << 23
 """Elements of a matrix of a proof."""
 _ROWS = 128
 """The rows of a matrix of a proof are a multiple of this number: some kernels require it."""
@@ -293,11 +293,9 @@ class Space:
         return int(self.lengths.sum())
 
     def pair_blocks(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks (count, elements) of the pairs, from the block `first`, and the class of every. Element 0 is the amax.
-
-        Behind the last block, the blocks begin again.
-        """
-        block = torch.arange(first, first + count, device=self.numbers.device) % int(self.starts[-1])
+        """Blocks (count, elements) of the pairs, from the block `first`, and the class of every. Element 0 is the
+        amax."""
+        block = torch.arange(first, first + count, device=self.numbers.device)
         classes = torch.searchsorted(self.starts, block, right=True) - 1
         within = block - self.starts[classes]
         lane = torch.arange(self.grid.size - 1, device=self.numbers.device)
@@ -328,16 +326,16 @@ class Space:
         row."""
         shared = self.outer.amax is not None and not self.recipe.whole
         across = self.grid.across - shared
-        for total, made in ((int(self.starts[-1]), self._pairs_alone), (self.amax_count, self.amax_blocks)):
-            first = 0
-            while first < total:
-                rows = self.grid.rows_for(total - first, across)
-                blocks = made(first, rows * across)
-                first += rows * across
-                yield self._with_tensor_amax(blocks, rows) if shared else blocks
-
-    def _pairs_alone(self, first: int, count: int) -> torch.Tensor:
-        return self.pair_blocks(first, count)[0]
+        first, pairs = 0, int(self.starts[-1])
+        while first < pairs + self.amax_count:
+            rows = self.grid.rows_for(pairs + self.amax_count - first, across)
+            count = min(rows * across, max(0, pairs - first))
+            parts = [self.pair_blocks(first, count)[0]] if count else []
+            if count < rows * across:
+                parts.append(self.amax_blocks(first + count - pairs, rows * across - count))
+            first += rows * across
+            blocks = torch.cat(parts)
+            yield self._with_tensor_amax(blocks, rows) if shared else blocks
 
     def _with_tensor_amax(self, blocks: torch.Tensor, rows: int) -> torch.Tensor:
         """A block with the tensor amax in every row of blocks; its column changes from row to row."""

@@ -46,6 +46,10 @@ def certify_backend(
 
     Exit status 0 if the kernel is certified, 1 if the certificate names wrong inputs.
     """
+    from narrowgauge.spec.dtypes import TORCH_DTYPES
+
+    if dtype not in TORCH_DTYPES:
+        stop(f"--dtype is {dtype!r}; it can be {', '.join(TORCH_DTYPES)}")
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.certify.certificate import CertificateError
@@ -55,11 +59,8 @@ def certify_backend(
     from narrowgauge.harness.machine.process import one_thread
     from narrowgauge.harness.records.environment import describe_run, source_hashes
     from narrowgauge.harness.records.loaded_sources import LoadedSources
-    from narrowgauge.spec.dtypes import TORCH_DTYPES
     from narrowgauge.spec.recipes import find_recipe
 
-    if dtype not in TORCH_DTYPES:
-        stop(f"--dtype is {dtype!r}; it can be {', '.join(TORCH_DTYPES)}")
     try:
         recipe = find_recipe(name)
         if operation is Operation.QUANTIZE:

@@ -172,16 +172,18 @@ def wrong_for_a_power(x: torch.Tensor, recipe: Recipe) -> Quantized:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stage", "conditions"),
+    ("kernel", "outer", "stage", "conditions"),
     [
-        (ties_away, "codes", {"scaled element": ["a tie"], "lower code": ["even"]}),
-        (no_negative_zero, "codes", {"sign of the number": ["−"], "grid point below": [0.0, 0.0]}),
-        (nan_is_zero, "codes", {"kind of the number": ["NaN"]}),
-        (wrong_for_a_power, "scales", {"block amax, a power of two": ["yes"]}),
+        (ties_away, MIDDLE, "codes", {"scaled element": ["a tie"], "lower code": ["even"]}),
+        (no_negative_zero, SMALL, "codes", {"sign of the number": ["−"], "grid point below": [0.0, 0.0]}),
+        (nan_is_zero, SMALL, "codes", {"kind of the number": ["NaN"]}),
+        (wrong_for_a_power, SMALL, "scales", {"block amax, a power of two": ["yes"]}),
     ],
 )
-def test_the_set_of_wrong_inputs_is_named(kernel: Kernel, stage: str, conditions: dict[str, list[Any]]) -> None:
-    wrong = next(wrong for wrong in prove(kernel, outer=MIDDLE, places=1).wrong if wrong.stage == stage)
+def test_the_set_of_wrong_inputs_is_named(
+    kernel: Kernel, outer: Outer, stage: str, conditions: dict[str, list[Any]]
+) -> None:
+    wrong = next(wrong for wrong in prove(kernel, outer=outer, places=1).wrong if wrong.stage == stage)
     assert wrong.rule is not None
     assert conditions.items() <= wrong.rule.conditions.items()
     assert 0 < wrong.count < wrong.of
@@ -195,7 +197,7 @@ def test_a_code_that_depends_on_its_place_is_no_rule_of_numbers() -> None:
         codes[:, 7::8] = 0
         return replace(q, codes=codes)
 
-    assert not all(wrong.steady for wrong in prove(kernel, places=16).wrong)
+    assert not all(wrong.steady for wrong in prove(kernel, places=2).wrong)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_a_code_that_depends_on_its_place_is_no_rule_of_numbers() -> None:
 )
 def test_values_of_the_reference_are_all_right(recipe: str) -> None:
     found, numbers = find_recipe(recipe), Numbers(torch.bfloat16)
-    chosen, _ = outers(found, numbers, 2, 0)
+    chosen, _ = outers(found, numbers, 1, 0)
     proof = prove_decoding(Backend.local("reference", ops), found, numbers, chosen, 0)
     assert proof.wrong == []
     scales = 255 if found.scale is E8M0 else 127 if found.scale is E4M3 else 1045
@@ -299,7 +301,7 @@ def certificate(kernel: Kernel) -> Certificate:
     return certificate_of(backend, "kernel", find_recipe("nvfp4"), Numbers(torch.bfloat16), Effort(1, 1, 1), 0)
 
 
-_FAST = ("equal numbers", "rows from 4097", "strided", "a later call")
+_FAST = ("equal numbers", "a later call")
 
 
 @pytest.mark.usefixtures("small_trials")
