@@ -13,6 +13,7 @@ import torch
 from narrowgauge.harness.certify.proof import Proof, WrongSet
 from narrowgauge.harness.certify.space import Numbers, Outer
 from narrowgauge.harness.report.text import number, plural
+from narrowgauge.spec.recipes import Recipe
 
 FORMAT = 1
 """Version of the JSON file."""
@@ -146,7 +147,7 @@ def read(path: str | Path) -> Mapping[str, Any]:
     return content
 
 
-def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple[list[str], list[str]]:
+def proved_and_sampled(proof: Proof, recipe: Recipe, size: int, numbers_complete: bool) -> tuple[list[str], list[str]]:
     """Sentences on the proved and on the sampled inputs of a proof. `size`: elements of a block."""
     kind = (
         "every number" if numbers_complete else "every rounding boundary of the codes ± 2 ulp and 256 numbers between"
@@ -162,6 +163,13 @@ def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple
         f"codes: {kind}, NaN included, under every scale of a block{under}: {number(proof.pairs)} pairs",
     ]
     sampled = []
+    if recipe.rounding == "stochastic":
+        bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
+        sampled.append(f"{proved.pop()}, {bytes_tried}")
+    if recipe.candidates != "6":
+        sampled.append("choices of a candidate: those of the blocks of the proof and of the trials")
+    if proof.unreached:
+        sampled.append(f"pairs of a number and a scale of a candidate that no block reached: {number(proof.unreached)}")
     if proof.outers_of > 1:
         sampled.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")
     most = max(proof.places, default=0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
-from narrowgauge.harness.certify.space import Numbers, Outer, Space
+from narrowgauge.harness.certify.space import ChoiceSpace, Numbers, Outer, Space
 from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
 from narrowgauge.harness.inputs.reached import SIDES
 from narrowgauge.harness.operations.quantize.reach import boundaries
@@ -53,6 +53,8 @@ class Proof:
     refused: int = 0
     """Tensor amaxes refused by the recipe."""
     pairs: int = 0
+    unreached: int = 0
+    """Pairs of a number and a scale that the proof of a recipe with candidates did not reach."""
     amaxes: int = 0
     places: list[int] = field(default_factory=list)
     """Places of the amax in a block, for every tensor amax."""
@@ -84,7 +86,8 @@ class Prover:
         proof = Proof(outers_of=of)
         for number, outer in enumerate(outers):
             try:
-                space = Space(self.recipe, self.numbers, outer, self.seed + number)
+                made = Space if self.recipe.candidates == "6" else ChoiceSpace
+                space = made(self.recipe, self.numbers, outer, self.seed + number)
             except ValueError:  # the recipe refuses this tensor amax
                 proof.refused += 1
                 continue
@@ -101,19 +104,25 @@ class Prover:
 
     def _prove_one(self, proof: Proof, space: Space, places: Sequence[int]) -> None:
         found = _Found()
+        scale = space.outer.given(self.numbers.device)
+        # Sums of errors depend on the order of the elements, and random bytes on their places.
+        movable = self.recipe.candidates == "6" and self.recipe.rounding != "stochastic"
         for blocks in space.sheets():
             expected: Parts | None = None
             for place in places:
-                if expected is None:
-                    x = self._matrix(space, blocks, place)
-                    expected, before = self.calls.expected(x, space.outer.given(self.numbers.device)), place
+                x, options = self._matrix(space, blocks, place), self.calls.options(scale)
+                if expected is None or not movable:
+                    expected, before = self.calls.expected(x, options), place
+                    space.saw(
+                        self.numbers.bits(x), over_elements(expected.scales, (x.shape[0], x.shape[1]), self.recipe)
+                    )
                 else:
-                    x = self._matrix(space, blocks, place)
                     expected, before = self._moved(space, expected, place - before), place
-                self._compare(space, blocks, expected, place, found)
+                self._compare(space, blocks, x, expected, self.calls.kernel(x, options), found)
                 proof.elements += x.numel()
         proof.outers += 1
         proof.pairs += space.pairs
+        proof.unreached += space.unreached
         proof.amaxes += space.amax_count
         proof.places.append(len(places))
         proof.wrong += self._wrong_sets(space, found, len(places))
@@ -128,9 +137,9 @@ class Prover:
         codes = space.grid.matrix(space.grid.blocks(expected.codes).roll(by, 1))
         return Parts(codes, expected.scales, expected.amax)
 
-    def _compare(self, space: Space, blocks: torch.Tensor, expected: Parts, place: int, found: _Found) -> None:
-        x = self._matrix(space, blocks, place)
-        kernel = self.calls.kernel(x, space.outer.given(self.numbers.device))
+    def _compare(
+        self, space: Space, blocks: torch.Tensor, x: torch.Tensor, expected: Parts, kernel: Parts, found: _Found
+    ) -> None:
         if kernel.amax is not None and expected.amax is not None and not torch.equal(kernel.amax, expected.amax):
             found.amax = True
             found.first.setdefault("amax", _differing_amaxes(kernel.amax, expected.amax))
@@ -200,7 +209,7 @@ class Prover:
             keys, counts = torch.unique(torch.cat(found.codes), return_counts=True)
             rule = self._rule_of_codes(space, keys)
             listed = self._runs(keys >> 32, keys & _MASK)
-            steady = bool((counts >= places).all())
+            steady = bool((counts >= places).all()) or self.recipe.rounding == "stochastic"
             sets.append(
                 WrongSet("codes", space.outer, len(keys), space.pairs, rule, listed, found.first["codes"], steady)
             )
