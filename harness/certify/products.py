@@ -1,6 +1,7 @@
 """The proof of a GEMM: products of two codes under two scales, at every place of K, and sums of random products.
 
-A row of the first operand has one code that is not 0, so an output is one product, which no order of summation rounds.
+All codes of a row of the first operand are 0 but for a single code. An output is then a single product, and no order of
+summation rounds the output.
 """
 
 from __future__ import annotations

@@ -201,9 +201,8 @@ def _boundaries(want: Wanted) -> torch.Tensor:
         exponents = torch.arange(max(lowest, -E8M0.bias), highest + 1)
         scales = torch.ldexp(torch.ones(len(exponents)), exponents)
     start = want.draw.index(len(scales))
-    number = (
-        torch.arange(count).view(want.blocks[::-1]).T.contiguous()
-    )  # down the rows first: a last block may have few columns
+    # Blocks count down the columns of blocks, because the last column may have short blocks.
+    number = torch.arange(count).view(want.blocks[::-1]).T.contiguous()
     number = torch.zeros_like(number) if want.whole else number
     scale = scales[(number + start) % len(scales)]
     if want.two_levels:

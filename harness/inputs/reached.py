@@ -132,7 +132,7 @@ class Reached:
 
 def joined(packed: Iterable[tuple[str, str]]) -> dict[str, Reached]:
     """The union of packed sets by name. `packed`: pairs of a name, such as that of a recipe, and the text of a record;
-    text that is empty or no coverage adds nothing."""
+    empty and unreadable texts are left out."""
     found: dict[str, Reached] = {}
     for name, text in packed:
         for each in _readable(text):

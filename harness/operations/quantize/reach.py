@@ -37,8 +37,9 @@ def boundaries(scaled: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
 
 
 def has_coverage(recipe: Recipe) -> bool:
-    """Whether coverage is defined: byte scales, no rotation, rounding to nearest."""
-    return recipe.scale is not FP32 and recipe.transform is None and recipe.rounding != "stochastic"
+    """Whether coverage is defined: byte scales, none of them given, no rotation, rounding to nearest."""
+    plain = recipe.transform is None and recipe.rounding != "stochastic" and recipe.tensor_scale != "given"
+    return plain and recipe.scale is not FP32
 
 
 def reached(x: torch.Tensor, q: Quantized) -> Reached:

@@ -1,7 +1,7 @@
 """A second proof of rounding to nearest even: the source of the reference, run on symbols, compares with midpoints.
 
 z3 decides if a float32 magnitude exists whose code differs. The proof is of `nearest_even` with the clamp to the
-largest code, for magnitudes up to infinity. It says nothing of scales, signs and NaN.
+largest code, for magnitudes up to infinity. Scales, signs and NaN have no proof here.
 """
 
 from __future__ import annotations
