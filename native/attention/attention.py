@@ -19,10 +19,9 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 _PARAMETERS = KernelStruct("attention/attention.cuh", "AttentionParameters")
 _PREFILL = KernelStruct("attention/attention_prefill.cu", "PrefillParameters")
 _MERGE = KernelStruct("attention/attention.cu", "MergeParameters")
-_WARPS, _RESIDENT = 2, 6
-"""Of a block of tensor cores, and blocks of a multiprocessor. On an H200, 32 requests of 8192 tokens, 8 heads of the
-cache and 64 of q: 0.91 of the rate of a bare read of an FP8 cache; 0.89 with 4 warps and 3 blocks."""
-_ROWS, _TILE_KEYS, _STAGES = 16, 32, 2
+_WARPS, _RESIDENT = 2, 8
+"""Of a block of tensor cores, and blocks of a multiprocessor."""
+_ROW_TILE, _MOST_ROW_TILES, _TILE_KEYS, _STAGES = 8, 2, 32, 2
 _KEYS, _THREADS = _TILE_KEYS * _WARPS, 32 * _WARPS
 _CHUNK, _MOST_CHUNKS, _PAGE = 64, 4, 16
 _LONGEST_STRIDE = 2**31 - 1
@@ -217,16 +216,27 @@ def _portable(call: _Call) -> None:
 
 def _decode(call: _Call) -> None:
     device, heads = call.q.device, call.k.codes.shape[2]
-    of_request, tiles = call.row_tiles(_ROWS)
+    few = call.q.shape[0] // len(call.pages) * call.group <= _ROW_TILE  # rows of a request, on average
+    row_tiles = 1 if few else _MOST_ROW_TILES
+    of_request, tiles = call.row_tiles(_ROW_TILE * row_tiles)
     splits, keys = _split(call.most_keys, call.options.splits or _splits(heads * tiles, call.most_keys, device))
     parameters = call.parameters(splits, keys, of_request, merged=splits > 1)
-    flags, shared = call.flags(), 0
+    flags, shared = (*call.flags(), f"-DROW_TILES={row_tiles}"), 0
     if device.type == "cuda":
-        flags, shared = (*flags, f"-DPAGE_SIZE={call.k.codes.shape[1]}"), _shared_bytes(call.k, call.v)
+        flags, shared = (*flags, *_strides(call.k, call.v)), _shared_bytes(call.k, call.v, row_tiles)
     launch("attention_tensor", f"attention_tensor_{suffix(call.q.dtype)}", (splits, heads, tiles), (_THREADS,),
            [parameters], device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
     if splits > 1:
         call.merge(parameters)
+
+
+def _strides(k: Pages, v: Pages) -> tuple[str, ...]:
+    """Flags of the places of a token in a page."""
+    strides = {"KEY_STRIDE": k.codes.stride(1), "VALUE_STRIDE": v.codes.stride(1)}
+    for name, part in (("KEY", k), ("VALUE", v)):
+        strides[f"{name}_SCALE_STRIDE"] = 0 if part.scales is None else part.scales.stride(1)
+    return (f"-DPAGE_SIZE={k.codes.shape[1]}", f"-DSWIZZLED={int(v.swizzled)}",
+            *(f"-D{name}={stride}u" for name, stride in strides.items()))  # fmt: skip
 
 
 def _prefill(call: _Call) -> None:
@@ -345,8 +355,8 @@ def _splits(blocks: int, keys: int, device: torch.device) -> int:
     return max(1, min(blocks_for(keys, 4 * _KEYS), multiprocessors(device) * _RESIDENT // max(blocks, 1)))
 
 
-def _shared_bytes(k: Pages, v: Pages) -> int:
+def _shared_bytes(k: Pages, v: Pages, row_tiles: int) -> int:
     """sizeof(Shared)."""
     bytes_of_key = (k.dim + v.dim) * 9 // 16 if k.format == "CACHE_NVFP4" else k.dim + v.dim
     stages = _TILE_KEYS * _STAGES * _WARPS * bytes_of_key
-    return 32 * k.dim + max(stages, _WARPS * _ROWS * (v.dim + 4 + 2) * 4)
+    return max(stages, _WARPS * _ROW_TILE * row_tiles * (v.dim + 4 + 2) * 4)
