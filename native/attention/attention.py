@@ -21,6 +21,10 @@ _PREFILL = KernelStruct("attention/attention_prefill.cu", "PrefillParameters")
 _MERGE = KernelStruct("attention/attention.cu", "MergeParameters")
 _WARPS, _RESIDENT = 2, 8
 """Of a block of tensor cores, and blocks of a multiprocessor."""
+_BLOCK_HEADS = (4, 2, 1)
+"""Heads of the cache that share a block, the most first."""
+_SHARED_MEMORY = 228 * 1024
+"""Bytes of a multiprocessor of Hopper."""
 _ROW_TILE, _MOST_ROW_TILES, _TILE_KEYS, _STAGES = 8, 2, 32, 2
 _KEYS, _THREADS = _TILE_KEYS * _WARPS, 32 * _WARPS
 _CHUNK, _MOST_CHUNKS, _PAGE = 64, 4, 16
@@ -219,13 +223,16 @@ def _decode(call: _Call) -> None:
     few = call.q.shape[0] // len(call.pages) * call.group <= _ROW_TILE  # rows of a request, on average
     row_tiles = 1 if few else _MOST_ROW_TILES
     of_request, tiles = call.row_tiles(_ROW_TILE * row_tiles)
-    splits, keys = _split(call.most_keys, call.options.splits or _splits(heads * tiles, call.most_keys, device))
-    parameters = call.parameters(splits, keys, of_request, merged=splits > 1)
-    flags, shared = (*call.flags(), f"-DROW_TILES={row_tiles}"), 0
+    flags, shared, several = (*call.flags(), f"-DROW_TILES={row_tiles}"), 0, 1
     if device.type == "cuda":
-        flags, shared = (*flags, *_strides(call.k, call.v)), _shared_bytes(call.k, call.v, row_tiles)
-    launch("attention_tensor", f"attention_tensor_{suffix(call.q.dtype)}", (splits, heads, tiles), (_THREADS,),
-           [parameters], device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
+        several = next(count for count in _BLOCK_HEADS if heads % count == 0)
+        flags = (*flags, *_strides(call.k, call.v), f"-DBLOCK_HEADS={several}")
+        shared = several * _shared_bytes(call.k, call.v, row_tiles)
+    splits = call.options.splits or _splits(heads * tiles, call.most_keys, shared // several, device)
+    splits, keys = _split(call.most_keys, splits)
+    parameters = call.parameters(splits, keys, of_request, merged=splits > 1)
+    launch("attention_tensor", f"attention_tensor_{suffix(call.q.dtype)}", (splits, heads // several, tiles),
+           (several * _THREADS,), [parameters], device=device, extra_flags=flags, shared_bytes=shared)  # fmt: skip
     if splits > 1:
         call.merge(parameters)
 
@@ -351,8 +358,9 @@ def _has_scale_words(part: Pages) -> bool:
     return (part.swizzled or strides[3] == 1) and not any(n % 4 for n in (*words, part.scales.data_ptr()))
 
 
-def _splits(blocks: int, keys: int, device: torch.device) -> int:
-    return max(1, min(blocks_for(keys, 4 * _KEYS), multiprocessors(device) * _RESIDENT // max(blocks, 1)))
+def _splits(blocks: int, keys: int, shared_bytes: int, device: torch.device) -> int:
+    resident = min(_RESIDENT, _SHARED_MEMORY // max(1, shared_bytes + 1024))
+    return max(1, min(blocks_for(keys, 4 * _KEYS), multiprocessors(device) * resident // max(blocks, 1)))
 
 
 def _shared_bytes(k: Pages, v: Pages, row_tiles: int) -> int:

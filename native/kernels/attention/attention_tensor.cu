@@ -31,6 +31,9 @@
 #ifndef ROW_TILES
 #define ROW_TILES 2
 #endif
+#ifndef BLOCK_HEADS
+#define BLOCK_HEADS 1
+#endif
 #ifndef SWIZZLED
 #define SWIZZLED p.v.swizzled
 #endif
@@ -224,12 +227,15 @@ template <class T>
 __device__ __forceinline__ void attend(const AttentionParameters& p) {
 #ifdef __CUDA_ARCH__
     alignas(16) extern __shared__ u8 dynamic_shared[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+    Shared* const of_heads = reinterpret_cast<Shared*>(dynamic_shared);
 #else
-    __shared__ Shared shared;
+    __shared__ Shared of_heads[BLOCK_HEADS];
 #endif
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
-    const int split = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+    constexpr int THREADS = WARPS * WARP;  // of a head
+    const int thread = static_cast<int>(threadIdx.x) % THREADS, head_of_block = static_cast<int>(threadIdx.x) / THREADS;
+    const int warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
+    const int split = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y) * BLOCK_HEADS + head_of_block;
+    Shared& shared = of_heads[head_of_block];
     const Tile tile = tile_of<ROWS>(p, static_cast<int>(blockIdx.z));
     const int rows = tile.tokens.count * p.group;
     const int all_rows = p.heads * p.group;
@@ -507,7 +513,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     }
     __syncthreads();
     const float rest = NIBBLES ? E2m1In<fp16>::REST : 1.0f;
-    for (int place = thread; place < ROWS * VALUE_DIM; place += WARPS * WARP) {
+    for (int place = thread; place < ROWS * VALUE_DIM; place += THREADS) {
         const int of_tile = place / VALUE_DIM, d = place % VALUE_DIM, row = tile.first_row + of_tile;
         if (row >= rows) break;
         float largest = no_score();
@@ -539,11 +545,11 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, RESIDENT) attention_tensor_bf16(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, (RESIDENT + BLOCK_HEADS - 1) / BLOCK_HEADS) attention_tensor_bf16(const __grid_constant__ AttentionParameters p) {
     attend<bf16>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, RESIDENT) attention_tensor_fp16(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, (RESIDENT + BLOCK_HEADS - 1) / BLOCK_HEADS) attention_tensor_fp16(const __grid_constant__ AttentionParameters p) {
     attend<fp16>(p);
 }
 
