@@ -33,6 +33,7 @@
 #endif
 #ifndef BLOCK_HEADS
 #define BLOCK_HEADS 1
+#define RESIDENT_BLOCKS 1
 #endif
 #ifndef SWIZZLED
 #define SWIZZLED p.v.swizzled
@@ -51,7 +52,6 @@
 namespace narrowgauge {
 
 constexpr int ROWS = 8 * ROW_TILES, KEYS = 16, PARTS = 2, TILE_KEYS = PARTS * KEYS, WARPS = 2, STAGES = 2;
-constexpr int RESIDENT = VALUE_DIM > 128 || KEY_DIM > 128 ? 2 : ROW_TILES == 1 ? 8 : 6;  // blocks of a multiprocessor
 constexpr bool NIBBLES = CACHE_NIBBLES != 0;
 // Neighbouring elements of a lane, and pieces of so many that it has of a key: of k, and of v.
 constexpr int KEY_PIECE = NIBBLES && KEY_DIM % 128 == 0 ? 32 : 16, KEY_PIECES = KEY_DIM / 4 / KEY_PIECE;
@@ -80,6 +80,12 @@ __device__ __forceinline__ int key_of_value(int t, int i) { return 2 * t + i % 2
 
 // Place of a lane's codes of v. Those of a key are neighbours, and half a warp reads from different banks.
 __device__ __forceinline__ int value_place(int lane) { return lane % 4 * 8 + (lane / 4 ^ (lane % 4 / 2 * 4)); }
+
+// A lane copies 16 bytes of v for itself, or 8 bytes for itself and for the lane beside it in a key: of key `copied_row` of each
+// COPIED_LANES, from the columns of lane 4 * `copied_column` + t on.
+constexpr int COPIED_LANES = VALUE_BYTES == 8 ? 2 : 1;
+__device__ __forceinline__ int copied_row(int g) { return g % COPIED_LANES; }
+__device__ __forceinline__ int copied_column(int g) { return g / COPIED_LANES * COPIED_LANES; }
 
 // BYTES of global memory, or zeros.
 template <int BYTES>
@@ -274,7 +280,7 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     const int* const table = p.pages + static_cast<i64>(tile.request) * p.most_pages;
     const u32 page_size = PAGE_SIZE, k_row = KEY_STRIDE, v_row = VALUE_STRIDE;
     const u8* const k_codes = p.k.codes + head * p.k.head + g * k_row + t * KEY_BYTES;
-    const u8* const v_codes = p.v.codes + head * p.v.head + key_of_value(t, 0) * v_row + g * VALUE_BYTES;
+    const u8* const v_codes = p.v.codes + head * p.v.head + key_of_value(t, copied_row(g)) * v_row + copied_column(g) * VALUE_BYTES;
     const u32 k_page = static_cast<u32>(p.k.page), v_page = static_cast<u32>(p.v.page);
     int scale_places[VALUE_PIECES][4] = {};
 #if CACHE_NIBBLES
@@ -316,12 +322,13 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < 4; i += COPIED_LANES) {
+                const int row = i + copied_row(g);
 #pragma unroll
                 for (int piece = 0; piece < VALUE_PIECES; ++piece) {
-                    copy<VALUE_BYTES>(parts[part].v[i][piece][value_place(lane)],
-                                      v + (before + key_of_value(0, i)) * v_row + 8 * piece * VALUE_BYTES,
-                                      before + key_of_value(t, i) < count);
+                    copy<COPIED_LANES * VALUE_BYTES>(parts[part].v[row][piece][value_place(4 * copied_column(g) + t)],
+                                                     v + (before + key_of_value(0, i)) * v_row + 8 * piece * VALUE_BYTES,
+                                                     before + key_of_value(t, row) < count);
                 }
             }
 #if CACHE_NIBBLES
@@ -545,11 +552,11 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, (RESIDENT + BLOCK_HEADS - 1) / BLOCK_HEADS) attention_tensor_bf16(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, RESIDENT_BLOCKS) attention_tensor_bf16(const __grid_constant__ AttentionParameters p) {
     attend<bf16>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, (RESIDENT + BLOCK_HEADS - 1) / BLOCK_HEADS) attention_tensor_fp16(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_HEADS * WARPS * WARP, RESIDENT_BLOCKS) attention_tensor_fp16(const __grid_constant__ AttentionParameters p) {
     attend<fp16>(p);
 }
 
