@@ -148,9 +148,9 @@ def check(
 
     Every case runs twice on guarded copies of its inputs: a write outside of a tensor, an element that is not written
     and a result that is not repeatable are failures too. NotImplementedError makes a case unsupported. So does any
-    other exception in a default case that kernels may refuse: a last block that is not full, more than two sizes, no
-    element, a size of a gemm that is no multiple of 16, a view that is not contiguous, a call under `torch.no_grad()`,
-    under `torch.inference_mode()` or with tensors that require grad. Other exceptions are failures.
+    other exception in a default case that kernels may refuse: a last block that is not full, more than two sizes, a
+    size of a gemm that is no multiple of 16, a view that is not contiguous, a call under `torch.no_grad()`, under
+    `torch.inference_mode()` or with tensors that require grad. Other exceptions are failures.
 
     Returns a summary. Raises AssertionError if a case fails, with a group for each cause and a line that reproduces it,
     and if no case passes; ValueError and TypeError for arguments that do not fit together. Settings and generators of

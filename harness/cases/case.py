@@ -314,7 +314,7 @@ class Case:
     def may_refuse(cls, shape: Sequence[int], recipe: Recipe) -> bool:
         """Whether a right kernel may refuse a shape."""
         height, width = (1, 1) if recipe.spans_k else recipe.block
-        return len(shape) != 2 or 0 in shape or bool(shape[0] % height or shape[1] % width)
+        return len(shape) != 2 or bool(shape[0] % height or shape[1] % width)
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ def _confirmed(
             break
         given = {_kind(each.cause) for each in there if gives_every_byte(each.to_dict())}
         history.confirmed.update(each.cause for each in exact if _kind(each.cause) in given)
-        weak = {_kind(each.cause) for each in there if is_weak(each)}
+        weak = {_kind(each.cause) for each in there if is_weak(each.to_dict())}
         refuted = [each for each in exact if _kind(each.cause) not in given | weak]
         if not given and not refuted:
             continue

@@ -47,9 +47,9 @@ class Explanation:
         return asdict(self)
 
 
-def is_weak(explanation: Explanation) -> bool:
-    """Whether the deviation gives the bytes, of which too few differ from those of a right kernel."""
-    return SEPARATE in explanation.sentence
+def is_weak(entry: dict[str, Any]) -> bool:
+    """Whether the deviation of an entry gives the bytes, of which too few differ from those of a right kernel."""
+    return SEPARATE in str(entry["sentence"])
 
 
 def gives_every_byte(entry: dict[str, Any]) -> bool:

@@ -101,8 +101,8 @@ def explain_gemm(
     if not bool(wrong_outputs.any()):  # the stage failed for another reason than its bounds
         return []
     search = _Search(split_products(products, wrong_outputs), limit)
-    if search.fits(_CORRECT):  # zeros of the wrong sign alone, which fit whatever leaves zeros
-        return []
+    if search.fits(_CORRECT):  # signs of zeros alone, which may follow from an addition and are free in deviations
+        return _explanations(search.other_declarations(products), wrong_stage.stage)
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
     recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
@@ -119,25 +119,33 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
+    declarations = search.other_declarations(products)
     if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
-        return [Explanation.of(ANY_ORDER, wrong_stage.stage)]
+        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations, wrong_stage.stage)]
     matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
-    matches += search.other_declarations(products)  # last: these weaken the rule
+    matches += [each for each in declarations if each.exact]  # last: these weaken the rule
     if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
     if not matches and full_search:
         matches = search.changed_products()
-    simplest = {match.cause: match for match in reversed(matches)}
-    causes = list(dict.fromkeys(match.cause for match in matches))
-    history.remember(causes)
-    if not causes and full_search:
-        return search.largest_share(deviations, wrong_stage.stage)
-    return [_explanation(simplest[cause], wrong_stage.stage) for cause in causes]
+    explanations = _explanations(matches, wrong_stage.stage)
+    history.remember([each.cause for each in explanations])
+    if not explanations and full_search:
+        explanations = search.largest_share(deviations, wrong_stage.stage)
+    known = {each.cause for each in explanations}
+    weak = [each for each in declarations if not each.exact and each.cause not in known]
+    return explanations + _explanations(weak, wrong_stage.stage)
 
 
-def _explanation(match: Match, stage: str) -> Explanation:
-    words = "" if match.exact else f"; fewer than {_LEAST_SEPARATED} outputs{SEPARATE}GEMM"
-    return Explanation.of(replace(match, sentence=match.sentence + words), stage)
+def _explanations(matches: Sequence[Match], stage: str) -> list[Explanation]:
+    """An explanation for each cause: its first match."""
+    first = {match.cause: match for match in reversed(matches)}
+    words = f"; fewer than {_LEAST_SEPARATED} outputs{SEPARATE}GEMM"
+    return [
+        Explanation.of(match if match.exact else replace(match, sentence=match.sentence + words), stage)
+        for match in matches
+        if first[match.cause] is match
+    ]
 
 
 def gemm_deviations(products: Sequence[GemmParts]) -> Iterator[Deviation[GemmParts]]:
@@ -241,7 +249,8 @@ class _Search:
             if (parts.number, key) not in self._sums:
                 self._sums[parts.number, key] = _sums(selected, key)
             sums = self._sums[parts.number, key]
-        return fits(selected.output, changed_outputs(deviation, selected, sums.ends), sums.undetermined)
+        candidates = changed_outputs(deviation, selected, sums.ends)
+        return fits(selected.output, candidates, sums.undetermined, sums.ends)
 
     def separates(self, deviation: Deviation[GemmParts]) -> bool:
         """Whether the deviation cannot give at least `_LEAST_SEPARATED` outputs of the reference."""
@@ -284,18 +293,17 @@ class _Search:
         return found
 
     def other_declarations(self, products: Sequence[Product]) -> list[Match]:
-        """Declarations under which all outputs are correct, if `_LEAST_SEPARATED` outputs are wrong without them."""
+        """Declarations under which all outputs are correct. Exact if `_LEAST_SEPARATED` outputs of the kernel are wrong
+        without the declaration, and as many of the reference are wrong with it."""
         found: list[Match] = []
-        if self.has_few_wrong:
-            return found
         for declaration in rows_of(DECLARATIONS, products[0].order):
             if not self.limit.may_try(self._of_all):
                 break
             if (wrong := wrong_reference_outputs(declaration, products)) is not None:
-                found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED))
-        if not found and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
-            found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED))
-        return found
+                found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
+        if not any(each.exact for each in found) and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
+            found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
+        return sorted(found, key=lambda each: not each.exact)
 
     def last_matches(self) -> list[Match]:
         """Explanations that are tried if no deviation fits."""
@@ -388,7 +396,7 @@ class _Search:
             parts = changed.select(*self._sample(product)) if sampled else changed
             original = product.select(*self._sample(product)) if sampled else product
             sums = parts.sums()
-            fitting = fits(parts.output, changed_outputs(deviation, parts, sums.ends), sums.undetermined)
+            fitting = fits(parts.output, changed_outputs(deviation, parts, sums.ends), sums.undetermined, sums.ends)
             for row, mask in enumerate((original.wrong, ~original.wrong)):
                 counts[row] += torch.tensor([int((fitting & mask).sum()), int(mask.sum())])
         (fitted, wrong), (kept, correct) = counts.tolist()
