@@ -32,6 +32,7 @@ from narrowgauge.harness.diagnosis.gemm.other_declarations import (
     ANY_ORDER,
     DECLARATIONS,
     DECODED_TO_FLOAT16,
+    ON_PURPOSE,
     ORDER,
     decoded_to_float16,
     may_have_order,
@@ -119,12 +120,19 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
-    declarations = search.other_declarations(products)
+    declarations, few = search.other_declarations(products), []
+    if search.has_few_wrong or search.only_signs:  # no reason for a weaker rule, unless another case proves the cause
+        few = [
+            replace(each, sentence=each.sentence.partition(ON_PURPOSE)[0]) for each in declarations if not each.exact
+        ]
+        declarations = [each for each in declarations if each.exact]
     if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
-        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations, wrong_stage.stage)]
+        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations + few, wrong_stage.stage)]
     matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
-    matches += [each for each in declarations if each.exact]  # last: these weaken the rule
-    if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
+    matches += declarations  # last: these weaken the rule
+    if search.only_signs:  # any change that leaves zeros would fit
+        full_search = False
+    elif not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
     if not matches and full_search:
         matches = search.changed_products()
@@ -133,8 +141,7 @@ def explain_gemm(
     if not explanations and full_search:
         explanations = search.largest_share(deviations, wrong_stage.stage)
     known = {each.cause for each in explanations}
-    weak = [each for each in declarations if not each.exact and each.cause not in known]
-    return explanations + _explanations(weak, wrong_stage.stage)
+    return explanations + _explanations([each for each in few if each.cause not in known], wrong_stage.stage)
 
 
 def _explanations(matches: Sequence[Match], stage: str) -> list[Explanation]:
@@ -213,6 +220,13 @@ class _Search:
     def _work(parts: GemmParts, rows: int, columns: int) -> float:
         """Work of so many rows and columns of outputs: 128 products take as long as an element of a quantizer."""
         return rows * columns * (1 + parts.left.shape[1] / 128)
+
+    @cached_property
+    def only_signs(self) -> bool:
+        """Whether every wrong output is a zero with the other sign."""
+        return all(
+            torch.equal(parts.output[parts.wrong], parts.source.limits.expected[parts.wrong]) for parts in self.products
+        )
 
     @cached_property
     def has_few_wrong(self) -> bool:
@@ -301,7 +315,11 @@ class _Search:
                 break
             if (wrong := wrong_reference_outputs(declaration, products)) is not None:
                 found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
-        if not any(each.exact for each in found) and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
+        if (
+            not any(each.exact for each in found)
+            and self.limit.may_try(self._of_all)
+            and (wrong := decoded_to_float16(self.products)) is not None
+        ):
             found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
         return sorted(found, key=lambda each: not each.exact)
 

@@ -33,18 +33,20 @@ _PROMOTED = tuple(1 << bits for bits in range(5, 13))
 """Columns of promotion that are tried: 32 to 4096."""
 
 
+ON_PURPOSE = "; a kernel that does so on purpose declares "
+"""Words between the sentence of a deviation and the declaration that makes it correct."""
 DECLARATIONS: tuple[Deviation[Summation], ...] = (
     Deviation("operands-not-decoded",
               "codes are multiplied and scales applied afterwards; the declared operands are decoded first",
               "declaration", lambda order: replace(order, operands=None)),
     Deviation("operands-decoded-first",
-              "both operands are decoded to {0}, with all their scales, before they are multiplied; "
-              'a kernel that does so on purpose declares {{"operands": "{1}"}}', "declaration",
+              "both operands are decoded to {0}, with all their scales, before they are multiplied"
+              f'{ON_PURPOSE}{{{{"operands": "{{1}}"}}}}', "declaration",
               lambda name, order: replace(order, operands=name, order=None),
               {name.removeprefix("decoded-"): name for name in OPERANDS}),
     Deviation("subnormals-flushed",
-              "float32 numbers below 2^-126 are taken to be 0; a kernel that does so on purpose declares "
-              '{"subnormals": "flushed"}', "declaration", lambda order: replace(order, flushes=True)),
+              f'float32 numbers below 2^-126 are taken to be 0{ON_PURPOSE}{{"subnormals": "flushed"}}',
+              "declaration", lambda order: replace(order, flushes=True)),
 )  # fmt: skip
 """Declarations that a kernel may lack: functions from the declared summation to the other one."""
 DECODED_TO_FLOAT16: Deviation[GemmParts] = Deviation(
@@ -52,7 +54,7 @@ DECODED_TO_FLOAT16: Deviation[GemmParts] = Deviation(
     "both operands are decoded to float16, with all their scales, before they are multiplied", "operands",
 )  # fmt: skip
 ORDER: Deviation[GemmParts] = Deviation(
-    "order:{}", 'sums have the order {0}; a kernel that adds so on purpose declares {{"gemm": "{0}"}}', "order",
+    "order:{}", f'sums have the order {{0}}{ON_PURPOSE}{{{{"gemm": "{{0}}"}}}}', "order",
     lambda name, parts: replace(parts, order=Summation(name)),
 )  # fmt: skip
 """An order of a tensor core, which gives every bit."""
