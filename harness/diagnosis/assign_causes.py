@@ -19,8 +19,9 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     Several deviations can give the bytes of a case if its inputs cannot tell them apart. The causes are therefore
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
     higher in their lists, which are in the order of simplicity. A cause that too few elements of a record separate from
-    a right kernel counts if another record of the same kind proves it. Other inexact explanations are assigned only to records
-    without an exact explanation. Conditions are assigned to no record. Records without any explanation are left out.
+    a right kernel counts if another record of the same kind proves it. Other inexact explanations are assigned only to
+    records without an exact explanation. Conditions are assigned to no record. Records without any explanation are left
+    out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the

@@ -75,7 +75,11 @@ _SHARES_VERIFIED = 3
 
 
 def explain_gemm(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
+    outcome: Outcome,
+    wrong_stage: StageResult,
+    history: SearchHistory,
+    limit: WorkLimit,
+    refuted: frozenset[str] = frozenset(),
 ) -> list[Explanation]:
     """Deviations that fit every output, if `wrong_stage` is the output of a GEMM.
 
@@ -110,7 +114,7 @@ def explain_gemm(
     if orders := search.simulated_orders(history, (recipes, f"{wrong_stage.stage} order", False)):
         history.remember([deviation.cause for deviation in orders])
         return [Explanation.of(order, wrong_stage.stage) for order in orders]
-    deviations = list(gemm_deviations(search.products))
+    deviations = [each for each in gemm_deviations(search.products) if each.cause not in refuted]
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}
     key = (recipes, wrong_stage.stage, bool(matching))

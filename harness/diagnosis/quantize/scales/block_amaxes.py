@@ -90,14 +90,23 @@ def _has_tiles(recipe: Recipe) -> bool:
     return recipe.block[0] > 1
 
 
+def _vectors(recipe: Recipe) -> dict[str, int]:
+    """Columns of a block, and of vectors in it; of vectors in a row if a scale spans K."""
+    widths = (1 << bits for bits in range(9 if recipe.spans_k else recipe.block[1].bit_length(), 0, -1))
+    return {str(width): width for width in widths if recipe.spans_k or width <= recipe.block[1]}
+
+
+TAIL_DROPPED: QuantizeDeviation = Deviation(
+    "tail-dropped", "block amaxes: of whole vectors of {} elements, without a shorter last one of a row", "blocks",
+    lambda width, r: block_amaxes(without_tail(width, r.x), r.recipe), _vectors, lambda recipe: not recipe.whole,
+)  # fmt: skip
 BLOCK_AMAXES: tuple[QuantizeDeviation, ...] = (
     Deviation("block-amax-without-fabs", "block amaxes: of the elements, not of their magnitudes", "blocks",
               _of(lambda x: x.clamp(min=0))),
     Deviation("block-amax-without-fabs", "block amaxes: of the elements, negative where all are", "blocks",
               _signed_maxima, when=lambda recipe: recipe.scale is E4M3),
     Deviation("block-amax-half", "block amaxes: of the {}", "blocks", _of_part, _half_columns),
-    Deviation("tail-dropped", "block amaxes: of whole blocks, 0 of a last one of fewer than {} elements", "blocks",
-              lambda width, r: block_amaxes(without_tail(width, r.x), r.recipe), _width(1)),
+    TAIL_DROPPED,
     Deviation("block-amax-spans-two", "block amaxes: of two blocks together, {} elements", "blocks", _of_block_pairs,
               _width(2)),
     Deviation("tiles-ignored", "block amaxes: of {} elements of a row, not of a tile", "blocks",
