@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_condition
-from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_weak
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_hint, is_weak
 
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
 """An explanation as an entry of a record, and the records that it explains."""
@@ -34,9 +34,9 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     fitting = {id(record): _fitting_causes(record, proved) for record in failing}
     with_bytes = [record for record in failing if fitting[id(record)]]
     without_bytes = [record for record in failing if not fitting[id(record)]]
-    possible = {id(record): [entry["cause"] for entry in _causes(record)] for record in without_bytes}
+    possible = {id(r): [entry["cause"] for entry in _causes(r) if not is_hint(entry)] for r in without_bytes}
     exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, fitting)]
-    return [*exact, *_cover(without_bytes, possible)]
+    return [*exact, *_cover([record for record in without_bytes if possible[id(record)]], possible)]
 
 
 def _fitting_causes(record: dict[str, Any], proved: set[tuple[tuple[str, str, str], str]]) -> list[str]:

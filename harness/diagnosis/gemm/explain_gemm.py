@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
+from narrowgauge.harness.diagnosis.explanation import NOT_PROVED, SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, SCALES_OF_SUM, accumulators
 from narrowgauge.harness.diagnosis.gemm.changed_products import ChangedProduct, changed_products
 from narrowgauge.harness.diagnosis.gemm.epilogues import EPILOGUES
@@ -39,7 +39,7 @@ from narrowgauge.harness.diagnosis.gemm.other_declarations import (
     simulated_orders,
     wrong_reference_outputs,
 )
-from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, slice_sums, slice_widths
+from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, OF_ELEMENTS, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
@@ -107,7 +107,8 @@ def explain_gemm(
         return []
     search = _Search(split_products(products, wrong_outputs), limit)
     if search.fits(_CORRECT):  # signs of zeros alone, which may follow from an addition and are free in deviations
-        return _explanations(search.other_declarations(products), wrong_stage.stage)
+        declarations, hints = search.other_declarations(products)
+        return _explanations(declarations, wrong_stage.stage) + hints
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
     recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
@@ -124,28 +125,24 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
-    declarations, few = search.other_declarations(products), []
-    if search.has_few_wrong or search.only_signs:  # no reason for a weaker rule, unless another case proves the cause
-        few = [
-            replace(each, sentence=each.sentence.partition(ON_PURPOSE)[0]) for each in declarations if not each.exact
-        ]
-        declarations = [each for each in declarations if each.exact]
+    declarations, hints = search.other_declarations(products)
     if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
-        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations + few, wrong_stage.stage)]
+        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations, wrong_stage.stage), *hints]
     matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
     matches += declarations  # last: these weaken the rule
+    recently = not _LAST_CAUSES.isdisjoint(history.recent_causes)
     if search.only_signs:  # any change that leaves zeros would fit
         full_search = False
-    elif not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
-        matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
+    elif recently or (full_search and not matches):
+        last = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
+        matches = last + matches
     if not matches and full_search:
         matches = search.changed_products()
     explanations = _explanations(matches, wrong_stage.stage)
     history.remember([each.cause for each in explanations])
     if not explanations and full_search:
         explanations = search.largest_share(deviations, wrong_stage.stage)
-    known = {each.cause for each in explanations}
-    return explanations + _explanations([each for each in few if each.cause not in known], wrong_stage.stage)
+    return explanations + [hint for hint in hints if hint.cause not in {each.cause for each in explanations}]
 
 
 def _explanations(matches: Sequence[Match], stage: str) -> list[Explanation]:
@@ -310,25 +307,38 @@ class _Search:
             history.searches[key] += 1
         return found
 
-    def other_declarations(self, products: Sequence[Product]) -> list[Match]:
-        """Declarations under which all outputs are correct. Exact if `_LEAST_SEPARATED` outputs of the kernel are wrong
-        without the declaration, and as many of the reference are wrong with it."""
+    def other_declarations(self, products: Sequence[Product]) -> tuple[list[Match], list[Explanation]]:
+        """Declarations under which all outputs are correct, and hints of them.
+
+        A declaration is exact if `_LEAST_SEPARATED` outputs of the kernel are wrong without it, and as many of the
+        reference are wrong with it. It is a hint, and no reason for a weaker rule, if fewer outputs of the kernel are
+        wrong, or only signs of zeros, or if it leaves outputs undetermined.
+        """
         found: list[Match] = []
+        hints: list[Explanation] = []
+
+        def add(declaration: Deviation[Any], counts: tuple[int, bool] | None) -> None:
+            if counts is None:
+                return
+            exact = counts[0] >= _LEAST_SEPARATED and not self.has_few_wrong
+            if exact or not (self.has_few_wrong or self.only_signs or counts[1]):
+                found.append(replace(declaration, exact=exact))
+            elif declaration.cause not in {hint.cause for hint in hints}:
+                sentence = declaration.sentence.partition(ON_PURPOSE)[0] + NOT_PROVED
+                hints.append(Explanation(declaration.cause, sentence, products[0].stage, exact=False))
+
         for declaration in rows_of(DECLARATIONS, products[0].order):
             if not self.limit.may_try(self._of_all):
                 break
-            if (wrong := wrong_reference_outputs(declaration, products)) is not None:
-                found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
-        if (
-            not any(each.exact for each in found)
-            and self.limit.may_try(self._of_all)
-            and (wrong := decoded_to_float16(self.products)) is not None
-        ):
-            found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED and not self.has_few_wrong))
-        return sorted(found, key=lambda each: not each.exact)
+            add(declaration, wrong_reference_outputs(declaration, products))
+        if not found and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
+            add(DECODED_TO_FLOAT16, (wrong, False))
+        return found, hints
 
     def last_matches(self) -> list[Match]:
         """Explanations that are tried if no deviation fits."""
+        if found := [each for each in OF_ELEMENTS if self.fits(each)]:
+            return [replace(each, exact=self.separates(each)) for each in found]
         if partial := self._partial_sums():
             return partial
         if self.limit.may_try(self._of_all) and (gain := find_gain(self.products)) is not None:

@@ -66,11 +66,11 @@ ANY_ORDER: Deviation[GemmParts] = Deviation(
 """A possible cause: a mistake of small effect fits the wider bounds of any order too."""
 
 
-def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequence[Product]) -> int | None:
+def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequence[Product]) -> tuple[int, bool] | None:
     """Number of the reference's outputs that are wrong under another declaration, if all outputs of the kernel are
-    correct. None if an output of the kernel is wrong, or if the kernel has this declaration. Outputs that the other
-    declaration leaves undetermined are never wrong."""
-    wrong = 0
+    correct, and whether it leaves outputs undetermined, which are never wrong. None if an output of the kernel is
+    wrong, or if the kernel has this declaration."""
+    wrong, undetermined = 0, False
     for product in products:
         declared = summation(product.order)
         order = declaration.result(declared)
@@ -81,8 +81,9 @@ def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequenc
         )
         if not bool(within_bounds(product.output, limits).all()):
             return None
+        undetermined |= bool((limits.undetermined & ~product.limits.undetermined).any())
         wrong += int((~within_bounds(product.limits.expected, limits)).sum())
-    return wrong
+    return wrong, undetermined
 
 
 def simulated_orders(declared: Summation, columns: int, block: int | None = None) -> list[list[str]]:

@@ -41,6 +41,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import tensor_s
 from narrowgauge.harness.diagnosis.quantize.section_amaxes import (
     section_amax_deviations,
     section_result_deviations,
+    share_amax,
     unused_amax_deviations,
 )
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
@@ -108,7 +109,7 @@ def _step_deviations(
         yield from layout_deviations(matrices)
     if "amax" in wrong_masks or "tensor scale" in wrong_masks or "tensor scale" not in first.kernel_stages:
         yield from tensor_scale_deviations(recipe, amax_given=first.subject.amax_given)
-    if "amax" in wrong_masks and not first.subject.amax_given:
+    if "amax" in wrong_masks and not first.subject.amax_given and not share_amax(matrices):
         yield from observed_amax_deviations(matrices, history)
     if "amax" not in first.kernel_stages and recipe.tensor_scale not in ("none", "given"):
         yield from () if first.subject.amax_given else hidden_amax_deviations(matrices)

@@ -36,12 +36,24 @@ def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quanti
     recipe = matrices[0].subject.recipe
     if len(matrices) == 1 or recipe.granularity != "tensor" or recipe.tensor_scale in ("none", "given"):
         return
-    amaxes = [Replay(matrix).correct_amax for matrix in matrices if matrix.element_count]
-    yield OF_ALL.bound("", torch.stack(amaxes).nan_to_num(0.0).amax(0))
+    yield OF_ALL.bound("", _of_all(matrices))
     first_amax = Replay(matrices[0]).amax
     assert first_amax is not None
     yield OF_FIRST.bound("", first_amax)
     yield OF_FIRST.bound(", which is empty", torch.zeros_like(first_amax))
+
+
+def _of_all(matrices: Sequence[KernelMatrix]) -> torch.Tensor:
+    """The largest amax of all sections, (1,)."""
+    return torch.stack([Replay(matrix).correct_amax for matrix in matrices]).nan_to_num(0.0).amax(0)
+
+
+def share_amax(matrices: Sequence[KernelMatrix]) -> bool:
+    """Whether several sections have the amax of all sections together, which is that of another tensor too."""
+    if len(matrices) == 1 or matrices[0].subject.recipe.granularity != "tensor":
+        return False
+    together = _of_all(matrices)
+    return all(torch.equal(matrix.kernel_stages["amax"], together) for matrix in matrices)
 
 
 def section_result_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
