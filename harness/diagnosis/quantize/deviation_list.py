@@ -27,7 +27,7 @@ from narrowgauge.harness.diagnosis.quantize.rotation_deviations import rotation_
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import layout_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import (
     BLOCK_AMAXES,
-    TAIL_DROPPED,
+    dropped_tail_deviations,
     skipped_lane_deviations,
 )
 from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
@@ -120,7 +120,8 @@ def _step_deviations(
     yield from unused_amax_deviations(first)
     if "scales" in wrong_masks:
         yield from scale_deviations(recipe)
-        yield from rows_of((TAIL_DROPPED,) if recipe.spans_k else BLOCK_AMAXES, recipe)
+        yield from () if recipe.spans_k else rows_of(BLOCK_AMAXES, recipe)
+        yield from () if recipe.whole else dropped_tail_deviations(first)
         yield from skipped_lane_deviations(matrices, wrong_masks["scales"])
         yield from single_code_deviations(matrices, [Replay(matrix).compute_stage("scales") for matrix in matrices])
     yield from rows_of((*ROUNDINGS, *SPECIAL_VALUES, *SCALINGS), recipe)
