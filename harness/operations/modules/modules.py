@@ -63,7 +63,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
             found |= tensors_of(step)
         return found
 
-    outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call)
+    outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call, composed=True)
     outcome = Outcome(protection, outputs, seconds=seconds)
     # The backend's own copies lie between guard zones, and the backend may have written to them.
     _arranged(plan, kept, inputs)
