@@ -398,16 +398,16 @@ def _element_table(q: Quantized) -> torch.Tensor:
     return (codes & (q.recipe.element.sign_code - 1)).long()
 
 
-def _with_entry(side: str, entry: tuple[int, float], parts: GemmParts) -> GemmParts | None:
-    """The parts with another number for a code of a magnitude in a, b or both: the elements as codes of E4M3."""
-    changed: dict[str, Quantized] = {}
-    code, value = entry
-    for name in ("left", "right") if side == "both operands" else ({"a": "left", "b": "right"}[side],):
-        q: Quantized = getattr(parts, name)
-        numbers = torch.where(_element_table(q) == code, element_values(q).sign() * value, element_values(q))
-        codes = encode(numbers.float(), E4M3)
-        changed[name] = _with_format(replace(q, codes=codes), "element", E4M3)
-    return replace(parts, **changed)  # type: ignore[arg-type]
+def _with_entry(side: str, entry: tuple[int, float], parts: GemmParts) -> GemmParts:
+    """The parts with another number for a code of a magnitude in a, b or both: all elements as codes of E4M3, which
+    holds the numbers of 4-bit elements and quarters up to 16."""
+    operands = []
+    for name, q in (("a", parts.left), ("b", parts.right)):
+        numbers = element_values(q)
+        if side in (name, "both operands"):
+            numbers = torch.where(_element_table(q) == entry[0], numbers.sign() * entry[1], numbers)
+        operands.append(_with_format(replace(q, codes=encode(numbers.float(), E4M3)), "element", E4M3))
+    return replace(parts, left=operands[0], right=operands[1])
 
 
 def _entries(parts: GemmParts) -> Iterator[tuple[str, tuple[str, tuple[int, float]]]]:

@@ -92,7 +92,7 @@ QUANTIZERS: list[Q] = [
     *(("midpoint-moved", recipe, "normal", (64, 128), {"codes": by_boundaries(number, boundary, up=up)})
       for recipe in ("mxfp4", "nvfp4")
       for number, boundary, up in ((6, 6.0, True), (0, 0.5, True), (4, 2.75, False), (2, 1.0, False), (5, 3.25, True))),
-    ("midpoint-moved", "mxfp8-e4m3", "normal", (64, 128), {"codes": by_boundaries(60, 1.609375, up=True)}),
+    ("midpoint-moved", "mxfp8-e4m3", "normal", (64, 128), {"codes": by_boundaries(104, 70.0, up=True)}),
     ("midpoint-moved", "mxfp6-e2m3", "normal", (64, 128), {"codes": by_boundaries(20, 3.1875, up=True)}),
     ("exponent:nearest", "fp8-block-1x128-e4m3-pow2", "normal", (64, 384), {"scales": powers(1.5)}),
     ("exponent:nearest-log2", "fp8-block-1x128-e4m3-pow2", "normal", (64, 384), {"scales": powers(2**0.5)}),
@@ -242,3 +242,16 @@ def test_a_wrong_product_is_named(cause: str, recipe: str, inputs: str, flags: t
     record = run_case(made, backend(quantize=reference.quantize, gemm=gemm))
     assert record.verdict == "fail"
     assert record.explanations[0]["cause"] == cause, record.explanations
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current-e4m3"])
+def test_one_amax_of_all_sections_is_named(recipe: str) -> None:
+    def grouped(x: torch.Tensor, sizes: torch.Tensor, recipe: Any) -> list[Any]:
+        return [
+            reference.quantize(part, recipe, amax=x.abs().float().amax().view(1)) for part in x.split(sizes.tolist())
+        ]
+
+    made = case_from_labels("quantize-grouped", recipe, (128, 128), "bf16", "normal", ("ragged:4",))
+    record = run_case(made, backend(quantize_grouped=grouped))
+    assert record.verdict == "fail"
+    assert [entry["cause"] for entry in record.explanations if entry["exact"]] == ["amax-of-all-sections"]

@@ -311,16 +311,16 @@ def moved_midpoint_deviations(
         return
     magnitude, code = torch.cat(magnitudes), torch.cat(codes)
     between = (magnitude > element.values[low]) & (magnitude < element.values[high])
-    lower = magnitude[between & (code == low)].double().amax() if bool((between & (code == low)).any()) else None
-    upper = magnitude[between & (code == high)].double().amin() if bool((between & (code == high)).any()) else None
-    first = element.values[low] if lower is None else float(lower)
-    last = element.values[high] if upper is None else float(upper)
-    if first >= last:
+    below, above = (magnitude[between & (code == number)].double() for number in (low, high))
+    if not len(below) or not len(above):  # the boundary is one of the two numbers
+        threshold = element.values[high if len(below) else low]
+    elif (first := float(below.amax())) < (last := float(above.amin())):
+        step = 2.0 ** math.floor(math.log2(last))
+        while math.floor(last / step) * step <= first:
+            step /= 2
+        threshold = math.floor(last / step) * step
+    else:
         return
-    step = 2.0 ** math.floor(math.log2(last))
-    while math.floor(last / step) * step <= first:
-        step /= 2
-    threshold = math.floor(last / step) * step
     words = (element.values[low], element.values[high], threshold)
     for up, phrase in ((True, "which goes up"), (False, "which goes down")):
         yield MIDPOINT.bound((*words, phrase), (low, threshold, up))
