@@ -78,7 +78,7 @@ def test_a_cause_is_exact_if_one_diagnosis_is_complete() -> None:
     assert (explanation["sentence"], explanation["exact"]) == ("x; or: y", False)
 
 
-def test_a_hint_counts_if_another_case_of_its_kind_proves_the_cause() -> None:
+def test_a_hint_counts_if_another_case_proves_the_cause() -> None:
     def hint(recipe: str) -> dict[str, Any]:
         entry = Explanation("x", f"x{NOT_PROVED}", "codes", exact=False).to_dict()
         return {**failing("a", recipe=recipe), "explanations": [entry]}
