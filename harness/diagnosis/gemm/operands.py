@@ -438,7 +438,7 @@ def _entries(parts: GemmParts) -> Iterator[tuple[str, tuple[str, tuple[int, floa
 
 TABLE_ENTRY: Deviation[GemmParts] = Deviation(
     "element-table", "the table of element values has {}", "operands",
-    lambda found, parts: _with_entry(*found, parts), _entries,
+    lambda found, parts: _with_entry(found[0], found[1], parts), _entries,
 )  # fmt: skip
 OPERANDS: tuple[Deviation[GemmParts], ...] = (
     Deviation("scales-of-one-operand", "scales of a are used for b too", "operands", partial(_scales_of_one, "a")),

@@ -97,7 +97,7 @@ def _of_elements(dtype: torch.dtype, parts: GemmParts, _: Ends) -> list[Ends]:
     return correct_epilogue(parts, (low.float(), high.float()))
 
 
-OF_ELEMENTS = tuple(
+OF_ELEMENTS: tuple[Deviation[GemmParts], ...] = tuple(
     Deviation(f"partial-sums-{name}", f"sums of the elements of a block are rounded to {name} before its scales "
               "multiply them", EPILOGUE, partial(_of_elements, dtype)) for name, dtype in NARROW.items()
 )  # fmt: skip
