@@ -22,9 +22,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _STATIC = "te", "vllm-static"
-_RESIDENT_THREADS = 1024, 768
-"""Threads of a multiprocessor, without and with a residual, which takes more registers. On an H200, rows of 8192
-bfloat16: RMSNorm has 0.90 of the copy rate with 1024 threads and 0.83 with 768; with a residual 0.90 and 0.94."""
+_THREADS, _KEEPING_THREADS = 768, 512
+"""Threads of a multiprocessor, and those of a kernel that keeps the weight and the bias of its columns in registers."""
 
 
 def rmsnorm_quantize(
@@ -184,9 +183,13 @@ def _launch(
         "per_column": 1.0 / columns if columns else 0.0, "variant": variant,
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
+    flags = variant_flags(_VARIANT, variant, x.device, "NORM")
+    keeps = False
+    if x.is_cuda and residual is None:  # the next row of two operands takes too many registers
+        keeps = bias is not None or recipe.element.bits == 4
+        flags = *flags, "-DPIPELINED=1", f"-DKEPT={int(keeps)}"
     return quantize_rows(
         "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, ub=ub,
-        amax=amax, scale=scale, scales=scales,
-        extra_flags=variant_flags(_VARIANT, variant, x.device, "NORM"),
-        resident_threads=_RESIDENT_THREADS[residual is not None],
+        amax=amax, scale=scale, scales=scales, extra_flags=flags,
+        resident_threads=_KEEPING_THREADS if keeps else _THREADS,
     )  # fmt: skip

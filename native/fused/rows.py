@@ -213,6 +213,8 @@ def grid_of(
     of_thread = 2 if pairs else max(2, blocks_for(chunks, most)) if whole_rows else 1
     threads = max(blocks_for(chunks, segments * of_thread), lanes)
     flags = [f"-DROW_CHUNKS={of_thread}"]
+    if resident_threads and rows and variant.get("whole_chunks") and threads % _WARP == 0:
+        flags.append(f"-DROW_FULL={int(threads > _WARP and columns == threads * of_thread * _CHUNK)}")
     if pairs:
         flags.append("-DPAIRED")
     blocks, rows_of_block = max(rows, 1) * segments, 1

@@ -215,12 +215,15 @@ constexpr int SELECT_COMPLEMENT = 0x35;  // and its complement
 // E2M1 has the exponent range of fp16 if fp16 is scaled by 2^14: numbers below 8 in magnitude, given 2^14 times too small, are
 // truncated by cvt.rz.f16x2.f32 to E2M10, which is E2M1 with nine more mantissa bits. A tie is half a step above a code.
 
-// Scales a number below 7 in magnitude by 2^-14, and nudges it: adding half a step and truncating then rounds ties to even:
+// Scales a number below 7 in magnitude, given as the product of `x` and `factor`, by 2^-14, and nudges it: adding half a step and truncating then rounds ties to even:
 // the ties 1/4, 5/4, 5/2 and 5, which round down, go to the next smaller number. The ties that round up, 3/4, 7/4 and 7/2, are
 // 1.5 or 1.75 times a power of two, and not 1 or 1.25 times: the first operation moves numbers with a mantissa from 4/3 on one
-// ulp up, the second moves all numbers down. Checked for every float32 number below 7.
-__device__ __forceinline__ float nudge_ties(float x) {
-    return __fmul_rz(__fmaf_rn(x, 0x1.8p-25f, x), 0x1.fffffep-15f);
+// ulp up, the second moves all numbers down. Checked for every float32 number below 7. `exact`: the factor is a power of two
+// from 2^-100 to 2^100, which leaves the first operation as it is, so that both products are one.
+__device__ __forceinline__ float nudge_ties(float x, float factor, bool exact) {
+    if (!exact) x *= factor;
+    const float nudged = __fmaf_rn(x, 0x1.8p-25f, x);
+    return __fmul_rz(nudged, exact ? 0x1.fffffep-15f * factor : 0x1.fffffep-15f);
 }
 
 // Which products of a number and a factor a conversion accepts: numbers below 7, or below 8 with stochastic rounding, or also
@@ -239,17 +242,16 @@ __device__ __forceinline__ u32 saturate_pair(u32 pair) {
 #endif
 }
 
-// Codes of the products of eight numbers and a factor, nearest even.
+// Codes of the products of eight numbers and a factor, nearest even. `exact`: as of nudge_ties.
 template <Products PRODUCTS>
-__device__ __forceinline__ u32 e2m1x8_of_products(const float* v, float factor) {
+__device__ __forceinline__ u32 e2m1x8_of_products(const float* v, float factor, bool exact = false) {
+    const auto nudged = [&](float number) { return nudge_ties(number, factor, exact); };
     u32 even[2], odd[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const float* four = v + 4 * j;
-        even[j] = saturate_pair<PRODUCTS>(
-            ptx::cvt_rz_f16x2_f32(nudge_ties(four[0] * factor), nudge_ties(four[2] * factor)));
-        odd[j] = saturate_pair<PRODUCTS>(
-            ptx::cvt_rz_f16x2_f32(nudge_ties(four[1] * factor), nudge_ties(four[3] * factor)));
+        even[j] = saturate_pair<PRODUCTS>(ptx::cvt_rz_f16x2_f32(nudged(four[0]), nudged(four[2])));
+        odd[j] = saturate_pair<PRODUCTS>(ptx::cvt_rz_f16x2_f32(nudged(four[1]), nudged(four[3])));
     }
     // A byte is the sign, three zeros, the code, and the half-step bit, to which another half step is added.
     const u32 low = ptx::prmt_b32(even[0], even[1], 0x7531), high = ptx::prmt_b32(odd[0], odd[1], 0x7531);
@@ -329,13 +331,17 @@ __device__ __forceinline__ void store_codes(const PackedE2m1& codes, u8* target)
 }
 
 // Codes of the products of 16 numbers and a factor: nearest even, or, if `random` is not null, rounded stochastically with four
-// random words (e2m1x16_stochastic).
+// random words (e2m1x16_stochastic). `power`: the factor is a power of two or NaN.
 template <PackOrder ORDER = ADJACENT>
-__device__ __forceinline__ PackedE2m1 e2m1x16_of_products(const PackedBf16& x, float factor, const u32 (*random)[4]) {
+__device__ __forceinline__ PackedE2m1 e2m1x16_of_products(const PackedBf16& x, float factor, const u32 (*random)[4],
+                                                          [[maybe_unused]] bool power = false) {
     float v[16];
 #ifdef HAS_E2M1_BY_ADDITION
     if (random == nullptr) {
         unpack_ordered_floats<ORDER>(x, v);
+        if (power && factor >= 0x1p-100f && factor <= 0x1p100f) {
+            return {{e2m1x8_of_products<ANY_PRODUCTS>(v, factor, true), e2m1x8_of_products<ANY_PRODUCTS>(v + 8, factor, true)}};
+        }
         return {{e2m1x8_of_products<ANY_PRODUCTS>(v, factor), e2m1x8_of_products<ANY_PRODUCTS>(v + 8, factor)}};
     }
     PackedBf16 canonical;  // the numbers, or NaN without a sign if the number or the factor is NaN

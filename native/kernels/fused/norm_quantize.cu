@@ -10,6 +10,10 @@
 #include "fused/quantize_row.cuh"
 #include "quantize/unit.cuh"
 
+#ifndef KEPT
+#define KEPT 0  // a thread keeps its chunks of weight and bias in registers
+#endif
+
 namespace narrowgauge {
 
 // The choices of a norm. On a GPU the macro NORM gives their values.
@@ -44,29 +48,97 @@ __device__ __forceinline__ NormVariant norm_of(const NormQuantizeParameters& p) 
 #endif
 }
 
-// z of a row, with zeros behind it; stores the sum with the residual.
+// What a thread reads of a row; zeros behind the row.
+template <class T>
+struct RowInputs {
+    Rounded<T> x[ROW_CHUNKS], residual[ROW_CHUNKS];
+};
+
 template <class T>
 __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const NormVariant& norm, const Part& part,
-                                         float (&z)[ROW_CHUNKS][CHUNK]) {
+                                         RowInputs<T>& inputs) {
 #pragma unroll
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
-        Rounded<T> x, residual;
         const i64 stride = stride_of(chunk, p.column_stride);
-        load_rounded(static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * stride, stride, chunk, x);
-        unpack_floats(x, z[i]);
+        load_rounded(static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * stride, stride, chunk, inputs.x[i]);
         if (!norm.has_residual) continue;
         const i64 start = part.row * p.result.columns + chunk.column;
-        load_rounded(static_cast<const T*>(p.residual) + start, 1, chunk, residual);
+        load_rounded(static_cast<const T*>(p.residual) + start, 1, chunk, inputs.residual[i]);
+    }
+}
+
+// z of a row; stores the sum with the residual.
+template <class T>
+__device__ __forceinline__ void sum_inputs(const NormQuantizeParameters& p, const NormVariant& norm, const Part& part,
+                                           const RowInputs<T>& inputs, float (&z)[ROW_CHUNKS][CHUNK]) {
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        unpack_floats(inputs.x[i], z[i]);
+        if (!norm.has_residual) continue;
+        const RowChunk chunk = chunk_of(part, i);
         float r[CHUNK];
-        unpack_floats(residual, r);
+        unpack_floats(inputs.residual[i], r);
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) z[i][j] += r[j];
-        round_chunk(z[i], x);
-        unpack_floats(x, z[i]);
-        if (!p.result.amax_alone) store_rounded(x, chunk, static_cast<T*>(p.residual_out) + start);
+        Rounded<T> total;
+        round_chunk(z[i], total);
+        unpack_floats(total, z[i]);
+        T* target = static_cast<T*>(p.residual_out) + part.row * p.result.columns + chunk.column;
+        if (!p.result.amax_alone) store_rounded(total, chunk, target);
     }
+}
+
+// The chunks of a vector (K,) that a thread needs in each of its rows. If KEPT, they are loaded once, where the type of the
+// vector is T.
+template <class T>
+struct RowVector {
+    const void* source;
+    ElementType type;
+    i64 stride;
+    Rounded<T> chunks[ROW_CHUNKS];
+
+    __device__ __forceinline__ bool is_kept() const { return KEPT && type == type_of<T>; }
+
+    __device__ __forceinline__ void keep(const Part& part) {
+        if (!is_kept()) return;
+#pragma unroll
+        for (int i = 0; i < ROW_CHUNKS; ++i) {
+            if (i >= part.steps) break;
+            const RowChunk chunk = chunk_of(part, i);
+            const i64 apart = stride_of(chunk, stride);
+            load_rounded(static_cast<const T*>(source) + chunk.column * apart, apart, chunk, chunks[i]);
+        }
+    }
+
+    __device__ __forceinline__ void floats(int step, const RowChunk& chunk, float (&v)[CHUNK]) const {
+        if (is_kept()) {
+            unpack_floats(chunks[step], v);
+        } else {
+            load_as_floats<T>(source, type, 0, stride, chunk, v);
+        }
+    }
+};
+
+// The sum of a thread's elements, or of their squares. Pipelined in four parts: additions of a part wait for one another.
+__device__ __forceinline__ float sum_of_chunks(const Part& part, const float (&z)[ROW_CHUNKS][CHUNK], bool squares) {
+    constexpr int PARTS = PIPELINED ? 4 : 1;
+    float sums[PARTS] = {};
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) {
+            float& sum = sums[j % PARTS];
+            sum = squares ? __fmaf_rn(z[i][j], z[i][j], sum) : sum + z[i][j];
+        }
+    }
+    float total = sums[0];
+#pragma unroll
+    for (int n = 1; n < PARTS; ++n) total += sums[n];
+    return total;
 }
 
 template <class T>
@@ -77,21 +149,25 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const i64 rows = rows_of_block(), apart = rows * gridDim.x;
     i64 first_row = blockIdx.x * rows;
-    for (int turn = 0; first_row < p.result.rows || turn == 0; first_row += apart, ++turn) {
-        set_row(part, first_row, p.result);
+    set_row(part, first_row, p.result);
+    RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride}, biases{p.bias, norm.weight_type, p.bias_stride};
+    weights.keep(part);
+    if (norm.layer_norm) biases.keep(part);
+    RowInputs<T> inputs;
+    if (PIPELINED) load_row(p, norm, part, inputs);
+    for (int turn = 0; first_row < p.result.rows || (!FULL_ROWS && turn == 0); first_row += apart, ++turn) {
         float z[ROW_CHUNKS][CHUNK];
-        load_row<T>(p, norm, part, z);
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < ROW_CHUNKS; ++i) {
-            if (i >= part.steps) break;
-#pragma unroll
-            for (int j = 0; j < CHUNK; ++j) total = norm.layer_norm ? total + z[i][j] : __fmaf_rn(z[i][j], z[i][j], total);
+        set_row(part, first_row, p.result);
+        if (!PIPELINED) load_row(p, norm, part, inputs);
+        sum_inputs(p, norm, part, inputs, z);
+        if (PIPELINED && first_row + apart < p.result.rows) {
+            Part next = part;
+            set_row(next, first_row + apart, p.result);
+            load_row(p, norm, next, inputs);
         }
-        total = sum_over_row(total, words[turn % 2][0]);
+        float total = sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
-            total = 0.0f;
 #pragma unroll
             for (int i = 0; i < ROW_CHUNKS; ++i) {
                 if (i >= part.steps) break;
@@ -99,10 +175,8 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
                 const float subtracted = count > 0 ? mean : 0.0f;
 #pragma unroll
                 for (int j = 0; j < CHUNK; ++j) z[i][j] -= part.whole_chunks || j < count ? subtracted : 0.0f;
-#pragma unroll
-                for (int j = 0; j < CHUNK; ++j) total = __fmaf_rn(z[i][j], z[i][j], total);
             }
-            total = sum_over_row(total, words[turn % 2][1]);
+            total = sum_over_row(sum_of_chunks(part, z, true), words[turn % 2][1]);
         }
         const float factor = rsqrt_approx(__fmaf_rn(total, p.per_column, p.eps));
         Rounded<T> y[ROW_CHUNKS];
@@ -111,8 +185,8 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             if (i >= part.steps) break;
             const RowChunk chunk = chunk_of(part, i);
             float weight[CHUNK], bias[CHUNK];
-            load_as_floats<T>(p.weight, norm.weight_type, 0, p.weight_stride, chunk, weight);
-            if (norm.layer_norm) load_as_floats<T>(p.bias, norm.weight_type, 0, p.bias_stride, chunk, bias);
+            weights.floats(i, chunk, weight);
+            if (norm.layer_norm) biases.floats(i, chunk, bias);
             const float by = chunk.count > 0 ? factor : 0.0f;
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) {

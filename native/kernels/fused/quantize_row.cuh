@@ -105,12 +105,12 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
 
 // Codes of a chunk, of which `count` elements lie inside the row.
 template <class F, class T>
-__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, bool nan_is_largest, const RowChunk& chunk,
-                                            u8* target) {
+__device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const QuantizeRowVariant& variant,
+                                            const RowChunk& chunk, u8* target) {
     constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
 #ifdef HAS_CVT_HALF
     if constexpr (BYTES < CHUNK && is_packed<T>) {
-        const PackedE2m1 codes = e2m1x16_of_products(y.packed, factor, nullptr);
+        const PackedE2m1 codes = e2m1x16_of_products(y.packed, factor, nullptr, PIPELINED && variant.family == MX);
         if (chunk.whole) {
             store_codes(codes, target);
             return;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, b
 #endif
     float v[CHUNK];
     unpack_floats(y, v);
-    if (nan_is_largest) {
+    if (variant.nan_is_largest) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             v[i] *= factor;
@@ -186,7 +186,8 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         }
         amax = __uint_as_float(largest);
         if (variant.scope == ROW) {
-            amax = over_row(amax, words[2], 0.0f, larger_bits);
+            amax = PIPELINED && ROW_LANES == 0 ? __uint_as_float(largest_of_block(largest, words[2]))
+                                               : over_row(amax, words[2], 0.0f, larger_bits);
             amax = amax > p.largest_amax ? p.largest_amax : amax;
         } else {
             amax = over_block(amax, words[2], 0.0f, larger_bits);
@@ -224,7 +225,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
             factor = scale_of_group(of_group, encode, stores, part.row, chunk.column / width, groups, p, variant);
         }
         u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
-        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant.nan_is_largest, chunk, target);
+        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant, chunk, target);
     }
 }
 

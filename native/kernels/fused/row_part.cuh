@@ -23,9 +23,18 @@
 #define ROW_LANES 0  // lanes of a row: a power of two up to 32; 0 if a row has all threads of its block
 #endif
 
+#ifndef ROW_FULL
+#define ROW_FULL 0  // the threads of a block have exactly the chunks of a row
+#endif
+
+#ifndef PIPELINED
+#define PIPELINED 0  // a kernel with a loop over rows loads the next row during the work on a row
+#endif
+
 namespace narrowgauge {
 
 constexpr int LANES = 32;
+constexpr bool FULL_ROWS = ROW_FULL && PIPELINED;
 
 // The part of a row that a thread block makes.
 struct Part {
@@ -69,7 +78,7 @@ __device__ __forceinline__ Part part_of(const Rows& p, bool whole_chunks) {
 
 __device__ __forceinline__ RowChunk chunk_of(const Part& part, int step) {
     const int column = (part.first + step * part.apart + part.thread) * CHUNK, left = part.columns - column;
-    const int count = part.whole_chunks ? (left > 0 ? CHUNK : 0) : valid_count<CHUNK>(left);
+    const int count = FULL_ROWS ? CHUNK : part.whole_chunks ? (left > 0 ? CHUNK : 0) : valid_count<CHUNK>(left);
     return {column, count, part.whole_chunks};
 }
 
@@ -102,6 +111,22 @@ __device__ __forceinline__ float over_block(float value, float (&words)[WARPS], 
 template <class Combine>
 __device__ __forceinline__ float over_row(float value, float (&words)[WARPS], float neutral, Combine combine) {
     return ROW_LANES > 0 ? over_lanes(value, ROW_LANES / 2, combine) : over_block(value, words, neutral, combine);
+}
+
+// The largest u32 of the threads of a row, which has all threads of its block.
+__device__ __forceinline__ u32 largest_of_block(u32 value, float (&words)[WARPS]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    value = __reduce_max_sync(0xFFFFFFFFu, value);
+    if (WARPS == 1) return value;
+    const int warp = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+    if (lane == 0) words[warp] = __uint_as_float(value);
+    __syncthreads();
+    const bool counts = lane < static_cast<int>(blockDim.x) / LANES;
+    return __reduce_max_sync(0xFFFFFFFFu, counts ? __float_as_uint(words[lane]) : 0u);
+#else
+    const auto larger = [](float a, float b) { return __float_as_uint(a) < __float_as_uint(b) ? b : a; };
+    return __float_as_uint(over_block(__uint_as_float(value), words, 0.0f, larger));
+#endif
 }
 
 __device__ __forceinline__ float sum_over_row(float value, float (&words)[WARPS]) {

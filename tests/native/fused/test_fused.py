@@ -6,11 +6,14 @@ the quick tier."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product as product_of
 from typing import Any
 
 import pytest
 import torch
 
+from narrowgauge.native import ops as native_ops
+from narrowgauge.native.fused import norm, prepared, rows
 from narrowgauge.native.fused.rows import LONGEST_ROW
 from narrowgauge.reference import ops as reference
 from tests.native.devices import ON_EVERY_DEVICE, ops
@@ -221,3 +224,25 @@ def test_errors_name_the_shape_and_the_limit() -> None:
         ops.rmsnorm_quantize(torch.zeros(1, LONGEST_ROW + 16), torch.zeros(LONGEST_ROW + 16), "mxfp8-e4m3")
     with pytest.raises(NotImplementedError, match="layout linear or 128x4, not 8x4"):
         ops.silu_mul_quantize(torch.zeros(2, 64), "mxfp8-e4m3", scales="8x4")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_that_load_the_next_row_early(dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of a GPU, on a CPU: two thread blocks for all rows give the bytes of a block for each row."""
+    pipeline = (f"-DKEPT={kept}", "-DPIPELINED=1")
+    draw = torch.Generator().manual_seed(0)
+    for (m, k), recipe in product_of(((7, 256), (5, 200), (9, 18), (0, 64)), ("fp8-row-e4m3", "mxfp4", "nvfp4")):
+        x, weight = (torch.randint(-4, 5, shape, generator=draw).to(dtype) for shape in ((m, k), (k,)))
+        x[1:2] = torch.nan
+        for name, vectors in (("rmsnorm_quantize", 1), ("layernorm_quantize", 2)):
+            arguments = (x, *[weight] * vectors, recipe)
+            before = getattr(native_ops, name)(*arguments)
+            with monkeypatch.context() as patch:
+                patch.setattr(prepared, "PREPARED", {})
+                patch.setattr(norm, "PREPARED", prepared.PREPARED)
+                patch.setattr(rows, "grid_of", lambda *sizes, **options: rows.Grid(2, 32))
+                patch.setattr(norm, "variant_flags", lambda *variant: pipeline)
+                found = getattr(native_ops, name)(*arguments)
+            assert_same(found, before)

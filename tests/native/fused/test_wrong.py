@@ -32,8 +32,8 @@ WRONG = {
     ),
     "first-chunk-not-summed": (
         "rmsnorm-quantize", "mxfp8-e4m3", NORM,
-        "total = sum_over_row(total, words[turn % 2][0]);\n        if",
-        "total = sum_over_row(threadIdx.x == 0 ? 0.0f : total, words[turn % 2][0]);\n        if",
+        "= sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words",
+        "= sum_over_row(threadIdx.x == 0 ? 0.0f : sum_of_chunks(part, z, !norm.layer_norm), words",
     ),
     "weight-of-next-column": (
         "rmsnorm-quantize", "mxfp8-e4m3", NORM, "? 1.0f + weight[j] : weight[j]", "? 1.0f + weight[j] : weight[j ^ 1]",
@@ -47,7 +47,7 @@ WRONG = {
         "normalized = rounded<T>(z[i][j] * by);",
     ),
     "residual-not-added-to-the-norm": (
-        "add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "unpack_floats(x, z[i]);\n        if (!p.result", "if (!p.result",
+        "add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "unpack_floats(total, z[i]);", "",
     ),
     "residual-subtracted": ("add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] += r[j];", "z[i][j] -= r[j];"),
     "mean-not-subtracted": ("layernorm-quantize", "mxfp8-e4m3", NORM, "count > 0 ? mean : 0.0f", "0.0f"),
@@ -75,7 +75,7 @@ WRONG = {
     ),
     "amax-of-a-thread": (
         "silu-mul-quantize", "fp8-row-e4m3", ROW,
-        "amax = over_row(amax, words[2], 0.0f, larger_bits);", "",
+        "over_row(amax, words[2], 0.0f, larger_bits)", "amax",
     ),
     "scale-not-inverted": (
         "silu-mul-quantize", "fp8-row-e4m3", ROW, "static_cast<float*>(p.scales)[part.row] = 1.0f / factor;",
