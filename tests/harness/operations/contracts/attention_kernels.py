@@ -249,7 +249,8 @@ def _keys_out(function: Any) -> type[Attention]:
     """A kernel that leaves out keys, bool (S,), of a row that sees `seen`."""
 
     def masked(self: Attention, s: torch.Tensor, seen: int) -> torch.Tensor:
-        return s[:seen].masked_fill(function(torch.arange(len(s[:seen])), len(s[:seen])), -math.inf)
+        # A finite logit: a tile without keys has no maximum of −∞, and the next tile rescales its sums to 0.
+        return s[:seen].masked_fill(function(torch.arange(len(s[:seen])), len(s[:seen])), -1e30)
 
     return wrong(masked=masked)
 
