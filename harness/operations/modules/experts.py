@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
+from narrowgauge.harness.operations.modules.delayed import States
+from narrowgauge.harness.operations.modules.ground import Ground
+from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.stages.oracle import (
     permute,
     swiglu_backward,
