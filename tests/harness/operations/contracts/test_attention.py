@@ -233,7 +233,7 @@ UNNAMED = {
 
 @pytest.mark.long
 def test_most_wrong_kernels_have_a_single_change() -> None:
-    """A change with the words of the cause gives every result of a family; which other changes do so, a search tells."""
+    """A change with the words of the cause gives every result of a family; a search tells which others do so."""
     listed = [(change.sentence, change.program) for change in changes(program())]
     found = set()
     for name, (kernel, words) in WRONG.items():
