@@ -7,8 +7,8 @@ The fields say how libraries differ. p are the weights of the softmax, l their s
 - `l`: the sum of the weights before ("exact") or after they are rounded ("rounded"), or "any" of the two;
 - `exponential`: exp within 2 ulp ("accurate"), or "any" form, such as the polynomial of FlashAttention-4;
 - `decode`: the scales multiply the logits and the result ("folded"), or each k and v, which are rounded to the dtype of
-  q ("rounded"). Folded scales of tokens multiply the logits, and the weights before these are rounded, to at least 16 bits
-  unless `p` is "e4m3" or "e5m2";
+  q ("rounded"). Folded scales of tokens multiply the logits, and the weights before these are rounded: to at least 16
+  bits, unless `p` is "e4m3" or "e5m2";
 - `output`: one rounding of the result, or "two": R(R(Σ p·v/l)·v_scale);
 - `base` of the log-sum-exp.
 """

@@ -372,7 +372,9 @@ def _blocks(heads: int, shared_bytes: int, most: int) -> tuple[int, int]:
     def resident(several: int) -> int:
         return min(most // several, _SHARED_MEMORY // (several * shared_bytes + _RESERVED))
 
-    several = max((n for n in _BLOCK_HEADS if heads % n == 0 and n <= most), key=lambda n: (n * resident(n), resident(n) > 1, n))
+    several = max(
+        (n for n in _BLOCK_HEADS if heads % n == 0 and n <= most), key=lambda n: (n * resident(n), resident(n) > 1, n)
+    )
     return several, max(1, resident(several))
 
 

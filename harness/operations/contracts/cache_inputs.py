@@ -15,7 +15,7 @@ from narrowgauge.spec.kv_cache import DATA, SCALES
 from narrowgauge.spec.recipes import Recipe
 
 Parts = dict[str, torch.Tensor]
-"""Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns), or float32 scales (…, 1)."""
+"""Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns); scales of rows are float32."""
 _BLOCK_SCALES = (*map(float, range(1, 17)), 64.0)
 """Numbers of E4M3."""
 _DIGITS = {E4M3.name: (126, (2, 1, 1)), E2M1.name: (7, (4, 3, 2))}
@@ -33,8 +33,8 @@ def rounded(x: torch.Tensor, recipe: Recipe) -> Parts:
 
 
 def exact(x: torch.Tensor, recipe: Recipe) -> Parts:
-    """Numbers (N, P, G, D), stored without a rounding: 4-bit elements times a scale of `_BLOCK_SCALES`, 8-bit elements, or
-    8-bit elements times `_powers` of a row.
+    """Numbers (N, P, G, D), stored without a rounding: 4-bit elements times a scale of `_BLOCK_SCALES`, or 8-bit
+    elements, of rows with a scale times `_powers`.
 
     Raises ValueError for other numbers."""
     if not stores_scales(recipe):
@@ -88,7 +88,7 @@ def unused_code(recipe: Recipe, part: str, *, nan: bool) -> float:
 
 
 def _powers(sizes: tuple[int, int, int, int], recipe: Recipe) -> torch.Tensor:
-    """A scale from 1 to 8 for each block, by its head and its place in the row, or for each row, by its slot and head."""
+    """A scale from 1 to 8 of each block, by its head and place in the row, or of each row, by its slot and head."""
     head = torch.arange(sizes[2]).view(-1, 1)
     if stores_scales(recipe) and recipe.spans_k:
         slot = torch.arange(sizes[0] * sizes[1]).view(*sizes[:2], 1, 1)

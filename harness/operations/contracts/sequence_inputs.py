@@ -180,8 +180,8 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
         for part, codes in parts.items():
             unused = unused_code(recipe, part, nan=rule.unused_nan)
             found[f"{name}.{part_name(half, part)}"] = torch.where(used, codes, unused).to(
-                    torch.float32 if codes.is_floating_point() else torch.uint8
-                )
+                torch.float32 if codes.is_floating_point() else torch.uint8
+            )
     return {a.name: found[a.name].contiguous() for a in program.arguments}
 
 
@@ -242,7 +242,9 @@ def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes:
     zeros |= {a.name: torch.zeros(rows, 1, _ONE) for a in program.arguments if a.kind == "Heads"}
     evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
     of_keys = exactly(torch.zeros(rows, 1, int(lengths.max())))
-    evaluation.values.update({n: of_keys for n, step in enumerate(program.steps) if step.function in (SCORES, OF_TOKENS)})
+    evaluation.values.update(
+        {n: of_keys for n, step in enumerate(program.steps) if step.function in (SCORES, OF_TOKENS)}
+    )
     values: Interval = evaluation.values[logits]
     return values.low[:, 0] > -torch.inf
 

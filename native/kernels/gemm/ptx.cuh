@@ -201,20 +201,24 @@ __device__ __forceinline__ u64 createpolicy_fractional_L2_evict_first() {
     return policy;
 }
 
-// Copies BYTES from global to shared memory, both aligned to 128 bytes; the mbarrier counts the bytes.
-template <int BYTES>
-__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, Mbarrier& barrier) {
+// Copies bytes from global to shared memory, both aligned to 128 bytes, as their number; the mbarrier counts the bytes.
+__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, u32 bytes, Mbarrier& barrier) {
 #ifdef HAS_WGMMA
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(target)),
-                 "l"(source), "r"(BYTES), "r"(shared_address(&barrier))
+                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
                  : "memory");
 #elif defined(__CUDA_ARCH__)
     __trap();
 #else
-    __builtin_memcpy(target, source, BYTES);
-    mbarrier_complete(barrier, static_cast<u64>(BYTES) << 32);
+    __builtin_memcpy(target, source, bytes);
+    mbarrier_complete(barrier, static_cast<u64>(bytes) << 32);
 #endif
+}
+
+template <int BYTES>
+__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, Mbarrier& barrier) {
+    cp_async_bulk_shared_global(target, source, BYTES, barrier);
 }
 
 // Copies a box of a tensor map, rows of 128 bytes from column x and row y on, with zeros beyond the end of the tensor; the

@@ -84,7 +84,9 @@ def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
 
 @pytest.mark.sampled(8)
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize(("recipe", "path"), [("mxfp8-e4m3", "portable"), (TOKENS, "portable"), *((NVFP4, path) for path in PATHS)])
+@pytest.mark.parametrize(
+    ("recipe", "path"), [("mxfp8-e4m3", "portable"), (TOKENS, "portable"), *((NVFP4, path) for path in PATHS)]
+)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "one-hot-ends" else pytest.mark.long) for name in RULES]
 )
