@@ -87,6 +87,9 @@ FAMILIES: Mapping[str, Family] = {
             (*_ROTATED, *_CONTRACT),
         ),
         Family("zeros", "all zero: divisions by zero", _EVERY),
+        Family(
+            "zero-rows", "normal, rows and blocks of zeros beside others: a scale of 0 beside ordinary ones", _QUANTIZE
+        ),
         Family("negative-zeros", "all -0.0: lost signs", (*_ROTATED, *_CONTRACT)),
         Family(
             "nan", "normal with NaN of both signs: single elements, the first one, a whole block", (*_MOST, *_CONTRACT)

@@ -345,6 +345,14 @@ def _zeros(want: Wanted) -> torch.Tensor:
     return torch.zeros(want.shape)
 
 
+def _zero_rows(want: Wanted) -> torch.Tensor:
+    # Zeros fill one row of 16, the second of three bands of 16 rows, which holds whole tiles, and every fourth block.
+    row, block = _grid(want)
+    band = row * want.height // max(16, want.height)
+    zero = (row % 16 == 5) | (band % 3 == 1) | ((row + block) % 4 == 3)
+    return torch.where(want.spread(zero), 0.0, want.draw.normal(*want.shape))
+
+
 def _negative_zeros(want: Wanted) -> torch.Tensor:
     return torch.full(want.shape, -0.0)
 
@@ -578,6 +586,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "huge": _huge,
     "subnormal": _subnormal,
     "zeros": _zeros,
+    "zero-rows": _zero_rows,
     "negative-zeros": _negative_zeros,
     "nan": _nan,
     "inf": _inf,
