@@ -27,6 +27,7 @@ A backend is any object or module that has some of these methods (docs/design.md
            quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
     LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module
     GroupedLinear(groups, in_features, out_features, bias=True, *, as Linear) -> torch.nn.Module
+    MoELayer(experts, hidden, ffn, bias=True, *, as Linear) -> torch.nn.Module
     TransformerLayer(hidden, ffn, heads, *, norm="layer", eps=1e-5, bias=True, as Linear) -> torch.nn.Module
 
 A module has the parameters and methods of its counterpart in `reference.modules`. It reads the training recipe from

@@ -63,6 +63,11 @@ FAMILIES: Mapping[str, Family] = {
             _QUANTIZE,
         ),
         Family("every-exponent", "every exponent of the dtype, a block each: the range of block scales", _QUANTIZE),
+        Family(
+            "boundaries",
+            "numbers and midpoints of the element, and an ulp beside them, under every scale of a block: all roundings",
+            _QUANTIZE,
+        ),
         Family("normal-1e-28", "normal times 1e-28: block scales far down", _QUANTIZE),
         Family(
             "normal-1e-3",

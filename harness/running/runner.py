@@ -283,6 +283,7 @@ def _fill(record: Record, outcome: Outcome) -> None:
     elif record.budget_max is not None and not record.budget_max <= 1:
         record.verdict, record.message = "error", f"passes with a budget of {record.budget_max:.3g}, above 1"
     record.accuracy = outcome.accuracy
+    record.numbers = outcome.numbers
     record.seconds = outcome.seconds
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
         for name, value in informative(outcome.actual, outcome.expected).items():
