@@ -46,6 +46,9 @@ shuffles=n)` and returns n seeded shuffles.
 
 `check(device)`: called before any case; raises if the backend cannot run at all, for example without a compiler.
 
+`warm_up(device)`: called by each kernel host when it has loaded the backend, for what the first call would take long
+for: imports, compilations. Its time belongs to loading, and to no case.
+
 `declares`: a mapping. {"transform": "butterfly"}: the rotation adds in the order of `reference.quantize.hadamard`, so
 its bytes must be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"}: stochastic
 rounding uses random bits that the harness cannot know; another seed or offset in `random` must change the draws, and

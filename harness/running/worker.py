@@ -234,7 +234,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         with closing(kernel_host(settings, other_hosts)) as other:
             yield Backend(other)
 
-    earlier = EarlierCases(other_host, captures, settings.untrusted)
+    earlier = EarlierCases(other_host, captures, settings.untrusted, host.loading)
     folder = extra_folder(settings.backend)
     options = shlex.join(["--path", folder, *shlex.split(settings.options)]) if folder else settings.options
     while "end" not in (message := connection.receive()[0]):
