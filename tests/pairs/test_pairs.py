@@ -61,6 +61,7 @@ def test_a_pair_that_no_case_has_gets_one(cases):
     assert not list(missing([*kept, *found.values()]))
 
 
+@pytest.mark.long
 def test_fused_operations_share_their_pairs(cases):
     """Every operation has every dtype and every class of K; a pair of two keys is in one of them."""
     covered = FUSED.sets_of_all(FUSED.chosen(cases))

@@ -215,7 +215,8 @@ constexpr int SELECT_COMPLEMENT = 0x35;  // and its complement
 // E2M1 has the exponent range of fp16 if fp16 is scaled by 2^14: numbers below 8 in magnitude, given 2^14 times too small, are
 // truncated by cvt.rz.f16x2.f32 to E2M10, which is E2M1 with nine more mantissa bits. A tie is half a step above a code.
 
-// Scales a number below 7 in magnitude, given as the product of `x` and `factor`, by 2^-14, and nudges it: adding half a step and truncating then rounds ties to even:
+// Scales a number below 7 in magnitude, given as the product of `x` and `factor`, by 2^-14, and nudges it: adding half a step
+// and truncating then rounds ties to even:
 // the ties 1/4, 5/4, 5/2 and 5, which round down, go to the next smaller number. The ties that round up, 3/4, 7/4 and 7/2, are
 // 1.5 or 1.75 times a power of two, and not 1 or 1.25 times: the first operation moves numbers with a mantissa from 4/3 on one
 // ulp up, the second moves all numbers down. Checked for every float32 number below 7. `exact`: the factor is a power of two

@@ -122,7 +122,8 @@ struct RowVector {
     }
 };
 
-// The sum of a thread's elements, or of their squares. Pipelined in four parts: additions of a part wait for one another.
+// The sum of a thread's elements, or of their squares. Pipelined, in four partial sums: a single sum has the latency of every
+// addition.
 __device__ __forceinline__ float sum_of_chunks(const Part& part, const float (&z)[ROW_CHUNKS][CHUNK], bool squares) {
     constexpr int PARTS = PIPELINED ? 4 : 1;
     float sums[PARTS] = {};

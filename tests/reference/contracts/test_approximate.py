@@ -1,4 +1,4 @@
-"""Approximate reciprocals of NVFP4: each of them is right, and one that is farther off is wrong. Rows of INT8."""
+"""Approximate reciprocals of NVFP4: kernels with reciprocals within 1 ulp are right, others wrong. Rows of INT8."""
 
 from __future__ import annotations
 
