@@ -348,6 +348,30 @@ __device__ __forceinline__ void bar_warp_sync() {
 #endif
 }
 
+// Whether the predicate of a lane of the warp is true.
+__device__ __forceinline__ bool vote_any(bool predicate) {
+#ifdef __CUDA_ARCH__
+    return __any_sync(0xFFFFFFFFu, predicate);
+#else
+    u32 any = predicate;
+    for (u32 distance = 1; distance < WARP; distance *= 2) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
+    return any != 0;
+#endif
+}
+
+// Transposes a matrix of 8 rows and 8 columns, 16 bits each. Lane 4g + t has columns 2t and 2t + 1 of row g, before and after.
+__device__ __forceinline__ u32 movmatrix_m8n8_trans(u32 pair) {
+#ifdef __CUDA_ARCH__
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+#else
+    const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const u32 low = __shfl_sync(0xFFFFFFFFu, pair, 8 * t + g / 2), high = __shfl_sync(0xFFFFFFFFu, pair, 8 * t + 4 + g / 2);
+    return (low >> g % 2 * 16 & 0xFFFFu) | (high >> g % 2 * 16) << 16;
+#endif
+}
+
 // Barrier number `barrier`, 1 to 15, of THREADS threads of the block.
 template <int THREADS>
 __device__ __forceinline__ void bar_sync(int barrier) {
