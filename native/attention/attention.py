@@ -365,7 +365,7 @@ def _resident(k: Pages, v: Pages, row_tiles: int) -> int:
 
 
 def _blocks(heads: int, shared_bytes: int, most: int) -> tuple[int, int]:
-    """Heads of the cache that share a block, and blocks that a multiprocessor has at once. `shared_bytes`: of a head."""
+    """Heads of the cache that share a block, and blocks that a multiprocessor has at once. `shared_bytes`: a head's."""
 
     def resident(several: int) -> int:
         return min(most // several, _SHARED_MEMORY // (several * shared_bytes + _RESERVED))
