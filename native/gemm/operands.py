@@ -22,7 +22,7 @@ _GEMM = KernelStruct(_HEADER, "GemmParameters")
 _GROUPED_GEMM = KernelStruct(_HEADER, "GroupedGemmParameters")
 _ALPHA = KernelStruct(_HEADER, "Alpha")
 _GROUPED_ALPHA = KernelStruct(_HEADER, "GroupedAlpha")
-_STORED = KernelStruct("gemm/store_words.cu", "StoredWords")
+_STORED = KernelStruct("layout/store_words.cu", "StoredWords")
 _WORDS = _STORED.fields[-1].count or 0
 """Words of a launch."""
 _LAYOUT = enumerators(_HEADER, "Layout")

@@ -110,11 +110,11 @@ class Choices:
         )
 
     def choice(self, number: int) -> Bounded:
-        """One choice alone."""
+        """A single choice."""
         return self.of(self._only(number % self.width))
 
     def without(self, number: int) -> Bounded:
-        """All choices but one."""
+        """The sum without a choice."""
         number %= self.width
         return self.of(torch.where(self._is(number), -1, self.positions))
 
@@ -154,7 +154,7 @@ _CHOICES: tuple[Deviation[Choices], ...] = (
               when=_has_several),
     Deviation("first-choice-left-out", "the first choice of every token is left out", "choices", lambda c: c.without(0),
               when=_has_several),
-    Deviation("first-choice-alone", "the first choice of every token is there alone", "choices", lambda c: c.choice(0),
+    Deviation("first-choice-alone", "the first choice of every token is added alone", "choices", lambda c: c.choice(0),
               when=_has_several),
     Deviation("choices-overwritten", "the last choice of every token overwrites the others", "choices",
               lambda c: c.last(), when=_has_several),

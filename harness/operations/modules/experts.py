@@ -92,8 +92,8 @@ class ExpertStages:
             layer.end()
 
     def _order(self) -> torch.Tensor:
-        """The choice of each row, as the module reports it, or in the order of tokens. Judges that each choice has one
-        row, among those of its expert."""
+        """The choice of each row, as the module reports it, or in the order of tokens. Judges that each section has the
+        choices of its expert, each in a single row."""
         sizes = list(self.ground.plan.sections)
         right = permute(self.ids.new_zeros(len(self.ids), 1), self.ids, experts=len(sizes))[1][: sum(sizes)]
         found = self.ground.tensor("source_rows", (sum(sizes),))
@@ -103,7 +103,9 @@ class ExpertStages:
         wrong = torch.cat([own.sort()[0] != expected for own, expected in pairs])
         stage = StageResult(self.ground.stage("source_rows"), "exact", len(found), int(wrong.sum()))
         if stage.mismatches:
-            stage.sentence = f"{stage.mismatches} of {len(found)} rows are not those of the choices of their expert"
+            stage.sentence = (
+                f"{stage.mismatches} of {len(found)} rows are no choices of their expert, or choices of another row"
+            )
         self.ground.outcome.stages.append(stage)
         return right if stage.mismatches else found.long()
 
@@ -114,9 +116,10 @@ class ExpertStages:
         self, name: str, compute: Callable[..., Bounded], shape: tuple[int, ...], formula: str = "",
         given: Mapping[str, torch.Tensor] | None = None, **operands: Matrix,
     ) -> Matrix:  # fmt: skip
-        """Judge what stays in high precision: a formula of what was reported, if all of it was.
+        """Judge a result in high precision: a formula of `operands`, if the module reported all of them.
 
-        `given`: its other arguments. `formula`: the known wrong formulas, which take both."""
+        `given`: further arguments of the formula. `formula`: name of the known wrong formulas, with the same arguments.
+        """
         given = given or {}
         known: dict[str, Any] = {**operands, **given} if formula else {}
         return self.ground.high_precision(name, shape, partial(compute, **given), operands, formula, **known)
