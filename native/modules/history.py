@@ -1,13 +1,12 @@
-"""Amax history and scales of a layer under delayed scaling, and the observer of a layer."""
+"""Float32 buffers of a module, amax history and scales of a layer under delayed scaling, and the observer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.spec.modules.arguments import check_history_length
 from narrowgauge.spec.modules.autocast import at_exit, recomputing, remember
@@ -23,14 +22,34 @@ INPUT, WEIGHT, GRAD = 0, 1, 2
 """Roles of operands: columns of the history and of the scales."""
 
 
+class Float32Buffers(torch.nn.Module):
+    """`module.bfloat16()` and `module.to(dtype)` convert parameters; scales and amaxes only change the device.
+
+    A scale rounded to bfloat16 has a different value, and no kernel accepts the dtype.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return applied
+
+
 class History(Float32Buffers):
     """A module with an observer, and with `amax_history`, float32 (H, 3), latest first, and `scale`, float32 (3,).
+
+    A subclass may have another number of `roles`, of which those from `gradients` on are gradients.
 
     Both buffers are None before the first forward pass under delayed scaling, and start as zeros and ones. The scales
     of input and weight are updated at the end of the autocast, the scale of the gradient at the end of the backward
     pass.
     """
 
+    roles: ClassVar[int] = 3
+    gradients: ClassVar[int] = GRAD
     amax_history: torch.Tensor | None
     scale: torch.Tensor | None
 
@@ -52,8 +71,8 @@ class History(Float32Buffers):
         Raises ValueError if the length of the history differs from the recipe's.
         """
         if self.amax_history is None or self.scale is None:
-            self.amax_history = torch.zeros(recipe.history, 3, dtype=torch.float32, device=device)
-            self.scale = torch.ones(3, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.history, self.roles, dtype=torch.float32, device=device)
+            self.scale = torch.ones(self.roles, dtype=torch.float32, device=device)
         check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
@@ -67,7 +86,7 @@ class History(Float32Buffers):
         """Encode scale of an operand, float32 (1,): from the scales of its pass, for a gradient the current scale."""
         if scales is None:
             return None
-        if role == GRAD:
+        if role >= self.gradients:
             _, scales = self._history_and_scale()
         return scales[role : role + 1]
 
@@ -75,7 +94,7 @@ class History(Float32Buffers):
         """Adds the amax, float32 (1,), of a quantized operand to the latest entry of the history."""
         # The second forward pass of a checkpoint quantizes the same operands; the scale may have been updated in
         # between.
-        if role != GRAD and recomputing():
+        if role < self.gradients and recomputing():
             return
         amax_history, _ = self._history_and_scale()
         latest = amax_history[0, role : role + 1]
@@ -89,16 +108,16 @@ class History(Float32Buffers):
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
         """Updates the scale of the gradient."""
-        self._move(slice(GRAD, GRAD + 1), recipe)
+        self._move(slice(self.gradients, self.roles), recipe)
 
     def _end_forward(self) -> None:
         assert self._delayed is not None
-        self._move(slice(INPUT, GRAD), self._delayed)
+        self._move(slice(0, self.gradients), self._delayed)
 
     def _move(self, roles: slice, recipe: TrainingRecipe) -> None:
         amax_history, scales = self._history_and_scale()
         history, scale = amax_history[:, roles], scales[roles]
-        moved = update_scale(history, scale, recipe.grad if roles.start == GRAD else recipe.input)
+        moved = update_scale(history, scale, recipe.grad if roles.start == self.gradients else recipe.input)
         with torch.no_grad():  # in place: references to the buffers stay valid
             history.copy_(moved[0])
             scale.copy_(moved[1])

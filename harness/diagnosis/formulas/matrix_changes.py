@@ -91,6 +91,14 @@ def _transposed(m: torch.Tensor) -> torch.Tensor | None:
     return None if min(m.shape) < 2 else m.T.reshape(m.shape)
 
 
+def _blocks_transposed(m: torch.Tensor) -> torch.Tensor | None:
+    """The rows as square matrices, each matrix transposed."""
+    rows, columns = m.shape
+    return (
+        None if columns < 2 or rows % columns or rows == columns else m.view(-1, columns, columns).mT.reshape(m.shape)
+    )
+
+
 def _rounded(dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
     return m.to(dtype).to(m.dtype)
 
@@ -101,9 +109,9 @@ PLACE_CHANGES: tuple[Deviation[Extents], ...] = (
     Deviation("columns-of-other", "every column of {of} is {0}", "matrix", lambda places, m: _placed(1, places, m),
               _PLACES, lambda of: of.columns > 1),
     Deviation("last-row-of-other", "the last row of {of} is {0}", "matrix", lambda places, m: _placed(0, places, m),
-              _LAST, lambda of: of.rows > 2),
+              _LAST, lambda of: of.rows > 1),
     Deviation("last-column-of-other", "the last column of {of} is {0}", "matrix",
-              lambda places, m: _placed(1, places, m), _LAST, lambda of: of.columns > 2),
+              lambda places, m: _placed(1, places, m), _LAST, lambda of: of.columns > 1),
 )  # fmt: skip
 """Rows and columns of another place. The sentence has {of} for the matrix."""
 LEFT_OUT: tuple[Deviation[Extents], ...] = (
@@ -119,6 +127,8 @@ MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
     *LEFT_OUT,
     *PLACE_CHANGES,
     Deviation("matrix-transposed", "{of} is read as if it were transposed", "matrix", _transposed),
+    Deviation("matrices-transposed", "each square matrix of {of} is read as if it were transposed", "matrix",
+              _blocks_transposed),
     Deviation("matrix-through-{}", "{of} is rounded to {}", "matrix", _rounded, NARROW),
 )  # fmt: skip
 """Changes of an operand, or of a result. The sentence has {of} for the matrix."""

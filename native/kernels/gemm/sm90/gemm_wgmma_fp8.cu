@@ -40,14 +40,14 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_fp8_grouped_tensor(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
                                   GroupedAlpha alpha, const i64* sizes, const i64* starts, int sections) {
-    multiply_mapped_codes(MappedSections{{}, a, b}, p, Unscaled{}, {sizes, sections, p.m, starts},
+    multiply_mapped_codes(MappedSections{{}, a, b, p.a_box_rows}, p, Unscaled{}, {sizes, sections, p.m, starts},
                           [&](const OutputTile& tile) { return alpha.section(tile.section); });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_fp8_grouped_block(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
                                  const float* const* b_scales, const i64* sizes, const i64* starts, int sections) {
-    multiply_mapped_codes(MappedSections{{}, a, b}, p, SectionBlockScaled(p, b_scales), {sizes, sections, p.m, starts},
+    multiply_mapped_codes(MappedSections{{}, a, b, p.a_box_rows}, p, SectionBlockScaled(p, b_scales), {sizes, sections, p.m, starts},
                           [](const OutputTile&) { return Alpha{}; });
 }
 
