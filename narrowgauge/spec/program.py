@@ -35,10 +35,11 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
-SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
+SEGMENTS, HEADS, SCORES, WEIGHTED, OF_TOKENS = SEQUENCES = ("segments", "heads", "scores", "weighted", "of_tokens")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
-the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
-sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; the sums
+of the tokens of its request with weights; and a number of each of these tokens and their heads. With the option `to` an
+index is another one, in no contract."""
 CHOSEN, ACCUMULATED = ROUTED = ("chosen", "accumulated")
 """The steps of mixtures of experts: the row of a matrix that each choice of a token names, and the sum over the choices
 of a token that name a row."""

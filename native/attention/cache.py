@@ -164,7 +164,8 @@ def _launch_write(kernel: str, parts: Mapping[str, _Rows], slots: torch.Tensor, 
     parameters = _WRITE(keys=fields[0], values=fields[-1], slots=slots, tokens=tokens, heads=heads, chunks=longest,
                         scale_of_heads=_of_heads(scale), use=use, smallest_amax=recipe.smallest_amax)  # fmt: skip
     flags = (f"-DUSE={use}", f"-DFORMAT={target.format}", f"-DHEADS={heads}u", f"-DCHUNKS={longest}u",
-             f"-DPAGE_SIZE={page}", f"-DALIGNED={str(kernel != 'kv_store' and _aligned(parts.values(), longest)).lower()}")  # fmt: skip
+             f"-DPAGE_SIZE={page}",
+             f"-DALIGNED={int(kernel != 'kv_store' and _aligned(parts.values(), longest))}")  # fmt: skip
     halves = len(parts) if kernel == "kv_store" else 1  # kv_write has both halves in a thread
     launch("kv_write", kernel, (blocks_for(tokens * heads * longest, _THREADS), halves), (_THREADS,), [parameters],
            device=x.device, extra_flags=flags if x.device.type == "cuda" else ())  # fmt: skip

@@ -168,9 +168,9 @@ def multiply_sections(
     family, device = product_family(recipe, b[0].recipe), a_codes.device
     operands = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
     matrices, amaxes = [fields for fields, _ in operands], [amax for _, amax in operands if amax is not None]
-    parts_of_b = [[fields[part] for fields in matrices] for part in ("codes", "scales")]
-    words = [_address(tensor, device) for part in (*parts_of_b, amaxes) for tensor in part]
-    words += [int(fields["layout"]) for fields in matrices]
+    parts_of_b: list[Sequence[object]] = [[fields[part] for fields in matrices] for part in ("codes", "scales")]
+    words = [_address(tensor, device) for tensors in (*parts_of_b, amaxes) for tensor in tensors]
+    words += [fields["layout"] for fields in matrices if isinstance(fields["layout"], int)]
     codes, scales, *b_amaxes, layouts = stored(words, device).view(-1, len(b))
     terms = Product(
         family, m, n, k,

@@ -117,7 +117,8 @@ def tensor_map(operand: Fields, rows: int, row_bytes: int, box_rows: int = _BOX)
 
 def tensor_maps(operands: Sequence[Fields], rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
     """TensorMap of each operand, in memory of the device."""
-    return stored([word for operand in operands for word in tensor_map(operand, rows, row_bytes).fields], device)
+    maps = [tensor_map(operand, rows, row_bytes).fields for operand in operands]
+    return stored([word for words in maps for word in words if isinstance(word, int)], device)
 
 
 @lru_cache(maxsize=4096)  # weights are multiplied again and again

@@ -64,8 +64,9 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
     "column-sum": (ColumnSum, COLUMN_SUMS), "softmax": (SoftmaxStep.of, SOFTMAXES),
     "scores-gradient": (ScoresGradient, SCORES_GRADIENTS), "scaled-gradient": (ScaledGradient, SCALED_GRADIENTS),
-    "swiglu": (Swiglu, SWIGLUS), "swiglu-backward": (SwigluGradient, SWIGLU_GRADIENTS), "choices": (Choices, CHOICES),
-    "choice-rows": (ChoiceRows, CHOICE_ROWS), "weight-gradient": (WeightGradient, WEIGHT_GRADIENTS),
+    "swiglu": (Swiglu, SWIGLUS), "swiglu-backward": (SwigluGradient, SWIGLU_GRADIENTS),
+    "choices": (Choices, CHOICES), "choice-rows": (ChoiceRows, CHOICE_ROWS),
+    "weight-gradient": (WeightGradient, WEIGHT_GRADIENTS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 

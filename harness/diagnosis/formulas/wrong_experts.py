@@ -75,7 +75,8 @@ class SwigluGradient(Swiglu):
 
 def _exchanged(found: Bounded) -> Bounded:
     """The halves of the columns, exchanged."""
-    return Bounded(*(torch.cat(part.chunk(2, -1)[::-1], -1) for part in (found.value, found.error)))
+    value, error = (torch.cat(part.chunk(2, -1)[::-1], -1) for part in (found.value, found.error))
+    return Bounded(value, error)
 
 
 SWIGLU_GRADIENTS: tuple[Deviation[SwigluGradient], ...] = (
@@ -144,18 +145,21 @@ class Choices:
         return torch.where(self._is(number), self.positions, -1)
 
 
-_SEVERAL = {"when": lambda c: c.width > 1}
+def _has_several(choices: Choices) -> bool:
+    return choices.width > 1
+
+
 _CHOICES: tuple[Deviation[Choices], ...] = (
     Deviation("last-choice-left-out", "the last choice of every token is left out", "choices", lambda c: c.without(-1),
-              **_SEVERAL),
+              when=_has_several),
     Deviation("first-choice-left-out", "the first choice of every token is left out", "choices", lambda c: c.without(0),
-              **_SEVERAL),
+              when=_has_several),
     Deviation("first-choice-alone", "the first choice of every token is there alone", "choices", lambda c: c.choice(0),
-              **_SEVERAL),
+              when=_has_several),
     Deviation("choices-overwritten", "the last choice of every token overwrites the others", "choices",
-              lambda c: c.last(), **_SEVERAL),
+              lambda c: c.last(), when=_has_several),
     Deviation("choices-through-output", "products and partial sums are rounded to the dtype of the output", "choices",
-              lambda c: c.narrow(), **_SEVERAL),
+              lambda c: c.narrow(), when=_has_several),
 )  # fmt: skip
 CHOICES: tuple[Deviation[Choices], ...] = (
     *_CHOICES,

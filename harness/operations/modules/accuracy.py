@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.layers import Layer
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.table import Place, Table
 
 
 def accuracy(plan: Plan, step: Step) -> list[dict[str, Any]]:
@@ -98,3 +101,12 @@ def _figures(found: torch.Tensor | None, true: torch.Tensor | None) -> dict[str,
         "cosine": float(found @ true) / length if length else math.nan,
     }  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def accuracy_table(_: Inputs, outcome: Outcome, __: Place | None) -> Table:
+    """Accuracy cost of quantizing a module, which has no single element to show."""
+    table = Table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
+    for entry in outcome.accuracy:
+        figures = (entry[name] for name in ("sqnr_db", "relative_error", "cosine"))
+        table.add_row(entry["tensor"], *("" if figure is None else f"{figure:.4g}" for figure in figures))
+    return table

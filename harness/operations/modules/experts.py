@@ -118,5 +118,5 @@ class ExpertStages:
 
         `given`: its other arguments. `formula`: the known wrong formulas, which take both."""
         given = given or {}
-        known = {**operands, **given} if formula else {}
+        known: dict[str, Any] = {**operands, **given} if formula else {}
         return self.ground.high_precision(name, shape, partial(compute, **given), operands, formula, **known)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
+from narrowgauge.harness.operations.modules.accuracy import accuracy_table
 from narrowgauge.harness.operations.modules.inputs import module_inputs
 from narrowgauge.harness.operations.modules.modules import judge_module
-from narrowgauge.harness.operations.modules.show import accuracy_table
 from narrowgauge.harness.operations.moe_layer.case import MoeLayerCase
 from narrowgauge.harness.operations.operation import Operation
 

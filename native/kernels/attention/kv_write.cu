@@ -29,7 +29,7 @@
 #endif
 // Whether both rows have `chunks` whole chunks, whose bytes are neighbours at multiples of 16 in rows and in the cache (NVFP4: 8).
 #ifndef ALIGNED
-#define ALIGNED false
+#define ALIGNED 0
 #endif
 
 namespace narrowgauge {

@@ -9,7 +9,8 @@
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from scales of tensors or rows; its a is null for block scales
 //   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
-//   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns
+//   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns. The macro FEW_ROWS, 1 or 0: whether
+//   products of 64 rows beyond the last are skipped
 //   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the
 //   grid has a block for each slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
