@@ -407,7 +407,7 @@ def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
     assert equal_bits(Replay(matrix, deviation).compute_stage("scales"), multiplied.unsqueeze(1))
 
 
-def test_causes_that_one_search_found_together_are_separated_later():
+def test_causes_of_one_search_are_separated_by_later_cases():
     history, given = SearchHistory(), ["cast-7:in-bfloat16", "rounded"]
 
     def found(*fits):

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +109,10 @@ def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
         if step.function in _REDUCED:
             site = Site(editor, number)
             size = sizes.get(site.a.axes[0 if step.across_rows else -1], 0)
-            yield from _changes_of(editor, site, replace(_SHORT, over=lambda _, size=size: _first_elements(size)))
+            yield from _changes_of(editor, site, replace(_SHORT, over=partial(_first_elements, size)))
 
 
-def _first_elements(size: int) -> list[tuple[str, str, tuple[float, float | None, int]]]:
+def _first_elements(size: int, _: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
     """The first elements of `size` that a sum may take alone."""
     ends = {n: f"takes the first {n} of {size} elements alone" for n in _PASSES if n < size}
     for n in _PADDED:

@@ -106,7 +106,7 @@ def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: tor
 
 
 @pytest.mark.long
-def test_the_sizes_tell_which_parts_of_a_loop_leave_elements_out() -> None:
+def test_sizes_tell_which_parts_leave_elements_out() -> None:
     program = rmsnorm.trace({"x": "bfloat16", "weight": "bfloat16"}, {}, {})
 
     def parts(columns: int) -> list[str]:
