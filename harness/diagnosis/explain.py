@@ -175,7 +175,7 @@ def _known_mistakes(
                 words = f"{sentence}: the bytes are those of this change, as in an earlier case{doubt}"
                 return [Explanation(earlier, words, stage, exact)]
         if given_up:
-            return []
+            return _still_ambiguous(confirms, history, subject, stage)
     search = outcome.causes.get(stage)
     explanations: dict[str, Explanation] = {}
     for cause in search(wrong_stage, limit) if search is not None else ():
@@ -187,4 +187,22 @@ def _known_mistakes(
         history.searches[subject, stage, alone] += 1
         for each in found if alone or len(found) == 1 else ():
             history.confirmable[subject, each.cause] = each.exact
+        if len(found) > 1 and not alone:
+            history.ambiguous[subject] = {each.cause: each.exact for each in found}
     return found
+
+
+def _still_ambiguous(
+    confirms: Callable[[str], str], history: SearchHistory, subject: str, stage: str
+) -> list[Explanation]:
+    """Those of the causes of an earlier case that give the bytes of this case too. The others are refuted for good."""
+    earlier = history.ambiguous.get(subject, {})
+    left = {cause: sentence for cause in earlier if (sentence := confirms(cause))}
+    if left:
+        history.ambiguous[subject] = {cause: earlier[cause] for cause in left}
+    return [
+        Explanation(
+            cause, f"{sentence}: the bytes are those of this change, as in an earlier case", stage, earlier[cause]
+        )
+        for cause, sentence in left.items()
+    ]

@@ -236,6 +236,10 @@ SIGNS: tuple[Deviation[Quantized], ...] = (
     Deviation("nan-read-as-number", "the scale 255 is read as infinity, not as NaN", FACTORS,
               partial(_factor_of_code, E8M0.nan_code or 0, torch.inf)),
     Deviation("negative-zero-lost", "-0 becomes 0", VALUES, lambda q, dtype: dequantize(q, dtype) + 0),
+    Deviation("negative-zero-lost", "-0 becomes 0 before values are rounded to their dtype", VALUES,
+              lambda q, dtype: (dequantize(q) + 0).to(dtype)),
+    Deviation("negative-zero-lost", "the code of -0 is read as 0", VALUES,
+              lambda q, dtype: _multiply(_codes(q) + 0, decode_factors(q.scales, q), q).to(dtype)),
     Deviation("signs-lost", "signs are lost", VALUES, lambda q, dtype: dequantize(q, dtype).abs()),
 )  # fmt: skip
 """Wrong signs and NaN."""

@@ -39,6 +39,9 @@ class SearchHistory:
     confirmable: dict[tuple[str, str], bool] = field(default_factory=dict)
     """Causes of earlier cases that `Outcome.confirms` can try without a search, by contract and name, and whether they
     are exact."""
+    ambiguous: dict[str, dict[str, bool]] = field(default_factory=dict)
+    """The causes, by contract, that one search found together and that no later case refuted, and whether each is
+    exact but for the others."""
     separated: dict[tuple[str | Name, ...], list[Name]] = field(default_factory=dict)
     """Deviations that special inputs left, by dtype and deviations."""
     confirmed: Counter[str] = field(default_factory=Counter)

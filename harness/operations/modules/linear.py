@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -56,6 +56,10 @@ PRODUCTS = {
 
 Matrices = Sequence[torch.Tensor] | None
 """Of each section; None where nobody knows them."""
+
+
+_TELLING = 10
+"""Wrong outputs that tell a wrong operand."""
 
 
 class LinearStages:
@@ -349,10 +353,15 @@ class LinearStages:
         order: Summation,
         given: dict[str, torch.Tensor | None],
     ) -> None:
-        """Whether a wrong product of a section is that of an operand, or of both, of another forward of the module."""
-        for cause, other in self.ground.others.items():
-            mine = (self._other_operand(other, operand, number) for operand in PRODUCTS[product])
-            pairs = list(zip(operands, mine, strict=True))
+        """Whether a wrong product of a section is that of operands of another forward of the module, or of a half that
+        is made of the other half."""
+        sources: dict[str, Callable[[Operand], Quantized | None]] = {
+            cause: partial(self._other_operand, other, number=number) for cause, other in self.ground.others.items()
+        }
+        if stage.mismatches >= _TELLING:
+            sources["quantized-twice"] = partial(self._made_twice, number=number)
+        for cause, source in sources.items():
+            pairs = list(zip(operands, map(source, PRODUCTS[product]), strict=True))
             for choice in ((0, 1), (1, 0), (1, 1)):
                 a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
                 if a is None or b is None:
@@ -361,6 +370,13 @@ class LinearStages:
                 if output_stage(stage.stage, output, _cut(limits, len(output)), figures=False).passed:
                     stage.causes.append(cause)
                     return
+
+    def _made_twice(self, operand: Operand, number: int) -> Quantized | None:
+        """A columnwise section that is made of the decoded values of the rowwise one, if a right module knows both."""
+        rows = self._operands.get(Operand(operand.role, Half.ROW))
+        if operand.half is Half.ROW or rows is None:
+            return None
+        return _twice_quantized(rows[number], self._recipe(operand))
 
     def _other_operand(self, other: Step, operand: Operand, number: int) -> Quantized | None:
         """A section of an operand in another forward: as reported, else of a weight the reference's own."""
@@ -420,13 +436,15 @@ class LinearStages:
 
 def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:
     """Whether columnwise halves are those of the decoded values of the rowwise ones."""
-    if any(
-        q.recipe.transform or q.recipe.rounding == "stochastic" or q.recipe.tensor_scale == "given" for q in columns
-    ):
-        return False
-    pairs = zip(rows, columns, strict=True)
-    made = ((reference.quantize_both(reference.dequantize(row), half.recipe)[1], half) for row, half in pairs)
+    made = ((_twice_quantized(row, half.recipe), half) for row, half in zip(rows, columns, strict=True))
     return all(one is not None and torch.equal(one.codes, half.codes) for one, half in made)
+
+
+def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
+    """The columnwise half of the decoded values of a rowwise one. None if these values do not determine it."""
+    if recipe.transform or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
+        return None
+    return reference.quantize_both(reference.dequantize(row), recipe, rowwise=False)[1]
 
 
 def _first_rows(q: Quantized, rows: int) -> Quantized:

@@ -48,7 +48,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run a module's steps, and judge each stage given the module's own result of the one before.
 
     What the module does not report is the reference's own, or, where right modules may differ in it, what follows is
-    not compared: the stages of the outcome say what was.
+    not compared: the stages of the outcome say what was. Raises Unsupported if that leaves nothing to compare.
     """
     plan = plan_of(case, inputs)
     own = makes_own_bits(backend, plan.training.grad)
@@ -67,7 +67,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
         return found
 
     outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call, composed=True)
-    outcome = Outcome(protection, outputs, seconds=seconds)
+    outcome, protections = Outcome(protection, outputs, seconds=seconds), len(protection)
     # The backend's own copies lie between guard zones, and the backend may have written to them.
     _arranged(plan, kept, inputs)
     twin = plain_run(plan, backend, inputs) if plan.use in ("unobserved", "reloaded") and not own else []
@@ -80,6 +80,11 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
         outcome.stages.append(same)
     if plan.use != "plain" and not own:
         _note_use(plan, outcome, twin, backend, inputs)
+    right = all(stage.passed for stage in outcome.stages)
+    if judge.unseen and right and inputs.x.numel() and not any(s.compared for s in outcome.stages[protections:]):
+        raise Unsupported(
+            f"the module reports no {', '.join(judge.unseen)} to its observer, and all its results follow from these"
+        )
     _pool_figures(outcome.stages)
     outcome.accuracy = accuracy(plan, kept[-1])
     with count_seconds("reference"):

@@ -33,12 +33,13 @@ def changed(**changes):
     return dequantize
 
 
-def by(factor, wide=16):
-    """Codes of E2M1 times factor(stored scales, amax)."""
+def by(factor, wide=16, keep_zero=True):
+    """Codes of E2M1 times factor(stored scales, amax). Without `keep_zero` the code of -0 gives 0."""
 
     def dequantize(q, dtype=torch.float32):
         factors = factor(decode(q.scales, q.recipe.scale), q.amax).repeat_interleave(wide, 1)
-        return (decode(unpack(q.codes, q.shape[1]), E2M1) * factors).to(dtype)
+        codes = decode(unpack(q.codes, q.shape[1]), E2M1)
+        return ((codes if keep_zero else codes + 0) * factors).to(dtype)
 
     return dequantize
 
@@ -47,6 +48,14 @@ def test_codes():
     assert causes(changed(codes=lambda q: q.codes >> 4 | q.codes << 4)) == ["nibbles-swapped"]
     assert causes(lambda q, dtype: reference.dequantize(q, dtype).abs()) == ["signs-lost"]
     assert causes(lambda q, dtype: reference.dequantize(q, dtype) + 0) == ["negative-zero-lost"]
+
+
+@pytest.mark.parametrize(
+    "lost", [lambda q: reference.dequantize(q) + 0, by(lambda s, amax: s * amax * (1.0 / 2688.0), keep_zero=False)]
+)
+def test_negative_zeros_lost_before_values_are_rounded(lost):
+    """-0 of the values that a dtype of 16 bits has no other number for stays."""
+    assert causes(lambda q, dtype: lost(q).to(dtype), inputs="subnormal", dtype="bf16") == ["negative-zero-lost"]
 
 
 def test_values_too_large_for_their_dtype():

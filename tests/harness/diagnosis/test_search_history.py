@@ -407,6 +407,23 @@ def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
     assert equal_bits(Replay(matrix, deviation).compute_stage("scales"), multiplied.unsqueeze(1))
 
 
+def test_causes_of_one_search_are_separated_by_later_cases():
+    history, given = SearchHistory(), ["cast-7:in-bfloat16", "rounded"]
+
+    def found(*fits):
+        outcome = Outcome([StageResult("y", "exact", 9, 9, 1, "9 of 9 elements differ")], subject="a")
+        outcome.confirms = lambda cause: f"the sentence of {cause}" if cause in fits else ""
+        outcome.causes["y"] = lambda stage, limit: [(cause, "a sentence") for cause in given]
+        return [(each.cause, each.exact) for each in explain(outcome, history)]
+
+    both = [(cause, True) for cause in given]
+    assert found() == found() == both  # two searches
+    assert found(*given) == both
+    assert found("rounded") == [("rounded", True)]
+    assert found() == []
+    assert found(*given) == [("rounded", True)]
+
+
 def test_causes_and_searches_of_a_contract_are_its_own():
     """A cause of a contract is confirmed without a search, and says nothing about another contract."""
     history, searched = SearchHistory(), []

@@ -22,6 +22,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shrink import shrink
 from narrowgauge.reference import modules
 from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.harness.sample_backends import backend
@@ -378,6 +379,17 @@ def test_a_module_without_reports_is_judged_by_its_results() -> None:
     fails(linear("MXFP8BlockScaling", "bias"), "step 1 dx", Linear=SilentWrong)
 
 
+def test_a_half_made_of_the_other_half_is_named_without_reports() -> None:
+    class Twice(Silent):
+        def operand(self, x: torch.Tensor, recipe: Recipe, scale: Any, **options: Any) -> Quantized:
+            if options.get("half") is Half.COLUMN:
+                x = dequantize(super().operand(x, recipe, scale))
+            return super().operand(x, recipe, scale, **options)
+
+    record = fails(linear("NVFP4BlockScaling-norht-nosr-no2d"), "step 1 dx", Linear=Twice)
+    assert [each["cause"] for each in record.explanations if each["exact"]] == ["quantized-twice"]
+
+
 def test_free_choices_of_modules_are_not_judged_without_reports() -> None:
     """A rotation in a free order, random bits of a module's own, the result of a norm: the operands are unknown."""
     rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
@@ -393,7 +405,8 @@ def test_nothing_to_compare_is_no_pass() -> None:
     record = run(
         case_from_labels("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal"), LayerNormLinear=SilentNorm
     )
-    assert (record.verdict, record.message) == ("error", "nothing was compared")
+    assert record.verdict == "unsupported"
+    assert record.message.startswith("the module reports no norm, ")
     assert not elements_compared(record.to_dict())
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,30 @@ def changes(program: Program) -> Iterator[Change]:
             yield from _changes_of(editor, Site(editor, number), row)
 
 
+def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:
+    """Sums and maxima of the first elements of each row alone: of one pass of a block of threads, or of whole vectors.
+
+    The sizes of the inputs tell which of them leave elements out.
+    """
+    editor = Editor(program)
+    sizes = {axis: size for a in program.arguments if a.name in tensors
+             for axis, size in zip(a.axes, tensors[a.name].shape, strict=True)}  # fmt: skip
+    for number, step in enumerate(program.steps):
+        if step.function in _REDUCED:
+            site = Site(editor, number)
+            size = sizes.get(site.a.axes[0 if step.across_rows else -1], 0)
+            yield from _changes_of(editor, site, replace(_SHORT, over=partial(_first_elements, size)))
+
+
+def _first_elements(size: int, _: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
+    """The first elements of `size` that a sum may take alone."""
+    ends = {n: f"takes the first {n} of {size} elements alone" for n in _PASSES if n < size}
+    for n in _PADDED:
+        if n < size and size % n:
+            ends.setdefault(size // n * n, f"leaves out those of {size} elements behind the last whole {n}")
+    return [(f"first-{end}", words, (0, end, 1)) for end, words in ends.items()]
+
+
 def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
     step, program = site.step, editor.program
     if row.of_operand:
@@ -144,6 +169,8 @@ _DIMS = (64, 128, 192, 256)
 _LEFT_OUT = (1, 2, 4, 8, 16, 32, 64)
 """Elements of a row that a sum may leave out: a thread's tail, or vectors of a warp."""
 _PADDED = (8, 16, 32, 64, 128, 256, 512, 1024)
+_PASSES = (256, 512, 1024, 2048, 4096)
+"""Elements of a row that the threads of a block read at once: a kernel without a loop takes these alone."""
 
 
 def _other_constants(site: Site) -> list[float]:
@@ -606,6 +633,8 @@ _NAMES = {"add": "the addition", "multiply": "the multiplication", "square": "sq
 _ROUNDED = ("add", "subtract", "multiply", "divide", "square", "sum", "sum_of", "any_of", "mean", *FUNCTIONS)
 """Steps with results that float32 rounds."""
 
+_SHORT = Row(_REDUCED, "over", "{self} {v}", lambda s, v: s.changed(columns=v[2]))
+
 ROWS: tuple[Row, ...] = (
     # casts
     Row(("cast",), "left-out", "{a} is not rounded to {dtype}", lambda s, _: c.float32(s.a), apart=True),
@@ -663,7 +692,7 @@ ROWS: tuple[Row, ...] = (
     Row(("divide",), "form", "{self} is computed in the form {v}", lambda s, v: s.changed(form=v),
         lambda s: [form for form in DIVISIONS if s.option("form") not in (None, form)]),
     # sums and maxima of rows
-    Row(_REDUCED, "over", "{self} {v}", lambda s, v: s.changed(columns=v[2]), _some_columns),
+    replace(_SHORT, over=_some_columns),
     Row(("mean",), "by", "{self} divides by {v}", lambda s, v: s.changed(divisor=v[2]), _divisors),
     Row(("mean",), "of-half", "{self} takes half of a row alone and divides by K/2",
         lambda s, _: s.changed(columns=(0, 0.5, 1), divisor=("times", 0.5))),

@@ -16,7 +16,7 @@ import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.machine.process import one_thread
-from narrowgauge.harness.operations.contracts.causes.changes import Change, changes
+from narrowgauge.harness.operations.contracts.causes.changes import Change, changes, short_changes
 from narrowgauge.harness.operations.contracts.causes.equal_programs import equal_programs
 from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
 from narrowgauge.harness.operations.contracts.causes.replay import (
@@ -67,7 +67,8 @@ def changed_causes(
         search = _Search(program, tensors, shown, stage, limit)
         search.try_singles(others)
         if not search.found:
-            search.try_singles(moved_changes(program, tensors, shown), alone=True)
+            further = itertools.chain(moved_changes(program, tensors, shown), short_changes(program, tensors))
+            search.try_singles(further, alone=True)
         if not search.found and not singly:
             search.try_pairs(search.nearest())
         elif search.found:
@@ -89,7 +90,9 @@ def confirmed(
                 return sentence
     sentences = []
     for name in cause.split(","):
-        known = itertools.chain(others, changes(program), moved_changes(program, tensors, shown))
+        known = itertools.chain(
+            others, changes(program), moved_changes(program, tensors, shown), short_changes(program, tensors)
+        )
         change = next((change for change in known if change.name == name), None)
         if change is None:
             return ""

@@ -9,7 +9,8 @@ import torch
 
 import narrowgauge
 from narrowgauge import contract as c
-from narrowgauge.harness.operations.contracts.causes.changes import changes
+from narrowgauge.contracts.norm import rmsnorm
+from narrowgauge.harness.operations.contracts.causes.changes import changes, short_changes
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.wrong_kernels import WRONG, Wrong
@@ -105,6 +106,32 @@ def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: tor
 
 
 @pytest.mark.long
+def test_sizes_tell_which_parts_leave_elements_out() -> None:
+    program = rmsnorm.trace({"x": "bfloat16", "weight": "bfloat16"}, {}, {})
+
+    def parts(columns: int) -> list[str]:
+        tensors = {"x": torch.zeros(3, columns), "weight": torch.zeros(columns)}
+        return [change.name.rpartition(":")[2] for change in short_changes(program, tensors)]
+
+    assert parts(600) == [f"over-first-{n}" for n in (256, 512, 592, 576)]
+    assert parts(256) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("columns", "taken", "words"), [(600, 256, "the first 256 of 600"), (600, 576, "behind the last whole 32")]
+)
+def test_a_sum_over_a_part_of_the_loop_is_named(columns: int, taken: int, words: str) -> None:
+    x = narrowgauge.inputs("nvfp4", (24, columns), "normal")
+    y = x.double() * torch.rsqrt(x[:, :taken].double().square().sum(1, keepdim=True) / columns + 1e-6)
+    verdict = narrowgauge.explain(
+        narrowgauge.assert_result, rmsnorm, y.bfloat16(), x, torch.ones(columns).bfloat16(), diagnose="full"
+    )
+    found = [each["sentence"] for each in verdict.explanations if each["exact"]]
+    assert len(found) == 1
+    assert words in found[0]
+
+
 def test_a_few_rows_are_no_certain_cause() -> None:
     """Ten wrong elements in eight rows exclude a contract; a kernel of four rows shows at most a possible cause."""
     wrong = next(each for each in WRONG if str(each) == "rmsnorm-quantize: 1 + w")
