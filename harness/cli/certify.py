@@ -42,7 +42,7 @@ def certify_backend(
     ),
     rules: Rules = None,
 ) -> None:
-    """Prove a quantizer on every number under every scale, or a GEMM on products of two codes.
+    """Prove a quantizer on all numbers, or a GEMM on products of codes.
 
     Exit status 0 if the kernel is certified, 1 if the certificate names wrong inputs.
     """

@@ -9,6 +9,7 @@ import base64
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from narrowgauge.spec.formats import FORMATS, Format
@@ -42,8 +43,7 @@ class BitSet:
 
     def pack(self) -> str:
         """Size and bits as ASCII text without spaces."""
-        data = self.bits.to_bytes(-(-self.size // 8), "little")
-        return f"{self.size}:{base64.b64encode(zlib.compress(data)).decode()}"
+        return _packed(self.size, self.bits)
 
     @classmethod
     def unpack(cls, text: str) -> Self:
@@ -128,6 +128,12 @@ class Reached:
     @property
     def _width(self) -> int:
         return self.element.codes * len(SIDES)
+
+
+@lru_cache(maxsize=256)
+def _packed(size: int, bits: int) -> str:
+    data = bits.to_bytes(-(-size // 8), "little")
+    return f"{size}:{base64.b64encode(zlib.compress(data, 1)).decode()}"
 
 
 def joined(packed: Iterable[tuple[str, str]]) -> dict[str, Reached]:

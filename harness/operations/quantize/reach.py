@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from narrowgauge.harness.inputs.reached import SIDES, BitSet, Reached
@@ -16,7 +17,7 @@ from narrowgauge.spec.recipes import Recipe
 
 NAN = len(SIDES)
 """Side of NaN."""
-_ELEMENTS = 1 << 20
+_ELEMENTS = 1 << 19
 """Elements of a matrix that are counted."""
 _NAN_BITS = 0x7F800001
 _INFINITY = 0x7F80
@@ -74,11 +75,8 @@ def _cells_of(element: Format) -> int:
 
 def _bit_set(members: torch.Tensor) -> BitSet:
     """A mask, bool (n,), as a set."""
-    if not len(members):
-        return BitSet(0)
-    places = 1 << torch.arange(8, device=members.device)
-    data = (torch.nn.functional.pad(members, (0, -len(members) % 8)).view(-1, 8) * places).sum(1).byte()
-    return BitSet(len(members), int.from_bytes(data.cpu().numpy().tobytes(), "little"))
+    data = np.packbits(members.cpu().numpy(), bitorder="little")
+    return BitSet(len(members), int.from_bytes(data.tobytes(), "little"))
 
 
 @lru_cache(maxsize=16)

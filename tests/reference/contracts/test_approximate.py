@@ -98,7 +98,7 @@ def test_rows_of_int8_accept_both_codes_of_an_uncertain_number() -> None:
     assert dict(judge_quantized(Ends(low, high), q, None))["codes"].wrong.tolist() == [[True, True, True, False]]
 
 
-def test_a_row_of_zeros_of_int8_has_the_smallest_scale_of_its_dialect() -> None:
+def test_a_row_of_zeros_of_int8_has_the_smallest_scale() -> None:
     x = torch.zeros(2, 32)
     x[1] = math.nan
     q = narrowgauge.quantize(x, "int8-row@vllm-row")

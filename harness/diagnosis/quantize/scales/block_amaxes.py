@@ -136,7 +136,7 @@ SKIPPED_ROWS: QuantizeDeviation = Deviation(
 
 
 def dropped_tail_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:
-    """Block amaxes without the columns behind the last whole vector: a deviation for each number of such columns."""
+    """Block amaxes without the columns behind the last whole vector: a deviation for each number of columns."""
     recipe, columns = matrix.subject.recipe, matrix.subject.matrix.shape[1]
     largest = 256 if recipe.spans_k else recipe.block[1]
     widths = [largest >> shift for shift in range(largest.bit_length() - 1)]
