@@ -27,7 +27,7 @@ _SHARED_MEMORY, _RESERVED = 228 * 1024, 1024
 """Bytes of a multiprocessor of Hopper, and of each block that the driver takes."""
 _ROW_TILE, _MOST_ROW_TILES, _TILE_KEYS, _STAGES = 8, 2, 32, 2
 _KEYS, _THREADS = _TILE_KEYS * _WARPS, 32 * _WARPS
-_CHUNK, _MOST_CHUNKS, _PAGE = 64, 4, 16
+_CHUNK, _MOST_CHUNKS, _PAGE, _ALIGNMENT = 64, 4, 16, 16
 _LONGEST_STRIDE = 2**31 - 1
 SCALE = 0.08664339756999316
 """fl(ln 2)/8, the default of the contract."""
@@ -337,16 +337,15 @@ def takes(k: Pages, v: Pages, path: PathName = "decode") -> bool:
         hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
         if not hopper or k.dim not in _PREFILL_DIMS[0] or v.dim not in _PREFILL_DIMS[1]:
             return False
-    alignment = {"CACHE_FP8": 16, "CACHE_NVFP4": 8}.get(k.format)
-    if alignment is None or v.format != k.format or k.codes.shape[1] % _PAGE:
+    if k.format not in ("CACHE_FP8", "CACHE_NVFP4") or v.format != k.format or k.codes.shape[1] % _PAGE:
         return False
     for part in (k, v):
         if part.dim % _CHUNK or part.dim > _CHUNK * _MOST_CHUNKS or part.codes.dim() != 4 or part.codes.stride(3) != 1:
             return False
         page, *inner = part.codes.stride()[:3]
-        if page > _LONGEST_STRIDE or any(stride % alignment for stride in (page, *inner)):
+        if page > _LONGEST_STRIDE or any(stride % _ALIGNMENT for stride in (page, *inner)):
             return False
-        if part.codes.data_ptr() % alignment or (part.scales is not None and not _has_scale_words(part)):
+        if part.codes.data_ptr() % _ALIGNMENT or (part.scales is not None and not _has_scale_words(part)):
             return False
     return True
 

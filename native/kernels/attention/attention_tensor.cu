@@ -2,17 +2,18 @@
 //
 //   Sizes    head dimensions of k and v: multiples of 64 up to 256; pages of a multiple of 16 keys. Elements of a head are neighbours;
 //            codes of a head begin at a multiple of 16 bytes, its block scales at one of 4
-//   Launch: attention_tensor_TYPE with 64 threads, grid (splits, heads, tiles of ROWS rows), sizeof(Shared) of dynamic shared memory;
-//           then attention_merge_TYPE of attention.cu. Rows of a request and of a head of the cache: query times group + its head.
+//   Launch: attention_tensor_TYPE with 64 threads and sizeof(Shared) of dynamic shared memory for each of BLOCK_HEADS heads, grid
+//           (splits, heads / BLOCK_HEADS, tiles of ROWS rows); then attention_merge_TYPE of attention.cu. Rows of a request and of a head of the cache: query times group + its head.
 //   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in gemm/tensor_core_model.cuh: of k and q
 //             in the dtype of q, of v and p in float16. Elements times block scales are exact in both; p is rounded to float16 for
 //             the second product and not for l. A NaN code of k counts as 480 with bfloat16 queries.
 //
-// The instructions that decode the cache bound the kernel. Keys, and then columns of v, are the 16 rows of the tensor cores' tile, and
+// Copies and the decoding of codes bound the kernel. Keys, and then columns of v, are the 16 rows of the tensor cores' tile, and
 // rows of q its 8 columns: a decoding of 8 heads of q for a head of the cache has no idle column. Each of two warps takes tiles of 32
 // keys in turn, with an own maximum, and copies the next tile to shared memory while it multiplies. Of 16 keys, lane 4g + t has a
 // quarter of the elements of keys g and g + 8 of k, and an eighth of those of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of v: tensor cores
-// add products in any order of columns, if both operands have the same one. A lane copies the codes that it reads itself.
+// add products in any order of columns, if both operands have the same one. A lane copies the codes that it reads itself,
+// or those of a neighbour.
 #include "attention/attention.cuh"
 #include "attention/pairs.cuh"
 
@@ -271,14 +272,17 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
     // Keys that a row of the tile sees, in this split, and keys that all rows see.
     const int last_query = (tile.first_row + ROWS < rows ? tile.first_row + ROWS - 1 : rows - 1) / p.group;
     const Keys of_first = keys_of(p, tile.tokens, tile.first_row / p.group), of_last = keys_of(p, tile.tokens, last_query);
+    const u32 page_size = PAGE_SIZE;
+    const bool whole = page_size % TILE_KEYS == 0;   // a tile is of one page
+    const int aligned = whole ? TILE_KEYS : KEYS;    // no tile begins in a page that no row sees: it may not exist
     const int split_first = split * p.keys_per_split, split_last = split_first + p.keys_per_split;
-    const int first = (of_first.first > split_first ? of_first.first : split_first) / TILE_KEYS * TILE_KEYS;
+    const int first = (of_first.first > split_first ? of_first.first : split_first) / aligned * aligned;
     const int last = rows == 0 ? 0 : of_last.last < split_last ? of_last.last : split_last;
     const Keys of_all{of_last.first, of_first.last < last ? of_first.last : last};
 
     // What the lane copies of the first 16 keys of page 0.
     const int* const table = p.pages + static_cast<i64>(tile.request) * p.most_pages;
-    const u32 page_size = PAGE_SIZE, k_row = KEY_STRIDE, v_row = VALUE_STRIDE;
+    const u32 k_row = KEY_STRIDE, v_row = VALUE_STRIDE;
     const u8* const k_codes = p.k.codes + head * p.k.head + g * k_row + t * KEY_BYTES;
     const u8* const v_codes = p.v.codes + head * p.v.head + key_of_value(t, copied_row(g)) * v_row + copied_column(g) * VALUE_BYTES;
     const u32 k_page = static_cast<u32>(p.k.page), v_page = static_cast<u32>(p.v.page);
@@ -337,7 +341,6 @@ __device__ __forceinline__ void attend(const AttentionParameters& p) {
 #endif
         }
     };
-    const bool whole = page_size % TILE_KEYS == 0;  // a tile is of one page
     u32 pages[PARTS];
     const auto find_pages = [&](int key) {
         pages[0] = page_of(key);

@@ -203,7 +203,7 @@ class Replay:
     def results(
         self, program: Program, *, keep: bool = False, skipped: Collection[str] = ()
     ) -> Iterator[tuple[str, Iterator[tuple[str, Part]]]]:
-        """Each result, and the parts of it that the program accepts, those of the fewest steps first.
+        """Each result and the parts that the program accepts, the result of the fewest steps first.
 
         `keep`: keep the values of the program. `skipped`: results that are not judged.
         """
