@@ -13,6 +13,7 @@
 //         CAST_BEFORE_C                     whether an output is cast before c is added
 #pragma once
 
+#include "gemm/cluster.cuh"
 #include "gemm/sm90/store_outputs.cuh"
 #include "gemm/sm90/tile.cuh"
 
@@ -26,22 +27,6 @@ constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // co
 constexpr int B_TILES = TILES_OF_B, OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = B_TILES * TILE_ROWS;
 constexpr int TILE_SUMS = WGMMA_M * OUT_COLUMNS / WARPGROUP;  // of a thread
 static_assert(OUT_ROWS == TILE_ROWS, "a step of K has one tile of a");
-
-// Slices of K of a tile, 1, 2, 4 or 8, and blocks of a cluster. On a CPU a block sums all slices.
-#ifdef __CUDA_ARCH__
-#ifndef SLICES
-#define SLICES 1
-#endif
-#if SLICES > 1
-#define CLUSTER_OF_SLICES __cluster_dims__(SLICES, 1, 1)
-#endif
-constexpr int CLUSTER = SLICES;
-#else
-constexpr int CLUSTER = 1;
-#endif
-#ifndef CLUSTER_OF_SLICES
-#define CLUSTER_OF_SLICES
-#endif
 
 // Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
 constexpr int STAGES = B_TILES == 1 ? 6 : 4;
@@ -136,11 +121,38 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
     return numbers[0].bits | static_cast<u32>(numbers[1].bits) << 16;
 }
 
+// Alpha of a thread's two rows: of the tensor, or products of scales of rows of a and of b.
+struct TensorFactor {
+    float factor;
+
+    __device__ __forceinline__ float operator()(int, i64) const { return factor; }
+};
+
+struct RowFactors {
+    float rows[2];
+    const float* columns;
+    u32 last, every;  // last column; 0: all columns have the scale of column 0
+
+    __device__ __forceinline__ RowFactors(const Alpha& alpha, i64 row, i64 last_row, i64 n)
+        : columns(alpha.b), last(static_cast<u32>(n - 1)), every(alpha.b_per_row != 0 ? ~0u : 0u) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 of = row + 8 * i < last_row ? row + 8 * i : last_row;
+            rows[i] = alpha.a[alpha.a_per_row != 0 ? of : 0];
+        }
+    }
+
+    __device__ __forceinline__ float operator()(int row, i64 column) const {
+        const u32 at = static_cast<u32>(column);
+        return rows[row] * columns[(at < last ? at : last) & every];
+    }
+};
+
 // Stores the sums of a warp times `factor`, without addends, straight from registers. N is a multiple of 8. `top`, `left`: first
 // row of the warp in the section, and first column.
-template <class T, int COUNT>
-__device__ __forceinline__ void store_sums(const float (&d)[COUNT], float factor, const Epilogue& epilogue, i64 rows, i64 top,
-                                           i64 left, i64 n, int lane) {
+template <class T, int COUNT, class FactorOf>
+__device__ __forceinline__ void store_sums(const float (&d)[COUNT], const FactorOf& factor, const Epilogue& epilogue, i64 rows,
+                                           i64 top, i64 left, i64 n, int lane) {
 #pragma unroll
     for (int group = 0; group < COUNT / 16; ++group) {
 #pragma unroll
@@ -153,13 +165,16 @@ __device__ __forceinline__ void store_sums(const float (&d)[COUNT], float factor
                     const i64 x = left + 32 * group + 8 * j + lane % 4 * 2;
                     if (y >= rows || x >= n) continue;
                     T* target = static_cast<T*>(epilogue.out) + epilogue.first + y * n + x;
-                    from_float(sums[4 * j] * factor, target[0]);
-                    from_float(sums[4 * j + 1] * factor, target[1]);
+                    from_float(sums[4 * j] * factor(i, x), target[0]);
+                    from_float(sums[4 * j + 1] * factor(i, x + 1), target[1]);
                 }
             } else {
                 u32 words[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) words[j] = pair_of<T>(sums[4 * j] * factor, sums[4 * j + 1] * factor);
+                for (int j = 0; j < 4; ++j) {
+                    const i64 column = left + 32 * group + 8 * j + lane % 4 * 2;
+                    words[j] = pair_of<T>(sums[4 * j] * factor(i, column), sums[4 * j + 1] * factor(i, column + 1));
+                }
                 transpose_words(words, lane);
                 const i64 x = left + 32 * group + lane % 4 * 8;
                 if (y >= rows || x >= n) continue;
@@ -168,6 +183,14 @@ __device__ __forceinline__ void store_sums(const float (&d)[COUNT], float factor
             }
         }
     }
+}
+
+template <int COUNT, class FactorOf>
+__device__ __forceinline__ void store_sums(const float (&d)[COUNT], const FactorOf& factor, const Epilogue& epilogue, i64 rows,
+                                           i64 top, i64 left, i64 n, int lane) {
+    if (epilogue.out_type == DType::BFLOAT16) return store_sums<bf16>(d, factor, epilogue, rows, top, left, n, lane);
+    if (epilogue.out_type == DType::FLOAT16) return store_sums<fp16>(d, factor, epilogue, rows, top, left, n, lane);
+    store_sums<float>(d, factor, epilogue, rows, top, left, n, lane);
 }
 
 // A Source without work for idle warps.
@@ -210,11 +233,11 @@ __device__ __forceinline__ void store_tile(const float (&d)[COUNT], const Alpha&
                                            const OutputTile& tile, i64 left, i64 n, float (&sums)[16][EPILOGUE_STRIDE], int warp,
                                            int lane) {
     const i64 top = tile.row + warp * 16, rows = tile.section_rows;
-    if (epilogue.c == nullptr && epilogue.bias == nullptr && alpha.a_per_row + alpha.b_per_row == 0 && n % 8 == 0 &&
-        reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
-        if (epilogue.out_type == DType::BFLOAT16) return store_sums<bf16>(d, factor, epilogue, rows, top, left, n, lane);
-        if (epilogue.out_type == DType::FLOAT16) return store_sums<fp16>(d, factor, epilogue, rows, top, left, n, lane);
-        return store_sums<float>(d, factor, epilogue, rows, top, left, n, lane);
+    if (epilogue.c == nullptr && epilogue.bias == nullptr && n % 8 == 0 && reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
+        if (alpha.a_per_row + alpha.b_per_row == 0) return store_sums(d, TensorFactor{factor}, epilogue, rows, top, left, n, lane);
+        if (alpha.order == AlphaOrder::MULTIPLY && alpha.reciprocal == 1.0f) {
+            return store_sums(d, RowFactors(alpha, top + lane / 4, rows - 1, n), epilogue, rows, top, left, n, lane);
+        }
     }
 
     // Through shared memory, so that neighbouring threads write neighbouring outputs: 16 rows of a warp, EPILOGUE_COLUMNS
