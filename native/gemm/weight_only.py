@@ -127,7 +127,10 @@ def tiling(shape: Shape, device: torch.device) -> tuple[int, int]:
 
     def occupied(tiling: tuple[int, int]) -> float:
         warps, slices = tiling
-        blocks, at_once = batch * slices * blocks_for(m, _TOKENS) * blocks_for(n, 16 * warps), wgmma.multiprocessors(device)
+        blocks, at_once = (
+            batch * slices * blocks_for(m, _TOKENS) * blocks_for(n, 16 * warps),
+            wgmma.multiprocessors(device),
+        )
         return blocks / (blocks_for(blocks, at_once) * at_once)
 
     fitting = [tiling for tiling in _TILINGS if tiling[1] == 1 or is_hopper(device)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -225,11 +225,21 @@ def test_operands_in_any_memory(operation: str, recipe: str, keys: dict[str, Any
 
 
 def shifted(a: Any, b: Any) -> Tensor:
-    """Each product of a batch has the scales of b that lie behind unpadded rows of the products before it."""
-    rows = [part.flatten() for part in b.scales]
-    flat, size = torch.cat([*rows, torch.zeros(4096, dtype=torch.uint8)]), rows[0].numel() - 64
-    scales = torch.stack([flat[n * size :][: rows[0].numel()].view(b.scales.shape[1:]) for n in range(len(rows))])
-    return EXACT.weight_only_gemm(a, replace(b, scales=scales))
+    """The scales of b of each product begin behind unpadded rows of the products before it."""
+    flat, padded = b.scales.flatten(), b.scales[0].numel()
+    stride = b.shape[1] * padded // 128
+    parts = [flat[n * stride : n * stride + padded].view(b.scales.shape[1:]) for n in range(len(b.scales))]
+    return EXACT.weight_only_gemm(a, replace(b, scales=torch.stack(parts)))
+
+
+def of_products(**parts: Sequence[int]) -> Callable[..., Tensor]:
+    """Parts of b, or a, of other products of the batch."""
+
+    def kernel(a: Tensor, b: Any) -> Tensor:
+        taken = {part: getattr(b, part)[list(order)] for part, order in parts.items() if part != "a"}
+        return EXACT.weight_only_gemm(a[list(parts.get("a", range(len(a))))], replace(b, **taken))
+
+    return kernel
 
 
 def before_scale(a: Any, b: Any, bias: Tensor) -> Tensor:
@@ -245,8 +255,41 @@ WRONG_STORED: dict[str, tuple[str, str, dict[str, Any], Callable[..., Any], str]
     "zero point less one": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: z - 1), "less by 1"),
     "zero point of 8": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: 0 * z + 8), "are 8"),
     "no sign": (WEIGHT_ONLY, "int4-g32", {}, lambda a, b: EXACT.weight_only_gemm(a, unsigned(b)), "without a sign"),
-    "products exchanged": (WEIGHT_ONLY, "nvfp4", {"batch": 2}, lambda a, b: EXACT.weight_only_gemm(a, b).flip(0), ""),
-    "batch stride": (WEIGHT_ONLY, "nvfp4", {"batch": 2, "scales": "128x4"}, shifted, ""),
+    "products exchanged": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 2},
+        lambda a, b: EXACT.weight_only_gemm(a, b).flip(0),
+        "the result of each product is that of the other product of the batch",
+    ),
+    "scales of the first product": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 3},
+        of_products(scales=(0, 0, 0)),
+        "the scales of b are those of the first product of the batch",
+    ),
+    "codes of the next product": (
+        WEIGHT_ONLY,
+        "mxfp4",
+        {"batch": 3},
+        of_products(codes=(1, 2, 0)),
+        "the codes of b are those of the next product of the batch",
+    ),
+    "a in reverse order": (
+        WEIGHT_ONLY,
+        ROW,
+        {"batch": 3},
+        of_products(a=(2, 1, 0)),
+        "a is that of the product at this place from the end of the batch",
+    ),
+    "batch stride": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 2, "scales": "128x4"},
+        shifted,
+        "begin 80 scales behind those of the product before, not 1024: its rows are not padded",
+    ),
     "bias before the scale": (f"{WEIGHT_ONLY}-bias", ROW, {}, before_scale, ""),
     "float32 sums": (SCALED, "int8-row", {"out_dtype": "float32"}, Kernels().scaled_gemm, "fraction-24-8"),
 }
