@@ -35,6 +35,7 @@ from narrowgauge.spec.formats import (
     INT8,
     UE5M3,
     UINT4,
+    UINT8,
     Format,
 )
 from narrowgauge.spec.recipe import (
@@ -188,8 +189,8 @@ def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
 
 
 def _integers(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
-    group = parts["group"] or parts["zeros"]
-    element = UINT4 if parts["zeros"] else INT8 if parts["bits"] == "8" else INT4
+    group = parts["group"]
+    element = {"4": (INT4, UINT4), "8": (INT8, UINT8)}[parts["bits"]][parts["zeros"] is not None]
     recipe = Recipe(
         parts[0], DEFAULT_DIALECT, element=element, block=(1, int(group or WHOLE)), scale=FP32,
         tensor_scale="none", tensor_limit="none", block_scale="amax/max", element_scale="x/s", scale_rounding="none",
@@ -279,10 +280,10 @@ _FAMILIES = (
     ),
 )  # fmt: skip
 _INTEGERS = _Family(
-    re.compile(r"int(?:(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))|4-g(?P<zeros>16|32|64|128|256)-zp)"),
+    re.compile(r"int(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))(?P<zeros>-zp)?"),
     _integers,
     {DEFAULT_DIALECT: {}},
-    ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row"),
+    ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row", "int8-row-zp"),
 )
 """Operands of products. `recipe_names` leaves them out: no kernel of this package makes them."""
 _NAMES = tuple(name for family in _FAMILIES for name in family.names)

@@ -11,7 +11,7 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack_codes
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import over_elements, used_tensor_scale
 from narrowgauge.spec.formats import E8M0, FP32, INT8, Format
 from narrowgauge.spec.quantized import Quantized, amax_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -56,10 +56,12 @@ def quantized_operand(
 ) -> Quantized:
     """A quantized operand (rows, columns) of a family. `first`: of the first operand of a product. `number`: of the
     product in a batch."""
-    if family == "integer-edge" and recipe.element is INT8:
-        codes = encode(edge_operand(draw, recipe.element, rows, columns, first=first), recipe.element)
-    elif first:
-        codes = encode(plain_operand(family, draw, rows, columns), recipe.element)
+    edge = family == "integer-edge" and recipe.integer and recipe.element.bits == 8
+    if edge or first:
+        given = (
+            edge_operand(draw, INT8, rows, columns, first=first) if edge else plain_operand(family, draw, rows, columns)
+        )
+        codes = given if recipe.zero_points else encode(given, recipe.element)
     elif family in ONE_HOT:
         # Neighbours differ, and the codes of a row are all codes of the element that are finite.
         finite = _finite_codes(recipe)
@@ -72,8 +74,14 @@ def quantized_operand(
     amax, zeros = None, None
     if recipe.zero_points:  # of neighbouring groups the least, the middle and the largest, and others
         of_scales = scales_shape((rows, columns), recipe)
-        number = torch.arange(of_scales[0]).unsqueeze(1) + torch.arange(of_scales[1]) + draw.index(4)
-        zeros = torch.tensor([0, 8, 15, 5], dtype=torch.uint8)[number % 4]
+        place = torch.arange(of_scales[0]).unsqueeze(1) + torch.arange(of_scales[1]) + draw.index(4)
+        middle, most = recipe.element.codes // 2, recipe.element.codes - 1
+        some = (
+            [middle] * 4 if edge else [middle // 2, middle, middle + middle // 2, 5] if first else [0, middle, most, 5]
+        )
+        zeros = torch.tensor(some, dtype=torch.uint8)[place % 4]
+        if edge or first:  # codes of given numbers
+            codes = over_elements(codes, zeros.float(), recipe, torch.add).to(torch.uint8)
     if recipe.scale is not FP32 and recipe.tensor_scale != "none":
         factor = 1.0 if family == "smallest-scale" else float(2.0 ** (draw.index(4) + 1))
         amax = torch.full(amax_shape((rows, columns), recipe), recipe.max_product * factor)

@@ -75,6 +75,9 @@ static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : TEAM_WARPS 
 // Bits of T: a number in both halves of a register.
 template <class T>
 __device__ __forceinline__ u32 both(float x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (ptx::is_bf16<T>) return ptx::cvt_rn_bf16x2_f32(x, x);
+#endif
     T narrow;
     from_float(x, narrow);
     return narrow.bits * 0x10001u;
@@ -234,42 +237,41 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
         if constexpr (BYTES > 0) words[0] = brought.scales[0];
         if constexpr (BYTES > 8) words[1] = brought.scales[1];
     };
-    WeightRow<W> b[2][2];
+    // The loop has one run: two would not fit into the instruction cache of a scheduler.
+    WeightRow<W> now[2], after[2];
     Brought next;
     if (begin < end) {
         bring(begin, next);
-        load_b(begin, b[0]);
-        if (begin + 1 < end) load_b(begin + 1, b[1]);
+        load_b(begin, now);
+        if (begin + 1 < end) load_b(begin + 1, after);
         store(next, 0);
         if (begin + 1 < end) bring(begin + 1, next);
     }
 #pragma unroll 1
-    for (int run = begin; run < end; run += 2) {
+    for (int run = begin; run < end; ++run) {
+        const int buffer = (run - begin) % 2;
+        ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
+        if (run + 1 < end) store(next, 1 - buffer);
+        if (run + 2 < end) bring(run + 2, next);
+        Factors<W> factors[2];
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            const int current = run + turn;
-            if (current >= end) break;
-            ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
-            if (current + 1 < end) store(next, 1 - turn);
-            if (current + 2 < end) bring(current + 2, next);
-            Factors<W> factors[2];
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                decode_scales<T, W>(b[turn][row], shared.scales[team][turn][strip + 8 * row + g], t, factors[row]);
-            }
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                u32 top[4], bottom[4];
-                decode_weight<T, W>(b[turn][0], unit, factors[0], top);
-                decode_weight<T, W>(b[turn][1], unit, factors[1], bottom);
-#pragma unroll
-                for (int group = 0; group < GROUPS; ++group) {
-                    const Vector4 right = shared.tokens[team][turn][group][unit][lane];
-                    multiply_32_columns<T>(sums[group], top, bottom, right.words);
-                }
-            }
-            if (current + 2 < end) load_b(current + 2, b[turn]);
+        for (int row = 0; row < 2; ++row) {
+            decode_scales<T, W>(now[row], shared.scales[team][buffer][strip + 8 * row + g], t, factors[row]);
         }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            u32 top[4], bottom[4];
+            decode_weight<T, W>(now[0], unit, factors[0], top);
+            decode_weight<T, W>(now[1], unit, factors[1], bottom);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const Vector4 right = shared.tokens[team][buffer][group][unit][lane];
+                multiply_32_columns<T>(sums[group], top, bottom, right.words);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) now[row] = after[row];
+        if (run + 2 < end) load_b(run + 2, after);
     }
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
