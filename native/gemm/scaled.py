@@ -6,7 +6,7 @@ import torch
 
 from narrowgauge.native.gemm import int8
 from narrowgauge.native.gemm.gemm import gemm, multiply_portable
-from narrowgauge.native.gemm.operands import Product, epilogue_fields, mixed_fields, product_family
+from narrowgauge.native.gemm.operands import Product, epilogue_fields, mixed_fields
 from narrowgauge.spec.arguments import check_columns
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import BatchedQuantized, Quantized
@@ -54,7 +54,7 @@ def _mixed(a: Quantized, b: Quantized, *, out_dtype: torch.dtype, bias: torch.Te
     """a @ b.T (+ bias) of FP8 with float32 scales and MX, whose scales multiply its elements first."""
     check_columns(a, b)
     of_fp8 = a.recipe if a.recipe.scale is FP32 else b.recipe
-    family = product_family(of_fp8, of_fp8)
+    family = "fp8_tensor" if of_fp8.spans_k else "fp8_block"
     (m, k), n = a.shape, b.shape[0]
     left, right = mixed_fields(a, "a"), mixed_fields(b, "b")
     terms = Product(family, m, n, k, left, right, epilogue_fields((m, n), out_dtype, None, bias), {})

@@ -16,8 +16,8 @@ from narrowgauge.spec.recipes import Recipe
 
 def quantize_with_zeros(x: torch.Tensor, recipe: Recipe) -> Quantized:
     """Quantize `x` (M, K) by the range of each group that holds 0: s = (max − min)/largest, in groups rounded to the
-    dtype of x, whole numbers z = −min/s and c = x/s + z from 0 to `largest`, 15 or 255, in float32. A group of zeros has
-    the scale 1. NaN counts as 0.
+    dtype of x; whole numbers z = −min/s and c = x/s + z from 0 to `largest`, 15 or 255, in float32. A group of zeros
+    has the scale 1. NaN counts as 0.
     """
     rows, columns = x.shape
     numbers = x.float().nan_to_num(nan=0.0)
