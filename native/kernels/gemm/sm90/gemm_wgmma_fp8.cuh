@@ -233,6 +233,7 @@ struct SectionBlockScaled : BlockScaled {
 template <class Promotion>
 struct PromotedSums {
     static constexpr bool CAST_BEFORE_C = Promotion::CAST_BEFORE_C;
+    static constexpr bool BY_TURNS = CLUSTER == 1;  // with slices of K a warpgroup may have no rows
 
     Promotion promotion;
     Fp8Elements elements;
@@ -251,8 +252,10 @@ struct PromotedSums {
 #pragma unroll
             for (int i = 0; i < B_TILES; ++i) {
                 float accumulator[FP8_SUMS];
+                if constexpr (BY_TURNS) begin_turn(warpgroup);
                 ptx::wgmma_fence();
                 multiply_codes(accumulator, elements.a, elements.b, from.a + warpgroup * WGMMA_M * ROW_BYTES, from.b[i]);
+                if constexpr (BY_TURNS) end_turn(warpgroup);
                 wait_for_sums(accumulator);
                 if (i == B_TILES - 1) release(shared.empty[stage], lane);
                 Promotion::add(d + i * FP8_SUMS, accumulator, scales, i);

@@ -11,6 +11,7 @@
 //   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over the slice of K; waits for the
 //         stages and releases them. `iteration` is that of the pipeline
 //         CAST_BEFORE_C                     whether an output is cast before c is added
+//         BY_TURNS                          whether accumulate takes turns: begin_turn and end_turn
 #pragma once
 
 #include "gemm/cluster.cuh"
@@ -130,11 +131,11 @@ struct TensorFactor {
 
 struct RowFactors {
     float rows[2];
-    const float* columns;
-    u32 last, every;  // last column; 0: all columns have the scale of column 0
+    const float* columns;  // of the output tile, in shared memory
+    i64 left;              // first column of the output tile
 
-    __device__ __forceinline__ RowFactors(const Alpha& alpha, i64 row, i64 last_row, i64 n)
-        : columns(alpha.b), last(static_cast<u32>(n - 1)), every(alpha.b_per_row != 0 ? ~0u : 0u) {
+    __device__ __forceinline__ RowFactors(const Alpha& alpha, i64 row, i64 last_row, const float* columns, i64 left)
+        : columns(columns), left(left) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const i64 of = row + 8 * i < last_row ? row + 8 * i : last_row;
@@ -143,10 +144,22 @@ struct RowFactors {
     }
 
     __device__ __forceinline__ float operator()(int row, i64 column) const {
-        const u32 at = static_cast<u32>(column);
-        return rows[row] * columns[(at < last ? at : last) & every];
+        return rows[row] * columns[static_cast<int>(column - left)];
     }
 };
+
+// Brings the scales of b of an output tile to the buffer of a warp, asynchronously, if alpha differs between outputs.
+__device__ __forceinline__ void stage_columns(const Alpha& alpha, i64 left, i64 n, float (&sums)[16][EPILOGUE_STRIDE], int lane) {
+    if (alpha.a == nullptr || alpha.a_per_row + alpha.b_per_row == 0) return;
+    ptx::bar_warp_sync();
+#pragma unroll
+    for (int i = 0; i < OUT_COLUMNS / WARP; ++i) {
+        const i64 column = left + i * WARP + lane, of = column < n ? column : n - 1;
+        const float* const scale = alpha.b + (alpha.b_per_row != 0 ? of : 0);
+        ptx::cp_async_ca_shared_global_4(&sums[0][0] + i * WARP + lane, reinterpret_cast<const u8*>(scale));
+    }
+    ptx::cp_async_commit_group();
+}
 
 // Stores the sums of a warp times `factor`, without addends, straight from registers. N is a multiple of 8. `top`, `left`: first
 // row of the warp in the section, and first column.
@@ -219,6 +232,18 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler<Order
     }
 }
 
+// The consumer warpgroups queue their products by turns, so that one adds its sums while the tensor cores work for the other. If both
+// had products in the queue at once, they would finish together, and the tensor cores would wait for both.
+constexpr int FIRST_TURN = 2, TURN_THREADS = CONSUMERS * WARPGROUP;  // barriers FIRST_TURN and FIRST_TURN + 1
+
+__device__ __forceinline__ void begin_turn(int warpgroup) {
+    ptx::bar_sync<TURN_THREADS>(FIRST_TURN + warpgroup);
+}
+
+__device__ __forceinline__ void end_turn(int warpgroup) {
+    ptx::bar_arrive<TURN_THREADS>(FIRST_TURN + 1 - warpgroup);
+}
+
 // Waits for the stages of a warpgroup with all rows beyond the last row, so that the other warpgroup has the tensor cores.
 __device__ __forceinline__ void skip_stages(WgmmaShared& shared, u32& iteration, i64 steps, int lane) {
     for (i64 step = 0; step < steps; ++step, ++iteration) {
@@ -233,10 +258,13 @@ __device__ __forceinline__ void store_tile(const float (&d)[COUNT], const Alpha&
                                            const OutputTile& tile, i64 left, i64 n, float (&sums)[16][EPILOGUE_STRIDE], int warp,
                                            int lane) {
     const i64 top = tile.row + warp * 16, rows = tile.section_rows;
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_warp_sync();
     if (epilogue.c == nullptr && epilogue.bias == nullptr && n % 8 == 0 && reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
         if (alpha.a_per_row + alpha.b_per_row == 0) return store_sums(d, TensorFactor{factor}, epilogue, rows, top, left, n, lane);
         if (alpha.order == AlphaOrder::MULTIPLY && alpha.reciprocal == 1.0f) {
-            return store_sums(d, RowFactors(alpha, top + lane / 4, rows - 1, n), epilogue, rows, top, left, n, lane);
+            const RowFactors factors(alpha, top + lane / 4, rows - 1, &sums[0][0], tile.column);
+            return store_sums(d, factors, epilogue, rows, top, left, n, lane);
         }
     }
 
@@ -312,12 +340,14 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order
     const int warpgroup = thread / WARPGROUP;
     OutputTile tile;
     u32 iteration = 0;
+    if (Sums::BY_TURNS && warpgroup == 1) end_turn(warpgroup);  // the first turn is that of warpgroup 0
     while (scheduler.take(tile)) {
         float d[TILE_SUMS];
 #pragma unroll
         for (int i = 0; i < TILE_SUMS; ++i) d[i] = 0.0f;
         const Alpha alpha = alpha_of(tile);
         const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
+        stage_columns(alpha, tile.column, n, shared.sums[warp], lane);
         // Without slices the branch would cost more than it saves: 8192^3 of FP8 takes 894 us on an H200 and not 785.
         const bool beyond = CLUSTER > 1 && tile.row + warpgroup * WGMMA_M >= tile.section_rows;
         if (beyond) {
