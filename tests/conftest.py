@@ -6,15 +6,21 @@ from collections import Counter
 
 import pytest
 
+from tests.long_tests import long_tests
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks items of a test with the mark `sampled(each)` as `long`: all but the first of every `each`; 0: all.
+    """Marks items as `long`: those of `long_tests.txt`, and those of a test with the mark `sampled(each)`, but for the
+    first of every `each`; 0: all of them.
 
     Items on a GPU, where a test takes less time, and items that are long already are not counted.
     """
     counts: Counter[str] = Counter()
+    listed = long_tests()
     for item in items:
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
+            item.add_marker("long")
         sampled = item.get_closest_marker("sampled")
         if sampled is None or item.get_closest_marker("long") or _on_a_gpu(item):
             continue

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
@@ -43,6 +43,8 @@ _CURRENT = Path("cases")
 """Cases of the current folder."""
 _PACKAGE = Path(__file__).parents[2] / "cases"
 """Cases of the package."""
+_COVERED = {"quick-pairs": 2, "quick-values": 1}
+"""Sizes of the sets of values of different keys that the quick cases of a table have on a CPU, by its tier."""
 _HEAD = re.compile(r"^\s*\[\[\s*matrix\s*\]", re.MULTILINE)
 """Head of a table of cases, or of one without its last bracket."""
 
@@ -201,36 +203,36 @@ class _Table:
 
     def _tiers(self) -> Iterator[Tier]:
         """The tier of each case, in order."""
-        if self.tier != "quick-pairs":
-            return itertools.repeat(self.tier, self.count)
-        quick = with_every_pair(tuple(map(len, self.values.values())))
+        if (size := _COVERED.get(self.tier)) is None:
+            return itertools.repeat(cast(Tier, self.tier), self.count)
+        quick = few_points(tuple(map(len, self.values.values())), size)
         return ("quick" if number in quick else "quick-cuda" for number in range(self.count))
 
 
 @cache
-def with_every_pair(lengths: tuple[int, ...]) -> frozenset[int]:
-    """Numbers of few points of the product of lists, the last list fastest, that have every pair of values of two
-    lists. All points of a product of at most two lists.
+def few_points(lengths: tuple[int, ...], size: int) -> frozenset[int]:
+    """Numbers of few points of the product of lists, the last list fastest, that have every set of values of `size`
+    lists. All points of a product of at most `size` lists.
 
-    Greedy: the next point is the first one with the most new pairs. A point whose new pairs are counted again has
+    Greedy: the next point is the first one with the most new sets. A point whose new sets are counted again has
     at most as many as before, so the points wait in a heap with their last counts.
     """
     points = list(itertools.product(*map(range, lengths)))
-    if len(lengths) < 3:
+    if len(lengths) <= size:
         return frozenset(range(len(points)))
-    pairs = [set(itertools.combinations(enumerate(point), 2)) for point in points]
-    uncovered = set().union(*pairs)
-    waiting = [(-len(found), number) for number, found in enumerate(pairs)]
+    sets = [set(itertools.combinations(enumerate(point), size)) for point in points]
+    uncovered = set().union(*sets)
+    waiting = [(-len(found), number) for number, found in enumerate(sets)]
     heapq.heapify(waiting)
     chosen = set()
     while uncovered:
         before, number = waiting[0]
-        if new := len(pairs[number] & uncovered):
+        if new := len(sets[number] & uncovered):
             if new < -before:
                 heapq.heapreplace(waiting, (-new, number))
                 continue
             chosen.add(number)
-            uncovered -= pairs[number]
+            uncovered -= sets[number]
         heapq.heappop(waiting)
     return frozenset(chosen)
 

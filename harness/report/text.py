@@ -224,9 +224,28 @@ def rows_alone(records: Iterable[dict[str, Any]]) -> str:
     return f"Rows by themselves: {rows} rows of {plural(len(found), 'case')} have the same bytes in every batch."
 
 
+def interval_widths(records: Iterable[dict[str, Any]]) -> str:
+    """The widest accepted interval of each operation, and the mean of its cases, widest first. Empty if no result has
+    an interval."""
+    of_operation: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record["interval_ulps_max"]:
+            widths = record["interval_ulps_max"], record["interval_ulps_mean"]
+            of_operation.setdefault(record["operation"], []).append(widths)
+    rows = sorted(
+        ((max(widest), sum(means) / len(means), name) for name, found in of_operation.items()
+         for widest, means in [tuple(zip(*found, strict=True))]),
+        reverse=True,
+    )  # fmt: skip
+    shown = [f"{name} {interval(widest)}, {compact(mean)} on average" for widest, mean, name in rows[:REASONS]]
+    more = [f"{plural(len(rows) - REASONS, 'more operation')}"] if len(rows) > REASONS else []
+    return f"Widest accepted interval: {'; '.join([*shown, *more])}." if rows else ""
+
+
 def remarks(records: list[dict[str, Any]]) -> list[str]:
-    """Sentences below the verdict: what was not compared, rows by themselves, and the number of notes."""
-    return list(filter(None, [not_compared(records), rows_alone(records), note_counts(records)]))
+    """Sentences below the verdict: what was not compared, widths of intervals, rows by themselves, number of notes."""
+    sentences = (not_compared(records), interval_widths(records), rows_alone(records), note_counts(records))
+    return list(filter(None, sentences))
 
 
 OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,11 +26,15 @@ INPUT, WEIGHT, GRAD = 0, 1, 2
 class History(Float32Buffers):
     """A module with an observer, and with `amax_history`, float32 (H, 3), latest first, and `scale`, float32 (3,).
 
+    A subclass may have another number of `roles`, of which those from `gradients` on are gradients.
+
     Both buffers are None before the first forward pass under delayed scaling, and start as zeros and ones. The scales
     of input and weight are updated at the end of the autocast, the scale of the gradient at the end of the backward
     pass.
     """
 
+    roles: ClassVar[int] = 3
+    gradients: ClassVar[int] = GRAD
     amax_history: torch.Tensor | None
     scale: torch.Tensor | None
 
@@ -52,8 +56,8 @@ class History(Float32Buffers):
         Raises ValueError if the length of the history differs from the recipe's.
         """
         if self.amax_history is None or self.scale is None:
-            self.amax_history = torch.zeros(recipe.history, 3, dtype=torch.float32, device=device)
-            self.scale = torch.ones(3, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.history, self.roles, dtype=torch.float32, device=device)
+            self.scale = torch.ones(self.roles, dtype=torch.float32, device=device)
         check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
@@ -67,7 +71,7 @@ class History(Float32Buffers):
         """Encode scale of an operand, float32 (1,): from the scales of its pass, for a gradient the current scale."""
         if scales is None:
             return None
-        if role == GRAD:
+        if role >= self.gradients:
             _, scales = self._history_and_scale()
         return scales[role : role + 1]
 
@@ -75,7 +79,7 @@ class History(Float32Buffers):
         """Adds the amax, float32 (1,), of a quantized operand to the latest entry of the history."""
         # The second forward pass of a checkpoint quantizes the same operands; the scale may have been updated in
         # between.
-        if role != GRAD and recomputing():
+        if role < self.gradients and recomputing():
             return
         amax_history, _ = self._history_and_scale()
         latest = amax_history[0, role : role + 1]
@@ -89,16 +93,16 @@ class History(Float32Buffers):
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
         """Updates the scale of the gradient."""
-        self._move(slice(GRAD, GRAD + 1), recipe)
+        self._move(slice(self.gradients, self.roles), recipe)
 
     def _end_forward(self) -> None:
         assert self._delayed is not None
-        self._move(slice(INPUT, GRAD), self._delayed)
+        self._move(slice(0, self.gradients), self._delayed)
 
     def _move(self, roles: slice, recipe: TrainingRecipe) -> None:
         amax_history, scales = self._history_and_scale()
         history, scale = amax_history[:, roles], scales[roles]
-        moved = update_scale(history, scale, recipe.grad if roles.start == GRAD else recipe.input)
+        moved = update_scale(history, scale, recipe.grad if roles.start == self.gradients else recipe.input)
         with torch.no_grad():  # in place: references to the buffers stay valid
             history.copy_(moved[0])
             scale.copy_(moved[1])

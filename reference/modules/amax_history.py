@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,11 +23,15 @@ Observer = Callable[[str, Any], None]
 class AmaxHistory(Float32Buffers):
     """A module with `amax_history`, float32 (H, 3), and `scale`, float32 (3,), for its input, weight and gradient.
 
+    A subclass may have other numbers of columns: `columns`, of which the last are gradients, from `gradients` on.
+
     Both are None until the module first runs under delayed scaling, with H from the recipe. Then they start as zeros
     and ones, and belong to the state of the module. The first row of the history is the largest amax of the step. The
     scales of input and weight are updated when the autocast ends, the scale of the gradient at the end of the backward.
     """
 
+    columns: ClassVar[int] = 3
+    gradients: ClassVar[int] = GRAD
     amax_history: torch.Tensor | None
     scale: torch.Tensor | None
 
@@ -56,8 +60,8 @@ class AmaxHistory(Float32Buffers):
         if not recipe.history:
             return None
         if self.amax_history is None or self.scale is None:
-            self.amax_history = torch.zeros(recipe.history, 3, device=device)
-            self.scale = torch.ones(3, device=device)
+            self.amax_history = torch.zeros(recipe.history, self.columns, device=device)
+            self.scale = torch.ones(self.columns, device=device)
         check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
@@ -87,16 +91,16 @@ class AmaxHistory(Float32Buffers):
 
     def _end_forward(self) -> None:
         if self._delayed is not None:
-            self._update(slice(INPUT, GRAD), self._delayed)
+            self._update(slice(0, self.gradients), self._delayed)
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
         """Updates the scale of the gradient under delayed scaling."""
         if recipe.history:
-            self._update(slice(GRAD, None), recipe)
+            self._update(slice(self.gradients, None), recipe)
 
     def _update(self, columns: slice, recipe: TrainingRecipe) -> None:
         history, scale = self.delayed_state()
-        role_recipe = recipe.grad if columns.start == GRAD else recipe.input
+        role_recipe = recipe.grad if columns.start == self.gradients else recipe.input
         history[:, columns], scale[columns] = update_scale(
             history[:, columns].contiguous(), scale[columns], role_recipe
         )

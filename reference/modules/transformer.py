@@ -2,6 +2,7 @@
 
 h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))); qkv and fc1 begin with a norm. Attention and GELU are
 computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast.
+A training recipe with `quantizes_attention` also quantizes the operands of the attention.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.reference.high_precision import quantized_attention as steps
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import Kind
-from narrowgauge.reference.modules.amax_history import Observer
+from narrowgauge.reference.modules.amax_history import AmaxHistory, Observer
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.modules.arguments import check_batch, check_heads
+from narrowgauge.spec.modules.autocast import current
+from narrowgauge.spec.modules.training import TrainingRecipe
 
 
 class TransformerLayer(torch.nn.Module):
@@ -57,6 +64,7 @@ class TransformerLayer(torch.nn.Module):
         self.proj = Linear(hidden, hidden, bias, seed=seed + 1, **options)
         self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, seed=seed + 2, **options)
         self.fc2 = Linear(ffn, hidden, bias, seed=seed + 3, **options)
+        self.attention = AttentionOperands()
         self.observer = None
 
     @property
@@ -83,7 +91,11 @@ class TransformerLayer(torch.nn.Module):
         check_batch(x, self.hidden)
         # Function.apply has no types; every call below returns tensors.
         residual, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
-        attention = _Attention.apply(self.qkv(branch), self)  # type: ignore[no-untyped-call]
+        recipe, qkv = current(), self.qkv(branch)
+        if recipe is not None and recipe.quantizes_attention:
+            attention = _QuantizedAttention.apply(qkv, self, recipe)  # type: ignore[no-untyped-call]
+        else:
+            attention = _Attention.apply(qkv, self)  # type: ignore[no-untyped-call]
         h = _Sum.apply(residual, self.proj(attention), self, "h")  # type: ignore[no-untyped-call]
         residual, branch = _Fork.apply(h, self, "dh")  # type: ignore[no-untyped-call]
         gelu = _Gelu.apply(self.fc1(branch), self)  # type: ignore[no-untyped-call]
@@ -94,6 +106,41 @@ class TransformerLayer(torch.nn.Module):
         """`Linear.backward_dw` of the four products, in the order of a backward pass."""
         for child in (self.fc2, self.fc1, self.proj, self.qkv):
             child.backward_dw()
+
+
+class AttentionOperands(AmaxHistory):
+    """The quantized operands of an attention, and under delayed scaling their history (H, 6) and scales (6,)."""
+
+    columns = 6
+    gradients = 3
+    names = ("qkv", "s", "o", "do", "dp", "dqkv")
+    """In the order of the columns."""
+
+    def operand(
+        self,
+        name: str,
+        x: torch.Tensor,
+        recipe: TrainingRecipe,
+        scales: torch.Tensor | None = None,
+        amaxes: dict[int, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        """The values of `x`, any shape: quantized as a matrix, reported, float32.
+
+        `scales`: at the start of the forward, None for a gradient. `amaxes`: gets the amax of an operand of the
+        forward.
+        """
+        column = self.names.index(name)
+        of_gradient = column >= self.gradients
+        if of_gradient and recipe.history:
+            _, scales = self.delayed_state()
+        scale = None if scales is None else scales[column : column + 1].clone()
+        q = quantize(x.reshape(-1, x.shape[-1]), recipe.grad if of_gradient else recipe.input, scale=scale)
+        self.observe(name, q)
+        if amaxes is not None:
+            amaxes[column] = q.amax
+        elif recipe.history:
+            self.record(column, q.required_amax)
+        return dequantize(q, dtype=torch.float32).view(x.shape)
 
 
 def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
@@ -140,8 +187,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(qkv)
-        y = attention_forward(*_heads(qkv, layer.heads)).value.to(qkv.dtype)
-        y = y.transpose(1, 2).flatten(2)
+        y = _joined(attention_forward(*_heads(qkv, layer.heads))).to(qkv.dtype)
         layer.observe("attention", y)
         return y
 
@@ -152,10 +198,55 @@ class _Attention(torch.autograd.Function):
         layer: TransformerLayer = ctx.layer
         (do,) = _heads(dy, layer.heads, parts=1)
         gradients = attention_backward(do, *_heads(qkv, layer.heads))
-        parts = [gradient.value.to(qkv.dtype).transpose(1, 2).flatten(2) for gradient in gradients]
-        dqkv = torch.cat(parts, dim=2)
+        dqkv = torch.cat([_joined(gradient) for gradient in gradients], dim=2).to(qkv.dtype)
         layer.observe("dqkv", dqkv)
         return dqkv, None
+
+
+class _QuantizedAttention(torch.autograd.Function):
+    """Attention of quantized q, k, v and S. Its output, and the gradients dO, dP and dqkv, are quantized as well."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer, recipe: TrainingRecipe) -> torch.Tensor:
+        held, amaxes = layer.attention, dict[int, torch.Tensor | None]()
+        operand = partial(
+            held.operand, recipe=recipe, scales=held.present_scales(recipe, qkv.device), amaxes=amaxes
+        )  # fmt: skip
+        decoded = operand("qkv", qkv)
+        q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
+        s = steps.softmax(q, k).value.to(layer.dtype)
+        layer.observe("softmax", s.flatten(0, 2))
+        weights = operand("s", s)
+        out = _joined(steps.weighted_values(exactly(weights), v)).to(layer.dtype)
+        layer.observe("attention", out)
+        ctx.layer, ctx.recipe = layer, recipe
+        ctx.save_for_backward(decoded, s, weights)
+        attended = operand("o", out).to(layer.dtype)
+        held.record_forward(recipe, amaxes)
+        return attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer: TransformerLayer = ctx.layer
+        decoded, s, weights = ctx.saved_tensors
+        operand = partial(layer.attention.operand, recipe=ctx.recipe)
+        q, k, v = (exactly(part) for part in _heads(decoded, layer.heads))
+        (do,) = (exactly(part) for part in _heads(operand("do", dy), layer.heads, parts=1))
+        dscores = steps.scores_gradient(do, v, exactly(s), layer.dtype).value.to(layer.dtype)
+        layer.observe("dscores", dscores.flatten(0, 2))
+        dp = exactly(operand("dp", dscores))
+        gradients = steps.query_gradient(dp, k), steps.key_gradient(dp, q), steps.value_gradient(exactly(weights), do)
+        dqkv = torch.cat([_joined(gradient) for gradient in gradients], dim=2).to(layer.dtype)
+        layer.observe("dqkv", dqkv)
+        dx = operand("dqkv", dqkv).to(layer.dtype)
+        layer.attention.end_backward(ctx.recipe)
+        return dx, None, None
+
+
+def _joined(x: Bounded) -> torch.Tensor:
+    """The values of (B, heads, S, d) as (B, S, heads·d)."""
+    return x.value.transpose(1, 2).flatten(2)
 
 
 def _heads(x: torch.Tensor, heads: int, parts: int = 3) -> list[torch.Tensor]:

@@ -48,6 +48,7 @@ RECIPES: list[TrainingRecipe] = [
         DelayedScaling(margin, rows, algorithm)
         for margin in (0, 3) for rows in (1024, 1) for algorithm in ("max", "most_recent")
     ),
+    Float8CurrentScaling(fp8_dpa=True), DelayedScaling(3, 1, "most_recent", fp8_dpa=True),
 ]  # fmt: skip
 
 

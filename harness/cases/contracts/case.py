@@ -40,6 +40,7 @@ from narrowgauge.spec.program import (
     PER_ELEMENT,
     QUANTIZE,
     RANKS,
+    WRITTEN,
     ContractError,
     Program,
 )
@@ -221,6 +222,13 @@ class ContractCase(Case):
         return {
             name: Axis(extent, extent if name in named else units.get(name, 1)) for name, extent in self.extents.items()
         }
+
+    def stages(self) -> tuple[str, ...]:
+        """Names of the unquantized results, which a kernel may leave out."""
+        if self.declared.of_ranks:
+            return ()
+        steps = ((name, self.program.steps[number]) for name, number in self.program.outputs.items())
+        return tuple(name for name, step in steps if step.recipe is None and step.function != WRITTEN)
 
     def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
         """Axes of a result: those of the only one, or of the one that the prefix names."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.formulas.matrix_changes import MATRIX_CHANGES, OPERAND_CHANGES, changed_matrices
@@ -16,10 +17,14 @@ from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     COLUMN_SUMS,
     GELU_GRADIENTS,
     NORM_GRADIENTS,
+    SCALED_GRADIENTS,
+    SCORES_GRADIENTS,
     AttentionGradient,
     ColumnSum,
     GeluGradient,
     NormGradient,
+    ScaledGradient,
+    ScoresGradient,
 )
 from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     ATTENTIONS,
@@ -27,10 +32,12 @@ from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     NORMS,
     RESIDUALS,
     ROW_SUM,
+    SOFTMAXES,
     Attention,
     Gelu,
     Norm,
     Residual,
+    SoftmaxStep,
 )
 from narrowgauge.harness.diagnosis.gemm.gain import GAIN
 from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
@@ -43,7 +50,8 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "norm": (Norm, NORMS), "gelu": (Gelu, GELUS), "attention": (Attention, ATTENTIONS),
     "residual": (Residual, RESIDUALS), "norm-backward": (NormGradient, NORM_GRADIENTS),
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
-    "column-sum": (ColumnSum, COLUMN_SUMS),
+    "column-sum": (ColumnSum, COLUMN_SUMS), "softmax": (SoftmaxStep.of, SOFTMAXES),
+    "scores-gradient": (ScoresGradient, SCORES_GRADIENTS), "scaled-gradient": (ScaledGradient, SCALED_GRADIENTS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 
@@ -114,13 +122,16 @@ def _changes(formula: Formula) -> Iterator[tuple[int, Deviation[Any], Ends]]:
     if not bool(formula.found.any()):
         yield _STEPS_OF_RESULT, ZEROS, (formula.found, formula.found)
         return
+    yield from _quantized_changes(formula)
     for name, operand in formula.operands.items():
         for row, changed in changed_matrices(OPERAND_CHANGES, operand, name, formula.batches):
-            yield from _of_operand(row, formula, name, changed)
+            yield from _of_operands(row, formula, {name: changed})
     for name, operand in formula.operands.items():
+        before = formula.quantized[name].before if name in formula.quantized else None
         for other, tensor in formula.others.items():
-            if tensor.shape == operand.shape and tensor.dtype == operand.dtype and not torch.equal(tensor, operand):
-                yield from _of_operand(OTHER_OPERAND.bound(other, name), formula, name, tensor)
+            tried = equal_bits(tensor, operand) or (before is not None and equal_bits(tensor, before))
+            if tensor.dtype == operand.dtype and tensor.shape == operand.shape and not tried:
+                yield from _of_operands(OTHER_OPERAND.bound(other, name), formula, {name: tensor})
     shape = formula.found.shape
     for other, tensor in formula.others.items():
         if tensor.numel() == formula.found.numel() and tensor.dtype == formula.found.dtype:
@@ -138,12 +149,37 @@ ZEROS: Deviation[Any] = Deviation("outputs-zero", "all outputs are 0", "matrix")
 OTHER_OPERAND: Deviation[Any] = Deviation("operand-exchanged", "{1} is replaced by {0}", "matrix")
 OTHER_RESULT: Deviation[Any] = Deviation("result-of-other", "the result is {0}", "matrix")
 
+NOT_QUANTIZED: Deviation[Any] = Deviation("operand-not-quantized", "{} not quantized", "matrix")
+OTHER_SCALE: Deviation[Any] = Deviation("scale-exchanged", "{1} is decoded by {0}, not by its own scale", "matrix")
 
-def _of_operand(
-    row: Deviation[Any], formula: Formula, name: str, operand: torch.Tensor
+
+def _quantized_changes(formula: Formula) -> Iterator[tuple[int, Deviation[Any], Ends]]:
+    """Quantized operands that the kernel takes before their quantization, one or all, or decodes by another scale."""
+    before = {
+        name: of.before for name, of in formula.quantized.items() if name in formula.operands and of.before is not None
+    }
+    for name, matrix in before.items():
+        yield from _of_operands(NOT_QUANTIZED.bound(f"{name} is"), formula, {name: matrix})
+    if len(before) > 1:
+        yield from _of_operands(NOT_QUANTIZED.bound(f"{' and '.join(before)} are"), formula, before)
+    for name, operand in formula.operands.items():
+        own = formula.quantized.get(name)
+        if own is None or own.scale == 0:
+            continue
+        factors = {"no scale": 1 / own.scale, "the inverse of its scale": 1 / own.scale**2} | {
+            f"the scale of {other}": of.scale / own.scale for other, of in formula.quantized.items()
+        }
+        for phrase, factor in factors.items():
+            if factor != 1:
+                row = OTHER_SCALE.bound(phrase, name)
+                yield from _of_operands(row, formula, {name: (operand * factor).to(operand.dtype)})
+
+
+def _of_operands(
+    row: Deviation[Any], formula: Formula, operands: dict[str, torch.Tensor]
 ) -> Iterator[tuple[int, Deviation[Any], Ends]]:
     assert formula.compute is not None
-    if ends := _ends(formula, partial(formula.compute, **{**formula.operands, name: operand})):
+    if ends := _ends(formula, partial(formula.compute, **{**formula.operands, **operands})):
         yield _STEPS, row, ends
 
 

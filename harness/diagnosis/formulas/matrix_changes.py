@@ -91,6 +91,14 @@ def _transposed(m: torch.Tensor) -> torch.Tensor | None:
     return None if min(m.shape) < 2 else m.T.reshape(m.shape)
 
 
+def _blocks_transposed(m: torch.Tensor) -> torch.Tensor | None:
+    """The rows as square matrices, each matrix transposed."""
+    rows, columns = m.shape
+    return (
+        None if columns < 2 or rows % columns or rows == columns else m.view(-1, columns, columns).mT.reshape(m.shape)
+    )
+
+
 def _rounded(dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
     return m.to(dtype).to(m.dtype)
 
@@ -119,6 +127,8 @@ MATRIX_CHANGES: tuple[Deviation[Extents], ...] = (
     *LEFT_OUT,
     *PLACE_CHANGES,
     Deviation("matrix-transposed", "{of} is read as if it were transposed", "matrix", _transposed),
+    Deviation("matrices-transposed", "each square matrix of {of} is read as if it were transposed", "matrix",
+              _blocks_transposed),
     Deviation("matrix-through-{}", "{of} is rounded to {}", "matrix", _rounded, NARROW),
 )  # fmt: skip
 """Changes of an operand, or of a result. The sentence has {of} for the matrix."""

@@ -23,6 +23,7 @@ from narrowgauge.reference.high_precision.attention import (
 from narrowgauge.reference.high_precision.bounded import TRUNCATING, Bounded, exactly, rounded_constant
 from narrowgauge.reference.high_precision.gelu import CUBIC, gelu_backward, tanh_terms
 from narrowgauge.reference.high_precision.norm import Kind, norm_backward, normalised
+from narrowgauge.reference.high_precision.quantized_attention import softmax_gradient
 
 Gradients = tuple[Bounded, Bounded, Bounded]
 
@@ -208,6 +209,54 @@ ATTENTION_GRADIENTS: tuple[Deviation[AttentionGradient], ...] = (
               lambda a: a.ordered(0, 2, 1)),
 )  # fmt: skip
 """Wrong gradients of attention."""
+
+
+@dataclass(frozen=True)
+class ScoresGradient:
+    """The gradient of the scores of attention with quantized operands, (batch, heads, S, S)."""
+
+    operands: dict[str, torch.Tensor]
+    """do and v (batch, heads, S, d), softmax (batch, heads, S, S)."""
+    expected: Bounded
+    out: torch.Tensor | None
+    """Output of the attention (batch, heads, S, d)."""
+
+    def with_row(self, *operands: torch.Tensor) -> Bounded:
+        """The gradient with the sum of products of these operands over a row in place of Σ S∘dS; without operands 0."""
+        do, v, s = (exactly(self.operands[name]) for name in ("do", "v", "softmax"))
+        dtype = self.operands["softmax"].dtype
+        ds = attention_product(do, v.mT, torch.float32).rounded(dtype)
+        one, *other = (exactly(operand) for operand in operands or (torch.zeros_like(self.operands["softmax"]),))
+        row = (one * other[0] if other else one).sum(-1, keepdim=True, roundoff=TRUNCATING)
+        return softmax_gradient(ds, s.rounded(dtype), row)
+
+
+SCORES_GRADIENTS: tuple[Deviation[ScoresGradient], ...] = (
+    Deviation("attention-gradient-without-row-term", "the sum of S∘dS over a row is not subtracted from dS",
+              "scores-gradient", lambda a: a.with_row()),
+    Deviation("attention-gradient-row-of-output", "the sum of S∘dS over a row is computed as the sum of dO∘O",
+              "scores-gradient", lambda a: a.with_row(a.operands["do"], a.out), when=lambda a: a.out is not None),
+)  # fmt: skip
+"""Wrong gradients of the scores."""
+
+
+@dataclass(frozen=True)
+class ScaledGradient:
+    """The gradient of q or of k."""
+
+    operands: dict[str, torch.Tensor]
+    expected: Bounded
+    root: float
+    """√d."""
+
+
+SCALED_GRADIENTS: tuple[Deviation[ScaledGradient], ...] = (
+    Deviation("attention-not-scaled", "the gradient is not divided by √d", "scaled-gradient",
+              lambda a: _times(a.expected, a.root)),
+    Deviation("attention-scaled-twice", "the gradient is divided by d", "scaled-gradient",
+              lambda a: _times(a.expected, 1 / a.root)),
+)  # fmt: skip
+"""Wrong gradients of q and k."""
 
 
 @dataclass(frozen=True)

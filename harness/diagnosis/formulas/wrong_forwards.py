@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -235,6 +236,40 @@ ROW_SUM: Deviation[Attention] = Deviation(
     "each query and head has its expected output times one number: the sum of the weights is wrong",
     "attention", exact=False,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SoftmaxStep(Attention):
+    """The softmax of the scores of q and k, (batch, heads, S, S); v has no part in it."""
+
+    @classmethod
+    def of(cls, operands: dict[str, torch.Tensor], expected: Bounded) -> SoftmaxStep:
+        """The step with these `operands`, q and k."""
+        return cls(operands["q"], operands["k"], operands["k"])
+
+    def attend(
+        self,
+        *,
+        factor: float | None = None,
+        keep: torch.Tensor | None = None,
+        given: tuple[torch.Tensor, ...] | None = None,
+        store: Callable[[Bounded], Bounded] = lambda x: x,
+        stored_dtype: torch.dtype | None = None,
+    ) -> Bounded:
+        q, k, *_ = (self.q, self.k) if given is None else given
+        return Softmax(store(scores(q, k, factor)), causal(q) if keep is None else keep).shares
+
+
+SOFTMAXES: tuple[Deviation[Any], ...] = tuple(
+    replace(row, step="softmax", stages=frozenset(("softmax",)))
+    for row in ATTENTIONS
+    if row.cause
+    in (
+        "attention-not-scaled", "attention-scaled-twice", "attention-not-causal", "attention-mask-one-late",
+        "attention-q-and-k-exchanged", "attention-scores-through:bf16",
+    )
+)  # fmt: skip
+"""Wrong softmaxes."""
 
 
 @dataclass(frozen=True)

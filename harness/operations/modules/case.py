@@ -47,6 +47,8 @@ class ModuleCase(Case):
     """A module has many stages and needs more launches for as much work. Linear layers of 4x128x1024x4096 take a core
     6 to 20 s, and an H200, shared with other processes, 0.3 to 1.3 s."""
     composed: ClassVar[bool] = True
+    attends: ClassVar[bool] = False
+    """Whether the module has attention."""
     autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain",)  # the key `use` has such calls of a module
 
     training: TrainingName
@@ -107,6 +109,12 @@ class ModuleCase(Case):
         if 0 in self._sizes:
             shape = list(self.shape)
             return f"shape is {shape}; but for the rows of a grouped-linear, which may be 0, a module has no empty side"
+        if self.training_recipe.quantizes_attention and not self.attends:
+            name = str(self.training_recipe)
+            return (
+                f"training is {name!r}, which quantizes attention, and {self.operation} has none: training can be "
+                f"{name.removesuffix('-dpa')!r}"
+            )
         if self.quantized_parameters and not self.accumulate:
             return (
                 "quantized-parameters have no high-precision weight that could hold a gradient: accumulate can be true"

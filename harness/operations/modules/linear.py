@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError
-from narrowgauge.harness.backends.guarded_memory import dense
-from narrowgauge.harness.backends.module_driver import Plan, Step
+from narrowgauge.harness.backends.module_driver import Step
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
-from narrowgauge.harness.operations.gemm.product import Operands
+from narrowgauge.harness.operations.modules.delayed import DelayedStages, States
+from narrowgauge.harness.operations.modules.ground import Ground
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
-from narrowgauge.harness.operations.stages.outcome import CauseSearch, Formula, Outcome, Product
+from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
-from narrowgauge.harness.operations.update_scale.deviations import wrong_histories, wrong_scales
-from narrowgauge.harness.operations.update_scale.judge import history_stage, scale_stage
 from narrowgauge.reference.bounds.bounds import Bounds
-from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -58,152 +54,8 @@ PRODUCTS = {
 }
 """Operands of each product of a layer."""
 
-State = tuple[torch.Tensor, torch.Tensor]
-"""Columns of an amax history, float32 (H, n), and their scales, float32 (n,)."""
 Matrices = Sequence[torch.Tensor] | None
 """Of each section; None where nobody knows them."""
-
-
-@dataclass
-class Delayed:
-    """State of delayed scaling of a layer; None if nobody knows it."""
-
-    forward: State | None
-    """Of input and weight: moved at the end of a forward."""
-    grad: State | None
-    """Of the gradient: moved at the end of a backward."""
-
-
-States = dict[str, Delayed]
-"""By the prefix of the layer."""
-
-
-def initial_states(training: TrainingRecipe, layers: Sequence[Layer], device: torch.device) -> States:
-    """The states of new layers; without delayed scaling none."""
-
-    def new(columns: int) -> State:
-        return torch.zeros(training.history, columns, device=device), torch.ones(columns, device=device)
-
-    return {layer.prefix: Delayed(new(2), new(1)) for layer in layers} if training.history else {}
-
-
-@dataclass
-class Ground:
-    """What the stages of one step are judged by, and where they go."""
-
-    plan: Plan
-    step: Step
-    outcome: Outcome
-    order: Callable[[Operands, Operands], Summation]
-    """What the backend declares of the sums of a product."""
-    free: bool = False
-    """Whether the order in which its rotation adds is free."""
-    own: bool = False
-    """Whether it rounds by random bits of its own."""
-    unseen: dict[str, None] = field(default_factory=dict)
-    """What was not reported, and so not compared."""
-    others: dict[str, Step] = field(default_factory=dict)
-    """By the cause of an operand that is theirs: other forwards of the module."""
-    unknown: dict[str, tuple[list[Quantized], list[Quantized]]] = field(default_factory=dict)
-    """By name, operands of the gradients of weights that nobody knows for this step alone."""
-    passes: int = -1
-    """Number of backwards before that of the step. -1: as many as steps before it."""
-    figures: bool = True
-    """Whether more is measured than decides."""
-    decoded: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """By name, functions to the values of the quantized operands of the step, of the dtype of the layer."""
-
-    def stage(self, name: str) -> str:
-        """The name of a stage: which step, and what."""
-        return f"{self.step.title} {name}"
-
-    def seen(self, name: str) -> Any:
-        """What the module reported of it; None, noted, where it did not."""
-        found = self.step.last(name)
-        if found is None:
-            self.unseen[name] = None
-        return found
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A reported tensor of that shape, whatever dimensions it has. Raises BackendError where it is another."""
-        found = self.seen(name)
-        if found is None:
-            return None
-        return self._shaped(name, found, shape)
-
-    def tensors(self, name: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
-        """The tensors of that shape reported under a name, in order. Raises as `tensor` does."""
-        return [self._shaped(name, found, shape) for found in self.step.seen.get(name, [])]
-
-    @staticmethod
-    def _shaped(name: str, found: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        if not isinstance(found, torch.Tensor) or found.numel() != torch.Size(shape).numel():
-            what = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise BackendError(f"the module reported {name} as {what}, not as a tensor of shape {shape}")
-        return found.reshape(shape)
-
-    def high_precision(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        compute: Callable[..., Bounded],
-        operands: Mapping[str, torch.Tensor | None],
-        formula: str = "",
-        *,
-        expected: Bounded | None = None,
-        **given: Any,
-    ) -> torch.Tensor | None:
-        """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
-
-        `compute`: the formula, from its `operands` by name, of which one that was not reported is None. `expected`: its
-        result, if it is known already. `formula`, and what it is `given`: the known wrong formulas
-        (`harness.diagnosis.formulas.explain_formula`).
-        """
-        found = self.tensor(name, shape)
-        known = {key: operand for key, operand in operands.items() if operand is not None}
-        if len(known) < len(operands):
-            self.unseen[name] = None
-            return found
-        if found is not None:
-            result = compute(**known) if expected is None else expected
-            self.judge_formula(name, found, result, compute, known, formula, given)
-        return found
-
-    def judge_formula(
-        self,
-        name: str,
-        found: torch.Tensor,
-        expected: Bounded,
-        compute: Callable[..., Bounded],
-        operands: dict[str, torch.Tensor],
-        formula: str,
-        given: dict[str, Any],
-    ) -> None:
-        """Add the stage of a tensor in high precision, and keep the first wrong formula for a diagnosis."""
-        stage = bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
-        self.outcome.stages.append(stage)
-        if self.outcome.formula is None and not stage.passed:
-            others = {key: tensor for key, tensor in self.known_tensors() if key != name}
-            self.outcome.formula = Formula(
-                formula, stage.stage, given, found, expected, compute, operands, others, self.batches
-            )  # fmt: skip
-
-    @property
-    def batches(self) -> int:
-        """Batches of x. 1 for a grouped layer, whose sections have different numbers of rows."""
-        return self.step.x.shape[0] if self.step.x.dim() > 2 else 1
-
-    def known_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the step and of other steps with their names: inputs, parameters, reported results."""
-        for step, where in ((self.step, ""), *((other, f" of {other.title}") for other in self.others.values())):
-            yield f"x{where}", step.x.flatten(0, -2)
-            if not step.probe:
-                yield f"dy{where}", step.dy.flatten(0, -2)
-            yield from ((f"{name}{where}", tensor) for name, tensor in step.parameters.items())
-            for name, values in step.seen.items():
-                yield from ((f"{name}{where}", value) for value in values if isinstance(value, torch.Tensor))
-        for name, decoded in self.decoded.items():
-            yield f"the decoded {name}", decoded()
 
 
 class LinearStages:
@@ -215,20 +67,15 @@ class LinearStages:
     """
 
     def __init__(self, ground: Ground, layer: Layer, states: States) -> None:
-        """`states`: those of delayed scaling at present, which every end of a forward or backward moves."""
-        self.ground, self.layer, self.delayed = ground, layer, states.get(layer.prefix, Delayed(None, None))
+        """`states`: as of `DelayedStages`."""
+        self.ground, self.layer = ground, layer
+        self.delayed = DelayedStages(ground, layer.prefix, states, (GRAD, 1))
         self.plan, self.step = ground.plan, ground.step
         rows = ground.step.x.reshape(-1, ground.step.x.shape[-1]).shape[0]
         self.sizes = list(ground.plan.sections) if layer.groups else [rows]
         self._matrices: dict[str, Matrices] = {"w": self._weights}
         """The matrices of each role, which every half is quantized from."""
         self._operands: dict[Operand, list[Quantized] | None] = {}
-        self._at_forward: State | None = None
-        self._forward: State | None = None
-        """The right state of input and weight after the forward."""
-        self._reported_forward: State | None = None
-        self._given: dict[int, tuple[torch.Tensor, ...]] = {}
-        """Arguments of the updates of delayed scaling: 0 of input and weight, 1 of the gradient."""
 
     @property
     def _training(self) -> TrainingRecipe:
@@ -237,7 +84,7 @@ class LinearStages:
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported."""
         self._matrices["x"] = self._padded(x)
-        self._at_forward = self.delayed.forward
+        self.delayed.begin()
         bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
         return self._products("y", "y", self.layer.outer, bias=bias)
 
@@ -255,128 +102,26 @@ class LinearStages:
             self._bias_gradients(dy)
         return dx
 
-    # ---- delayed scaling -------------------------------------------------------------------------------------------
-
     def end_forward(self, *, recorded: bool = False) -> None:
-        """Move the state of input and weight. Judge it after a probe, which has no backward.
-
-        `recorded`: another forward follows in the same autocast, so that the amaxes are recorded and nothing else.
-        """
-        if not self._training.history:
-            return
-        if recorded:
-            self.delayed.forward = self._recorded(0, self._at_forward, PRODUCTS["y"])
-            return
-        before, expected = self._at_forward, self._updated(0, self._at_forward, PRODUCTS["y"], self._training.input)
-        self._forward = expected
-        found = self._reported_states()
-        if self.step.probe:
-            if not found or before is None or expected is None:
-                self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
-                # A module may leave the state alone if no gradient is wanted.
-                known = self.plan.use != "no-grad" and not found
-                self.delayed.forward = expected if known else found[-1][0] if found else None
-                return
-            self.delayed.forward = found[-1][0]
-            kept = self.plan.use == "no-grad" and all(map(torch.equal, found[-1][0], before))
-            grad = self.delayed.grad or found[-1][1]
-            self._judge_states(found[-1], Delayed(before if kept else expected, grad), Delayed(before, grad))
-            return
-        self.delayed.forward = expected
-        if self.plan.pending and len(found) > 1:  # the first report is that of the forward
-            self._reported_forward = self.delayed.forward = found[0][0]
+        """`DelayedStages.end_forward` of input and weight."""
+        self.delayed.end_forward([self._amaxes(operand) for operand in PRODUCTS["y"]], recorded=recorded)
 
     def share_forward(self, last: Any) -> None:
-        """Take the state of input and weight after the last forward of the autocast for that after this forward.
-
-        `last`: stages of that forward, of the same kind.
-        """
-        self._forward, self._reported_forward = last._forward, last._reported_forward
-        self._given |= {number: given for number, given in last._given.items() if number == 0}
+        """`DelayedStages.share_forward`. `last`: stages of the same kind."""
+        self.delayed.share_forward(last.delayed)
 
     def end(self) -> None:
-        """Move the state of the gradient, and judge history and scales after the step."""
-        if not self._training.history:
-            return
+        """`DelayedStages.end` of the gradient."""
         row, column = (Operand("dy", half) for half in Half)
-        before = self.delayed.grad
-        expected = self._updated(1, before, [row if self._operands.get(row) else column], self._training.grad)
-        found, forward = self._reported_states(), self._forward
-        pending = self.plan.pending
-        self.delayed.grad = expected
-        if not found or forward is None or expected is None or self._at_forward is None:
-            self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
-        else:
-            last = found[-1]
-            if pending:  # other forwards have moved the state of input and weight
-                last = self._reported_forward or forward, last[1]
-            self._judge_states(last, Delayed(forward, expected), Delayed(self._at_forward, before))
-        if found:
-            self.delayed.forward, self.delayed.grad = found[-1]
-
-    def _reported_states(self) -> list[tuple[State, State]]:
-        """The states of input and weight, and of the gradient, each time that the module reported both tensors."""
-        ground, prefix = self.ground, self.layer.prefix
-        history = ground.tensors(prefix + "history", (self._training.history, 3))
-        scale = ground.tensors(prefix + "scale", (3,))
-        if len(history) != len(scale):
-            history, scale = history[-1:], scale[-1:]
-        return [
-            ((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:]))
-            for one, other in zip(history, scale, strict=False)
-        ]
-
-    def _judge_states(self, found: tuple[State, State], expected: Delayed, before: Delayed) -> None:
-        parts = zip(found, (expected.forward, expected.grad), (before.forward, before.grad), strict=True)
-        recipes = (self._training.input, self._training.grad)
-        joined: list[State] = []
-        for number, ((history, scale), right, _) in enumerate(parts):
-            assert right is not None
-            for name, one, other in (("history", history, right[0]), ("scale", scale, right[1])):
-                if not torch.equal(one, other) and number in self._given:
-                    before_update, scale_before, of_sections = self._given[number]
-                    search: CauseSearch = partial(
-                        wrong_scales, before_update, scale_before, dense(one), recipes[number]
-                    )
-                    if name == "history":
-                        search = partial(
-                            wrong_histories, before_update, scale_before, dense(one), recipes[number],
-                            of_sections=of_sections,
-                        )  # fmt: skip
-                    self._note_causes(name, search)
-        for state in (found, (expected.forward, expected.grad), (before.forward, before.grad)):
-            columns = [part for part in state if part is not None]
-            joined.append((torch.cat([h for h, _ in columns], -1), torch.cat([s for _, s in columns], -1)))
-        (history, scale), right, old = joined
-        stages = self.ground.outcome.stages
-        stages.append(history_stage(self._stage("history"), history, right[0], old[0]))
-        stages.append(scale_stage(self._stage("scale"), scale, right[1], old))
-
-    def _updated(self, number: int, state: State | None, operands: Sequence[Operand], recipe: Recipe) -> State | None:
-        """The state after an update, by number, of the amaxes of the module's own operands; None where one is
-        unknown."""
-        recorded = self._recorded(number, state, operands)
-        return None if recorded is None else reference.update_scale(*recorded, recipe)
-
-    def _recorded(self, number: int, state: State | None, operands: Sequence[Operand]) -> State | None:
-        """The state with the amaxes of the module's own operands in the first row; None where one is unknown."""
-        if state is None:
-            return None
-        history, scale = (tensor.clone() for tensor in state)
-        of_sections: list[torch.Tensor] = []
-        for place, operand in enumerate(operands):
-            halves = self._operands.get(operand)
-            if halves is None or any(q.amax is None for q in halves):
-                return None
-            amaxes = [q.amax.max() for q in halves if q.amax is not None]
-            before = history[0, place].clone()
-            history[0, place] = torch.stack([before, *amaxes]).amax()
-            of_sections.append(torch.stack([torch.maximum(before, amax) for amax in amaxes]))
-        together = torch.stack(of_sections, 1) if len({len(column) for column in of_sections}) == 1 else history[:1]
-        self._given[number] = history.clone(), scale.clone(), together
-        return history, scale
+        self.delayed.end([self._amaxes(row if self._operands.get(row) else column)])
 
     # ---- operands --------------------------------------------------------------------------------------------------
+
+    def _amaxes(self, operand: Operand) -> torch.Tensor | None:
+        """Amaxes of the sections of an operand, float32 (sections,)."""
+        amaxes = [q.amax for q in self._operands.get(operand) or ()]
+        known = [amax.max() for amax in amaxes if amax is not None]
+        return torch.stack(known) if known and len(known) == len(amaxes) else None
 
     @property
     def _weights(self) -> list[torch.Tensor]:
@@ -417,7 +162,9 @@ class LinearStages:
         ground, key, recipe = self.ground, self.layer.prefix + operand.name, self._recipe(operand)
         own = ground.own and recipe.rounding == "stochastic"
         matrices, random = self._matrices.get(operand.role), self._random(operand)
-        unknown = matrices is None or (bool(self._training.history) and self._state(operand.role) is None)
+        unknown = matrices is None or (
+            bool(self._training.history) and self.delayed.scale(COLUMNS[operand.role]) is None
+        )
         oracles = None if matrices is None or unknown else self._oracles(operand, matrices, random)
         found = ground.seen(key)
         if found is None:
@@ -434,7 +181,7 @@ class LinearStages:
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
             judged.append(one)
-        ground.decoded[key] = partial(self._decoded, [one.kernel for one in judged], operand)
+        ground.known[f"the decoded {key}"] = partial(self._decoded, [one.kernel for one in judged], operand)
         self._note_origin(operand, found, parts, kernels)
         self._add(parts)
         ground.outcome.judged += judged
@@ -452,9 +199,7 @@ class LinearStages:
         wrong = [stage for stages in parts for stage in stages if not stage.passed]
         if not wrong:
             return
-        for cause, other in self.ground.others.items():
-            if _same(found, other.last(self.layer.prefix + operand.name)):
-                wrong[0].causes.append(cause)
+        self.ground.note_origin(self.layer.prefix + operand.name, found, wrong)
         if self.layer.groups and self._padding_alone(parts, kernels):
             wrong[0].causes.append("padding-not-zeroed")
         rows = self._operands.get(Operand(operand.role, Half.ROW))
@@ -472,10 +217,6 @@ class LinearStages:
             not_zero |= bool(wrong) and bool((kernel.codes.view(torch.uint8)[size:] & magnitude).any())
         return not_zero
 
-    def _state(self, role: str) -> State | None:
-        """The state that scales an operand: that of the forward, or at a backward that of the gradient."""
-        return self.delayed.grad if role == "dy" else self._at_forward
-
     @property
     def _seed_offset(self) -> int:
         """Layers of a transformer layer have its seed and the three behind it."""
@@ -487,8 +228,8 @@ class LinearStages:
         recipe = self._recipe(operand)
         sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
         scale = None
-        if recipe.tensor_scale == "given" and (state := self._state(operand.role)) is not None:
-            scale = state[1][COLUMNS[operand.role] % GRAD].expand(len(matrices)).contiguous()
+        if recipe.tensor_scale == "given" and (given := self.delayed.scale(COLUMNS[operand.role])) is not None:
+            scale = given.expand(len(matrices)).contiguous()
         grouped = reference.quantize_grouped(
             torch.cat(list(matrices)), sizes, recipe, columnwise=operand.half is Half.COLUMN, scale=scale, random=random
         )
@@ -675,23 +416,6 @@ class LinearStages:
     def _add(self, parts: list[list[StageResult]]) -> None:
         """Keep the stages of every section as one."""
         self.ground.outcome.stages += merge_stages(parts, "section") if len(parts) > 1 else parts[0]
-
-    def _note_causes(self, name: str, search: CauseSearch) -> None:
-        """Keep the known mistakes of a stage where it is the first that is wrong, for a diagnosis."""
-        outcome = self.ground.outcome
-        if not outcome.causes and all(stage.passed for stage in outcome.stages):
-            outcome.causes[self._stage(name)] = search
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two reports of an operand are the same: tensors, and lists and mappings of them."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:

@@ -21,7 +21,9 @@ from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.operations.modules.accuracy import accuracy
 from narrowgauge.harness.operations.modules.case import ModuleCase
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States, initial_states
+from narrowgauge.harness.operations.modules.delayed import States, initial_states
+from narrowgauge.harness.operations.modules.ground import Ground
+from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.modules.norm import NormStages
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize.judge import rotates_freely
@@ -63,7 +65,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
             found |= tensors_of(step)
         return found
 
-    outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call)
+    outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call, composed=True)
     outcome = Outcome(protection, outputs, seconds=seconds)
     # The backend's own copies lie between guard zones, and the backend may have written to them.
     _arranged(plan, kept, inputs)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.cases.layers import Layer
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
+from narrowgauge.harness.operations.modules.delayed import States
+from narrowgauge.harness.operations.modules.ground import Ground
+from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.stages.oracle import column_sum, norm_backward, norm_forward
 from narrowgauge.reference.high_precision.bounded import Bounded
 

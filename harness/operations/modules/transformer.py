@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
+from narrowgauge.harness.operations.modules.delayed import States
+from narrowgauge.harness.operations.modules.ground import Ground
+from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.modules.norm import NormStages
+from narrowgauge.harness.operations.modules.quantized_attention import QuantizedAttentionStages
 from narrowgauge.harness.operations.stages.oracle import (
     attention_backward,
     attention_forward,
@@ -47,11 +50,20 @@ class TransformerStages:
         self.proj, self.fc2 = (LinearStages(ground, layer, states) for layer in (proj, fc2))
         self.batch, self.sequence, self.hidden = ground.step.x.shape
         self._saved: dict[str, Matrix] = {}
+        self._quantized = (
+            QuantizedAttentionStages(ground, ground.plan.heads, states)
+            if ground.plan.training.quantizes_attention
+            else None
+        )
 
     def forward(self, x: Matrix) -> Matrix:
         """Judge the forward of `x` (B·S, hidden); gives y."""
         qkv = self.qkv.forward(x)
-        attended = self._between("attention", self._attention, qkv, wrong="attention")
+        attended = (
+            self._between("attention", self._attention, qkv, wrong="attention")
+            if self._quantized is None
+            else self._quantized.forward(qkv)
+        )
         h = self._between("h", residual_sum, x, self.proj.forward(attended), wrong="residual", others={})
         inner = self.fc1.forward(h)
         activated = self._between("gelu", gelu_forward, inner, width=self.ground.plan.layers[2].outer, wrong="gelu")
@@ -66,9 +78,14 @@ class TransformerStages:
             "dgelu", gelu_backward, self.fc2.backward(dy), self._saved["fc1"], width=ffn, wrong="gelu-backward"
         )
         dh = self._between("dh", residual_sum, dy, self.fc1.backward(dgelu), wrong="residual", others={})
-        dqkv = self._between(
-            "dqkv", self._attention_backward, self.proj.backward(dh), self._saved["qkv"], width=3 * self.hidden,
-            wrong="attention-backward",
+        dattention = self.proj.backward(dh)
+        dqkv = (
+            self._between(
+                "dqkv", self._attention_backward, dattention, self._saved["qkv"], width=3 * self.hidden,
+                wrong="attention-backward",
+            )
+            if self._quantized is None
+            else self._quantized.backward(dattention)
         )  # fmt: skip
         inner = self.qkv.backward(dqkv)
         return (
@@ -89,7 +106,8 @@ class TransformerStages:
 
     @property
     def _layers(self) -> list[Any]:
-        return [self.qkv, self.proj, self.fc1, self.fc2]
+        attention = [] if self._quantized is None else [self._quantized]
+        return [self.qkv, *attention, self.proj, self.fc1, self.fc2]
 
     def end(self) -> None:
         """Judge the end of the step of every layer."""

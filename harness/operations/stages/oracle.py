@@ -5,7 +5,7 @@ from __future__ import annotations
 from narrowgauge.harness.machine.timing import timed_function
 from narrowgauge.reference import ops
 from narrowgauge.reference.bounds import bounds as products
-from narrowgauge.reference.high_precision import additions, attention, gelu, norm
+from narrowgauge.reference.high_precision import additions, attention, gelu, norm, quantized_attention
 from narrowgauge.reference.numbers import blocks
 from narrowgauge.reference.quantize import quantize as halves
 from narrowgauge.reference.quantize import scaling, steps
@@ -33,6 +33,12 @@ column_sum = timed_function(_PART, additions.column_sum)
 residual_sum = timed_function(_PART, additions.residual_sum)
 attention_forward = timed_function(_PART, attention.attention_forward)
 attention_backward = timed_function(_PART, attention.attention_backward)
+softmax = timed_function(_PART, quantized_attention.softmax)
+weighted_values = timed_function(_PART, quantized_attention.weighted_values)
+scores_gradient = timed_function(_PART, quantized_attention.scores_gradient)
+query_gradient = timed_function(_PART, quantized_attention.query_gradient)
+key_gradient = timed_function(_PART, quantized_attention.key_gradient)
+value_gradient = timed_function(_PART, quantized_attention.value_gradient)
 gelu_forward = timed_function(_PART, gelu.gelu_forward)
 gelu_backward = timed_function(_PART, gelu.gelu_backward)
 norm_forward = timed_function(_PART, norm.norm_forward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +63,16 @@ class Product:
         self.a, self.b, self.output = dense_parts(self.a), dense_parts(self.b), dense(self.output)
 
 
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """A quantized operand of a formula."""
+
+    scale: float
+    """Decode scale."""
+    before: torch.Tensor | None
+    """Matrix before its quantization; None if the module did not report the matrix."""
+
+
 @dataclass
 class Formula:
     """The first wrong tensor of a module that is computed in high precision."""
@@ -82,6 +92,8 @@ class Formula:
     """Further tensors of the step and of other steps, which a kernel may take for an operand or give as the result."""
     batches: int = 1
     """Batches that the rows of the operands are divided into; 1 if their numbers of rows differ."""
+    quantized: Mapping[str, QuantizedOperand] = field(default_factory=dict)
+    """Quantized operands, of this formula and of others, by name."""
 
     def __post_init__(self) -> None:
         self.found = dense(self.found)

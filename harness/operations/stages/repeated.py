@@ -53,8 +53,11 @@ def repeated(
     *,
     free: Mapping[str, torch.Tensor] | None = None,
     runs: list[Tensors] | None = None,
+    composed: bool = False,
 ) -> tuple[Tensors, list[StageResult], float]:
     """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
+
+    `composed`: the call is made of kernels that have cases of their own, and runs in the first and the last variation.
 
     If the case has further calls (`Backend.repeats`), they run behind, and their bytes must be those of the first run;
     if these calls are concurrent, others run on other inputs at the same time.
@@ -69,7 +72,8 @@ def repeated(
     disagree, up to three more runs tell whether the poison, the variation or neither changes the bytes.
     """
     device, passed = backend.device or home, present(inputs)
-    names = backend.variations(device)
+    every = backend.variations(device)
+    names = {n: name for n, name in enumerate(every) if not composed or n in (0, len(every) - 1)}
 
     def prepared(number: int) -> PreparedRun:
         return backend.host.prepare(passed, home, _poison(number))
@@ -88,10 +92,10 @@ def repeated(
     memory: list[str] = []
     seconds = float("inf")
     # The CPU makes the copies before this process takes the lock of the GPU.
-    ready = map(prepared, range(len(names)))
+    ready = map(prepared, names)
     with_copies = ready if device.type == home.type else iter(list(ready))
     with backend.host.lock():
-        for number, (name, one) in enumerate(zip(names, with_copies, strict=True)):
+        for (number, name), one in zip(names.items(), with_copies, strict=True):
             runs.append(run(number, one))
             finished.append(one)
             seconds = min(seconds, one.seconds)
@@ -185,10 +189,10 @@ def _poison(number: int) -> int:
     return POISON[number % len(POISON)]
 
 
-def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Tensors]) -> StageResult:
+def _agree(runs: list[Tensors], names: dict[int, str], again: Callable[[int, int], Tensors]) -> StageResult:
     """The stage `repeat`. If runs disagree, `again` runs a variation with the poison of a run, both by number."""
     result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values()))
-    for number, run in enumerate(runs[1:], 1):
+    for number, run in zip([*names][1:], runs[1:], strict=True):
         for key in dict.fromkeys([*runs[0], *run]):
             first, other = runs[0].get(key), run.get(key)
             if first is None or other is None:

@@ -29,6 +29,7 @@ class TransformerLayerCase(ModuleCase):
     kinds: ClassVar[tuple[Kind, ...]] = (Kind.NORMALIZED,)
     seconds: ClassVar[tuple[float, float]] = (300e-3, 200e-9)
     module: ClassVar[str] = "TransformerLayer"
+    attends: ClassVar[bool] = True
 
     shape: Annotated[Shape, dims("[B, S, hidden, ffn]", 4, 4)]
     heads: Annotated[int, count("heads", 1024), Flag.ALWAYS]

@@ -12,7 +12,8 @@ from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.layers import transformer
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.operations.gemm.product import order_of
-from narrowgauge.harness.operations.modules.linear import Ground, initial_states
+from narrowgauge.harness.operations.modules.delayed import initial_states
+from narrowgauge.harness.operations.modules.ground import Ground
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize.judge import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits

@@ -58,6 +58,11 @@ class TrainingRecipe(ABC):
         """Rows of the amax history; 0 without delayed scaling."""
         return 0
 
+    @property
+    def quantizes_attention(self) -> bool:
+        """Whether a layer with attention quantizes the operands of the attention too (docs/numerics.md#modules)."""
+        return False
+
 
 def _disabled(feature: str) -> bool:
     """Whether an environment variable switches a feature off: only the value "1" does, as in Transformer Engine."""
@@ -147,6 +152,13 @@ class Float8BlockScaling(TrainingRecipe):
 class Float8CurrentScaling(TrainingRecipe):
     """FP8 with a scale per tensor, from the amax of the tensor: E4M3 forward, E5M2 for gradients."""
 
+    fp8_dpa: bool = False
+    """Whether attention has FP8 operands, as with `fp8_dpa` of Transformer Engine's recipe."""
+
+    @property
+    def quantizes_attention(self) -> bool:
+        return self.fp8_dpa
+
     @property
     def input(self) -> Recipe:
         return find_recipe("fp8-current-e4m3")
@@ -160,7 +172,7 @@ class Float8CurrentScaling(TrainingRecipe):
         return find_recipe("fp8-current-e5m2")
 
     def __str__(self) -> str:
-        return "Float8CurrentScaling"
+        return "Float8CurrentScaling" + ("-dpa" if self.fp8_dpa else "")
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,8 @@ class DelayedScaling(TrainingRecipe):
     amax_history_len: int = HISTORY
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Amax for the scale: the largest or the latest amax of the history."""
+    fp8_dpa: bool = False
+    """As of `Float8CurrentScaling`. The scales of the attention have a history of their own."""
 
     def __post_init__(self) -> None:
         if self.margin < 0:
@@ -200,6 +214,10 @@ class DelayedScaling(TrainingRecipe):
     def history(self) -> int:
         return self.amax_history_len
 
+    @property
+    def quantizes_attention(self) -> bool:
+        return self.fp8_dpa
+
     def _of(self, element: str) -> Recipe:
         # Modules update all their scales at once, as Transformer Engine does: the bulk update.
         return find_recipe(f"fp8-delayed-{element}{self._suffix}-bulk")
@@ -211,7 +229,7 @@ class DelayedScaling(TrainingRecipe):
 
     def __str__(self) -> str:
         rows = "" if self.amax_history_len == HISTORY else f"-history{self.amax_history_len}"
-        return f"DelayedScaling{self._suffix}{rows}"
+        return f"DelayedScaling{self._suffix}{rows}" + ("-dpa" if self.fp8_dpa else "")
 
 
 _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]], ...] = (
@@ -221,11 +239,14 @@ _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]],
     ),
     (re.compile(r"MXFP8BlockScaling(-2d)?"), lambda parts: MXFP8BlockScaling(parts[1] is not None)),
     (re.compile(r"Float8BlockScaling"), lambda _: Float8BlockScaling()),
-    (re.compile(r"Float8CurrentScaling"), lambda _: Float8CurrentScaling()),
+    (re.compile(r"Float8CurrentScaling(-dpa)?"), lambda parts: Float8CurrentScaling(parts[1] is not None)),
     (
-        re.compile(r"DelayedScaling(-recent)?(?:-margin([0-9]{1,4}))?(?:-history([0-9]{1,6}))?"),
+        re.compile(r"DelayedScaling(-recent)?(?:-margin([0-9]{1,4}))?(?:-history([0-9]{1,6}))?(-dpa)?"),
         lambda parts: DelayedScaling(
-            int(parts[2] or 0), HISTORY if parts[3] is None else int(parts[3]), "most_recent" if parts[1] else "max"
+            int(parts[2] or 0),
+            HISTORY if parts[3] is None else int(parts[3]),
+            "most_recent" if parts[1] else "max",
+            parts[4] is not None,
         ),
     ),
 )
@@ -240,6 +261,7 @@ def training_names() -> list[str]:
         "MXFP8BlockScaling-2d",
         "Float8BlockScaling",
         "Float8CurrentScaling",
+        "Float8CurrentScaling-dpa",
         "DelayedScaling",
         "DelayedScaling-recent",
     ]
@@ -249,8 +271,8 @@ def training_recipe(name: str) -> TrainingRecipe:
     """The training recipe with this name, the inverse of `str()`; independent of the environment.
 
     The parts of a name, in this order: NVFP4BlockScaling, -norht, -nosr, -no2d; MXFP8BlockScaling, -2d;
-    Float8BlockScaling; Float8CurrentScaling; DelayedScaling, -recent, -margin2, -history16 and the like. Raises
-    ValueError with the nearest name for an unknown name.
+    Float8BlockScaling; Float8CurrentScaling, -dpa; DelayedScaling, -recent, -margin2, -history16 and the like, -dpa.
+    Raises ValueError with the nearest name for an unknown name.
     """
     for pattern, make in _NAMES:
         if (parts := pattern.fullmatch(name)) is not None:

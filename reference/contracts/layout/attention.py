@@ -32,6 +32,8 @@ _POWER = 2.0**-14
 from a power of two to the next tie of float16."""
 _LAG = 8 * math.log(2)
 """How far a maximum may lag behind, in base e: FlashAttention-4, flash_attn/cute/softmax.py at 0251105."""
+_NO_TOKEN = -(2.0**100)
+"""Score of a token that a request does not have. Its weight is 0 under a wrong mask too: kernels read no such token."""
 _TINY = 2.0**-100
 """A weight from which a sum of others does not round: it moves the sum by its own size at most."""
 
@@ -170,7 +172,7 @@ def scores(
     Bound: `products.product_of_numbers`.
     """
     shape = (*q.shape[:2], int(lengths.max()))
-    low, high = (q.low.new_zeros(shape) for _ in range(2))
+    low, high = (q.low.new_full(shape, _NO_TOKEN) for _ in range(2))
     nan = torch.zeros(shape, dtype=torch.bool, device=q.low.device)
     heads, groups = _groups(k, request, head, lengths)
     for group in groups:

@@ -54,6 +54,8 @@ def slots(program: Program, tensors: Tensors, number: int) -> torch.Tensor:
             pages = next(tensors[argument.name] for argument in program.arguments if argument.kind == "Pages")
             sizes = page_sizes(program, tensors)
             return OTHER_LENGTHS[to][1](right, sizes).clamp(max=pages.shape[1] * sizes.page)
+        if isinstance(to, str) and to in OTHER_TABLES:
+            return OTHER_TABLES[to][1](right)
         if isinstance(to, str):
             return OTHER_SLOTS[to][1](right, page_sizes(program, tensors))
         found = right.clone()
@@ -345,6 +347,21 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
                    lambda index, sizes: _behind(index, sizes, index[:1])),
 }  # fmt: skip
 """Wrong slots, with a sentence."""
+
+
+OTHER_TABLES: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "table-reversed": ("the entries of a request run backwards in {}", lambda pages: pages.flip(1)),
+    "table-next": ("{} has the next entry, and the last one twice", lambda pages: _entries(pages, 1)),
+    "table-previous": ("{} has the entry before, and the first one twice", lambda pages: _entries(pages, -1)),
+    "table-next-around": ("{} has the next entry, and the first one last", lambda pages: pages.roll(-1, 1)),
+    "table-first": ("{} has the first entry of a request alone", lambda pages: pages[:, :1].expand_as(pages)),
+}  # fmt: skip
+"""Wrong tables of pages (requests, most), with a sentence."""
+
+
+def _entries(pages: torch.Tensor, by: int) -> torch.Tensor:
+    count = pages.shape[1]
+    return pages[:, (torch.arange(count, device=pages.device) + by).clamp(0, count - 1)]
 
 
 OTHER_LENGTHS: Mapping[str, tuple[str, Renumber]] = {

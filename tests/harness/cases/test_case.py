@@ -14,11 +14,11 @@ from narrowgauge.harness.cases.case_file import (
     ForeignFile,
     case_path,
     default_cases,
+    few_points,
     load,
     load_all,
     shipped_cases,
     unused_default,
-    with_every_pair,
 )
 from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.families import FAMILIES
@@ -108,7 +108,7 @@ def test_a_table_of_pairs_has_every_pair_in_few_quick_cases(write):
 @pytest.mark.parametrize("lengths", [(), (1,), (3,), (1, 4), (2, 3), (2, 2, 2), (2, 2, 2, 2), (3, 1, 4, 2), (5, 2, 13)])
 def test_few_points_have_every_pair_of_lists(lengths):
     points = list(itertools.product(*map(range, lengths)))
-    chosen = {points[number] for number in with_every_pair(lengths)}
+    chosen = {points[number] for number in few_points(lengths, 2)}
     for places in itertools.combinations(range(len(lengths)), 2):
         assert {tuple(point[n] for n in places) for point in chosen} == {
             tuple(point[n] for n in places) for point in points
@@ -116,6 +116,9 @@ def test_few_points_have_every_pair_of_lists(lengths):
     # All points of less than three lists; of more, at most half as many again as the two longest lists need.
     longest = math.prod(sorted(lengths)[-2:])
     assert len(chosen) == len(points) if len(lengths) < 3 else len(chosen) <= 1.5 * longest
+    each = [points[number] for number in few_points(lengths, 1)]
+    assert len(each) == max(lengths, default=1)
+    assert [len(set(values)) for values in zip(*each, strict=True)] == list(lengths)
 
 
 def test_the_device_decides_the_tier(write):
@@ -167,7 +170,7 @@ MISTAKES = [
     (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?)"),
     (
         {k: v for k, v in QUANTIZE.items() if k != "tier"},
-        "tier is None; it can be quick, quick-pairs, quick-cuda, full",
+        "tier is None; it can be quick, quick-pairs, quick-values, quick-cuda, full",
     ),
     (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?)"),
     ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),

@@ -14,8 +14,10 @@ from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.bounded import exactly
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import norm_backward, norm_forward
+from narrowgauge.reference.high_precision.quantized_attention import query_gradient, scores_gradient, softmax
 
 STAGE = "step 1 norm"
 
@@ -35,6 +37,8 @@ def rows_of(*heads: torch.Tensor) -> torch.Tensor:
 
 
 OUT = attention_forward(*HEADS).value.bfloat16()
+Q, K, V = HEADS
+SHARES = softmax(exactly(Q), exactly(K)).value.bfloat16()
 RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
     "layer": (
         "norm", {"x": X, "gamma": GAMMA, "added": BETA, "kind": "layer", "eps": 1e-4},
@@ -65,6 +69,15 @@ RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
     "attention backward": (
         "attention-backward", {"do": DO, **dict(zip("qkv", HEADS, strict=True)), "out": OUT},
         rows_of(*(one.value for one in attention_backward(DO, *HEADS, out=OUT))),
+    ),
+    "softmax": ("softmax", {"operands": {"q": Q, "k": K}, "expected": None}, softmax(exactly(Q), exactly(K)).value),
+    "gradient of scores": (
+        "scores-gradient", {"operands": {"do": DO, "v": V, "softmax": SHARES}, "expected": None, "out": V},
+        scores_gradient(exactly(DO), exactly(V), exactly(SHARES), torch.bfloat16).value,
+    ),
+    "gradient of q": (
+        "scaled-gradient", {"operands": {}, "expected": query_gradient(exactly(SHARES), exactly(K)), "root": 4.0},
+        query_gradient(exactly(SHARES), exactly(K)).value,
     ),
     "residual": (
         "residual", {"a": X, "b": GAMMA.expand(16, 32), "others": {"x": drawn(16, 32)}},

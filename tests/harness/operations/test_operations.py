@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge.contract import Contract
 from narrowgauge.contracts import CONTRACTS
-from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, case_from_labels
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.reference import ops as reference
@@ -144,6 +144,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         "grouped-linear": case_from_labels(
             "grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)
         ),
+        "permute": case_from_id("permute/6x32/bf16/routed/experts:5+choices:3"),
         **{name: OPERATIONS[name].usual(recipes_of(contract))[0][0] for name, contract in CONTRACTS.items()},
         **{name: case_from_labels(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", flags)
            for name, flags in (("linear", ()), ("layernorm-linear", ()), ("transformer-layer", ("heads:2",)))},

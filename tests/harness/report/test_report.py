@@ -149,6 +149,20 @@ def test_markdown_groups_and_limits(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<script", summary)
 
 
+def test_widths_of_intervals_are_in_every_report(tmp_path: Path) -> None:
+    def of(operation: str, widest: int, mean: float) -> dict[str, Any]:
+        return record(operation=operation, interval_ulps_max=widest, interval_ulps_mean=mean)
+
+    records = [record(), of("attention", 14, 1.5), of("attention", 3, 0.5), of("gemm", 20, 2.0)]
+    line = "Widest accepted interval: gemm 20 ulp, 2 on average; attention 14 ulp, 1 on average."
+    assert text.interval_widths(records) == line
+    assert line in write(records, tmp_path)
+    assert line in (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert not text.interval_widths([record()])
+    several = [of(f"operation-{number}", number, 1.0) for number in range(1, 8)]
+    assert text.interval_widths(several).endswith("operation-3 3 ulp, 1 on average; 2 more operations.")
+
+
 def test_not_compared(tmp_path: Path) -> None:
     shown = [{"stage": stage, "compared": 5} for stage in QUANTIZE]
     assert text.not_compared([record(stages=shown)]) == "Every stage of every case was compared."

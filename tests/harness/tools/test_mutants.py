@@ -36,7 +36,7 @@ from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
 from tests.harness import small_toml
-from tests.matrix import quick_cases
+from tests.matrix import all_cases, quick_cases
 
 ALL = mutants.load_all()
 
@@ -241,8 +241,8 @@ SWIZZLES = "swizzle/129x5/bytes", "swizzle/31x1/position", "swizzle/0x4/bytes"
 
 
 @pytest.fixture(scope="module")
-def few(quick: list[Case]) -> list[Case]:
-    return [case for case in quick if case.id in SWIZZLES]
+def few() -> list[Case]:
+    return [case for case in all_cases() if case.id in SWIZZLES]
 
 
 def made(replaced_by: str, *, equivalent: str = "") -> Mutant:

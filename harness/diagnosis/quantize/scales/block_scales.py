@@ -237,6 +237,8 @@ _OF_ROWS = {name: TILED[name] for name in reversed(_DIGITS.values())}
 STORED_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("scales-flushed", "scales: flushed to 0 where they are subnormal", "scales", _flushed_scales,
               when=lambda recipe: recipe.scale in (E8M0, FP32) and not recipe.whole),
+    Deviation("scale-inverse-stored", "scales: the encode scale is stored, not its inverse", "scales",
+              lambda r: divide(1.0, r.compute_stage("scales")), when=lambda recipe: recipe.whole),
     Deviation("scales-transposed", "scales are stored by column, not by row", "scales",
               lambda r: r.compute_stage("scales").T.reshape(r.scales.shape),
               when=_has_rows, row_local=False),

@@ -24,7 +24,7 @@ from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_S
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
-from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, REST
+from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
 from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
@@ -139,6 +139,8 @@ _CONSTANTS = (
     (0.044715, 0.04475, 0.044175, 0.04715, 0.044715 * math.sqrt(2 / math.pi), 0.44715, 0.0044715),
     (math.sqrt(0.5), math.sqrt(2), 0.5, math.sqrt(2 / math.pi)),
 )
+_DIMS = (64, 128, 192, 256)
+"""Sizes of a head. The root of a size, or the size, divides the logits of attention."""
 _LEFT_OUT = (1, 2, 4, 8, 16, 32, 64)
 """Elements of a row that a sum may leave out: a thread's tail, or vectors of a warp."""
 _PADDED = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -154,6 +156,8 @@ def _other_constants(site: Site) -> list[float]:
         found.append(float(f"{value:.{digits - 1}e}"))
     if 0 < value <= _EPSILONS[-1]:
         found += [*_EPSILONS, math.sqrt(value), value * value]
+    if 0 < value < 0.5 and any(step.function == SCORES for step in site.editor.program.steps):
+        found += [dim**power for dim in _DIMS for power in (-0.5, -1.0)]
     for family in _CONSTANTS:
         if any(abs(value / other - 1) < 1e-3 for other in family):
             found += family
@@ -406,6 +410,13 @@ def _other_slots(site: Site) -> list[tuple[str, str]]:
         return []
     name = str(site.option("name", "the page numbers"))
     return [(to, phrase.format(name)) for to, (phrase, _) in OTHER_SLOTS.items()]
+
+
+def _of_table(site: Site, to: tuple[str, str]) -> Value:
+    """The slots of another table of pages."""
+    pages, lengths = site.operands
+    table = site.made(RENUMBERED, pages, dtype=INDEX, axes=pages.axes, to=to[0])
+    return site.editor.add(SLOTS, (table, lengths), site.step.axes, INDEX)
 
 
 def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
@@ -731,6 +742,9 @@ ROWS: tuple[Row, ...] = (
     # caches
     Row(("argument", SLOTS), "slots", "{v}",
         lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_slots, apart=True),
+    Row((SLOTS,), "table", "{v}", _of_table,
+        lambda s: [(to, phrase.format(s.a.step.options["name"])) for to, (phrase, _) in OTHER_TABLES.items()],
+        apart=True),
     Row((WRITTEN,), "rest", "{v}", lambda s, v: s.changed(rest=v[0]), lambda s: REST.items()),
     Row((READ,), "scale", "{v}", lambda s, v: s.changed(given=v[0]),
         lambda s: [(n, phrase) for n, (phrase, _) in OTHER_SCALES.items()] if len(s.operands) > 2 else []),

@@ -2,8 +2,8 @@
 //
 //   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes. Groups of INT4 are 32 columns
 //            or a multiple that divides 256
-//   The macro TEAM_WARPS, 4, 8 or 16: a block of threads has 16 rows of a and 16 * TEAM_WARPS of b
-//   The macro SLICES, 1, 2 or 4, on a GPU with clusters: blocks of a cluster, each with a slice of K
+//   The macro TEAM_WARPS, 4 or 8: a block of threads has 16 rows of a and 16 * TEAM_WARPS of b
+//   The macro SLICES, 1 or 2, on a GPU with clusters: blocks of a cluster, each with a slice of K
 //   Launch: `early`, 512 threads, grid (SLICES * ceil(M/16), ceil(N / (16 * TEAM_WARPS)), products of a batch),
 //   sizeof(WeightOnlyShared) of dynamic shared memory
 //   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. The
@@ -69,8 +69,7 @@ struct alignas(128) WeightOnlyShared {
     u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
     float sums[TEAMS][TOKENS][WEIGHT_STRIDE];
 };
-static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : TEAM_WARPS == 8 ? 57856 : 41216),
-              "native/gemm/weight_only.py asks for this size");
+static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : 57856), "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
