@@ -1,4 +1,4 @@
-"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/portable/gemm_int8.cu."""
+"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/gemm_int8.cu."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from narrowgauge.spec.quantized import BatchedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
 
 Operand = Quantized | BatchedQuantized
-_PARAMETERS = KernelStruct("gemm/portable/gemm_int8.cu", "Int8Parameters")
+_PARAMETERS = KernelStruct("gemm/gemm_int8.cu", "Int8Parameters")
 _TILE, _THREADS, _ALIGNMENT = 64, 128, 16
 _INT32 = 2**31 - 1
 

@@ -26,9 +26,9 @@ _THREADS, _TOKENS = 512, 16
 _SHARED_BYTES = {4: 91136, 8: 57856}
 """Warps of a team to sizeof(WeightOnlyShared). A block has 16 rows of b for each of these warps."""
 _TILINGS = ((8, 2), (4, 1), (4, 2))
-"""Warps of a team and slices of K, the best one first of those that occupy as many multiprocessors. On an H200 16 rows of
-NVFP4 take, in µs, N = K = 8192: 22.0, 24.7 and 29.2; N = 2048, K = 7168: 18.0, 19.5 and 12.4; N = 4096, K = 14336: 33.8,
-37.9 and 22.9. Four slices took 39 µs with N = K = 8192: 32 clusters of four blocks do not run at once."""
+"""Warps of a team and slices of K, the best one first of those that occupy as many multiprocessors. On an H200 16 rows
+of NVFP4 take, in µs, N = K = 8192: 22.0, 24.7 and 29.2; N = 2048, K = 7168: 18.0, 19.5 and 12.4; N = 4096, K = 14336:
+33.8, 37.9 and 22.9. Four slices took 39 µs with N = K = 8192: 32 clusters of four blocks do not run at once."""
 _COLUMNS, _LARGEST, _ALIGNMENT = 256, 2**20, 16
 """For tensor cores: divisor of K, the largest N and K, and divisor of addresses."""
 _SMALLEST_GROUP = 32

@@ -116,7 +116,7 @@ def test_pairs_that_the_kernels_do_not_have() -> None:
 
 # ---- wrong kernels, each by one change of the source -----------------------------------------------------------------
 
-INT8_SOURCE, PIPELINE = "gemm/portable/gemm_int8.cu", "gemm/portable/gemm.cuh"
+INT8_SOURCE, PIPELINE = "gemm/gemm_int8.cu", "gemm/portable/gemm.cuh"
 WHOLE = ("int8-row-zp", "int8-row-zp")
 WRONG = {
     # name: (recipes, file, text, its replacement)

@@ -302,7 +302,9 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
 #pragma unroll
         for (int from = 0; from < CLUSTER * TEAMS; ++from) {
             const Vector4* const source = reinterpret_cast<const Vector4*>(&shared.sums[from % TEAMS][token][row]);
-            const Vector4 words = ptx::ld_shared_cluster(source, from / TEAMS);
+            Vector4 words;
+            if constexpr (CLUSTER > 1) words = ptx::ld_shared_cluster(source, from / TEAMS);
+            else words = *source;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float sum = __uint_as_float(words.words[i]);
