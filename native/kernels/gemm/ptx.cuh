@@ -344,34 +344,17 @@ __device__ __forceinline__ void bar_warp_sync() {
 #endif
 }
 
-#ifndef __CUDA_ARCH__
-inline Mbarrier& numbered_barrier(int number, int threads) {
-    __shared__ Mbarrier barriers[16];
-    if (barriers[number].state == 0u) mbarrier_init(barriers[number], threads);
-    return barriers[number];
-}
-#endif
-
 // Barrier number `barrier`, 1 to 15, of THREADS threads of the block.
 template <int THREADS>
 __device__ __forceinline__ void bar_sync(int barrier) {
 #ifdef __CUDA_ARCH__
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 #else
-    Mbarrier& numbered = numbered_barrier(barrier, THREADS);
-    const u32 phase = numbered.state & 1u;
-    mbarrier_arrive(numbered);
-    mbarrier_try_wait_parity(numbered, phase);
-#endif
-}
-
-// Arrives at the barrier, and does not wait for it.
-template <int THREADS>
-__device__ __forceinline__ void bar_arrive(int barrier) {
-#ifdef __CUDA_ARCH__
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-#else
-    mbarrier_arrive(numbered_barrier(barrier, THREADS));
+    __shared__ Mbarrier barriers[16];
+    if (barriers[barrier].state == 0u) mbarrier_init(barriers[barrier], THREADS);
+    const u32 phase = barriers[barrier].state & 1u;
+    mbarrier_arrive(barriers[barrier]);
+    mbarrier_try_wait_parity(barriers[barrier], phase);
 #endif
 }
 

@@ -126,7 +126,7 @@ struct Fp8Elements {
 
 // Promotion of an accumulator with tensor scales: it is added as it is.
 struct Unscaled {
-    static constexpr bool CAST_BEFORE_C = false;
+    static constexpr bool CAST_BEFORE_C = false, ROWS = false;
 
     struct Scales {};
 
@@ -139,9 +139,14 @@ struct Unscaled {
     }
 };
 
+// The same with scales of rows, which the epilogue applies.
+struct UnscaledRows : Unscaled {
+    static constexpr bool ROWS = true;
+};
+
 // Promotion of the sum of a block with block scales: of a for 128 columns of a row, of b for tiles of 128x128.
 struct BlockScaled {
-    static constexpr bool CAST_BEFORE_C = true;
+    static constexpr bool CAST_BEFORE_C = true, ROWS = false;
 
     // Of the two rows of a thread, and of the tiles of b.
     struct Scales {
@@ -233,7 +238,7 @@ struct SectionBlockScaled : BlockScaled {
 template <class Promotion>
 struct PromotedSums {
     static constexpr bool CAST_BEFORE_C = Promotion::CAST_BEFORE_C;
-    static constexpr bool BY_TURNS = CLUSTER == 1;  // with slices of K a warpgroup may have no rows
+    static constexpr bool ROWS = Promotion::ROWS;
 
     Promotion promotion;
     Fp8Elements elements;
@@ -252,10 +257,8 @@ struct PromotedSums {
 #pragma unroll
             for (int i = 0; i < B_TILES; ++i) {
                 float accumulator[FP8_SUMS];
-                if constexpr (BY_TURNS) begin_turn(warpgroup);
                 ptx::wgmma_fence();
                 multiply_codes(accumulator, elements.a, elements.b, from.a + warpgroup * WGMMA_M * ROW_BYTES, from.b[i]);
-                if constexpr (BY_TURNS) end_turn(warpgroup);
                 wait_for_sums(accumulator);
                 if (i == B_TILES - 1) release(shared.empty[stage], lane);
                 Promotion::add(d + i * FP8_SUMS, accumulator, scales, i);
