@@ -131,7 +131,7 @@ WRONG = {
     ),
     "scales-of-mx-left-out": (MIXED[2], PIPELINE, "from.scaled_elements() && inside", "false"),
     "scales-of-the-row-above": (
-        MIXED[2], PIPELINE, "from.scales) + row * (transposed", "from.scales) + (row ^ 1) % from.rows * (transposed",
+        MIXED[2], PIPELINE, "from.scales) + row * (across", "from.scales) + (row ^ 1) % from.rows * (across",
     ),
 }  # fmt: skip
 

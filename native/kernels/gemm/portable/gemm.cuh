@@ -72,14 +72,14 @@ __device__ __forceinline__ void load_row(Tiles& shared, int operand, int slot, c
     }
     if (from.scaled_elements() && inside) {
         const i64 blocks = (k + MX_BLOCK - 1) / MX_BLOCK;
-        const bool transposed = (from.layout & SCALES_TRANSPOSED) != 0;
-        const u8* const scales = static_cast<const u8*>(from.scales) + row * (transposed ? 1 : blocks);
+        const bool across = (from.layout & SCALES_TRANSPOSED) != 0;
+        const u8* const scales = static_cast<const u8*>(from.scales) + row * (across ? 1 : blocks);
         for (i64 j = 0; j < Tiles::STEP && start + j < k; ++j) {
-            values[j][slot] *= e8m0_to_float(scales[(start + j) / MX_BLOCK * (transposed ? from.rows : 1)]);
+            values[j][slot] *= e8m0_to_float(scales[(start + j) / MX_BLOCK * (across ? from.rows : 1)]);
         }
     }
     if constexpr (Tiles::WIDTH != 0) {
-        const i64 blocks = (k + Tiles::WIDTH - 1) / Tiles::WIDTH;
+        const i64 blocks = from.scaled_elements() ? 0 : (k + Tiles::WIDTH - 1) / Tiles::WIDTH;
         const int rows_per_scale = from.rows_per_scale();
         const bool transposed = (from.layout & SCALES_TRANSPOSED) != 0;
         const i64 block_stride = transposed ? (from.rows + rows_per_scale - 1) / rows_per_scale : 1;
@@ -87,12 +87,11 @@ __device__ __forceinline__ void load_row(Tiles& shared, int operand, int slot, c
         for (int j = 0; j < Tiles::BLOCKS; ++j) {
             const i64 block = start / Tiles::WIDTH + j;
             float factors[Scaling::FACTORS] = {};
-            if (from.scaled_elements()) {
-                for (float& factor : factors) factor = 1.0f;
-            } else if (inside && block < blocks) {
+            if (inside && block < blocks) {
                 const auto* scales = static_cast<const typename Scaling::Scale*>(from.scales);
                 Scaling::decode_scale(operand, scales[first + block * block_stride], factors);
             }
+            for (float& factor : factors) factor = from.scaled_elements() ? 1.0f : factor;
             for (int part = 0; part < Scaling::FACTORS; ++part) shared.scales[operand][j][part][slot] = factors[part];
         }
     }

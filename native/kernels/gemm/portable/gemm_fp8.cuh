@@ -20,23 +20,24 @@ struct Fp8BlockScaling {
     __device__ __forceinline__ float scale_output(float sum, i64, i64) const { return sum; }
 };
 
+__device__ const float ONE[1] = {1.0f};  // scale of an operand whose scales multiply its elements
+
 struct Fp8TensorScaling {
     static constexpr int WIDTH = 0, FACTORS = 1;
     static constexpr bool CAST_BEFORE_C = false;
 
-    const float* a_scales;  // null: 1
+    const float* a_scales;
     const float* b_scales;
     bool a_per_row, b_per_row;
 
     __device__ __forceinline__ float scale_output(float sum, i64 y, i64 x) const {
-        const float a = a_scales == nullptr ? 1.0f : a_scales[a_per_row ? y : 0];
-        return a * (b_scales == nullptr ? 1.0f : b_scales[b_per_row ? x : 0]) * sum;
+        return a_scales[a_per_row ? y : 0] * b_scales[b_per_row ? x : 0] * sum;
     }
 };
 
 __device__ __forceinline__ Fp8TensorScaling tensor_scaling(const GemmParameters& p) {
     const auto scales = [](const OperandParameters& of) {
-        return (of.layout & SCALES_IN_ELEMENTS) != 0 ? nullptr : static_cast<const float*>(of.scales);
+        return (of.layout & SCALES_IN_ELEMENTS) != 0 ? ONE : static_cast<const float*>(of.scales);
     };
     return {scales(p.a), scales(p.b), (p.a.layout & SCALE_OF_ROW) != 0,
             (p.b.layout & SCALE_OF_ROW) != 0};
