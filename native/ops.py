@@ -44,7 +44,7 @@ from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
 from narrowgauge.native.gemm.quantized import gemm_quantized
 from narrowgauge.native.gemm.scaled import scaled_gemm, scaled_gemm_bias
 from narrowgauge.native.gemm.weight_only import weight_only_gemm, weight_only_gemm_bias
-from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, MoELayer, TransformerLayer
 from narrowgauge.native.quantize.amax import amax, another_grid
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.native.quantize.dequantize import dequantize
@@ -57,7 +57,7 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer",
     "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "all_gather", "all_reduce", "all_reduce_norm_quantize",
     "amax", "attention", "attention_sinks", "check", "combine", "declares", "dequantize", "find_recipe",
     "gelu_mul_quantize", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_order", "gemm_quantized",

@@ -4,7 +4,7 @@ from narrowgauge.reference.experts.permute import permute
 from narrowgauge.reference.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.reference.gemm.gemm import gemm, gemm_grouped
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, MoELayer, TransformerLayer
 from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.hadamard import transform
@@ -15,8 +15,8 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
-    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
-    "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "MoELayer", "Quantized", "TransformerLayer",
+    "declares", "dequantize", "find_recipe", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_quantized",
     "pack_scales", "pad_sections", "permute", "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform",
     "unpack_scales", "unpad_sections", "unswizzle", "update_scale",
 ]  # fmt: skip

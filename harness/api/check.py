@@ -148,9 +148,9 @@ def check(
 
     Every case runs twice on guarded copies of its inputs: a write outside of a tensor, an element that is not written
     and a result that is not repeatable are failures too. NotImplementedError makes a case unsupported. So does any
-    other exception in a default case that kernels may refuse: a last block that is not full, more than two sizes, no
-    element, a size of a gemm that is no multiple of 16, a view that is not contiguous, a call under `torch.no_grad()`,
-    under `torch.inference_mode()` or with tensors that require grad. Other exceptions are failures.
+    other exception in a default case that kernels may refuse: a last block that is not full, more than two sizes, a
+    size of a gemm that is no multiple of 16, a view that is not contiguous, a call under `torch.no_grad()`, under
+    `torch.inference_mode()` or with tensors that require grad. Other exceptions are failures.
 
     Returns a summary. Raises AssertionError if a case fails, with a group for each cause and a line that reproduces it,
     and if no case passes; ValueError and TypeError for arguments that do not fit together. Settings and generators of
@@ -353,6 +353,7 @@ def _cases(
     own = operation == "quantize" and chosen.rounding == "stochastic" and "random" not in known
     every = list((_OWN_RANDOM if own else cls.families()) if families is None else families)
     few = [family for family in ("normal", "position") if family in every][own:] or every[:1]
+    of_tails = [*few, *({"amax-2m56-last"} & set(every) - set(few))]  # an amax that only the tail holds
     shapes_and_main = list(cls.usual_shapes(chosen) if shapes is None else shapes)
     if not shapes_and_main or not every:
         return []
@@ -360,7 +361,7 @@ def _cases(
     wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]] = [(main, family, {}, False) for family in every]
     for shape in tails:
         optional = shapes is None and cls.may_refuse(shape, chosen)
-        wanted += [(shape, family, {}, optional) for family in (every if shapes else few)]
+        wanted += [(shape, family, {}, optional) for family in (every if shapes else of_tails)]
     for shape in (main, *(tails[1:2] if shapes is None else ())):  # options beside whole tiles and beside tails
         refuses = shape != main and cls.may_refuse(shape, chosen)
         wanted += [(shape, few[-1], more, optional or refuses) for more, optional in cls.usual_options(known)]

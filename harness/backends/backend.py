@@ -27,6 +27,7 @@ A backend is any object or module that has some of these methods (docs/design.md
            quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
     LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module
     GroupedLinear(groups, in_features, out_features, bias=True, *, as Linear) -> torch.nn.Module
+    MoELayer(experts, hidden, ffn, bias=True, *, as Linear) -> torch.nn.Module
     TransformerLayer(hidden, ffn, heads, *, norm="layer", eps=1e-5, bias=True, as Linear) -> torch.nn.Module
 
 A module has the parameters and methods of its counterpart in `reference.modules`. It reads the training recipe from
@@ -44,6 +45,9 @@ this method an operation runs twice. A backend that can choose the order of its 
 shuffles=n)` and returns n seeded shuffles.
 
 `check(device)`: called before any case; raises if the backend cannot run at all, for example without a compiler.
+
+`warm_up(device)`: called by each kernel host when it has loaded the backend, for what the first call would take long
+for: imports, compilations. Its time belongs to loading, and to no case.
 
 `declares`: a mapping. {"transform": "butterfly"}: the rotation adds in the order of `reference.quantize.hadamard`, so
 its bytes must be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"}: stochastic
@@ -130,6 +134,8 @@ class Backend:
         """Device of the backend. None: the device of its inputs."""
         self.repeats, self.concurrency = 0, "sequential"
         """Number and kind of the further calls of the case that is judged."""
+        self.brief = False
+        """Whether judges run one variation alone and leave out figures that decide no verdict."""
         if host.schedules and not facts.takes_shuffles:
             raise BackendError(
                 f"--schedules: backend {self.name} does not choose the order of its threads: it has no "
@@ -155,7 +161,8 @@ class Backend:
 
     def variations(self, device: torch.device) -> list[str]:
         """Names of the ways of running. The results of an operation under all of them must be the same bytes."""
-        return self.host.variations(device)
+        names = self.host.variations(device)
+        return names[:1] if self.brief else names
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method. Raises Unsupported, or BackendError with the exception's message and location."""

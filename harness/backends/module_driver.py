@@ -31,6 +31,8 @@ class Caller(Protocol):
 
 LEARNING_RATE = 2.0**-8
 """Of the plain SGD between steps: a power of two, so that it adds no rounding of its own to a gradient."""
+ROUTING = ("expert_ids", "probabilities")
+"""What a MoELayer takes beside x, of each step."""
 HALVES = ("x", "x columnwise", "w", "w columnwise", "dy", "dy columnwise")
 """What a layer reports that is quantized."""
 
@@ -40,7 +42,7 @@ class Plan:
     """What is run of a module, and under which recipe."""
 
     kind: str
-    """The door: `Linear`, `LayerNormLinear`, `GroupedLinear` or `TransformerLayer`."""
+    """The door: `Linear`, `LayerNormLinear`, `GroupedLinear`, `MoELayer` or `TransformerLayer`."""
     training: TrainingRecipe
     layers: list[Layer]
     dtype: torch.dtype
@@ -113,6 +115,8 @@ class Step:
     dy: torch.Tensor
     parameters: dict[str, torch.Tensor]
     """As they were in this step."""
+    routing: Tensors = field(default_factory=dict)
+    """`expert_ids` and `probabilities` of the tokens of a MoELayer."""
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     """The main gradient of every weight before it, where it accumulates."""
     seen: dict[str, list[Any]] = field(default_factory=dict)
@@ -135,7 +139,7 @@ class Step:
 
     def at(self, home: torch.device) -> Step:
         """The same on a device."""
-        names = ("parameters", "before", "seen", "early", "sums")
+        names = ("parameters", "routing", "before", "seen", "early", "sums")
         held = {name: to_device(getattr(self, name), home) for name in names}
         return Step(self.number, self.x.to(home), self.dy.to(home), **held, probe=self.probe)
 
@@ -197,6 +201,8 @@ def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
     options: dict[str, Any] = {}
     if plan.kind == "GroupedLinear":
         sizes = (layer.groups, *sizes)
+    if plan.kind == "MoELayer":
+        sizes = (layer.groups, layer.inner, plan.layers[1].inner)
     if plan.kind == "TransformerLayer":
         sizes = (layer.inner, plan.layers[2].outer, plan.heads)
     if layer.norm == "rms":
@@ -222,6 +228,7 @@ class _Pending:
     step: Step
     leaf: torch.Tensor
     y: Any
+    probabilities: torch.Tensor | None
 
 
 class _Running:
@@ -229,6 +236,7 @@ class _Running:
 
     def __init__(self, plan: Plan, backend: Caller, given: Tensors, device: torch.device) -> None:
         self.plan, self.backend, self.device = plan, backend, device
+        self.routing = {name: given[name] for name in ROUTING if plan.kind == "MoELayer"}
         self.masters: dict[str, torch.Tensor] = {}
         """The weights in high precision, where the module keeps them quantized alone."""
         self.module = make(plan, backend, device)
@@ -279,9 +287,10 @@ class _Running:
                     found.append(self._probe(number, x[number]))
                 leaf = x[number].detach().requires_grad_(plan.use != "frozen-input")
                 step = Step(number, x[number], dy[number], self._now())
-                y = self._observed_forward(step, leaf)
+                routing = self._routing(number)
+                y = self._observed_forward(step, leaf, routing)
                 self._check("y", y, (*leaf.shape[:-1], dy.shape[-1]))
-                pending[number] = _Pending(step, leaf, y)
+                pending[number] = _Pending(step, leaf, y, routing[-1] if routing else None)
                 found.append(step)
         order = [pending[number] for number in plan.backwards(numbers)]
         self._run_backwards(order)
@@ -302,9 +311,13 @@ class _Running:
         if self.plan.use != "unobserved":
             self.module.observer = observer
 
-    def _observed_forward(self, step: Step, x: torch.Tensor) -> Any:
+    def _routing(self, number: int) -> list[torch.Tensor]:
+        """Experts and probabilities of the tokens of a step, which need a gradient; of a MoELayer."""
+        return [tensor[number].detach().requires_grad_(tensor.is_floating_point()) for tensor in self.routing.values()]
+
+    def _observed_forward(self, step: Step, x: torch.Tensor, routing: list[torch.Tensor]) -> Any:
         self._observe(step.report)
-        return self.backend.run(f"forward of {self.plan.kind}", self._forward, x)
+        return self.backend.run(f"forward of {self.plan.kind}", self._forward, x, routing)
 
     def _probe(self, number: int, x: torch.Tensor) -> Step:
         """A forward without a backward."""
@@ -313,7 +326,7 @@ class _Running:
             self._negate()
         step = Step(number, x, x.new_empty(0), self._now(), probe=True)
         with torch.set_grad_enabled(rewrites):
-            y = self._observed_forward(step, x.detach().requires_grad_(rewrites))
+            y = self._observed_forward(step, x.detach().requires_grad_(rewrites), self._routing(number))
         step.seen["y"] = [_copied(y)]
         if rewrites:
             self._negate()
@@ -368,12 +381,12 @@ class _Running:
                 for before, step in zip(reported, steps[1:], strict=False):
                     step.before |= dict(zip(members, before if listed else [before], strict=True))
 
-    def _forward(self, x: torch.Tensor) -> Any:
-        sizes = [list(self.plan.sections)] if self.plan.kind == "GroupedLinear" else []
+    def _forward(self, x: torch.Tensor, routing: list[torch.Tensor]) -> Any:
+        further = [list(self.plan.sections)] if self.plan.kind == "GroupedLinear" else routing
         with autocast(self.plan.training):
             if self.plan.recompute:
-                return checkpoint(lambda given: self.module(given, *sizes), x)
-            return self.module(x, *sizes)
+                return checkpoint(lambda given: self.module(given, *further), x)
+            return self.module(x, *further)
 
     def _keep(self, pending: _Pending, adding: set[str], *, last: bool) -> None:
         """Take what the module gave for what is right or wrong, whatever it reported of it.
@@ -386,6 +399,10 @@ class _Running:
         if plan.use != "frozen-input":
             results["dx"] = pending.leaf.grad
             self._check("the gradient of x", pending.leaf.grad, tuple(pending.leaf.shape))
+        if (probabilities := pending.probabilities) is not None:
+            found, shape = probabilities.grad, tuple(probabilities.shape)
+            results["dprobabilities"] = found
+            self._check("the gradient of the probabilities", found, shape, probabilities.dtype)
         for result, members, listed in plan.gradients:
             main = plan.accumulate and members[0] in plan.weights
             if plan.delay_wgrad and members[0] in plan.weights:

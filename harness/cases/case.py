@@ -294,7 +294,7 @@ class Case:
                 f"a {cls.operation} has a shape [{sizes}]; give shapes, such as shapes={[[128] * len(names)]}"
             )
         height, width = usual_block(recipe)
-        return [(max(128, 2 * height), max(256, 2 * width)), (1, width), (129, 3 * width)]
+        return [(max(128, 2 * height), max(256, 2 * width)), (1, width), (129, uneven(width))]
 
     @classmethod
     def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class Case:
     def may_refuse(cls, shape: Sequence[int], recipe: Recipe) -> bool:
         """Whether a right kernel may refuse a shape."""
         height, width = (1, 1) if recipe.spans_k else recipe.block
-        return len(shape) != 2 or 0 in shape or bool(shape[0] % height or shape[1] % width)
+        return len(shape) != 2 or bool(shape[0] % height or shape[1] % width)
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
@@ -332,6 +332,12 @@ def usual_block(recipe: Recipe) -> tuple[int, int]:
     """Rows and columns of which `usual_shapes` are multiples: of a block, or of a rotated group."""
     height, width = (1, 32) if recipe.spans_k else recipe.block
     return height, max(width, recipe.transform.group if recipe.transform else 1)
+
+
+def uneven(width: int) -> int:
+    """The least multiple of `width` above 128 that is no multiple of 64, or three times `width`: a row of whole blocks
+    that ends in the middle of a vector or a tile."""
+    return next((size for size in range(width, 256, width) if size > 128 and size % 64), 3 * width)
 
 
 def rotation_problem(recipe: Recipe, dtypes: Iterable[str], extent: int, axis: str) -> str | None:

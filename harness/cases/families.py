@@ -63,6 +63,11 @@ FAMILIES: Mapping[str, Family] = {
             _QUANTIZE,
         ),
         Family("every-exponent", "every exponent of the dtype, a block each: the range of block scales", _QUANTIZE),
+        Family(
+            "boundaries",
+            "numbers and midpoints of the element, and an ulp beside them, under every scale of a block: all roundings",
+            _QUANTIZE,
+        ),
         Family("normal-1e-28", "normal times 1e-28: block scales far down", _QUANTIZE),
         Family(
             "normal-1e-3",
@@ -82,6 +87,9 @@ FAMILIES: Mapping[str, Family] = {
             (*_ROTATED, *_CONTRACT),
         ),
         Family("zeros", "all zero: divisions by zero", _EVERY),
+        Family(
+            "zero-rows", "normal, rows and blocks of zeros beside others: a scale of 0 beside ordinary ones", _QUANTIZE
+        ),
         Family("negative-zeros", "all -0.0: lost signs", (*_ROTATED, *_CONTRACT)),
         Family(
             "nan", "normal with NaN of both signs: single elements, the first one, a whole block", (*_MOST, *_CONTRACT)

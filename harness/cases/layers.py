@@ -21,6 +21,11 @@ class Layer:
     """Norm of the input, `layer` or `rms`; empty without a norm."""
 
     @property
+    def first(self) -> bool:
+        """Whether the layer alone needs the gradient of the input of the module: no norm and no residual does."""
+        return not self.norm and (not self.prefix or (self.groups > 0 and self.prefix == "fc1."))
+
+    @property
     def weights(self) -> list[str]:
         """Names of the matrices (N, K) that are quantized."""
         return [f"{self.prefix}weight{number}" for number in self._numbers]
@@ -59,3 +64,8 @@ def transformer(hidden: int, ffn: int, norm: str) -> list[Layer]:
         Layer("fc1.", hidden, ffn, norm=norm),
         Layer("fc2.", ffn, hidden),
     ]
+
+
+def mixture(experts: int, hidden: int, ffn: int) -> list[Layer]:
+    """The linear layers of a mixture of experts, in order: the first has the columns of gate and up."""
+    return [Layer("fc1.", hidden, 2 * ffn, experts), Layer("fc2.", ffn, hidden, experts)]

@@ -13,11 +13,13 @@ import torch
 from narrowgauge.harness.certify.proof import Proof, WrongSet
 from narrowgauge.harness.certify.space import Numbers, Outer
 from narrowgauge.harness.report.text import number, plural
+from narrowgauge.spec.recipes import Recipe
 
 FORMAT = 1
 """Version of the JSON file."""
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
+    "products": "products of two codes under two scales",
 }  # fmt: skip
 """Inputs of every stage."""
 _SHOWN = 12
@@ -145,7 +147,7 @@ def read(path: str | Path) -> Mapping[str, Any]:
     return content
 
 
-def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple[list[str], list[str]]:
+def proved_and_sampled(proof: Proof, recipe: Recipe, size: int, numbers_complete: bool) -> tuple[list[str], list[str]]:
     """Sentences on the proved and on the sampled inputs of a proof. `size`: elements of a block."""
     kind = (
         "every number" if numbers_complete else "every rounding boundary of the codes ± 2 ulp and 256 numbers between"
@@ -161,6 +163,13 @@ def proved_and_sampled(proof: Proof, size: int, numbers_complete: bool) -> tuple
         f"codes: {kind}, NaN included, under every scale of a block{under}: {number(proof.pairs)} pairs",
     ]
     sampled = []
+    if recipe.rounding == "stochastic":
+        bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
+        sampled.append(f"{proved.pop()}, {bytes_tried}")
+    if recipe.candidates != "6":
+        sampled.append("choices of a candidate: those of the blocks of the proof and of the trials")
+    if proof.unreached:
+        sampled.append(f"pairs of a number and a scale of a candidate that no block reached: {number(proof.unreached)}")
     if proof.outers_of > 1:
         sampled.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")
     most = max(proof.places, default=0)
@@ -190,7 +199,8 @@ def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
     shown = [(entry["scale"], first, last) for entry in wrong.runs for first, last in entry["numbers"]]
     listed = ", ".join(_run(wrong.stage, *run) for run in shown[:_SHOWN])
     more = f", and {number(len(shown) - _SHOWN)} more in the JSON file" if len(shown) > _SHOWN else ""
-    yield f"as bits: {listed}{more}"
+    if listed:
+        yield f"as bits: {listed}{more}"
 
 
 def _run(stage: str, scale: int, first: int, last: int) -> str:

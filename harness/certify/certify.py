@@ -26,6 +26,7 @@ from narrowgauge.harness.certify.wrong import Feature, find_rule
 from narrowgauge.harness.inputs.inputs import laid_out
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.report.text import number
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -73,7 +74,8 @@ def certify(
     """Prove a quantizer on every number under every scale of a block, and try the assumption of the proof.
 
     function: as for `narrowgauge.check`: function(x), further recipe and scale, gives (codes, scales[, amax]), a dict
-    or a Quantized. It is called in this process. recipe: a recipe without rotation and with rounding to nearest.
+    or a Quantized. It is called in this process. recipe: a recipe without rotation. A function with
+    stochastic rounding takes `random`, seed and offset of Philox.
     dtype: bfloat16 or float16, whose numbers are all tried, or float32: every rounding boundary ± 2 ulp and a sample.
     tensor_scales: number of tensor amaxes, or of given scales (default: 64 on a CPU, all on a GPU). places: number of
     places of a number in a block (default: up to 128 on a CPU, all on a GPU). tensor_scale_is, layout, nibbles:
@@ -101,7 +103,9 @@ def certificate_of(
     backend: Backend, subject: str, recipe: Recipe, numbers: Numbers, effort: Effort, seed: int
 ) -> Certificate:
     """The certificate of the `quantize` of a backend, without the digests of its sources. Raises CertificateError."""
-    begun, calls = time.monotonic(), Calls(backend, recipe)
+    if makes_own_bits(backend, recipe):
+        raise CertificateError(f"{subject} declares random bits of its own; certify the recipe without -sr")
+    begun, calls = time.monotonic(), Calls(backend, recipe, seed)
     chosen, of = outers(recipe, numbers, effort.tensor_scales, seed)
     try:
         before = _Repeated(calls, numbers, chosen[0].given(numbers.device), seed)
@@ -112,7 +116,7 @@ def certificate_of(
         decoding = prove_decoding(backend, recipe, numbers, chosen, seed) if has_values else None
     except (BackendError, Unsupported, HostLost) as error:
         raise CertificateError(f"{subject}, {recipe}: fails on an input of the proof: {escape(str(error))}") from error
-    proved, sampled = proved_and_sampled(proof, Grid.of(recipe).size, numbers.complete)
+    proved, sampled = proved_and_sampled(proof, recipe, Grid.of(recipe).size, numbers.complete)
     if recipe.whole:  # a tensor scale has one stored scale
         del proved[0]
     if decoding is not None:
@@ -130,8 +134,9 @@ def numbers_of(recipe: Recipe, dtype: torch.dtype, device: str) -> Numbers:
         raise CertificateError(f"dtype is {dtype}; it can be {', '.join(map(str, TORCH_DTYPES.values()))}")
     reasons = {
         "rotates: its scales depend on sums of a group; certify the recipe without the rotation": recipe.transform,
-        "rounds by random bits; certify the recipe without -sr": recipe.rounding == "stochastic",
-        "chooses scales by the error of a whole block; certify the recipe without -4over6": recipe.candidates != "6",
+        "chooses scales by the error of a whole block; its dtype can be bfloat16 or float16": (
+            recipe.candidates != "6" and dtype == torch.float32
+        ),
         "has zero points, and no proof of these": recipe.zero_points,
     }
     for reason, holds in reasons.items():
@@ -149,8 +154,11 @@ def _assumption(recipe: Recipe, trials: list[Trial]) -> str:
     elif recipe.tensor_scale == "none":
         depends = "a scale depends on the amax of its block alone, and a code on its number and this scale alone"
     else:
-        scale = f"a scale depends on the amaxes of its block and of {scope} alone"
+        block = "the amax of its block" if recipe.candidates == "6" else "the numbers of its block"
+        scale = f"a scale depends on {block} and the amax of {scope} alone"
         depends = f"{scale}, and a code on its number, this scale and the amax of {scope} alone"
+    if recipe.rounding == "stochastic":
+        depends += ", and on the random byte of its place"
     blocks, calls = sum(trial.blocks for trial in trials), sum(trial.calls for trial in trials)
     return (
         f"Assumption: {depends}; not on other numbers, places, shapes, views or earlier calls. Tried on "
@@ -220,12 +228,13 @@ def _shape_features(tried: list[tuple[int, int]]) -> dict[str, Feature]:
 def _try(calls: Calls, numbers: Numbers, x: torch.Tensor, scale: torch.Tensor | None, trial: Trial) -> bool:
     """Judge a call of a trial. Returns whether a byte is wrong."""
     trial.calls += 1
+    options = calls.options(scale)
     try:
-        expected = calls.expected(x, scale)
+        expected = calls.expected(x, options)
     except ValueError:  # the recipe refuses the amax
         return False
     try:
-        kernel = calls.kernel(x, scale)
+        kernel = calls.kernel(x, options)
     except (BackendError, Unsupported) as error:
         trial.refused += 1
         trial.note = trial.note or escape(str(error)).splitlines()[0]
@@ -248,15 +257,15 @@ class _Repeated:
     def __init__(self, calls: Calls, numbers: Numbers, scale: torch.Tensor | None, seed: int) -> None:
         grid = Grid.of(calls.recipe)
         content = Content(calls.recipe, numbers, 16 * grid.across, torch.Generator().manual_seed(seed + 2))
-        self._calls, self._scale = calls, scale
+        self._calls, self._options = calls, calls.options(scale)
         self._x = grid.matrix(numbers.tensor(content.random()))
-        self._expected = calls.expected(self._x, scale)
+        self._expected = calls.expected(self._x, self._options)
         self._first = calls.count
         self._trial = Trial("")
         self._judge()
 
     def _judge(self) -> None:
-        kernel = self._calls.kernel(self._x, self._scale)
+        kernel = self._calls.kernel(self._x, self._options)
         self._trial.calls += 1
         self._trial.blocks += self._expected.scales.numel()
         self._trial.wrong += _wrong_bytes(kernel, self._expected, self._calls.recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,17 +38,24 @@ class Parts:
 class Calls:
     """Calls of `quantize` of a backend for one recipe, counted."""
 
-    def __init__(self, backend: Backend, recipe: Recipe) -> None:
-        self.backend, self.recipe, self.count = backend, recipe, 0
+    def __init__(self, backend: Backend, recipe: Recipe, seed: int = 0) -> None:
+        self.backend, self.recipe, self.seed, self.count, self._drawn = backend, recipe, seed, 0, 0
 
-    def kernel(self, x: torch.Tensor, scale: torch.Tensor | None) -> Parts:
+    def options(self, scale: torch.Tensor | None) -> dict[str, Any]:
+        """The further arguments of a call: a given scale, and seed and offset of new random bits."""
+        if self.recipe.rounding != "stochastic":
+            return {"scale": scale}
+        self._drawn += 1
+        return {"scale": scale, "random": (self.seed, self._drawn)}
+
+    def kernel(self, x: torch.Tensor, options: dict[str, Any]) -> Parts:
         """The result of the kernel. Raises Unsupported, BackendError and HostLost."""
         self.count += 1
-        return Parts.of(quantize(self.backend, x, self.recipe, scale=scale))
+        return Parts.of(quantize(self.backend, x, self.recipe, **options))
 
-    def expected(self, x: torch.Tensor, scale: torch.Tensor | None) -> Parts:
+    def expected(self, x: torch.Tensor, options: dict[str, Any]) -> Parts:
         """The result of the reference. Raises ValueError if the recipe refuses the amax."""
-        return Parts.of(reference.quantize(x, self.recipe, scale=scale))
+        return Parts.of(reference.quantize(x, self.recipe, **options))
 
 
 def wrong_scales(kernel: Parts, expected: Parts) -> torch.Tensor | None:

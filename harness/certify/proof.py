@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
-from narrowgauge.harness.certify.space import Numbers, Outer, Space
+from narrowgauge.harness.certify.space import ChoiceSpace, Numbers, Outer, Space
 from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
+from narrowgauge.harness.inputs.reached import SIDES
+from narrowgauge.harness.operations.quantize.reach import boundaries
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.spec.formats import FP32, Format
 
 FAILING = 3
 """Tensor amaxes with wrong bytes after which a proof stops."""
 _MASK = 0xFFFFFFFF
-SIDES = ("exact", "a tie", "below the midpoint", "above the midpoint", "above the largest", "NaN")
 _KINDS = ("zero", "subnormal", "normal", "infinity", "NaN")
 
 
@@ -52,6 +53,8 @@ class Proof:
     refused: int = 0
     """Tensor amaxes refused by the recipe."""
     pairs: int = 0
+    unreached: int = 0
+    """Pairs of a number and a scale that the proof of a recipe with candidates did not reach."""
     amaxes: int = 0
     places: list[int] = field(default_factory=list)
     """Places of the amax in a block, for every tensor amax."""
@@ -83,7 +86,8 @@ class Prover:
         proof = Proof(outers_of=of)
         for number, outer in enumerate(outers):
             try:
-                space = Space(self.recipe, self.numbers, outer, self.seed + number)
+                made = Space if self.recipe.candidates == "6" else ChoiceSpace
+                space = made(self.recipe, self.numbers, outer, self.seed + number)
             except ValueError:  # the recipe refuses this tensor amax
                 proof.refused += 1
                 continue
@@ -100,19 +104,25 @@ class Prover:
 
     def _prove_one(self, proof: Proof, space: Space, places: Sequence[int]) -> None:
         found = _Found()
+        scale = space.outer.given(self.numbers.device)
+        # Sums of errors depend on the order of the elements, and random bytes on their places.
+        movable = self.recipe.candidates == "6" and self.recipe.rounding != "stochastic"
         for blocks in space.sheets():
             expected: Parts | None = None
             for place in places:
-                if expected is None:
-                    x = self._matrix(space, blocks, place)
-                    expected, before = self.calls.expected(x, space.outer.given(self.numbers.device)), place
+                x, options = self._matrix(space, blocks, place), self.calls.options(scale)
+                if expected is None or not movable:
+                    expected, before = self.calls.expected(x, options), place
+                    space.saw(
+                        self.numbers.bits(x), over_elements(expected.scales, (x.shape[0], x.shape[1]), self.recipe)
+                    )
                 else:
-                    x = self._matrix(space, blocks, place)
                     expected, before = self._moved(space, expected, place - before), place
-                self._compare(space, blocks, expected, place, found)
+                self._compare(space, blocks, x, expected, self.calls.kernel(x, options), found)
                 proof.elements += x.numel()
         proof.outers += 1
         proof.pairs += space.pairs
+        proof.unreached += space.unreached
         proof.amaxes += space.amax_count
         proof.places.append(len(places))
         proof.wrong += self._wrong_sets(space, found, len(places))
@@ -127,9 +137,9 @@ class Prover:
         codes = space.grid.matrix(space.grid.blocks(expected.codes).roll(by, 1))
         return Parts(codes, expected.scales, expected.amax)
 
-    def _compare(self, space: Space, blocks: torch.Tensor, expected: Parts, place: int, found: _Found) -> None:
-        x = self._matrix(space, blocks, place)
-        kernel = self.calls.kernel(x, space.outer.given(self.numbers.device))
+    def _compare(
+        self, space: Space, blocks: torch.Tensor, x: torch.Tensor, expected: Parts, kernel: Parts, found: _Found
+    ) -> None:
         if kernel.amax is not None and expected.amax is not None and not torch.equal(kernel.amax, expected.amax):
             found.amax = True
             found.first.setdefault("amax", _differing_amaxes(kernel.amax, expected.amax))
@@ -199,7 +209,7 @@ class Prover:
             keys, counts = torch.unique(torch.cat(found.codes), return_counts=True)
             rule = self._rule_of_codes(space, keys)
             listed = self._runs(keys >> 32, keys & _MASK)
-            steady = bool((counts >= places).all())
+            steady = bool((counts >= places).all()) or self.recipe.rounding == "stochastic"
             sets.append(
                 WrongSet("codes", space.outer, len(keys), space.pairs, rule, listed, found.first["codes"], steady)
             )
@@ -255,25 +265,12 @@ def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
     }
 
 
-def boundaries(scaled: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The code at or below the magnitude of scaled elements, and the side of the midpoint above it as a number of
-    `SIDES`: int64, the shape of `scaled`."""
-    points = torch.tensor(fmt.values[: fmt.max_code + 1], device=scaled.device)
-    merged = torch.stack([points, (points + points.roll(-1)) / 2], 1).flatten()[:-1]  # exact: few bits
-    magnitude = scaled.abs()
-    place = torch.searchsorted(merged, magnitude, right=True).sub_(1).clamp_(0, len(merged) - 1)
-    lower, odd = place >> 1, place & 1
-    side = torch.where(magnitude == merged[place], odd, odd + 2)
-    side.masked_fill_(magnitude > merged[-1], 4).masked_fill_(magnitude.isnan(), 5)
-    return lower, side
-
-
 def code_features(space: Space, bits: torch.Tensor, scaled: torch.Tensor, classes: torch.Tensor) -> dict[str, Feature]:
     """Features of pairs: numbers int32 (n,), their scaled elements float32 (n,) and their classes (n,)."""
     lower, side = boundaries(scaled, space.recipe.element)
     stored = space.scales if space.recipe.scale is FP32 else decode(space.scales, space.recipe.scale)
     return {
-        "scaled element": Feature(side, SIDES),
+        "scaled element": Feature(side, (*SIDES, "NaN")),
         "lower code": Feature(lower & 1, ("even", "odd")),
         "grid point below": Feature(decode(lower.to(torch.uint8), space.recipe.element).double()),
         **_number_features("number", space.numbers, bits),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowgauge.harness.cli.options import Device, Seed, Workers, divided, sizes_of, stop
+from narrowgauge.harness.cli.options import Device, Functions, Seed, Workers, divided, sizes_of, stop
 from narrowgauge.harness.cli.selection import default_workers, require_backend, require_device
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def check_function(
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help="folder/file.py:function.")],
     recipe: Annotated[str, typer.Option("--recipe", help="Recipe of the cases; of a contract its recipe.")] = "",
     contract: Annotated[str, typer.Option("--contract", help="A contract: its name, or a file of one contract.")] = "",
+    functions: Functions = None,
     operation: Annotated[str, typer.Option("--operation", help="Operation of a recipe (default: quantize).")] = "",
     families: Annotated[
         list[str] | None, typer.Option("--family", callback=divided, help="Input family (default: all).")

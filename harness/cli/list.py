@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,7 +52,9 @@ def list_cases(
     coverage: Annotated[
         bool,
         typer.Option(
-            "--coverage", help="Share of scales, codes and rounding boundaries that the inputs of quantize reach."
+            "--coverage",
+            help="Share of scales, codes and rounding boundaries that the inputs of quantize reach; with --input "
+            "beside the share of the input families.",
         ),
     ] = False,
 ) -> None:
@@ -62,14 +65,25 @@ def list_cases(
     if part := part_of_run(chosen, shard, durations):
         chosen = part.cases
     if coverage:
-        from narrowgauge.harness.certify.coverage import lines
-
-        for line in lines(chosen):
+        for line in _coverage(chosen, source, tensors, tier, device):
             typer.echo(line)
         return
     for line in _summary(chosen) if summary else (case.id for case in chosen):
         typer.echo(line)
     typer.echo(f"{len(chosen)} case{'s' * (len(chosen) != 1)}", err=True)
+
+
+def _coverage(
+    cases: list[Case], source: Path | None, tensors: list[str] | None, tier: str, device: str
+) -> Iterator[str]:
+    """Lines on the numbers that the inputs of the cases reach, of captured tensors beside the input families."""
+    from narrowgauge.harness.certify.coverage import compared_lines, lines
+
+    if source is None:
+        return lines(cases)
+    from narrowgauge.harness.inputs.capture import Captured
+
+    return compared_lines(cases, Captured.load(source, tensors), select_cases(None, tier, "", None, None, None, device))
 
 
 def _summary(cases: Iterable[Case]) -> Iterator[str]:

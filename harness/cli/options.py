@@ -150,6 +150,28 @@ Rules = Annotated[
     list[Path] | None,
     typer.Option("--rules", callback=_use_rules, help="File of your own rules (TOML); may be given again."),
 ]
+
+
+def _use_functions(path: Path | None) -> Path | None:
+    """Make the errors of --functions known to this process and to those that it starts."""
+    if path is not None:
+        from narrowgauge.spec.program import FunctionsFileError, use_functions
+
+        try:
+            use_functions(path)
+        except FunctionsFileError as error:
+            stop(f"--functions {error}")
+    return path
+
+
+Functions = Annotated[
+    Path | None,
+    typer.Option(
+        "--functions",
+        callback=_use_functions,
+        help="File of `doctor --functions --save`: contracts rest on these errors of exp, rsqrt and others.",
+    ),
+]
 USAGE_ERROR = 2
 """Exit status of a command with invalid options."""
 

@@ -12,6 +12,7 @@ import typer
 from narrowgauge.harness.cli.options import (
     BackendOption,
     Device,
+    Functions,
     Input,
     Operations,
     Paths,
@@ -41,6 +42,7 @@ def show(
     backend: BackendOption = "native",
     operations: Operations = None,
     rules: Rules = None,
+    functions: Functions = None,
     device: Device = "cpu",
     seed: Seed = 0,
     source: Input = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_condition
-from narrowgauge.harness.diagnosis.explanation import gives_every_byte
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_hint, is_weak
 
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
 """An explanation as an entry of a record, and the records that it explains."""
@@ -18,8 +18,10 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
 
     Several deviations can give the bytes of a case if its inputs cannot tell them apart. The causes are therefore
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
-    higher in their lists, which are in the order of simplicity. Inexact explanations are assigned only to records
-    without an exact explanation. Conditions are assigned to no record. Records without any explanation are left out.
+    higher in their lists, which are in the order of simplicity. A cause that too few elements of a record separate from
+    a right kernel counts if another record of the same kind proves it. Other inexact explanations are assigned only to
+    records without an exact explanation. Conditions are assigned to no record. Records without any explanation are left
+    out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the
@@ -28,10 +30,22 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     """
     records = list(records)
     failing = [record for record in records if _causes(record)]
-    with_bytes = [record for record in failing if _has_bytes(record)]
-    without_bytes = [record for record in failing if not _has_bytes(record)]
-    exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, True)]
-    return [*exact, *_cover(without_bytes, False)]
+    proved = {(_kind(r), entry["cause"]) for r in failing for entry in _causes(r) if gives_every_byte(entry)}
+    fitting = {id(record): _fitting_causes(record, proved) for record in failing}
+    with_bytes = [record for record in failing if fitting[id(record)]]
+    without_bytes = [record for record in failing if not fitting[id(record)]]
+    possible = {id(r): [entry["cause"] for entry in _causes(r) if not is_hint(entry)] for r in without_bytes}
+    exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, fitting)]
+    return [*exact, *_cover([record for record in without_bytes if possible[id(record)]], possible)]
+
+
+def _fitting_causes(record: dict[str, Any], proved: set[tuple[tuple[str, str, str], str]]) -> list[str]:
+    """Causes that give the bytes of the record: alone, or since another record of its kind proves them."""
+    return [
+        entry["cause"]
+        for entry in _causes(record)
+        if gives_every_byte(entry) or (is_weak(entry) and (_kind(record), entry["cause"]) in proved)
+    ]
 
 
 def _of_all(
@@ -66,9 +80,11 @@ def _kind(record: dict[str, Any]) -> tuple[str, str, str]:
     return record["operation"], record["recipe"], record["stage"]
 
 
-def _has_bytes(record: dict[str, Any], cause: str = "") -> bool:
-    """Whether a deviation with this cause, or with any cause, gives the bytes of the record."""
-    return any(gives_every_byte(entry) and cause in ("", entry["cause"]) for entry in record["explanations"])
+def _has_bytes(record: dict[str, Any], cause: str) -> bool:
+    """Whether a deviation with this cause, which gives the bytes of some record, gives those of this record."""
+    return any(
+        entry["cause"] == cause and (gives_every_byte(entry) or is_weak(entry)) for entry in record["explanations"]
+    )
 
 
 def _complete_explanation(record: dict[str, Any], cause: str) -> dict[str, Any] | None:
@@ -76,17 +92,17 @@ def _complete_explanation(record: dict[str, Any], cause: str) -> dict[str, Any] 
     return next((entry for entry in record["explanations"] if entry["exact"] and entry["cause"] == cause), None)
 
 
-def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
+def _cover(records: list[dict[str, Any]], causes_of: dict[int, list[str]]) -> list[Explained]:
+    """Few causes for all records. `causes_of`: causes of each record that count, by the id of the record's object."""
     assigned = []
     remaining = records
     while remaining:
         counts: Counter[str] = Counter()
         ranks: defaultdict[str, int] = defaultdict(int)
         for record in remaining:
-            for rank, entry in enumerate(_causes(record)):
-                if gives_every_byte(entry) == exact:
-                    counts[entry["cause"]] += 1
-                    ranks[entry["cause"]] += rank
+            for rank, cause in enumerate(dict.fromkeys(causes_of[id(record)])):
+                counts[cause] += 1
+                ranks[cause] += rank
         best = min(counts, key=lambda cause: (-counts[cause], ranks[cause], cause))
         explained = [record for record in remaining if _explanation_of(record, best) is not None]
         complete = (_complete_explanation(record, best) for record in explained)

@@ -67,6 +67,7 @@ _MODULES = {
     "Norms, activations, attention, residuals": (
         "diagnosis.formulas.wrong_forwards", "diagnosis.formulas.wrong_backwards",
     ),
+    "Mixtures of experts": ("diagnosis.formulas.wrong_experts",),
 }  # fmt: skip
 """Modules with rows, by the titles of their tables."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
@@ -78,27 +79,39 @@ def _deviations(
     if not any(each.exact for each in found):
         others = _other_deviations(outcome, wrong_stage, history, limit)
         if further is not None and outcome.confirms is None and not limit.note:
-            others = _confirmed(others, history, limit, further)
+            again = partial(_other_deviations, outcome, wrong_stage, history, limit)
+            others = _confirmed(others, again, history, limit, further)
         found += others
     # Deviations that were not tried may give the bytes too.
     return [each.with_untried_rivals() for each in found] if limit.note else found
 
 
 def _other_deviations(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
+    outcome: Outcome,
+    wrong_stage: StageResult,
+    history: SearchHistory,
+    limit: WorkLimit,
+    refuted: frozenset[str] = frozenset(),
 ) -> list[Explanation]:
-    """Deviations of products, formulas and decoding, and mistakes that the operation knows."""
+    """Deviations of products, formulas and decoding, and mistakes that the operation knows. `refuted`: causes of
+    products that further inputs refute."""
     found = explain_fused_output(outcome, wrong_stage, limit)
-    found += explain_gemm(outcome, wrong_stage, history, limit)
+    found += explain_gemm(outcome, wrong_stage, history, limit, refuted)
     found += _known_mistakes(outcome, wrong_stage, history, limit)
     found += explain_formula(outcome, wrong_stage, limit)
     return found + explain_decoding(outcome, wrong_stage, limit)
 
 
 def _confirmed(
-    explanations: list[Explanation], history: SearchHistory, limit: WorkLimit, further: FurtherRun
+    explanations: list[Explanation],
+    again: Callable[[frozenset[str]], list[Explanation]],
+    history: SearchHistory,
+    limit: WorkLimit,
+    further: FurtherRun,
+    without: frozenset[str] = frozenset(),
 ) -> list[Explanation]:
-    """The explanations that other inputs do not refute. If all are refuted: all of them, not exact.
+    """The explanations that other inputs do not refute. If all are refuted: those of a search `again` `without` them,
+    or, if it finds none, all of them, not exact.
 
     The case runs on inputs of the first family of `_FURTHER` on which the kernel is wrong at the same stage, or in the
     same fused matrix. A cause that does not give the bytes there is refuted. A cause is confirmed `_PROOFS` times.
@@ -115,13 +128,17 @@ def _confirmed(
             break
         given = {_kind(each.cause) for each in there if gives_every_byte(each.to_dict())}
         history.confirmed.update(each.cause for each in exact if _kind(each.cause) in given)
-        weak = {_kind(each.cause) for each in there if is_weak(each)}
+        weak = {_kind(each.cause) for each in there if is_weak(each.to_dict())}
         refuted = [each for each in exact if _kind(each.cause) not in given | weak]
         if not given and not refuted:
             continue
         kept = [each for each in explanations if each not in refuted]
         if any(each.exact for each in kept):
             return kept
+        without |= {each.cause for each in refuted}
+        others = [each for each in again(without) if each.exact and each.cause not in without]
+        if others and not limit.note:
+            return _confirmed(others, again, history, limit, further, without)
         words = f"; does not give the bytes of inputs {family}"
         return [
             replace(each, sentence=each.sentence + words, exact=False) if each in refuted else each

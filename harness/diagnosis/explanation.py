@@ -18,6 +18,10 @@ NO_DIAGNOSIS: Deviation[Any] = Deviation("no-diagnosis", "the diagnosis raised a
 SEPARATE = " separate this from a correct "
 """Part of the sentence about a deviation that gives the bytes, of which too few differ from those of a right kernel."""
 
+NOT_PROVED = "; this case does not prove it"
+"""End of the sentence of a hint: a deviation that fits a case whose wrong elements are no reason to name it. It counts
+if another case proves it."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -47,9 +51,14 @@ class Explanation:
         return asdict(self)
 
 
-def is_weak(explanation: Explanation) -> bool:
-    """Whether the deviation gives the bytes, of which too few differ from those of a right kernel."""
-    return SEPARATE in explanation.sentence
+def is_weak(entry: dict[str, Any]) -> bool:
+    """Whether the deviation of an entry gives the bytes, of which too few differ from those of a right kernel."""
+    return SEPARATE in str(entry["sentence"]) or is_hint(entry)
+
+
+def is_hint(entry: dict[str, Any]) -> bool:
+    """Whether the entry counts only if another case proves its cause."""
+    return str(entry["sentence"]).endswith(NOT_PROVED)
 
 
 def gives_every_byte(entry: dict[str, Any]) -> bool:

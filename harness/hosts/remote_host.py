@@ -97,6 +97,8 @@ class RemoteHost:
         """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
         reader empties the list."""
         self._notes: list[dict[str, str]] = []
+        self.loading = 0.0
+        """Seconds in which the process loaded the backend."""
         self._limits: list[tuple[int, int]] = []
         """Limits of the resources of the process before the case."""
         self._variations: list[str] | None = None
@@ -156,8 +158,9 @@ class RemoteHost:
                 self._room = number_of_bytes(answer["room"])
                 self.facts = self._facts(answer)
                 self._notes += _sentences(answer["notes"]) + self._separation_notes()
-                if (seconds := time.monotonic() - begun) >= _SLOW:
-                    sentence = f"loading the backend took {seconds:.0f} s; each kernel host of the run loads it"
+                self.loading = time.monotonic() - begun
+                if self.loading >= _SLOW:
+                    sentence = f"loading the backend took {self.loading:.0f} s; each kernel host of the run loads it"
                     self._notes.append({"cause": "slow-import", "sentence": sentence})
                 self.loaded += _news(answer["loaded"])
         except HostLost as lost:

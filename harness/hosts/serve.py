@@ -116,6 +116,8 @@ class _Server:
             methods = {name: Method(**entry) for name, entry in settings["methods"].items()}
             self.loaded = Loaded(settings["backend"])
             implementation = load_implementation(settings["backend"], settings["device"], methods)
+            if callable(warm_up := getattr(implementation, "warm_up", None)):
+                warm_up(self.device)
             self.host = LocalHost(
                 settings["backend"], implementation, self.device, settings["schedules"], restores=False,
                 methods=methods,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.spec.formats import E2M1, E4M3, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0, Format
 from narrowgauge.spec.recipes import Recipe
 
 WHOLE_BLOCK = 128
@@ -22,6 +22,8 @@ WHOLE_BLOCK = 128
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _QUIET_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_STRIDE = 61
+"""Step from an element of a block to the next in the list of numbers beside rounding boundaries: a prime."""
 _LATTICE = (-6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -40,6 +42,8 @@ class Wanted:
     element: Format = E2M1
     two_levels: bool = True
     """Whether the scales of blocks are small numbers beside one of the tensor, as in NVFP4."""
+    largest_scale: float = 448.0
+    """Largest scale of a block, if `two_levels`."""
     whole: bool = False
     """Whether the tensor has one scale; blocks are then runs that a family fills each in its own way."""
 
@@ -185,6 +189,41 @@ def _midpoints(want: Wanted, element: Format, top: int, depth: int) -> torch.Ten
     return _pin(want, _step(x, _look_up(ulps, kind)), element.max * scale)
 
 
+def _boundaries(want: Wanted) -> torch.Tensor:
+    # Block after block takes the next scale: every number of E4M3 up to the largest scale, under a tensor scale of a
+    # power of two; or every power of two of the dtype. All scales taken, the next blocks go on with the next numbers.
+    element, count = want.element, math.prod(want.blocks)
+    if want.two_levels:
+        top = 2.0 ** want.exponent(-40, 40, half=(-4, 4))
+        scales = torch.tensor([value * top for value in E4M3.values[1:] if 0 < value <= want.largest_scale])
+    else:
+        lowest, highest = (end - (math.frexp(element.max)[1] - 1) for end in want.exponents)
+        exponents = torch.arange(max(lowest, -E8M0.bias), highest + 1)
+        scales = torch.ldexp(torch.ones(len(exponents)), exponents)
+    start = want.draw.index(len(scales))
+    # Blocks count down the columns of blocks, because the last column may have short blocks.
+    number = torch.arange(count).view(want.blocks[::-1]).T.contiguous()
+    number = torch.zeros_like(number) if want.whole else number
+    scale = scales[(number + start) % len(scales)]
+    if want.two_levels:
+        _put(want, scale, float(scales[-1]))
+    points = torch.tensor(element.values[: element.max_code + 1])
+    middle = torch.tensor(midpoints(element))
+    kinds = torch.cat([points, middle, middle, middle])
+    ulps = torch.tensor([0, 0, -1, 1], dtype=torch.int32).repeat_interleave(
+        torch.tensor([len(points), *3 * [len(middle)]])
+    )
+    inside = (torch.arange(want.rows) % want.height * want.width).view(-1, 1) + torch.arange(want.columns) % want.width
+    size = want.height * want.width
+    turn = number // len(scales)
+    kind = (want.spread(turn) * size + inside) * _STRIDE % len(kinds)
+    x = (kinds[kind] * want.spread(scale) * want.draw.signs(*want.shape)).to(want.dtype)
+    # Above the largest number some rules take the next scale: in one turn of 16.
+    amax = (element.max * scale).to(want.dtype)
+    amax = _step(amax, ((turn % 16 == 15) & (scale < scales[-1])).int())
+    return _pin(want, _step(x, torch.where(x == 0, 0, ulps[kind])), amax.float())
+
+
 def _some_zero(want: Wanted, limit: int) -> torch.Tensor:
     """A number in [0, limit) for every block, 0 for at least one of them."""
     numbers = want.draw.below(limit, *want.blocks)
@@ -304,6 +343,14 @@ def _subnormal(want: Wanted) -> torch.Tensor:
 
 def _zeros(want: Wanted) -> torch.Tensor:
     return torch.zeros(want.shape)
+
+
+def _zero_rows(want: Wanted) -> torch.Tensor:
+    # Zeros fill one row of 16, the second of three bands of 16 rows, which holds whole tiles, and every fourth block.
+    row, block = _grid(want)
+    band = row * want.height // max(16, want.height)
+    zero = (row % 16 == 5) | (band % 3 == 1) | ((row + block) % 4 == 3)
+    return torch.where(want.spread(zero), 0.0, want.draw.normal(*want.shape))
 
 
 def _negative_zeros(want: Wanted) -> torch.Tensor:
@@ -529,6 +576,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "near-ties": _near_ties,
     "scale-edges": _scale_edges,
     "every-exponent": _every_exponent,
+    "boundaries": _boundaries,
     "normal-1e-28": _normal_times(1e-28),
     "normal-1e-3": _normal_times(1e-3),
     "normal-1e3": _normal_times(1e3),
@@ -538,6 +586,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "huge": _huge,
     "subnormal": _subnormal,
     "zeros": _zeros,
+    "zero-rows": _zero_rows,
     "negative-zeros": _negative_zeros,
     "nan": _nan,
     "inf": _inf,
@@ -579,6 +628,15 @@ def generate(
     height, width = (1, WHOLE_BLOCK) if recipe.spans_k else recipe.block
     return GENERATORS[family](
         Wanted(
-            draw, *shape, dtype, role, 1 if two_levels else height, width, recipe.element, two_levels, recipe.spans_k
+            draw,
+            *shape,
+            dtype,
+            role,
+            1 if two_levels else height,
+            width,
+            recipe.element,
+            two_levels,
+            recipe.scale_max,
+            recipe.spans_k,
         )
     ).to(dtype)

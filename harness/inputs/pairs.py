@@ -1,6 +1,7 @@
 """Pairs and triples of values of different keys of a case: only a case with both options shows a bug that needs two.
 
-The values of a case are its keys but for the input family and repeated calls. A recipe counts as its traits (element,
+The values of a case are its keys but for the input family, repeated calls and the fields of a contract, which no kernel
+is given. A recipe counts as its traits (element,
 block, rounding, …), a training recipe as its family and options, a size as its class (0, 1, a multiple of 128 or of 16,
 another), sections as their kind.
 """
@@ -13,6 +14,7 @@ from itertools import combinations
 from operator import itemgetter
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.contracts.case import ContractCase
 from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.spec.recipes import find_recipe
 
@@ -68,10 +70,13 @@ def sizes(case: Case) -> dict[str, int]:
 def values_of(case: Case) -> dict[str, str]:
     """The values of a case by key, in the order of the keys."""
     found: dict[str, str] = {}
+    left_out = (*_LEFT_OUT, *case.declared.fields) if isinstance(case, ContractCase) else _LEFT_OUT
     for key in keys_of(type(case)):
         value = getattr(case, key.field)
-        if key.name in _LEFT_OUT:
+        if key.name in left_out:
             continue
+        if value is None and isinstance(case, ContractCase) and key.name.endswith("_dtype"):
+            value = case.dtype  # type: ignore[attr-defined]  # that of the first argument
         if key.name in TRAITS:
             name = case.recipe_names[0] if value is None else value  # w has the recipe of x by default
             found |= {f"{key.name}.{trait}": text for trait, text in TRAITS[key.name](name).items()}

@@ -9,11 +9,14 @@ from typing import Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.pairs import sets_of_all
+from narrowgauge.harness.inputs.reached import joined
 from narrowgauge.harness.records.record import elements_compared
 
 _LEAST = 0.5
 """Share of cases, or of values of a row, below which the coverage has a warning."""
 _WIDTH = 80
+_RECIPES = 4
+"""Recipes whose coverage of numbers has a place in the lines."""
 _NAME = 11
 """Columns of a row's name."""
 
@@ -25,7 +28,8 @@ def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]
     all. The other rows count the cases of each operation and recipe with at least one compared element: a backend
     without a GEMM has no GEMM's input families to miss. The last line is a warning if less than half is covered.
     """
-    compared = {record["case"] for record in records if elements_compared(record)}
+    of_compared = [record for record in records if elements_compared(record)]
+    compared = {record["case"] for record in of_compared}
     known = {case.id: case for case in cases}
     ran = [case for name, case in known.items() if name in compared]
     kinds = {(case.operation, case.recipe_label) for case in ran}
@@ -61,6 +65,14 @@ def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]
     if products and not any(case.has_exact_sums for case in products):
         sentence = f"{'sums':<{_NAME}}none of {len(products)} products is exact in any order: add the family lattice"
         written += textwrap.wrap(sentence, _WIDTH, subsequent_indent=" " * _NAME)
+    numbers = joined((record["recipe"], record["numbers"]) for record in of_compared)
+    if numbers:
+        shares = [
+            f"{recipe} {each.percent}" for recipe, each in sorted(numbers.items(), key=lambda pair: pair[1].share)
+        ]
+        sentence = f"of the pairs of a scale and a side of a rounding boundary: {', '.join(shares[:_RECIPES])}"
+        sentence += f"; {len(shares) - _RECIPES} more recipes up to {shares[-1]}" if len(shares) > _RECIPES else ""
+        written += textwrap.wrap(f"{'numbers':<{_NAME}}{sentence}", _WIDTH, subsequent_indent=" " * _NAME)
     if low:
         written += textwrap.wrap(f"warning: less than half of the {' and of the '.join(low)} ran", _WIDTH)
     return written

@@ -14,6 +14,7 @@ from pathlib import Path
 from narrowgauge.harness.backends.loading import backend_file
 from narrowgauge.harness.cases.operations import outside_contracts, outside_files
 from narrowgauge.harness.machine.processors import cores
+from narrowgauge.spec.program import measured_functions
 from narrowgauge.spec.recipes import own_rules
 
 RULE = "rule "
@@ -215,7 +216,7 @@ def nvfp4_switches() -> dict[str, str]:
 def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
     """Facts above the tables of a report: settings of the run, facts of the machine, flags and hash of the kernels. A
     run on a CPU names no GPU."""
-    rules = own_rules()
+    rules, measured = own_rules(), measured_functions()
     if device == "cpu":
         from narrowgauge.native.runtime import host
 
@@ -234,5 +235,6 @@ def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sa
         "kernel flags": " ".join(flags),
         "kernel sources": kernel_hash(),
         **nvfp4_switches(),
+        **({"errors of functions": f"measured on {measured.about}"} if measured else {}),
         **({"rules": ", ".join(f"{name} ({rule.shown_file})" for name, rule in rules.items())} if rules else {}),
     }

@@ -13,7 +13,7 @@ from typing import Any
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.machine.plain_text import plain_value
 
-SCHEMA = 12
+SCHEMA = 13
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -85,6 +85,9 @@ class Record:
     """For information: accuracy cost of quantizing. For a module an entry each for y, dx and dw of the last step
     against the same unquantized inputs in float64: tensor, sqnr_db, relative_error, cosine
     (`harness.operations.modules.accuracy`)."""
+    numbers: str = ""
+    """For information: scales, codes and sides of rounding boundaries that the inputs reach, as bit sets
+    (`harness.inputs.reached`). Empty for other operations than a rowwise quantize with byte scales."""
     seconds: float | None = None
     """First call of the backend's operation, including compilation in this call."""
     seconds_inputs: float | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases.case_file import is_default
+from narrowgauge.harness.diagnosis.explanation import is_hint
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.records.record import STACK
 from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural, rule
@@ -144,7 +145,7 @@ def explanation_lines(explanations: list[dict[str, Any]], *, every: bool = False
         lines += [f"                 or: {sentence}" for sentence in exact[1:]]
     elif len(exact) > _SHOWN_CAUSES:
         lines.append(f"                 or: {len(exact) - 1} less simple causes with the same bytes")
-    return earlier + lines + [explanation(entry) for entry in explanations if not entry["exact"]]
+    return earlier + lines + [explanation(e) for e in explanations if not e["exact"] and not is_hint(e)]
 
 
 def _elements(elements: list[dict[str, Any]]) -> list[str]:

@@ -124,7 +124,7 @@ def _alike(failed: list[dict[str, Any]]) -> list[Group]:
     exactly_explained: set[int] = set()
     for explanation, members in assign_causes(failed):
         explanation_of |= {id(record): explanation for record in members}
-        of_cause = [entry for entry in members[0]["explanations"] if entry["cause"] == explanation["cause"]]
+        of_cause = [e for record in members for e in record["explanations"] if e["cause"] == explanation["cause"]]
         if any(map(gives_every_byte, of_cause)):
             exactly_explained |= {id(record) for record in members}
             groups.append(Group(outcome(members[0]), sorted(members, key=_badness), explanation))

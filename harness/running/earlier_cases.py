@@ -45,6 +45,9 @@ class EarlierCases:
     """The backend in a new kernel host. Raises BackendError if it cannot be loaded."""
     captures: Captured | None = None
     untrusted: bool = False
+    loading: float = 0.0
+    """Seconds in which the host of the judge loaded the backend. A failure is not run again if another host would take
+    longer to load than a search may take."""
     ran: list[tuple[Case, float]] = field(default_factory=list)
     """Cases of the host, in order, with their seconds."""
     _kinds: set[tuple[str, ...]] = field(default_factory=set, init=False)
@@ -64,7 +67,7 @@ class EarlierCases:
         """
         seconds = min(SECONDS, timeout / 4, TOTAL - self._spent)
         begun = time.perf_counter()
-        if not self.ran or begun - started > seconds or not self._is_chosen(record):
+        if not self.ran or max(begun - started, self.loading) > seconds or not self._is_chosen(record):
             return False
         try:
             return self._examine(record, case, sharing, time.monotonic() + seconds)

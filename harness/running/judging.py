@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
+BETWEEN_RUNS = ("memory", "repeat")
+"""Stages that compare the variations of a backend: they need all of them."""
 _CONDITIONS = 2
 """Failures of a stage whose conditions are searched."""
 _SECONDS = 1.0
@@ -26,8 +28,9 @@ _LEAST = 16
 """Runs that exclude chance at least: 8 inputs with each value of a key."""
 
 
-def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> Outcome:
-    """The outcome of a case. `sharing`: number of cases of the run that share its false alarms.
+def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1, brief: bool = False) -> Outcome:
+    """The outcome of a case. `sharing`: number of cases of the run that share its false alarms. `brief`: one variation
+    of the backend alone runs, and there are no figures that decide no verdict.
 
     Raises BackendError and Unsupported, as the backend does.
     """
@@ -36,6 +39,7 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     from narrowgauge.harness.operations.registry import operation_of
 
     backend.repeats, backend.concurrency, backend.host.autograd = case.repeats, case.concurrency, case.autograd
+    backend.brief = brief
     outcome = operation_of(case)(case, inputs, backend)
     tensors = [(judged.oracle.amax, judged.oracle.shape) for judged in outcome.judged if judged.oracle.amax is not None]
     single = [(float(amax), shape) for amax, shape in tensors if amax.numel() == 1]
@@ -103,8 +107,9 @@ def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, see
 class FurtherCases:
     """Runs a failing case again: on inputs of other families, in plain calls, and with changed values of its keys."""
 
-    def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int) -> None:
-        self._case, self._inputs, self._backend, self._seed = case, inputs, backend, seed
+    def __init__(self, case: Case, inputs: Inputs, backend: Backend, seed: int, *, brief: bool = False) -> None:
+        """`brief`: a single run shows whether the kernel is wrong (`judge`)."""
+        self._case, self._inputs, self._backend, self._seed, self._brief = case, inputs, backend, seed, brief
         self._device = inputs.x.device.type
         self._lost = False
 
@@ -203,7 +208,7 @@ class FurtherCases:
             return None
         try:
             given = make_inputs(case, seed=self._seed).to(self._device) if inputs is None else inputs
-            return judge(case, given, self._backend)
+            return judge(case, given, self._backend, brief=self._brief)
         except HostLost:  # the next call starts a new host
             self._lost = True
         except (BackendError, Unsupported, ValueError):

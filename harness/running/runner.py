@@ -18,7 +18,7 @@ from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.process import wait_for_gpus_asleep
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import STACK, Record, new_record
-from narrowgauge.harness.running.judging import FurtherCases, explained, judge, two_runs
+from narrowgauge.harness.running.judging import BETWEEN_RUNS, FurtherCases, explained, judge, two_runs
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,8 @@ def _measure(
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
-                further = FurtherCases(case, inputs, backend, seed)
+                alike = all(stage.passed for stage in outcome.stages if stage.stage in BETWEEN_RUNS)
+                further = FurtherCases(case, inputs, backend, seed, brief=alike)
                 limit = WorkLimit(diagnosis, remedy=_WITHOUT_LIMIT)
                 record.explanations = explained(outcome, backend, runs=again, limit=limit, further=further)
                 if limit.note:
@@ -282,6 +283,7 @@ def _fill(record: Record, outcome: Outcome) -> None:
     elif record.budget_max is not None and not record.budget_max <= 1:
         record.verdict, record.message = "error", f"passes with a budget of {record.budget_max:.3g}, above 1"
     record.accuracy = outcome.accuracy
+    record.numbers = outcome.numbers
     record.seconds = outcome.seconds
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
         for name, value in informative(outcome.actual, outcome.expected).items():

@@ -19,7 +19,7 @@ from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
-from narrowgauge.harness.running.judging import explained, judge
+from narrowgauge.harness.running.judging import BETWEEN_RUNS, explained, judge
 
 CALLS = 40
 """Limit of the number of times that a case is judged."""
@@ -172,7 +172,7 @@ class _Search:
         self.work += share
         try:
             case, inputs = crop(*self.whole, wanted)
-            outcome = judge(case, inputs, self.backend)
+            outcome = judge(case, inputs, self.backend, brief=self.stage not in BETWEEN_RUNS)
         except HostLost:
             raise
         except Exception:  # the backend refuses or raises, or gives what no check can read: that is another failure

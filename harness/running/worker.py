@@ -22,6 +22,7 @@ from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
 from narrowgauge.harness.machine.process import ending, prepare_process
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.supervisor import Died, Fork
+from narrowgauge.spec.program import measured_functions
 from narrowgauge.spec.recipes import rule_files
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Settings:
         schedules = f"--schedules {self.schedules}" if self.schedules else ""
         chosen = ("--sanitize" if self.sanitize else "", "--untrusted" if self.untrusted else "")
         files = [("--operations", path) for path in outside_paths()] + [("--rules", path) for path in rule_files()]
+        files += [("--functions", measured.path)] if (measured := measured_functions()) else []
         own = [f"{option} {shlex.quote(os.path.relpath(path))}" for option, path in files]
         return " ".join(filter(None, (schedules, *chosen, *own)))
 
@@ -232,7 +234,7 @@ def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings
         with closing(kernel_host(settings, other_hosts)) as other:
             yield Backend(other)
 
-    earlier = EarlierCases(other_host, captures, settings.untrusted)
+    earlier = EarlierCases(other_host, captures, settings.untrusted, host.loading)
     folder = extra_folder(settings.backend)
     options = shlex.join(["--path", folder, *shlex.split(settings.options)]) if folder else settings.options
     while "end" not in (message := connection.receive()[0]):

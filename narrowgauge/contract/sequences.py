@@ -10,6 +10,7 @@ from narrowgauge.contract.values import Value, in_float32
 from narrowgauge.spec.program import (
     HEADS,
     INDEX,
+    OF_TOKENS,
     PLACES,
     RESCALED,
     SCORES,
@@ -50,6 +51,12 @@ def scores(q: Value, k: Value, request: Value, head: Value, lengths: Value, orde
     """
     options = {} if order is None else {"order": order}
     return q.trace.add(SCORES, (q, k, request, head, lengths), (*q.axes[:2], "keys"), "float32", **options)
+
+
+def of_tokens(x: Value, q: Value, request: Value, head: Value, lengths: Value) -> Value:
+    """The number x (tokens·heads, 1) of each token of the request of a row, and its head, for each row and head of q:
+    (queries, q_heads, keys), 0 behind the last token of a request. Further arguments: those of `scores`."""
+    return q.trace.add(OF_TOKENS, (q, in_float32(x), request, head, lengths), (*q.axes[:2], "keys"), "float32")
 
 
 def places(x: Value) -> Value:

@@ -7,7 +7,8 @@ The fields say how libraries differ. p are the weights of the softmax, l their s
 - `l`: the sum of the weights before ("exact") or after they are rounded ("rounded"), or "any" of the two;
 - `exponential`: exp within 2 ulp ("accurate"), or "any" form, such as the polynomial of FlashAttention-4;
 - `decode`: the scales multiply the logits and the result ("folded"), or each k and v, which are rounded to the dtype of
-  q ("rounded");
+  q ("rounded"). Folded scales of tokens multiply the logits, and the weights before these are rounded: to at least 16
+  bits, unless `p` is "e4m3" or "e5m2";
 - `output`: one rounding of the result, or "two": R(R(Σ p·v/l)·v_scale);
 - `base` of the log-sum-exp.
 """
@@ -18,7 +19,7 @@ import math
 from typing import Annotated, Literal
 
 from narrowgauge import contract as c
-from narrowgauge.contracts.cache import PageLayout, has_two_levels
+from narrowgauge.contracts.cache import PageLayout, has_scales_of_rows, has_two_levels
 from narrowgauge.contracts.dialects import ATTENTION
 
 Weights = Literal["any", "input", "float32", "bfloat16", "float16", "e4m3", "e5m2"]
@@ -108,6 +109,9 @@ def _attention(
         keys, values = (_rounded(x, scale, recipe, q.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     request, place = c.segments(q_lengths, q)
     head = c.shared_heads(q, lengths, keys)
+    by_token = folded and has_scales_of_rows(recipe)
+    if by_token:
+        factors = [c.of_tokens(x, q, request, head, lengths) for x in factors]
     s = c.roundings(c.scores(q, keys, request, head, lengths) * (factors[0] * scale if folded else scale), 2)
     if softcap:
         s = c.tanh(c.roundings(s * (1 / softcap), 1), "tanhf", "sigmoid") * softcap
@@ -127,11 +131,18 @@ def _attention(
     total = c.any_of(*sums.values()) if sum_of == "any" else sums[sum_of]
     if sinks is not None:
         total = total + c.exp(c.roundings(sink - m, 4, abs(sink) + abs(m)), *forms)
-    narrow = dtype in ("any", "e4m3", "e5m2")
-    y = c.weighted_sum(rounded, values, request, head, lengths, narrow=narrow) / total
+    narrow = dtype in ("any", "e4m3", "e5m2") and not (by_token and dtype == "any")
+    weights = _weights_of_tokens(exact * factors[1], d, q.dtype if dtype == "input" else dtype) if by_token else rounded
+    y = c.weighted_sum(weights, values, request, head, lengths, narrow=narrow) / total
     y = c.float32(c.cast(y, q.dtype)) if output == "two" else y
-    y = c.roundings(y * factors[1], 2) if folded else y
+    y = c.roundings(y * factors[1], 2) if folded and not by_token else y
     return {"output": c.cast(y, q.dtype), "lse": c.squeezed(_lse(m, total, base))}
+
+
+def _weights_of_tokens(p, d, dtype):
+    """Weights times scales of tokens, which exceed the largest 8-bit weight: "any" dtype has at least 16 bits."""
+    dtypes = ("bfloat16", "float16", "float32") if dtype == "any" else (dtype,)
+    return c.any_of(*(c.weights(p, d, one) for one in dtypes))
 
 
 def _rounded(q, scale, recipe, dtype):

@@ -43,6 +43,12 @@ def has_two_levels(recipe):
     return find_recipe(recipe).scale is E4M3
 
 
+def has_scales_of_rows(recipe):
+    """Whether each token and head has a stored scale."""
+    rule = find_recipe(recipe)
+    return rule.tensor_scale != "given" and rule.spans_k and not rule.whole
+
+
 @c.contract
 def kv_read(
     cache: c.Cache, pages: c.Pages, lengths: c.Lengths, recipe: c.Recipe, *,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from narrowgauge import contract as c
 from narrowgauge.contracts.dialects import COLLECTIVES, NORMS
-from narrowgauge.contracts.norm import Order, Rounded, Subnormals, Sum, normalized
+from narrowgauge.contracts.norm import Order, Rounded, Subnormals, Sum, _factor, normalized
 
 Reduce = Literal["any", "rank-order", "bf16-hops"]
 
@@ -68,9 +68,9 @@ def all_reduce_norm_quantize(
     z = c.float32(c.cast(hops, x[0].dtype)) + c.float32(residual)
     stored = c.cast(z, x[0].dtype)
     numbers = {"stored": c.float32(stored), "unrounded": z}
-    w = c.float32(weight) + bias
-    w = w if bias else c.any_of(w, c.float32(weight))  # −0 + 0 is +0
-    y = normalized(x[0], numbers[sum_of], numbers[product_of], w, eps, rounded, order)
+    y = normalized(
+        x[0], numbers[sum_of], numbers[product_of], _factor(weight, bias, zero_weight="free"), eps, rounded, order
+    )
     return {"residual": stored, "quantized": c.quantize(y, recipe, scale if c.takes_scale(recipe) else None)}
 
 

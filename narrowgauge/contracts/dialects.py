@@ -49,6 +49,7 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, csrc/activation_kernels.cu and csrc/quantization/activation_kernels.cu.
     "vllm-silu-static": {"rounded": "both"},
     "vllm-activation": {"rounded": "both"},
+    "vllm-silu-nvfp4": {"rounded": "result", "fast_math": True},
     "vllm-silu-block": {"rounded": "none"},
     "vllm-cpu": {"rounded": "result"},  # 0.32.0, csrc/cpu/activation.cpp
     # vLLM 0.33.0, Triton, with scales of float32; with packed scales.

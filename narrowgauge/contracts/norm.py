@@ -155,8 +155,9 @@ def normalized(x, squares, z, w, eps, rounded, order):
     return c.cast(y, x.dtype) if rounded in ("result", "both") else y
 
 
-def _factor(weight, zero_centered, zero_weight="kept"):
+def _factor(weight, offset, zero_weight="kept"):
+    """The weight plus an offset, of which True is 1; a weight −0 plus 0 may be +0 if `zero_weight` is "free"."""
     w = c.float32(weight)
-    if zero_centered:
-        return w + 1.0
+    if offset:
+        return w + float(offset)
     return w if zero_weight == "kept" else c.any_of(w, w + 0.0)

@@ -30,6 +30,17 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "element_scale": "x*r(s*r(enc))", "zero_scale": "zeros", "negative_zero": "rounded", "nan_code": 0,
         "nan": "propagate", "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
     },
+    # The same order with rcp.approx.ftz in CUDA: the quantizers of TensorRT-LLM, of vLLM 0.33 (also behind SiLU) and of
+    # FlashInfer 0.7.2, whose division is a reciprocal.
+    "trtllm-cuda": {
+        "block_scale": "(amax*(1/6))*enc", "element_scale": "x*r(s*r(enc))", "zero_scale": "zeros", "approximate": True,
+        "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
+    },
+    # FlashInfer 0.7.2.post1, the fused norms in CuTe DSL.
+    "flashinfer-nvfp4": {
+        "block_scale": "(amax*enc)*(1/6)", "element_scale": "x*(r(s)*enc)", "zero_scale": "zeros", "approximate": True,
+        "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
+    },
     # torchao 0.18.
     "torchao": {
         "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax/6)/dec", "smallest_scale": "2^-6",
@@ -284,10 +295,17 @@ FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {
 Not modelled: the sign of NaN codes (0/0 on x86 gives 0xFF, here 0x7F).
 """
 
+INT8_ROW_DIALECTS: dict[str, dict[str, Any]] = {
+    "te": {},
+    # vLLM 0.33, csrc/quantization/fused_kernels/layernorm_utils.cuh: scales are at least the epsilon of float32.
+    "vllm-row": {"smallest_amax": 127 * 2.0**-23, "element_scale": "x*(1/s)", "zero_scale": "infinity"},
+}
+"""Dialects of rows of INT8."""
+
 ALIASES = {
     "vllm-static-before-0.33": "vllm-static", "vllm-silu-static": "vllm-static", "vllm-triton-silu": "vllm-triton",
     "sglang-triton-silu": "sglang-triton", "sglang-silu": "sglang-group", "sglang-silu-dense": "sglang-group",
-    "sglang-silu-fp16": "sglang-group-fp16",
+    "sglang-silu-fp16": "sglang-group-fp16", "vllm-silu-nvfp4": "trtllm-cuda",
     # Writes to a cache (narrowgauge.contracts.cache): vLLM 0.33.0 in CUDA, csrc/cache_kernels.cu, and in Triton;
     # conch-triton-kernels 1.3.
     "vllm-kv": "torchao-affine", "vllm-triton-kv": "flashinfer", "conch-kv": "flashinfer",

@@ -133,10 +133,10 @@ class Cache:
 
 
 def has_attention(recipe: Recipe) -> bool:
-    """Whether the contracts of attention read a cache of this recipe: E4M3 with a given scale of the tensor, E4M3 with
-    E8M0 scales of blocks, or E2M1 with E4M3 scales."""
-    if recipe.tensor_scale == "given":
-        return recipe.element is E4M3 and recipe.whole
+    """Whether the contracts of attention read a cache of this recipe: E4M3 with a given scale of the tensor, with a
+    float32 scale of each token and head or with E8M0 scales of blocks, or E2M1 with E4M3 scales."""
+    if recipe.tensor_scale == "given" or recipe.spans_k:
+        return recipe.element is E4M3 and (recipe.whole == (recipe.tensor_scale == "given"))
     return (recipe.element, recipe.scale) in ((E4M3, E8M0), (E2M1, E4M3)) and recipe.tensor_scale == "none"
 
 

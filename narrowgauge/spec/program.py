@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from narrowgauge.spec.formats import FP32
@@ -32,10 +35,11 @@ PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
 """The step that gives the rows of an argument that an index names."""
-SEGMENTS, HEADS, SCORES, WEIGHTED = SEQUENCES = ("segments", "heads", "scores", "weighted")
+SEGMENTS, HEADS, SCORES, WEIGHTED, OF_TOKENS = SEQUENCES = ("segments", "heads", "scores", "weighted", "of_tokens")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
-the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; and the
-sums of the tokens of its request with weights. With the option `to` an index is another one, in no contract."""
+the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; the sums
+of the tokens of its request with weights; and a number of each of these tokens and their heads. With the option `to` an
+index is another one, in no contract."""
 CHOSEN, ACCUMULATED = ROUTED = ("chosen", "accumulated")
 """The steps of mixtures of experts: the row of a matrix that each choice of a token names, and the sum over the choices
 of a token that name a row."""
@@ -344,3 +348,61 @@ class Program:
             formula = f"{step.function}({', '.join(operands + options)})"
             shown = f"  shown as {names[number]}" if number in names else ""
             yield f"%{number:<3} {formula:<44} {' x '.join(step.axes):<10} {step.dtype:<9} line {step.line}{shown}"
+
+
+# ---- measured errors of functions ------------------------------------------------------------------------------------
+
+FUNCTIONS_VARIABLE = "NARROWGAUGE_FUNCTIONS"
+"""Environment variable with the path of a file of `doctor --functions --save`, for all processes of a run."""
+
+
+class FunctionsFileError(ValueError):
+    """A file of measured errors that cannot be used."""
+
+
+@dataclass(frozen=True)
+class MeasuredFunctions:
+    """Errors of the functions of one GPU, over all float32 arguments."""
+
+    path: str
+    about: str
+    """GPU, driver and compiler."""
+    ulps: Mapping[str, float]
+    """Largest distance from the exact result by the name of a function, in ulps."""
+    flushes: frozenset[str]
+    """Functions with subnormal results that are 0."""
+
+
+def use_functions(path: str | os.PathLike[str]) -> None:
+    """Let contracts rest on measured errors of functions, in this process and those that it starts.
+
+    `path`: a file of `narrowgauge doctor --functions --save`. Raises FunctionsFileError.
+    """
+    read_functions(os.path.abspath(path))
+    os.environ[FUNCTIONS_VARIABLE] = os.path.abspath(path)
+
+
+def measured_functions() -> MeasuredFunctions | None:
+    """The measured errors in use. None: documented errors. Raises FunctionsFileError."""
+    path = os.environ.get(FUNCTIONS_VARIABLE)
+    return read_functions(path) if path else None
+
+
+@lru_cache(maxsize=4)
+def read_functions(path: str) -> MeasuredFunctions:
+    """The measured errors in a file. Raises FunctionsFileError."""
+    remedy = "write it by `narrowgauge doctor --functions --save FILE` on a GPU"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        about, rows = content["about"], {row["function"]: row for row in content["functions"]}
+        ulps = {name: float(row["ulp_of_exact"]) for name, row in rows.items()}
+        flushes = frozenset(name for name, row in rows.items() if row["flushed"])
+        text = ", ".join(str(about[key]) for key in ("gpu", "driver", "compiler"))
+    except OSError as error:
+        raise FunctionsFileError(f"{path}: cannot be read: {error.strerror}; {remedy}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FunctionsFileError(f"{path}: has no errors of functions: {error!r}; {remedy}") from error
+    wrong = [f"{name} is off by {value} ulps" for name, value in ulps.items() if not 0 < value < 2.0**22]
+    if wrong:
+        raise FunctionsFileError(f"{path}: {wrong[0]}, not a finite number above 0; {remedy}")
+    return MeasuredFunctions(path, text, ulps, flushes)

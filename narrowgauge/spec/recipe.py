@@ -18,7 +18,7 @@ Granularity = Literal["tensor", "row"]
 TensorScale = Literal["max/amax", "(1/amax)*max", "amax/max", "given", "none"]
 TensorLimit = Literal["finite", "none", "0-for-0", "1", "2^-23", "amax>=1e-12", "refuse", "1-for-nan"]
 BlockScale = Literal[
-    "amax*(enc*(1/6))", "(amax/6)*enc", "(amax*(1/6))*enc", "(2*amax/12)*enc", "(amax*enc)/6",
+    "amax*(enc*(1/6))", "(amax/6)*enc", "(amax*(1/6))*enc", "(2*amax/12)*enc", "(amax*enc)/6", "(amax*enc)*(1/6)",
     "(amax/6)/dec", "(amax*(1/6))/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)", "amax/6", "amax*(1/6)",
     "amax*(1/max)", "amax/max", "amax*2^-emax", "1/(max/amax)", "1/enc", "given",
 ]  # fmt: skip
@@ -31,7 +31,8 @@ ScaleRounding = Literal[
 Candidates = Literal["6", "4-or-6-mae", "4-or-6-mse"]
 ZeroScale = Literal["saturate", "infinity", "zeros", "1", "2^-9", "2^-23"]
 Element = Literal[
-    "x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))", "x*r(s*r(enc))", "x*((1/dec)/s)", "(x*enc)*(1/s)",
+    "x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))", "x*r(s*r(enc))", "x*(r(s)*enc)", "x*((1/dec)/s)",
+    "(x*enc)*(1/s)",
     "(x*(1/dec))*(1/s)", "x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/R(s*(1/enc)))",
     "x*(1/s)", "R(x/s)", "R(x/s)*enc", "x*(max/amax)", "x*enc",
 ]  # fmt: skip
@@ -156,8 +157,9 @@ class Recipe:
     element_scale: Element = "x*min(1/(s*(1/enc)),FLT_MAX)"
     """Form of the multiplication or division before an element is rounded."""
     approximate: bool = False
-    """Whether the reciprocal in a factor x*(1/s) or x*(max/amax) may be off by 1 ulp, as rcp.approx.ftz.f32 of PTX:
-    contracts accept each of these factors. `quantize` has the rounded reciprocal."""
+    """Whether reciprocals may be off by 1 ulp, as rcp.approx.ftz.f32 of PTX: those of a factor x*(1/s), x*(max/amax),
+    x*r(s*r(enc)) or x*(r(s)*enc), and 1/6 of a scale of E4M3. Contracts accept each of these factors and scales.
+    `quantize` has the rounded reciprocals."""
     rounding: Rounding = "nearest-even"
     """Rounding of the elements. Stochastic rounding takes random bits. `nearest-toward-zero` and `nearest-away` round
     ties to the number nearer to zero and farther from zero. `nearest-even-within-1e-6`: distances to the

@@ -19,7 +19,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.spec.dialects import ALIASES, DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
+from narrowgauge.spec.dialects import (
+    ALIASES,
+    DIALECTS,
+    FP8_DIALECTS,
+    INT8_ROW_DIALECTS,
+    MX_DIALECTS,
+    MX_DIALECTS_OF,
+)
 from narrowgauge.spec.formats import (
     E0M3,
     E2M1,
@@ -190,7 +197,7 @@ def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
 
 def _integers(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     group = parts["group"]
-    element = {"4": (INT4, UINT4), "8": (INT8, UINT8)}[parts["bits"]][parts["zeros"] is not None]
+    element = {"4": (INT4, UINT4), "8": (INT8, UINT8)}[parts["bits"]][bool(parts["zeros"])]
     recipe = Recipe(
         parts[0], DEFAULT_DIALECT, element=element, block=(1, int(group or WHOLE)), scale=FP32,
         tensor_scale="none", tensor_limit="none", block_scale="amax/max", element_scale="x/s", scale_rounding="none",
@@ -279,11 +286,14 @@ _FAMILIES = (
         ),
     ),
 )  # fmt: skip
-_INTEGERS = _Family(
-    re.compile(r"int(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))(?P<zeros>-zp)?"),
-    _integers,
-    {DEFAULT_DIALECT: {}},
-    ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row", "int8-row-zp"),
+_INTEGERS = (
+    _Family(
+        re.compile(r"int(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))(?P<zeros>-zp)?(?<!int8-row)"),
+        _integers,
+        {DEFAULT_DIALECT: {}},
+        ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row-zp"),
+    ),
+    _Family(re.compile(r"int(?P<bits>8)-row(?P<group>)(?P<zeros>)"), _integers, INT8_ROW_DIALECTS, ("int8-row",)),
 )
 """Operands of products. `recipe_names` leaves them out: no kernel of this package makes them."""
 _NAMES = tuple(name for family in _FAMILIES for name in family.names)
@@ -363,10 +373,10 @@ def _find(base: str, dialect: str) -> Recipe:
 
 def _family(base: str, dialect: str) -> tuple[_Family, re.Match[str]]:
     """The family of a name, and the parts of the name. Raises ValueError for an unknown name."""
-    match = next(((f, parts) for f in (*_FAMILIES, _INTEGERS) if (parts := f.parts.fullmatch(base))), None)
+    match = next(((f, parts) for f in (*_FAMILIES, *_INTEGERS) if (parts := f.parts.fullmatch(base))), None)
     if match is None:
         name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
-        close = _nearest(base, (*_NAMES, *_INTEGERS.names), 3)
+        close = _nearest(base, (*_NAMES, *(name for family in _INTEGERS for name in family.names)), 3)
         raise ValueError(f"no recipe is called {name!r}{close}; narrowgauge.recipes() lists those of quantize")
     return match
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -164,9 +164,24 @@ def _launch_write(kernel: str, parts: Mapping[str, _Rows], slots: torch.Tensor, 
     parameters = _WRITE(keys=fields[0], values=fields[-1], slots=slots, tokens=tokens, heads=heads, chunks=longest,
                         scale_of_heads=_of_heads(scale), use=use, smallest_amax=recipe.smallest_amax)  # fmt: skip
     flags = (f"-DUSE={use}", f"-DFORMAT={target.format}", f"-DHEADS={heads}u", f"-DCHUNKS={longest}u",
-             f"-DPAGE_SIZE={page}")  # fmt: skip
-    launch("kv_write", kernel, (blocks_for(tokens * heads * longest, _THREADS), len(parts)), (_THREADS,), [parameters],
+             f"-DPAGE_SIZE={page}",
+             f"-DALIGNED={int(kernel != 'kv_store' and _aligned(parts.values(), longest))}")  # fmt: skip
+    halves = len(parts) if kernel == "kv_store" else 1  # kv_write has both halves in a thread
+    launch("kv_write", kernel, (blocks_for(tokens * heads * longest, _THREADS), halves), (_THREADS,), [parameters],
            device=x.device, extra_flags=flags if x.device.type == "cuda" else ())  # fmt: skip
+
+
+def _aligned(parts: Iterable[_Rows], chunks: int) -> bool:
+    """Whether rows have `chunks` whole chunks, at multiples of 16 bytes in rows and of whole chunks in the cache."""
+    for x, _, target in parts:
+        cells, chunk = target.codes, _CHUNK // 2 if target.format == "CACHE_NVFP4" else _CHUNK
+        places = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:2]))
+        bytes_of_cells = (cells.data_ptr(), *cells.stride()[:-1])
+        if x.stride(2) != 1 or x.shape[2] != _CHUNK * chunks or any(place % 16 for place in places):
+            return False
+        if cells.dim() != 4 or cells.stride(3) != 1 or any(place % chunk for place in bytes_of_cells):
+            return False
+    return True
 
 
 def _fused(recipe: Recipe) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from narrowgauge.native.gemm import wgmma
 from narrowgauge.native.gemm.operands import Fields, Product
 from narrowgauge.native.gemm.paths import clusters_of
 from narrowgauge.native.gemm.skinny import takes_operand
@@ -28,8 +29,10 @@ _THREADS = 640
 """Of a block."""
 _TOKENS = (64, 128)
 """Rows of a of a block of threads."""
-_SHARED_BYTES = 194 * 1024
-"""sizeof(FusedShared), plus its alignment to 1024 bytes."""
+_SHARED_BYTES, _SECTIONS_SHARED_BYTES = 194 * 1024, 214 * 1024
+"""sizeof(FusedShared) and of SectionsShared, plus their alignment to 1024 bytes."""
+_PACKING_BLOCKS = 8
+"""Blocks of a multiprocessor that dequantize sections of a: each finds its first section by a scan."""
 RUNS = {"nvfp4": 256, "mx": 512}
 """Family to the columns of a run, which has 16 bytes of scales: a slice of K has a multiple of them."""
 _LARGEST = 2**31 - _ROWS
@@ -60,11 +63,6 @@ def slices_of(m: int, n: int, k: int, family: str, multiprocessors: int) -> tupl
     for blocks in clusters_of(tiles, k, multiprocessors):
         if starts := _starts(k, family, blocks):
             return starts
-    return slices_of_sections(k, family)
-
-
-def slices_of_sections(k: int, family: str) -> tuple[int, ...]:
-    """First columns of the two slices of K of a grouped GEMM."""
     starts = _starts(k, family, 1)
     assert starts, f"{k} columns have two runs"
     return starts
@@ -85,69 +83,59 @@ def multiply(product: Product, out: torch.Tensor, *, slices: tuple[int, ...]) ->
         return
     tokens, cluster = tokens_of(product.m), len(slices) // 2 if out.device.type == "cuda" else 1
     grid = blocks_for(product.n, _ROWS) * cluster, blocks_for(product.m, tokens)
-    matrix = tensor_map(product.b, product.n, _row_bytes(product))
-    _multiply(product, out, slices, f"gemm_fused_{tokens}", grid, matrix, product.b, cluster)
+    source, refused, own = f"gemm_fused_{product.family}", None, None
+    if product.family == "mx":  # each block of threads sets its flag to 0, which costs no launch
+        packed = packed_tiles(product.m, product.k)
+        refused = torch.empty(packed + grid[0] * grid[1], dtype=torch.int32, device=out.device)
+        own = refused[packed:]
+    a = dequantize(
+        product.family, product.a, product.m, product.k, 1, refused, early_kernel=(source, "pack_interleaved")
+    )
+    parameters = _PARAMETERS(
+        a=a, b_codes=product.b["codes"], b_scales=product.b["scales"], refused=own,
+        **fields_of(product, out, len(slices), _COLUMNS) | {"slice_steps": slices[1] // _COLUMNS},
+    )  # fmt: skip
+    launch(
+        source, f"gemm_fused_{tokens}", grid, (_THREADS,),
+        [tensor_map(product.b, product.n, _row_bytes(product)), parameters, *_alpha(product)], device=out.device,
+        shared_bytes=_SHARED_BYTES if out.device.type == "cuda" else 0,  # the CPU build has a static array
+        extra_flags=(f"-DSLICES={cluster}",) if cluster > 1 else (), early=True,
+    )  # fmt: skip
+    if refused is not None:
+        multiply_refused(product, out, refused)
 
 
 def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fields]) -> None:
     """Computes a grouped GEMM into `out` (M, N), for matrices that `takes_matrices` accepts. `matrices`:
     OperandParameters of each."""
-    assert product.sizes is not None
+    sizes, starts, device = product.sizes, product.starts, out.device
+    assert sizes is not None
     if out.numel() == 0:
         return
-    maps = tensor_maps(matrices, product.n, _row_bytes(product), out.device)
-    tokens = tokens_of(product.expected_rows // len(matrices))
-    # Each section may end in a part of a block.
-    grid = blocks_for(product.n, _ROWS), product.m // tokens + len(matrices)
+    source, multiprocessors = f"gemm_fused_{product.family}", wgmma.multiprocessors(device)
+    refused = torch.zeros(1, dtype=torch.int32, device=device) if product.family == "mx" else None
     first = _MATRICES(
-        maps=maps,
-        codes=product.b["codes"],
-        scales=product.b["scales"],
-        sizes=product.sizes,
-        starts=product.starts,
-        sections=len(matrices),
-    )
-    slices = slices_of_sections(product.k, product.family)
-    _multiply(product, out, slices, f"gemm_fused_grouped_{tokens}", grid, first, {"codes": None, "scales": None})
+        maps=tensor_maps(matrices, product.n, _row_bytes(product), device), codes=product.b["codes"],
+        scales=product.b["scales"], sizes=sizes, starts=starts, sections=len(matrices),
+    )  # fmt: skip
+    a = dequantize(
+        product.family, product.a, product.m, product.k, 1, refused, sizes=sizes, starts=starts,
+        early_kernel=(source, "pack_interleaved"), most_blocks=_PACKING_BLOCKS * multiprocessors,
+    )  # fmt: skip
+    parameters = _PARAMETERS(a=a, b_codes=None, b_scales=None, refused=refused, **fields_of(product, out, 1, _COLUMNS))
+    tokens = tokens_of(product.expected_rows // len(matrices))
+    launch(
+        source, f"gemm_fused_grouped_{tokens}", (multiprocessors,), (_THREADS,), [first, parameters, *_alpha(product)],
+        device=device, shared_bytes=_SECTIONS_SHARED_BYTES if device.type == "cuda" else 0, early=True,
+    )  # fmt: skip
+    if refused is not None:
+        multiply_refused(product, out, refused)
+
+
+def _alpha(product: Product) -> list[StructValue]:
+    return [] if product.family == "mx" else [product.alpha_parameters()]
 
 
 def _row_bytes(product: Product) -> int:
     """Bytes of a row of b."""
     return product.k // 2 if product.family == "nvfp4" else product.k
-
-
-def _multiply(
-    product: Product,
-    out: torch.Tensor,
-    slices: tuple[int, ...],
-    kernel: str,
-    grid: tuple[int, int],
-    first: StructValue,
-    b: Fields,
-    cluster: int = 1,
-) -> None:
-    """Launches a kernel whose first parameter is `first`. `b`: codes and scales, if it is a single matrix."""
-    device, family, source = out.device, product.family, f"gemm_fused_{product.family}"
-    refused, own = None, None
-    if family == "mx" and product.sizes is not None:
-        refused = own = torch.zeros(1, dtype=torch.int32, device=device)
-    elif family == "mx":  # each block of threads sets its flag to 0, which costs no launch
-        packed = packed_tiles(product.m, product.k)
-        refused = torch.empty(packed + grid[0] * grid[1], dtype=torch.int32, device=device)
-        own = refused[packed:]
-    a = dequantize(
-        family, product.a, product.m, product.k, 1, refused, sizes=product.sizes, starts=product.starts,
-        early_kernel=(source, "pack_interleaved"),
-    )  # fmt: skip
-    parameters = _PARAMETERS(
-        a=a, b_codes=b["codes"], b_scales=b["scales"], refused=own,
-        **fields_of(product, out, len(slices), _COLUMNS) | {"slice_steps": slices[1] // _COLUMNS},
-    )  # fmt: skip
-    launch(
-        source, kernel, grid, (_THREADS,),
-        [first, parameters, *([product.alpha_parameters()] if refused is None else [])], device=device,
-        shared_bytes=_SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
-        extra_flags=(f"-DSLICES={cluster}",) if cluster > 1 else (), early=True,
-    )  # fmt: skip
-    if refused is not None:
-        multiply_refused(product, out, refused)

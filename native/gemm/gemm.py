@@ -15,10 +15,10 @@ from narrowgauge.native.gemm.operands import (
     epilogue_fields,
     kernel_source,
     layout_of,
-    moved,
     operand_fields,
     product,
     product_family,
+    stored,
 )
 from narrowgauge.native.gemm.paths import (
     FP8,
@@ -169,15 +169,17 @@ def multiply_sections(
     family, device = product_family(recipe, b[0].recipe), a_codes.device
     operands = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
     matrices, amaxes = [fields for fields, _ in operands], [amax for _, amax in operands if amax is not None]
-    codes, scales = (_addresses([fields[part] for fields in matrices], device) for part in ("codes", "scales"))
-    layouts = torch.tensor([fields["layout"] for fields in matrices], dtype=torch.int32)
+    parts_of_b: list[Sequence[object]] = [[fields[part] for fields in matrices] for part in ("codes", "scales")]
+    words = [_address(tensor, device) for tensors in (*parts_of_b, amaxes) for tensor in tensors]
+    words += [fields["layout"] for fields in matrices if isinstance(fields["layout"], int)]
+    codes, scales, *b_amaxes, layouts = stored(words, device).view(-1, len(b))
     terms = Product(
         family, m, n, k,
         a={"codes": a_codes, "scales": a_scales, "element": recipe.element.name, "layout": layout_of(recipe)},
-        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": moved(layouts, device)},
+        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": layouts},
         epilogue=epilogue_fields((m, n), out_dtype, c, bias, len(b)),
         alpha=alpha_fields(
-            recipe, b[0].recipe, family, (a_scales, scales), (amax, _addresses(amaxes, device) if amaxes else None)
+            recipe, b[0].recipe, family, (a_scales, scales), (amax, b_amaxes[0] if b_amaxes else None)
         ),
         sizes=rows.sizes, starts=rows.starts, expected_rows=rows.expected,
     )  # fmt: skip
@@ -212,9 +214,8 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
         path = grouped_path_for(sum(q.shape[0] for q in left), left[0].codes, left[0].recipe, right, family)
     if path in (TENSOR, FUSED) and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
-    if path == FUSED:
-        k = left[0].shape[1]
-        starts = _fused_slices(left[0], right[0], family) if single else fused.slices_of_sections(k, family)
+    if path == FUSED and single:
+        k, starts = left[0].shape[1], _fused_slices(left[0], right[0], family)
         equal = k == len(starts) * starts[1]
         return order_of(path, family, len(starts), () if equal else starts[1:])
     return order_of(path, family, _slices(left[0], right[0], path) if single else 1)
@@ -248,12 +249,9 @@ def _section_scales(a: GroupedQuantized) -> torch.Tensor:
     return torch.nn.functional.pad(a.scales, (0, 0, 0, missing)) if missing > 0 else a.scales
 
 
-def _addresses(tensors: Sequence[object], device: torch.device) -> torch.Tensor:
-    """Addresses of tensors, in memory of their device. Raises ValueError if a tensor lies on another device."""
-    addresses = []
-    for tensor in tensors:
-        assert isinstance(tensor, torch.Tensor)
-        if tensor.device != device:
-            raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
-        addresses.append(tensor.data_ptr())
-    return moved(torch.tensor(addresses, dtype=torch.int64), device)
+def _address(tensor: object, device: torch.device) -> int:
+    """Address of a tensor. Raises ValueError if the tensor lies on another device."""
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.device != device:
+        raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
+    return tensor.data_ptr()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from narrowgauge.native.quantize.layout import linear_scales
 from narrowgauge.native.runtime.arguments import check_operand, supported
+from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value, enumerators
 from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
@@ -20,6 +22,9 @@ _GEMM = KernelStruct(_HEADER, "GemmParameters")
 _GROUPED_GEMM = KernelStruct(_HEADER, "GroupedGemmParameters")
 _ALPHA = KernelStruct(_HEADER, "Alpha")
 _GROUPED_ALPHA = KernelStruct(_HEADER, "GroupedAlpha")
+_STORED = KernelStruct("gemm/store_words.cu", "StoredWords")
+_WORDS = _STORED.fields[-1].count or 0
+"""Words of a launch."""
 _LAYOUT = enumerators(_HEADER, "Layout")
 _DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _ALPHA_ORDERS = {"(a*b)/d": "DIVIDE", "(b*a)*(1/d)": "MULTIPLY"}
@@ -189,9 +194,14 @@ def alpha_fields(a: Recipe, b: Recipe, family: str, scales: tuple[Value, Value],
     return {"a": left, "b": right, "order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}
 
 
-def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers of the CPU on a device. The CPU does not wait for a GPU: CUDA stages memory that is not pinned at once. A
-    CUDA graph would read the memory again at each replay, so that a call under capture waits, which CUDA refuses.
+def stored(words: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Words below 2^64 in memory of a device, int64 (words,).
+
+    They travel as parameters of a kernel, so that the CPU waits for nothing and a CUDA graph has them.
     """
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return numbers.to(device, non_blocking=not captured)
+    out = torch.empty(len(words), dtype=torch.int64, device=device)
+    for first in range(0, len(words), _WORDS):
+        part = words[first : first + _WORDS]
+        values = _STORED(out=out[first:], count=len(part), words=[*part, *[0] * (_WORDS - len(part))])
+        launch("store_words", "store_words", (1,), (_WORDS,), [values], device=device)
+    return out

@@ -27,8 +27,9 @@ SHARED_BYTES = 213 * 1024 + 1024
 """sizeof(WgmmaShared), plus its alignment to 1024 bytes."""
 _PORTABLE_TILE = _PORTABLE_THREADS = 64
 _PORTABLE_ROWS_OF_TILES = 8
-"""Rows of thread blocks of the second kernel, at most: each takes several tiles. 8192 rows by 8 matrices (8192, 8192)
-had 131 072 thread blocks, which took 80 µs on an H200 to return at once."""
+"""Rows of thread blocks of the second kernel, of all matrices together, but at least one of each: a block takes
+several tiles. 8192 rows by 8 matrices (8192, 8192) had 131 072 thread blocks, which took 80 µs on an H200 to return at
+once."""
 BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
 """Family to the enumerator of BlockScales."""
 
@@ -73,8 +74,8 @@ def parameters(
 def multiply_refused(product: Product, out: torch.Tensor, refused: torch.Tensor) -> None:
     """Computes an MX product into `out` (M, N) as the portable kernels do, if a flag of `refused` (flags,) is set. The
     kernel waits for the kernel before."""
-    rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), _PORTABLE_ROWS_OF_TILES)
     matrices = 1 if product.sizes is None else len(product.sizes)
+    rows_of_tiles = min(_ceil_div(product.m, _PORTABLE_TILE), max(1, _PORTABLE_ROWS_OF_TILES // matrices))
     grid = (_ceil_div(product.n, _PORTABLE_TILE), rows_of_tiles, matrices)
     kernel = "gemm_mx_refused" if product.sizes is None else "gemm_grouped_mx_refused"
     starts: list[Argument] = [] if product.sizes is None else [product.starts]
@@ -107,12 +108,14 @@ def dequantize(
     starts: torch.Tensor | None = None,
     matrices: int = 1,
     early_kernel: tuple[str, str] | None = None,
+    most_blocks: int | None = None,
 ) -> torch.Tensor:
     """bfloat16 tiles of an operand (rows, K), uint8, with a multiple of `multiple` rows of tiles.
 
     `operand`: OperandParameters, of all sections if `sizes` is given, `starts` as in Product; or MatricesParameters of
     `matrices` matrices.
-    `early_kernel`: source and name of a kernel with the parameters of `pack`, launched `early` in its place.
+    `early_kernel`: source and name of a kernel with the parameters of `pack`, launched `early` in its place, with
+    `most_blocks` blocks at most.
     """
     sections = 1 if sizes is None else len(sizes)
     tiles = packed_tiles(rows, k, multiple, sections)
@@ -128,7 +131,8 @@ def dequantize(
         )  # fmt: skip
         source, kernel = early_kernel or (SOURCE, "pack")
         early = early_kernel is not None
-        launch(source, kernel, (tiles, matrices), (DEQUANTIZE_THREADS,), [arguments], device=device, early=early)
+        grid = min(tiles, most_blocks or tiles), matrices
+        launch(source, kernel, grid, (DEQUANTIZE_THREADS,), [arguments], device=device, early=early)
     return packed
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from narrowgauge.native.gemm import wgmma
-from narrowgauge.native.gemm.operands import Fields, Product, moved
+from narrowgauge.native.gemm.operands import Fields, Product, stored
 from narrowgauge.native.gemm.paths import columns_of
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
@@ -24,8 +24,8 @@ _PARAMETERS = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "WgmmaFp8Parameters")
 _MAP = KernelStruct("gemm/sm90/tile.cuh", "TensorMap")
 _BOX = 128
 """Rows, and bytes of a row, of a box of a tensor map."""
-_LOW_BOX = 64
-"""Rows of a box of a, if a has no more rows."""
+_LOW_BOXES = (32, 64)
+"""Rows of a box of a, if a, or a section on average, has no more rows."""
 _ALIGNMENT = 16
 """Bytes, of the address and of a row of codes. Source: cuTensorMapEncodeTiled."""
 _LARGEST = 2**31 - _BOX
@@ -91,11 +91,13 @@ def _launch(
     slices: int = 1,
 ) -> None:
     """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
-    box_rows = _LOW_BOX if product.sizes is None and product.m <= _LOW_BOX else _BOX
+    rows = product.m if product.sizes is None else product.expected_rows // len(product.sizes)
+    box_rows = next((low for low in _LOW_BOXES if rows <= low), _BOX)
     parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **wgmma.fields_of(product, out, slices, _BOX))
     device, on_gpu = out.device, out.device.type == "cuda"
     columns = columns_of(product.m, product.n, slices, wgmma.multiprocessors(device))
     flags: tuple[str, ...] = ("-DTILES_OF_B=1",) if columns == _BOX else ()
+    flags += ("-DFEW_ROWS=1",) if box_rows < _BOX and slices == 1 else ()
     if on_gpu:  # each pair of element formats is compiled separately
         flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
@@ -117,8 +119,8 @@ def tensor_map(operand: Fields, rows: int, row_bytes: int, box_rows: int = _BOX)
 
 def tensor_maps(operands: Sequence[Fields], rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
     """TensorMap of each operand, in memory of the device."""
-    words = [word for operand in operands for word in tensor_map(operand, rows, row_bytes).fields]
-    return moved(torch.from_numpy(np.array(words, np.uint64).view(np.int64)), device)
+    maps = [tensor_map(operand, rows, row_bytes).fields for operand in operands]
+    return stored([word for words in maps for word in words if isinstance(word, int)], device)
 
 
 @lru_cache(maxsize=4096)  # weights are multiplied again and again

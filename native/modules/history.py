@@ -1,4 +1,4 @@
-"""Amax history and scales of a layer under delayed scaling, and the observer of a layer."""
+"""Float32 buffers of a module, amax history and scales of a layer under delayed scaling, and the observer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.spec.modules.arguments import check_history_length
 from narrowgauge.spec.modules.autocast import at_exit, recomputing, remember
@@ -21,6 +20,22 @@ An observer copies values that outlive the call: autograd adds the next gradient
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Roles of operands: columns of the history and of the scales."""
+
+
+class Float32Buffers(torch.nn.Module):
+    """`module.bfloat16()` and `module.to(dtype)` convert parameters; scales and amaxes only change the device.
+
+    A scale rounded to bfloat16 has a different value, and no kernel accepts the dtype.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return applied
 
 
 class History(Float32Buffers):

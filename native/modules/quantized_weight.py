@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.native.modules.float32_buffers import Float32Buffers
+from narrowgauge.native.modules.history import Float32Buffers
 from narrowgauge.spec.modules.arguments import check_written
 from narrowgauge.spec.modules.training import TrainingRecipe, training_recipe
 from narrowgauge.spec.quantized import PARTS, Half, Quantized

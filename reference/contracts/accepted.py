@@ -217,6 +217,7 @@ def order_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
 def _table(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """For each byte its number in the order of the values, and whether it is NaN."""
     sign = fmt.sign_code if fmt.signed else 256
-    order = [code if code < sign else -1 - (code - sign) for code in range(256)]
+    negative = range(-sign, 0) if fmt.complement else range(-1, -257, -1)
+    order = [code if code < sign else negative[(code - sign) % sign] for code in range(256)]
     nan = [code < fmt.codes and fmt.value(code) != fmt.value(code) for code in range(256)]
     return torch.tensor(order, dtype=torch.int32).to(device), torch.tensor(nan).to(device)

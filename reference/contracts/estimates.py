@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.functions import function_of
 from narrowgauge.reference.contracts.interval import APPROXIMATE_DIVISION, SIGNIFICAND_BITS, Interval
 from narrowgauge.spec.program import Program, Step
 from narrowgauge.spec.summation import SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
@@ -325,7 +325,7 @@ class Estimator:
 
     def function(self, step: Step) -> Estimate:
         """A function of a number, in any of its forms."""
-        function, a = FUNCTIONS[step.function], self._of(step.operands[0])
+        function, a = function_of(step.function), self._of(step.operands[0])
         exponential = step.function in ("exp", "exp2")
         if exponential and a.largest > _ARGUMENT:
             a = self._bounded(a, _ARGUMENT)

@@ -1,18 +1,21 @@
 """Functions of one number, with the errors that their implementations document.
 
 `FUNCTIONS` is the one table of errors: each form of a function, with its source. A verdict rests on the forms that its
-contract names. The tables of CUDA are measured and not guaranteed.
+contract names. The tables of CUDA are measured and not guaranteed. Errors measured on a GPU replace them if a file of
+`narrowgauge.spec.program.measured_functions` is in use.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from narrowgauge.reference.contracts.interval import Interval, hull, rounded, widened
+from narrowgauge.spec.program import measured_functions, read_functions
 from narrowgauge.spec.summation import SMALLEST_NORMAL, SMALLEST_SUBNORMAL, UNIT
 
 _GUIDE = "CUDA C++ Programming Guide 13.0, section 17.1, table 17"
@@ -123,13 +126,42 @@ FUNCTIONS: dict[str, Function] = {
 the whole error, so these steps lie inside."""
 
 
+_MEASURED = {
+    ("exp", "expf"): "expf", ("exp", "exp2"): "ex2.approx.f32", ("log", "logf"): "logf", ("exp2", "exp2f"): "exp2f",
+    ("rsqrt", "rsqrtf"): "rsqrtf", ("sqrt", "approximate"): "sqrt.approx.f32", ("tanh", "tanhf"): "tanhf",
+    ("tanh", "approximate"): "tanh.approx.f32", ("erf", "erff"): "erff",
+}  # fmt: skip
+"""Names of measured functions by function and form. Other forms keep their documented errors."""
+
+
+def function_of(name: str) -> Function:
+    """The function with this name, with measured errors if a file of them is in use."""
+    measured = measured_functions()
+    return FUNCTIONS[name] if measured is None else _with_errors(name, measured.path)
+
+
+@lru_cache(maxsize=64)
+def _with_errors(name: str, path: str) -> Function:
+    measured = read_functions(path)
+    forms = {}
+    for key, form in FUNCTIONS[name].forms.items():
+        forms[key] = form
+        device_name = _MEASURED.get((name, key), "")
+        if device_name in measured.ulps:
+            ulps = measured.ulps[device_name]
+            below = SMALLEST_NORMAL if device_name in measured.flushes else ulps * SMALLEST_SUBNORMAL
+            source = f"measured: {device_name} within {ulps:g} ulps of the exact result, {measured.about}"
+            forms[key] = replace(form, ulps=0.0, relative=ulps * 2 * UNIT, absolute=below, source=source)
+    return replace(FUNCTIONS[name], forms=forms)
+
+
 def apply(name: str, x: Interval, forms: Sequence[str] = (), *, flushes: bool = False) -> Interval:
     """A function of every number of `x`, by any of the named forms; none: the forms of `Function.default`.
 
     `flushes`: subnormal numbers may be flushed. Raises ValueError for an unknown form. A number outside of the domain
     gives NaN.
     """
-    function = FUNCTIONS[name]
+    function = function_of(name)
     unknown = set(forms) - set(function.forms)
     if unknown:
         raise ValueError(f"{name} has no form {', '.join(sorted(unknown))}; forms: {', '.join(function.forms)}")

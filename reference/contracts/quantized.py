@@ -7,7 +7,7 @@ numbers alone count for the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from narrowgauge.reference.quantize.scaling import (
     tensor_scale,
 )
 from narrowgauge.reference.quantize.steps import block_amaxes, encode_elements, row_amax
-from narrowgauge.spec.formats import E8M0, FP32
+from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
@@ -213,9 +213,8 @@ def hidden_values(
         factors_of = [stored, stored]
     values: list[torch.Tensor] = []
     for s, amax, by in zip(scales, blocks, factors_of, strict=True):
-        factors = element_factors(s, scale, recipe, dtype, amax)
         for moved in (-1, 0, 1) if recipe.approximate else (0,):
-            own = per_row(_approximate(factors, recipe, amax, moved) if moved else factors, recipe, rows)
+            own = per_row(_factors(s, scale, recipe, dtype, amax, moved), recipe, rows)
             for end in (y.low,) if y.point else (y.low, y.high):
                 codes = element_codes(scale_elements(end, own, scale, recipe), recipe)
                 numbers = decode(codes, recipe.element, torch.float64)
@@ -278,9 +277,9 @@ class _Candidates:
     upper: torch.Tensor
     """The least and the greatest amax of the block."""
 
-    def add(self, here: torch.Tensor, number: torch.Tensor, order: torch.Tensor) -> None:
-        """Add the amax `number`, which is possible `here`, and the `order` of its scale."""
-        same = here & (order == self.wanted)
+    def add(self, here: torch.Tensor, number: torch.Tensor, orders: Sequence[torch.Tensor]) -> None:
+        """Add the amax `number`, which is possible `here`, and the `orders` of its least and greatest scale."""
+        same = here & (orders[0] <= self.wanted) & (self.wanted <= orders[1])
         self.bottom = torch.where(same, torch.minimum(self.bottom, number), self.bottom)
         self.top = torch.where(same, torch.maximum(self.top, number), self.top)
         self.lower = torch.where(here, torch.minimum(self.lower, number), self.lower)
@@ -296,23 +295,30 @@ def _judge_scales(
     Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
     amaxes with the kernel's scale are found by halving. A rule for zero blocks replaces the scales of the least amaxes
     by one number, and increases from there on; halving finds the last of these amaxes. Amaxes of 0, infinity and NaN
-    are tried by themselves. `free`: blocks that may hold NaN.
+    are tried by themselves. `free`: blocks that may hold NaN. With an approximate 1/6 an amax has a least and a
+    greatest scale.
     """
+    approximate = recipe.approximate and recipe.scale is E4M3
+    least_greatest = (-1, 1) if approximate else (0,)
 
-    def rule(amax: torch.Tensor) -> torch.Tensor:
-        return block_scales(amax, tensor, recipe, dtype)
+    def rule(amax: torch.Tensor, moved: int = 0) -> torch.Tensor:
+        return block_scales(amax, tensor, recipe, dtype, moved)
 
     low, high = blocks
     if _same(low, high) and free is None:
-        expected = rule(low)
-        return judge_range(scales, expected, expected, fmt=recipe.scale), blocks
+        expected = [rule(low, moved) for moved in least_greatest]
+        return judge_range(scales, expected[0], expected[-1], fmt=recipe.scale), blocks
     grid, never = _Grid(dtype), low.isnan() & high.isnan()
     least, most = grid.number(low), grid.number(high)
     far = torch.full_like(least, 1 << 40)
     found = _Candidates(order_of(scales, recipe.scale).long(), far, -far, far, -far)
 
-    def order_at(number: torch.Tensor) -> torch.Tensor:
-        return order_of(rule(grid.amax(number.clamp(0, grid.largest + 1))), recipe.scale).long()
+    def order_at(number: torch.Tensor, moved: int) -> torch.Tensor:
+        return order_of(rule(grid.amax(number.clamp(0, grid.largest + 1)), moved), recipe.scale).long()
+
+    def orders_at(number: torch.Tensor) -> list[torch.Tensor]:
+        orders = [order_at(number, moved) for moved in least_greatest]
+        return [orders[0], orders[-1]]
 
     first, last = least.clamp(min=1), most.clamp(max=grid.largest)
     span = int((last - first).max()) if first.numel() else 0
@@ -328,12 +334,14 @@ def _judge_scales(
 
             start = _first_with(rises, first, last, torch.ones_like(first))
         edges = torch.minimum(start, last), torch.maximum(start - 1, first)
-        tried = (number for number in (first, last, *edges, *_numbers_with(order_at, start, last, found.wanted)))
+        begin = _first_with(lambda number: order_at(number, least_greatest[-1]), start, last, found.wanted)
+        end = _first_with(lambda number: order_at(number, least_greatest[0]), start, last, found.wanted + 1) - 1
+        tried = (number for number in (first, last, *edges, begin, end))
     for number in tried:
-        found.add((first <= number) & (number <= last) & ~never, number, order_at(number))
+        found.add((first <= number) & (number <= last) & ~never, number, orders_at(number))
     for special in (0, grid.largest + 1):  # amax 0, and infinity
         number = torch.full_like(least, special)
-        found.add((least <= special) & (special <= most) & ~never, number, order_at(number))
+        found.add((least <= special) & (special <= most) & ~never, number, orders_at(number))
     nan = rule(torch.full_like(low, torch.nan))
     maybe = never if free is None or recipe.nan != "propagate" else never | free
     fits = found.bottom <= found.top
@@ -342,22 +350,15 @@ def _judge_scales(
     bottom = torch.where(fits & ~maybe, found.bottom, least).clamp(0, grid.largest + 1)
     top = torch.where(fits & ~maybe, found.top, most).clamp(0, grid.largest + 1)
     ends = [
-        torch.where(never, nan, rule(grid.amax(end.clamp(0, grid.largest + 1)))) for end in (found.lower, found.upper)
+        torch.where(never, nan, rule(grid.amax(end.clamp(0, grid.largest + 1)), moved))
+        for end, moved in ((found.lower, least_greatest[0]), (found.upper, least_greatest[-1]))
     ]
-    several = most > least
+    several = (most > least) | approximate
     if recipe.zero_block == "keep":  # a rule that increases: equal scales of the ends are those of all amaxes
         several &= (least == 0) | (most > grid.largest) | different(ends[0], ends[1], recipe.scale)
     range_ = judge_range(scales, ends[0], ends[1], fmt=recipe.scale)
     part = replace(range_, wrong=~fits, determined=scales.numel() - int((several | maybe).count_nonzero()))
     return part, [torch.where(never, low, grid.amax(bottom)), torch.where(never, high, grid.amax(top))]
-
-
-def _numbers_with(
-    order_at: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the last number in a span whose order is `wanted`, if one has it, of a rule that increases."""
-
-    return _first_with(order_at, first, last, wanted), _first_with(order_at, first, last, wanted + 1) - 1
 
 
 def _first_with(
@@ -493,9 +494,7 @@ class _Elements:
         coding = recipe if own_nan in (None, recipe.nan_code) else replace(recipe, nan_code=own_nan)  # type: ignore[arg-type]
 
         def codes(x: torch.Tensor, amax: torch.Tensor, moved: int = 0) -> torch.Tensor:
-            factors = element_factors(scales.unsqueeze(1), tensor, recipe, self.dtype, amax.unsqueeze(1))
-            if recipe.approximate:
-                factors = _approximate(factors, recipe, amax.unsqueeze(1), moved)
+            factors = _factors(scales.unsqueeze(1), tensor, recipe, self.dtype, amax.unsqueeze(1), moved)
             scaled = scale_elements(x.unsqueeze(1), factors, tensor, recipe)
             scaled = scaled if self.rounding.before is None else self.rounding.before(scaled, recipe.element)
             return element_codes(scaled, coding, random)[:, 0]
@@ -527,17 +526,32 @@ class _Elements:
         return judge_range(self.actual[row, column], least, greatest, nan, recipe.element)
 
 
-def _approximate(factors: torch.Tensor, recipe: Recipe, amax: torch.Tensor, moved: int) -> torch.Tensor:
-    """Factors with a reciprocal that is 1 ulp larger (`moved` 1) or smaller (−1), 0 and infinity as they are. A
-    subnormal reciprocal may be flushed."""
-    of_amax = recipe.element_scale == "x*(max/amax)"
-    reciprocal = 1 / amax.clamp(min=recipe.smallest_amax) if of_amax else factors
+def _factors(
+    scales: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype, amax: torch.Tensor,
+    moved: int,
+) -> torch.Tensor:  # fmt: skip
+    """`element_factors`, in an approximate recipe with reciprocals that make it larger (`moved` 1) or smaller (−1)."""
+    factors = element_factors(scales, tensor, recipe, dtype, amax)
+    if not (recipe.approximate and moved):
+        return factors
+    if recipe.scale is E4M3:
+        assert tensor is not None
+        stored, enc = decode(scales, recipe.scale), tensor.unsqueeze(1)
+        of_product = recipe.element_scale == "x*r(s*r(enc))"
+        near = _near(1 / (stored * _near(1 / enc, -moved) if of_product else stored), moved)
+        return torch.where(stored == 0, factors, near if of_product else near * enc)
+    if recipe.element_scale == "x*(max/amax)":
+        return _near(1 / amax.clamp(min=recipe.smallest_amax), moved) * recipe.element.max
+    return _near(factors, moved)
+
+
+def _near(reciprocal: torch.Tensor, moved: int) -> torch.Tensor:
+    """A reciprocal that is 1 ulp larger (`moved` 1) or smaller (−1), 0 and infinity as they are. A subnormal reciprocal
+    may be flushed."""
     end = torch.copysign(torch.full_like(reciprocal, torch.inf if moved > 0 else 0.0), reciprocal)
-    near = torch.nextafter(reciprocal, end) if moved else reciprocal
-    near = torch.where(reciprocal.isfinite() & (reciprocal != 0), near, reciprocal)
-    if moved < 0:
-        near = torch.where(near.abs() < SMALLEST_NORMAL, torch.zeros_like(near).copysign(near), near)
-    return near * recipe.element.max if of_amax else near
+    near = torch.where(reciprocal.isfinite() & (reciprocal != 0), torch.nextafter(reciprocal, end), reciprocal)
+    flushed = (near.abs() < SMALLEST_NORMAL) & (moved < 0)
+    return torch.where(flushed, torch.zeros_like(near).copysign(near), near)
 
 
 def _with_code(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from narrowgauge.reference.numbers.blocks import pad_columns
@@ -110,11 +111,12 @@ def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None)
 
 
 def block_scales(
-    amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
+    amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None, moved: int = 0
 ) -> torch.Tensor:
     """Steps 3 to 5: stored decode scales, uint8 codes of `recipe.scale` or float32, from block amaxes.
 
     `amax`: float32 (M, ⌈K/block⌉), or (⌈M/rows⌉, ⌈K/block⌉) for float32 scales; ignored if the tensor has one scale.
+    `moved`: by how many ulps 1/6 of a scale of E4M3 is off, 1, 0 or −1.
     `dtype`, errors: see `tensor_scale`. Source: docs/numerics.md#nvfp4, steps 3 to 5; docs/numerics.md#mx, steps 2 and
     3; docs/numerics.md#fp8-with-float32-scales, step 5; docs/dialects.md#nvfp4.
     """
@@ -126,7 +128,7 @@ def block_scales(
         if recipe.block_scale == "1/(max/amax)":
             return divide(1.0, encode_scales(amax, recipe, dtype))
         return _decode_scales(amax, recipe, dtype)
-    scale = unrounded_scales(amax, tensor, recipe, dtype)
+    scale = unrounded_scales(amax, tensor, recipe, dtype, moved)
     stored = encode(scale, recipe.scale, ties="zero" if recipe.scale_rounding == "nearest-toward-zero" else "even")
     if recipe.zero_block == "stored-2^-3":
         eighth = encode(torch.full_like(scale, 2.0**-3), recipe.scale)
@@ -164,27 +166,30 @@ def _eps(recipe: Recipe, dtype: torch.dtype | None) -> float:
 
 
 def unrounded_scales(
-    amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
+    amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None, moved: int = 0
 ) -> torch.Tensor:
     """Steps 3 and 4: the float32 scales d that `block_scales` rounds. Source: docs/numerics.md#nvfp4."""
     largest = recipe.element.max
+    reciprocal = float(np.float32(1.0 / largest) + moved * np.spacing(np.float32(1.0 / largest)))
     form = recipe.block_scale
     if tensor is None:
-        scale = _sixth(amax, recipe, dtype)
+        scale = _sixth(amax, recipe, dtype, reciprocal)
     else:
         tensor = tensor.unsqueeze(1)
         if form == "amax*(enc*(1/6))":
-            scale = amax * (tensor * (1.0 / largest))
+            scale = amax * (tensor * reciprocal)
+        elif form == "(amax*enc)*(1/6)":
+            scale = amax * tensor * reciprocal
         elif form == "(amax*enc)/6":
             scale = amax * tensor / torch.full_like(amax, largest)
         elif form == "amax/(6*dec)":
             scale = amax / (tensor * largest)
         elif form == "(amax*(1/dec))*(1/6)":
-            scale = amax * divide(1.0, tensor) * (1.0 / largest)
+            scale = amax * divide(1.0, tensor) * reciprocal
         elif form in ("(amax/6)/dec", "(amax*(1/6))/dec"):
-            scale = _sixth(amax, recipe, dtype) / tensor
+            scale = _sixth(amax, recipe, dtype, reciprocal) / tensor
         else:
-            scale = _sixth(amax, recipe, dtype) * tensor
+            scale = _sixth(amax, recipe, dtype, reciprocal) * tensor
     if recipe.zero_block == "1":
         scale = torch.where(scale == 0, 1.0, scale)
     elif recipe.zero_block == "1-below-sqrt(tiny)":
@@ -195,10 +200,10 @@ def unrounded_scales(
     return scale.clamp(max=FLT_MAX)
 
 
-def _sixth(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
+def _sixth(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None, reciprocal: float) -> torch.Tensor:
     """amax/6 in the form of `Recipe.block_scale`, rounded to the dtype of `Recipe.statistics`."""
     if "amax*(1/6)" in recipe.block_scale:
-        sixth = amax * (1.0 / recipe.element.max)
+        sixth = amax * reciprocal
     elif "2*amax/12" in recipe.block_scale:
         twice = amax * 2.0
         if recipe.statistics != "float32":
@@ -266,6 +271,8 @@ def _with_tensor(stored: torch.Tensor, tensor: torch.Tensor, recipe: Recipe, dty
     form = recipe.element_scale
     if form == "x*r(s*r(enc))":
         return _reciprocal(stored * _reciprocal(tensor))
+    if form == "x*(r(s)*enc)":
+        return _reciprocal(stored) * tensor
     if form == "x*(1/(s*(1/enc)))":
         return divide(1.0, stored * divide(1.0, tensor))
     if form == "x*((1/dec)/s)":

@@ -5,7 +5,7 @@ import pytest
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
 from narrowgauge.harness.inputs.pairs import sets_of, sets_of_all, size_class
 from tests.matrix import all_cases
-from tests.pairs.make import PAIRS, SIZES, TRIPLES, missing, redundant
+from tests.pairs.make import FUSED, PAIRS, SIZES, TRIPLES, missing, redundant
 
 FEW = 3
 """Tries of a pair: enough that a new value of a key, which has many pairs, is noticed."""
@@ -17,9 +17,16 @@ def cases():
     return list(all_cases())
 
 
-@pytest.mark.parametrize("tries", [FEW, pytest.param(PAIRS.tries, marks=pytest.mark.long)])
-def test_every_pair_is_in_the_quick_tier(cases, tries):
-    assert [(pair, case.id) for pair, case in missing(cases, PAIRS, tries)] == [], REMEDY
+@pytest.mark.parametrize(
+    ("array", "tries"),
+    [
+        (PAIRS, FEW),
+        (FUSED, FEW),
+        *(pytest.param(array, array.tries, marks=pytest.mark.long) for array in (PAIRS, FUSED)),
+    ],
+)
+def test_every_pair_is_in_the_quick_tier(cases, array, tries):
+    assert [(pair, case.id) for pair, case in missing(cases, array, tries)] == [], REMEDY
 
 
 SMALL = ("transform", "update-scale", "swizzle")
@@ -52,6 +59,34 @@ def test_a_pair_that_no_case_has_gets_one(cases):
         assert pair in sets_of(case)
         assert case_from_id(case.id) == case
     assert not list(missing([*kept, *found.values()]))
+
+
+def test_fused_operations_share_their_pairs(cases):
+    """Every operation has every dtype and every class of K; a pair of two keys is in one of them."""
+    covered = FUSED.sets_of_all(FUSED.chosen(cases))
+    operations = {case.operation for case in cases if FUSED.group(case)}
+    assert len(operations) == 9
+    for operation in operations:
+        assert {(("dtype", dtype), ("operation", operation)) for dtype in ("bf16", "fp16", "fp32")} <= covered
+    others = [case for case in cases if not case.file.endswith(FUSED.file("").name)]
+    found = dict(missing(others, FUSED, FEW))
+    assert {key for pair in found for key, _ in pair} >= {
+        "operation",
+        "K",
+        "M",
+        "dtype",
+        "dtype of vectors",
+        "view",
+        "ub",
+    }
+    assert all(pair in FUSED.sets_of(case) for pair, case in found.items())
+
+
+def test_a_field_of_a_contract_is_no_key():
+    case = case_from_id("rmsnorm-quantize/fp8-row-e4m3/17x256/bf16/normal")
+    names = {name for pair in sets_of(case) for name, _ in pair}
+    assert "zero_centered" in names
+    assert not {"rounded", "order", "subnormals"} & names
 
 
 def test_an_empty_case_tests_pairs_of_its_empty_size():

@@ -36,6 +36,14 @@ class Backend:
         if device.type != "cuda":
             raise ValueError("the Triton kernels need --device cuda")
 
+    def warm_up(self, device: torch.device) -> None:
+        """Import and compile all kernels: torch._dynamo alone takes most of a minute."""
+        x = torch.ones(1, 32, dtype=torch.bfloat16, device=device)
+        self.rmsnorm(x, x[0])
+        self.add_rmsnorm(x, x, x[0])
+        self.silu_mul(x)
+        self.gelu_mul(x)
+
     def rmsnorm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, zero_centered: bool = False
     ) -> torch.Tensor:

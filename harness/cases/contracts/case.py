@@ -292,7 +292,10 @@ class ContractCase(Case):
         """Why rows and tokens of these sizes do not fit together."""
         sizes, recipe = self.sizes, find_recipe(self.recipe_names[0])
         if not has_attention(recipe):
-            return f"attention reads caches of FP8 with a given scale of the tensor, MXFP8 and NVFP4, not of {recipe}"
+            return (
+                "attention reads caches of FP8 with a given scale of the tensor or scales of tokens, MXFP8 and NVFP4, "
+                f"not of {recipe}"
+            )
         rows, requests, heads, most = (sizes[name] for name in ("queries", "requests", "heads", "most"))
         if not requests <= rows <= requests * most * sizes["page"]:
             return f"{requests} requests of at most {most} pages of {sizes['page']} tokens do not have {rows} queries"

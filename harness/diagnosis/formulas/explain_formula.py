@@ -1,4 +1,4 @@
-"""Diagnosis of high-precision stages: known wrong formulas of norms, GELU, attention and residuals."""
+"""Diagnosis of high-precision stages: known wrong formulas of norms, activations, attention, residuals and choices."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ from narrowgauge.harness.diagnosis.formulas.wrong_backwards import (
     ScaledGradient,
     ScoresGradient,
 )
+from narrowgauge.harness.diagnosis.formulas.wrong_experts import (
+    CHOICE_ROWS,
+    CHOICES,
+    SWIGLU_GRADIENTS,
+    SWIGLUS,
+    WEIGHT_GRADIENTS,
+    ChoiceRows,
+    Choices,
+    Swiglu,
+    SwigluGradient,
+    WeightGradient,
+)
 from narrowgauge.harness.diagnosis.formulas.wrong_forwards import (
     ATTENTIONS,
     GELUS,
@@ -52,6 +64,9 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[Deviation[Any], ...]]] = {
     "gelu-backward": (GeluGradient, GELU_GRADIENTS), "attention-backward": (AttentionGradient, ATTENTION_GRADIENTS),
     "column-sum": (ColumnSum, COLUMN_SUMS), "softmax": (SoftmaxStep.of, SOFTMAXES),
     "scores-gradient": (ScoresGradient, SCORES_GRADIENTS), "scaled-gradient": (ScaledGradient, SCALED_GRADIENTS),
+    "swiglu": (Swiglu, SWIGLUS), "swiglu-backward": (SwigluGradient, SWIGLU_GRADIENTS),
+    "choices": (Choices, CHOICES), "choice-rows": (ChoiceRows, CHOICE_ROWS),
+    "weight-gradient": (WeightGradient, WEIGHT_GRADIENTS),
 }  # fmt: skip
 """Arguments and wrong formulas by the name of the correct formula."""
 

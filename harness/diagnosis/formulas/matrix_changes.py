@@ -109,9 +109,9 @@ PLACE_CHANGES: tuple[Deviation[Extents], ...] = (
     Deviation("columns-of-other", "every column of {of} is {0}", "matrix", lambda places, m: _placed(1, places, m),
               _PLACES, lambda of: of.columns > 1),
     Deviation("last-row-of-other", "the last row of {of} is {0}", "matrix", lambda places, m: _placed(0, places, m),
-              _LAST, lambda of: of.rows > 2),
+              _LAST, lambda of: of.rows > 1),
     Deviation("last-column-of-other", "the last column of {of} is {0}", "matrix",
-              lambda places, m: _placed(1, places, m), _LAST, lambda of: of.columns > 2),
+              lambda places, m: _placed(1, places, m), _LAST, lambda of: of.columns > 1),
 )  # fmt: skip
 """Rows and columns of another place. The sentence has {of} for the matrix."""
 LEFT_OUT: tuple[Deviation[Extents], ...] = (

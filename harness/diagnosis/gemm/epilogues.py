@@ -25,6 +25,7 @@ from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
 from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
+from narrowgauge.spec.quantized import Quantized
 
 
 def _has_alpha(parts: GemmParts) -> bool:
@@ -117,11 +118,22 @@ def _rounded_amaxes(rounded: tuple[str, torch.dtype], parts: GemmParts) -> torch
 
 def _amax_of_one_operand(side: str, parts: GemmParts) -> torch.Tensor | None:
     a, b = parts.source.a, parts.source.b
-    by_rows = "row" in (a.recipe.granularity, b.recipe.granularity)
-    if by_rows or a.recipe.max_product != b.recipe.max_product:
+    if a.recipe.max_product != b.recipe.max_product:
         return None
-    operand = a if side == "a" else b
-    return alpha(operand, operand)
+    return alpha(a, _with_factors_of(a, b)) if side == "a" else alpha(_with_factors_of(b, a), b)
+
+
+def _with_factors_of(one: Quantized, other: Quantized) -> Quantized:
+    """`one` in place of `other`: a number for each row is read for the row of the same number, modulo the rows."""
+
+    def of_rows(numbers: torch.Tensor | None) -> torch.Tensor | None:
+        if numbers is None or len(numbers) < 2:
+            return numbers
+        return numbers[torch.arange(other.shape[0], device=numbers.device) % len(numbers)]
+
+    scales = of_rows(one.scales) if one.recipe.spans_k else one.scales
+    assert scales is not None
+    return replace(one, amax=of_rows(one.amax), tensor_scale=of_rows(one.tensor_scale), scales=scales)
 
 
 def _single_decode_factor(side: str, parts: GemmParts) -> torch.Tensor | None:
@@ -348,7 +360,7 @@ EPILOGUES: tuple[Deviation[GemmParts], ...] = (
         Deviation("alpha-amax-through-bf16", "α is made of {} rounded to bf16", FACTOR, _rounded_amaxes,
                   {phrase: (sides, torch.bfloat16) for phrase, sides in _AMAXES.items()}),
         Deviation("alpha-missing", "α is left out", FACTOR, lambda parts: torch.ones_like(parts.factor)),
-        Deviation("alpha-amax-twice", "α is made of {}'s amax twice", FACTOR, _amax_of_one_operand,
+        Deviation("alpha-amax-twice", "α is made of the amaxes or scales of {} twice", FACTOR, _amax_of_one_operand,
                   {"a": "a", "b": "b"}),
         Deviation("alpha-twice", "α is applied twice", FACTOR, lambda parts: parts.factor * parts.factor),
         Deviation("alpha-inverted", "1/α is applied in place of α", FACTOR, lambda parts: divide(1.0, parts.factor)),

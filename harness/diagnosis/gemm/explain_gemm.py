@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import SEPARATE, Explanation
+from narrowgauge.harness.diagnosis.explanation import NOT_PROVED, SEPARATE, Explanation
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, SCALES_OF_SUM, accumulators
 from narrowgauge.harness.diagnosis.gemm.changed_products import ChangedProduct, changed_products
 from narrowgauge.harness.diagnosis.gemm.epilogues import EPILOGUES
@@ -32,13 +32,14 @@ from narrowgauge.harness.diagnosis.gemm.other_declarations import (
     ANY_ORDER,
     DECLARATIONS,
     DECODED_TO_FLOAT16,
+    ON_PURPOSE,
     ORDER,
     decoded_to_float16,
     may_have_order,
     simulated_orders,
     wrong_reference_outputs,
 )
-from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, slice_sums, slice_widths
+from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, OF_ELEMENTS, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
@@ -74,7 +75,11 @@ _SHARES_VERIFIED = 3
 
 
 def explain_gemm(
-    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: WorkLimit
+    outcome: Outcome,
+    wrong_stage: StageResult,
+    history: SearchHistory,
+    limit: WorkLimit,
+    refuted: frozenset[str] = frozenset(),
 ) -> list[Explanation]:
     """Deviations that fit every output, if `wrong_stage` is the output of a GEMM.
 
@@ -101,15 +106,16 @@ def explain_gemm(
     if not bool(wrong_outputs.any()):  # the stage failed for another reason than its bounds
         return []
     search = _Search(split_products(products, wrong_outputs), limit)
-    if search.fits(_CORRECT):  # zeros of the wrong sign alone, which fit whatever leaves zeros
-        return []
+    if search.fits(_CORRECT):  # signs of zeros alone, which may follow from an addition and are free in deviations
+        declarations, hints = search.other_declarations(products)
+        return _explanations(declarations, wrong_stage.stage) + hints
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
     recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
     if orders := search.simulated_orders(history, (recipes, f"{wrong_stage.stage} order", False)):
         history.remember([deviation.cause for deviation in orders])
         return [Explanation.of(order, wrong_stage.stage) for order in orders]
-    deviations = list(gemm_deviations(search.products))
+    deviations = [each for each in gemm_deviations(search.products) if each.cause not in refuted]
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}
     key = (recipes, wrong_stage.stage, bool(matching))
@@ -119,25 +125,35 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [replace(deviations[rank], exact=search.separates(deviations[rank])) for rank in sorted(matching)]
+    declarations, hints = search.other_declarations(products)
     if not matches and search.fits(ANY_ORDER):  # the wider bounds of further explanations would fit too
-        return [Explanation.of(ANY_ORDER, wrong_stage.stage)]
+        return [Explanation.of(ANY_ORDER, wrong_stage.stage), *_explanations(declarations, wrong_stage.stage), *hints]
     matches.sort(key=lambda match: not match.exact)  # a stable sort keeps the simplest first
-    matches += search.other_declarations(products)  # last: these weaken the rule
-    if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
-        matches = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
+    matches += declarations  # last: these weaken the rule
+    recently = not _LAST_CAUSES.isdisjoint(history.recent_causes)
+    if search.only_signs:  # any change that leaves zeros would fit
+        full_search = False
+    elif recently or (full_search and not matches):
+        last = [replace(match, exact=match.exact and not search.has_few_wrong) for match in search.last_matches()]
+        matches = last + matches
     if not matches and full_search:
         matches = search.changed_products()
-    simplest = {match.cause: match for match in reversed(matches)}
-    causes = list(dict.fromkeys(match.cause for match in matches))
-    history.remember(causes)
-    if not causes and full_search:
-        return search.largest_share(deviations, wrong_stage.stage)
-    return [_explanation(simplest[cause], wrong_stage.stage) for cause in causes]
+    explanations = _explanations(matches, wrong_stage.stage)
+    history.remember([each.cause for each in explanations])
+    if not explanations and full_search:
+        explanations = search.largest_share(deviations, wrong_stage.stage)
+    return explanations + [hint for hint in hints if hint.cause not in {each.cause for each in explanations}]
 
 
-def _explanation(match: Match, stage: str) -> Explanation:
-    words = "" if match.exact else f"; fewer than {_LEAST_SEPARATED} outputs{SEPARATE}GEMM"
-    return Explanation.of(replace(match, sentence=match.sentence + words), stage)
+def _explanations(matches: Sequence[Match], stage: str) -> list[Explanation]:
+    """An explanation for each cause: its first match."""
+    first = {match.cause: match for match in reversed(matches)}
+    words = f"; fewer than {_LEAST_SEPARATED} outputs{SEPARATE}GEMM"
+    return [
+        Explanation.of(match if match.exact else replace(match, sentence=match.sentence + words), stage)
+        for match in matches
+        if first[match.cause] is match
+    ]
 
 
 def gemm_deviations(products: Sequence[GemmParts]) -> Iterator[Deviation[GemmParts]]:
@@ -207,6 +223,13 @@ class _Search:
         return rows * columns * (1 + parts.left.shape[1] / 128)
 
     @cached_property
+    def only_signs(self) -> bool:
+        """Whether every wrong output is a zero with the other sign."""
+        return all(
+            torch.equal(parts.output[parts.wrong], parts.source.limits.expected[parts.wrong]) for parts in self.products
+        )
+
+    @cached_property
     def has_few_wrong(self) -> bool:
         """Whether fewer than `_LEAST_SEPARATED` outputs are wrong."""
         return sum(int(parts.wrong.sum()) for parts in self.products) < _LEAST_SEPARATED
@@ -241,7 +264,8 @@ class _Search:
             if (parts.number, key) not in self._sums:
                 self._sums[parts.number, key] = _sums(selected, key)
             sums = self._sums[parts.number, key]
-        return fits(selected.output, changed_outputs(deviation, selected, sums.ends), sums.undetermined)
+        candidates = changed_outputs(deviation, selected, sums.ends)
+        return fits(selected.output, candidates, sums.undetermined, sums.ends)
 
     def separates(self, deviation: Deviation[GemmParts]) -> bool:
         """Whether the deviation cannot give at least `_LEAST_SEPARATED` outputs of the reference."""
@@ -283,22 +307,38 @@ class _Search:
             history.searches[key] += 1
         return found
 
-    def other_declarations(self, products: Sequence[Product]) -> list[Match]:
-        """Declarations under which all outputs are correct, if `_LEAST_SEPARATED` outputs are wrong without them."""
+    def other_declarations(self, products: Sequence[Product]) -> tuple[list[Match], list[Explanation]]:
+        """Declarations under which all outputs are correct, and hints of them.
+
+        A declaration is exact if `_LEAST_SEPARATED` outputs of the kernel are wrong without it, and as many of the
+        reference are wrong with it. It is a hint, and no reason for a weaker rule, if fewer outputs of the kernel are
+        wrong, or only signs of zeros, or if it leaves outputs undetermined.
+        """
         found: list[Match] = []
-        if self.has_few_wrong:
-            return found
+        hints: list[Explanation] = []
+
+        def add(declaration: Deviation[Any], counts: tuple[int, bool] | None) -> None:
+            if counts is None:
+                return
+            exact = counts[0] >= _LEAST_SEPARATED and not self.has_few_wrong
+            if exact or not (self.has_few_wrong or self.only_signs or counts[1]):
+                found.append(replace(declaration, exact=exact))
+            elif declaration.cause not in {hint.cause for hint in hints}:
+                sentence = declaration.sentence.partition(ON_PURPOSE)[0] + NOT_PROVED
+                hints.append(Explanation(declaration.cause, sentence, products[0].stage, exact=False))
+
         for declaration in rows_of(DECLARATIONS, products[0].order):
             if not self.limit.may_try(self._of_all):
                 break
-            if (wrong := wrong_reference_outputs(declaration, products)) is not None:
-                found.append(replace(declaration, exact=wrong >= _LEAST_SEPARATED))
+            add(declaration, wrong_reference_outputs(declaration, products))
         if not found and self.limit.may_try(self._of_all) and (wrong := decoded_to_float16(self.products)) is not None:
-            found.append(replace(DECODED_TO_FLOAT16, exact=wrong >= _LEAST_SEPARATED))
-        return found
+            add(DECODED_TO_FLOAT16, (wrong, False))
+        return found, hints
 
     def last_matches(self) -> list[Match]:
         """Explanations that are tried if no deviation fits."""
+        if found := [each for each in OF_ELEMENTS if self.fits(each)]:
+            return [replace(each, exact=self.separates(each)) for each in found]
         if partial := self._partial_sums():
             return partial
         if self.limit.may_try(self._of_all) and (gain := find_gain(self.products)) is not None:
@@ -388,7 +428,7 @@ class _Search:
             parts = changed.select(*self._sample(product)) if sampled else changed
             original = product.select(*self._sample(product)) if sampled else product
             sums = parts.sums()
-            fitting = fits(parts.output, changed_outputs(deviation, parts, sums.ends), sums.undetermined)
+            fitting = fits(parts.output, changed_outputs(deviation, parts, sums.ends), sums.undetermined, sums.ends)
             for row, mask in enumerate((original.wrong, ~original.wrong)):
                 counts[row] += torch.tensor([int((fitting & mask).sum()), int(mask.sum())])
         (fitted, wrong), (kept, correct) = counts.tolist()

@@ -259,13 +259,22 @@ def _fused_multiply_add(ends: Ends, factor: torch.Tensor, addend: torch.Tensor) 
     return low, high
 
 
-def fits(output: torch.Tensor, candidates: Sequence[Ends], undetermined: torch.Tensor) -> torch.Tensor:
-    """bool mask of the outputs between the ends of a candidate. The sign of zero and the payload of NaN are free."""
+def fits(
+    output: torch.Tensor, candidates: Sequence[Ends], undetermined: torch.Tensor, sums: Ends | None = None
+) -> torch.Tensor:
+    """bool mask of the outputs between the ends of a candidate. The payload of NaN is free, and so is the sign of zero,
+    unless the ends of the `sums` exclude 0: a sum that underflows behind its last addition keeps its sign."""
     value = output.float()
     is_nan = value.isnan()
     fitting = undetermined & ~value.isfinite()
+    zero = value == 0
+    signed = zero & ((sums[0] > 0) | (sums[1] < 0)) if sums is not None and bool(zero.any()) else None
     for low, high in candidates:  # NaN is in no interval
-        fitting |= ((value >= low) & (value <= high)) | ((low.isnan() | high.isnan()) & is_nan)
+        inside = (value >= low) & (value <= high)
+        if signed is not None:
+            other = (low.signbit() == high.signbit()) & (low.signbit() != value.signbit())
+            inside &= ~(signed & (low == 0) & (high == 0) & other)
+        fitting |= inside | ((low.isnan() | high.isnan()) & is_nan)
     return fitting
 
 

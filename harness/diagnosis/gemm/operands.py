@@ -15,14 +15,17 @@ from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
 from narrowgauge.harness.operations.pack_scales.deviations import SWIZZLE_READS
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.gemm.operands import element_values
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle, unswizzle
+from narrowgauge.reference.quantize.layout import elements, swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.scale_layouts import LAYOUTS, TILES
 
 _OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
+_FITTED_ROWS = 8
+"""Rows of wrong outputs that a number for a code is fitted to."""
 _TILES = {"32": 32, "64": 64, "128": 128}
 """Columns of K of which a kernel may take whole ones alone."""
 Changed = Quantized | None
@@ -389,6 +392,54 @@ def _on_both(change: Callable[[Quantized], Changed]) -> Callable[[GemmParts], Ge
     return partial(_on, ("left", "right"), change)
 
 
+def _element_table(q: Quantized) -> torch.Tensor:
+    """Magnitude codes of the elements, int64 (M, K)."""
+    codes = elements(q.codes, q.shape[1], q.recipe)
+    return (codes & (q.recipe.element.sign_code - 1)).long()
+
+
+def _with_entry(side: str, entry: tuple[int, float], parts: GemmParts) -> GemmParts:
+    """The parts with another number for a code of a magnitude in a, b or both: all elements as codes of E4M3, which
+    holds the numbers of 4-bit elements and quarters up to 16."""
+    operands = []
+    for name, q in (("a", parts.left), ("b", parts.right)):
+        numbers = element_values(q)
+        if side in (name, "both operands"):
+            numbers = torch.where(_element_table(q) == entry[0], numbers.sign() * entry[1], numbers)
+        operands.append(_with_format(replace(q, codes=encode(numbers.float(), E4M3)), "element", E4M3))
+    return replace(parts, left=operands[0], right=operands[1])
+
+
+def _entries(parts: GemmParts) -> Iterator[tuple[str, tuple[str, tuple[int, float]]]]:
+    """Numbers for single codes of 4-bit elements that a least-squares fit of some rows of wrong outputs gives."""
+    formats = {parts.left.recipe.element, parts.right.recipe.element}
+    if len(formats) > 1 or parts.left.recipe.element.bits != 4 or parts.tensor_factors is not None:
+        return
+    rows = parts.wrong.any(1).nonzero().flatten()[:_FITTED_ROWS]
+    few = parts.select(rows, torch.arange(parts.output.shape[1], device=rows.device))
+    left, right = operand_values(few.left), operand_values(few.right)
+    total = few.output.double() - sum(x.double() for x in (few.c, few.bias) if x is not None)
+    rest = total / few.factor.double() - left @ right.T
+    tables = _element_table(few.left), _element_table(few.right)
+    for code in range(1, parts.left.recipe.element.max_code + 1):
+        right_value = parts.left.recipe.element.values[code]
+        a, b = (
+            torch.where(table == code, x / right_value, 0.0) for table, x in zip(tables, (left, right), strict=True)
+        )
+        of_a, of_b = a @ right.T, left @ b.T
+        for side, product in (("both operands", of_a + of_b), ("a", of_a), ("b", of_b)):
+            fitted = rest.isfinite() & product.isfinite()
+            weight = float((product[fitted] ** 2).sum())
+            change = float((product[fitted] * rest[fitted]).sum()) / weight if weight else 0.0
+            value = round(4 * (right_value + change)) / 4
+            if 0 <= value <= 2 * parts.left.recipe.element.max and value != right_value:
+                yield f"{value:g} for {right_value:g} in {side}", (side, (code, value))
+
+
+TABLE_ENTRY: Deviation[GemmParts] = Deviation(
+    "element-table", "the table of element values has {}", "operands",
+    lambda found, parts: _with_entry(found[0], found[1], parts), _entries,
+)  # fmt: skip
 OPERANDS: tuple[Deviation[GemmParts], ...] = (
     Deviation("scales-of-one-operand", "scales of a are used for b too", "operands", partial(_scales_of_one, "a")),
     Deviation("scales-of-one-operand", "scales of b are used for a too", "operands", partial(_scales_of_one, "b")),
@@ -401,6 +452,7 @@ OPERANDS: tuple[Deviation[GemmParts], ...] = (
     Deviation("last-element-dropped", "the last column of K is left out", "operands", _on_both(_without_last_column)),
     Deviation("columns-of-k-dropped:{}", "columns {0} of K are left out: the outputs equal the product over columns "
               "{1.others}", "operands", _without_columns, _missing_columns),
+    TABLE_ENTRY,
 )  # fmt: skip
 """Wrong operands."""
 NAN_SCALES: Deviation[GemmParts] = Deviation(

@@ -33,18 +33,20 @@ _PROMOTED = tuple(1 << bits for bits in range(5, 13))
 """Columns of promotion that are tried: 32 to 4096."""
 
 
+ON_PURPOSE = "; a kernel that does so on purpose declares "
+"""Words between the sentence of a deviation and the declaration that makes it correct."""
 DECLARATIONS: tuple[Deviation[Summation], ...] = (
     Deviation("operands-not-decoded",
               "codes are multiplied and scales applied afterwards; the declared operands are decoded first",
               "declaration", lambda order: replace(order, operands=None)),
     Deviation("operands-decoded-first",
-              "both operands are decoded to {0}, with all their scales, before they are multiplied; "
-              'a kernel that does so on purpose declares {{"operands": "{1}"}}', "declaration",
+              "both operands are decoded to {0}, with all their scales, before they are multiplied"
+              f'{ON_PURPOSE}{{{{"operands": "{{1}}"}}}}', "declaration",
               lambda name, order: replace(order, operands=name, order=None),
               {name.removeprefix("decoded-"): name for name in OPERANDS}),
     Deviation("subnormals-flushed",
-              "float32 numbers below 2^-126 are taken to be 0; a kernel that does so on purpose declares "
-              '{"subnormals": "flushed"}', "declaration", lambda order: replace(order, flushes=True)),
+              f'float32 numbers below 2^-126 are taken to be 0{ON_PURPOSE}{{"subnormals": "flushed"}}',
+              "declaration", lambda order: replace(order, flushes=True)),
 )  # fmt: skip
 """Declarations that a kernel may lack: functions from the declared summation to the other one."""
 DECODED_TO_FLOAT16: Deviation[GemmParts] = Deviation(
@@ -52,7 +54,7 @@ DECODED_TO_FLOAT16: Deviation[GemmParts] = Deviation(
     "both operands are decoded to float16, with all their scales, before they are multiplied", "operands",
 )  # fmt: skip
 ORDER: Deviation[GemmParts] = Deviation(
-    "order:{}", 'sums have the order {0}; a kernel that adds so on purpose declares {{"gemm": "{0}"}}', "order",
+    "order:{}", f'sums have the order {{0}}{ON_PURPOSE}{{{{"gemm": "{{0}}"}}}}', "order",
     lambda name, parts: replace(parts, order=Summation(name)),
 )  # fmt: skip
 """An order of a tensor core, which gives every bit."""
@@ -64,13 +66,11 @@ ANY_ORDER: Deviation[GemmParts] = Deviation(
 """A possible cause: a mistake of small effect fits the wider bounds of any order too."""
 
 
-def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequence[Product]) -> int | None:
+def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequence[Product]) -> tuple[int, bool] | None:
     """Number of the reference's outputs that are wrong under another declaration, if all outputs of the kernel are
-    correct. None if an output of the kernel is wrong, or if the kernel has this declaration.
-
-    Also None if the other declaration leaves an output undetermined: any wrong output would be correct.
-    """
-    wrong = 0
+    correct, and whether it leaves outputs undetermined, which are never wrong. None if an output of the kernel is
+    wrong, or if the kernel has this declaration."""
+    wrong, undetermined = 0, False
     for product in products:
         declared = summation(product.order)
         order = declaration.result(declared)
@@ -79,11 +79,11 @@ def wrong_reference_outputs(declaration: Deviation[Summation], products: Sequenc
         limits = bounds(
             product.a, product.b, out_dtype=product.output.dtype, c=product.c, bias=product.bias, order=order
         )
-        undetermined = limits.undetermined & ~product.limits.undetermined
-        if bool(undetermined.any()) or not bool(within_bounds(product.output, limits).all()):
+        if not bool(within_bounds(product.output, limits).all()):
             return None
+        undetermined |= bool((limits.undetermined & ~product.limits.undetermined).any())
         wrong += int((~within_bounds(product.limits.expected, limits)).sum())
-    return wrong
+    return wrong, undetermined
 
 
 def simulated_orders(declared: Summation, columns: int, block: int | None = None) -> list[list[str]]:

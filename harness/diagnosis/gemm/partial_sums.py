@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    EPILOGUE,
     Ends,
     GemmParts,
     cast_ends,
@@ -16,6 +18,8 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
 )
 from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW
 from narrowgauge.harness.operations.stages.deviation import Deviation
+from narrowgauge.reference.gemm.operands import element_values, scale_values
+from narrowgauge.spec.summation import UNIT
 
 _COUNTS = (2, 3, 4, 5, 6, 8)
 _WIDTHS = (16, 32, 64, 128, 256)
@@ -72,3 +76,29 @@ def slice_sums(parts: GemmParts, width: int) -> list[Ends]:
         )
         ends.append(part.sums().ends)
     return ends
+
+
+def _of_elements(dtype: torch.dtype, parts: GemmParts, _: Ends) -> list[Ends]:
+    """Ends of the outputs if the sums of the elements of a block are rounded before its scales multiply them."""
+    width, columns = parts.left.recipe.block[1], parts.left.shape[1]
+    if parts.tensor_factors is not None or parts.left.recipe.spans_k:
+        return []
+    left, right = (scale_values(q) for q in (parts.left, parts.right))
+    low, high, size = (torch.zeros_like(parts.output, dtype=torch.float64) for _ in range(3))
+    for number, start in enumerate(range(0, columns, width)):
+        block = slice(start, min(start + width, columns))
+        a, b = (element_values(select_columns(q, block)) for q in (parts.left, parts.right))
+        total, error = a @ b.T, (width + 8) * UNIT * (a.abs() @ b.abs().T)
+        scale = left[:, number, None] * right[None, :, number]
+        ends = [(total + side * error).float().to(dtype).double() * scale for side in (-1, 1)]
+        low, high, size = low + ends[0], high + ends[1], size + torch.maximum(ends[0].abs(), ends[1].abs())
+    slack = 2 * (columns // width + 1) * UNIT * size
+    low, high = (torch.where(end.isfinite(), end + side * slack, end) for side, end in ((-1, low), (1, high)))
+    return correct_epilogue(parts, (low.float(), high.float()))
+
+
+OF_ELEMENTS: tuple[Deviation[GemmParts], ...] = tuple(
+    Deviation(f"partial-sums-{name}", f"sums of the elements of a block are rounded to {name} before its scales "
+              "multiply them", EPILOGUE, partial(_of_elements, dtype)) for name, dtype in NARROW.items()
+)  # fmt: skip
+"""Sums of elements without their scales that are rounded."""

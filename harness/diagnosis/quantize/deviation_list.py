@@ -14,6 +14,7 @@ from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
     ROUNDINGS,
     SCALINGS,
     SPECIAL_VALUES,
+    moved_midpoint_deviations,
     nan_code_deviations,
 )
 from narrowgauge.harness.diagnosis.quantize.elements.stochastic_deviations import (
@@ -24,7 +25,11 @@ from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import dialect_deviations, field_deviations
 from narrowgauge.harness.diagnosis.quantize.rotation_deviations import rotation_deviations
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import layout_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import BLOCK_AMAXES, skipped_lane_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import (
+    BLOCK_AMAXES,
+    dropped_tail_deviations,
+    skipped_lane_deviations,
+)
 from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import single_code_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
@@ -36,6 +41,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import tensor_s
 from narrowgauge.harness.diagnosis.quantize.section_amaxes import (
     section_amax_deviations,
     section_result_deviations,
+    share_amax,
     unused_amax_deviations,
 )
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
@@ -98,11 +104,12 @@ def _step_deviations(
     if "codes" in wrong_masks:
         yield CODES_ZERO
     yield from section_result_deviations(matrices)
+    yield from section_amax_deviations(matrices)
     if "layout" in wrong_masks:
         yield from layout_deviations(matrices)
     if "amax" in wrong_masks or "tensor scale" in wrong_masks or "tensor scale" not in first.kernel_stages:
         yield from tensor_scale_deviations(recipe, amax_given=first.subject.amax_given)
-    if "amax" in wrong_masks and not first.subject.amax_given:
+    if "amax" in wrong_masks and not first.subject.amax_given and not share_amax(matrices):
         yield from observed_amax_deviations(matrices, history)
     if "amax" not in first.kernel_stages and recipe.tensor_scale not in ("none", "given"):
         yield from () if first.subject.amax_given else hidden_amax_deviations(matrices)
@@ -110,15 +117,16 @@ def _step_deviations(
     if "scales" in wrong_masks and hidden and (recipe.whole or recipe.tensor_scale != "none"):
         yield from derived_amax_deviations(matrices, history) if recipe.granularity == "tensor" else ()
     yield from rotation_deviations(recipe, first.subject.matrix)
-    yield from section_amax_deviations(matrices)
     yield from unused_amax_deviations(first)
     if "scales" in wrong_masks:
         yield from scale_deviations(recipe)
         yield from () if recipe.spans_k else rows_of(BLOCK_AMAXES, recipe)
+        yield from () if recipe.whole else dropped_tail_deviations(first)
         yield from skipped_lane_deviations(matrices, wrong_masks["scales"])
         yield from single_code_deviations(matrices, [Replay(matrix).compute_stage("scales") for matrix in matrices])
     yield from rows_of((*ROUNDINGS, *SPECIAL_VALUES, *SCALINGS), recipe)
     if "codes" in wrong_masks:
         yield from nan_code_deviations(matrices)
         yield from rows_of(STOCHASTIC, recipe)
-        yield from rounded_at_random(matrices)
+        yield from rounded_at_random(matrices, sum(int(mask.count_nonzero()) for mask in wrong_masks["codes"]))
+        yield from moved_midpoint_deviations(matrices, wrong_masks["codes"])

@@ -16,6 +16,10 @@ OF_FIRST: QuantizeDeviation = Deviation(
     "amax-of-first-section", "every section is quantized with the amax of the first{}", "used amax",
     lambda amax, r: amax, of_case=True,
 )  # fmt: skip
+OF_ALL: QuantizeDeviation = Deviation(
+    "amax-of-all-sections", "the amax of every section is that of all sections together", "amax",
+    lambda amax, r: amax, of_case=True,
+)  # fmt: skip
 OF_NEIGHBOUR: QuantizeDeviation = Deviation(
     "section-of-neighbour", "every section holds the quantized matrix of the {} one", "matrix",
     lambda others, r: others[id(r.kernel_matrix)], row_local=False, of_case=True,
@@ -27,14 +31,29 @@ UNUSED: QuantizeDeviation = Deviation(
 
 
 def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
-    """All sections quantized with the amax of the first section. Only for several sections with their own amaxes."""
+    """All sections with the amax of all together, or quantized with that of the first. Only for several sections with
+    their own amaxes."""
     recipe = matrices[0].subject.recipe
     if len(matrices) == 1 or recipe.granularity != "tensor" or recipe.tensor_scale in ("none", "given"):
         return
+    yield OF_ALL.bound("", _of_all(matrices))
     first_amax = Replay(matrices[0]).amax
     assert first_amax is not None
     yield OF_FIRST.bound("", first_amax)
     yield OF_FIRST.bound(", which is empty", torch.zeros_like(first_amax))
+
+
+def _of_all(matrices: Sequence[KernelMatrix]) -> torch.Tensor:
+    """The largest amax of all sections, (1,)."""
+    return torch.stack([Replay(matrix).correct_amax for matrix in matrices]).nan_to_num(0.0).amax(0)
+
+
+def share_amax(matrices: Sequence[KernelMatrix]) -> bool:
+    """Whether several sections have the amax of all sections together, which is that of another tensor too."""
+    if len(matrices) == 1 or matrices[0].subject.recipe.granularity != "tensor":
+        return False
+    together = _of_all(matrices)
+    return all(torch.equal(matrix.kernel_stages["amax"], together) for matrix in matrices)
 
 
 def section_result_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:

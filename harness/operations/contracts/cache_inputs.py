@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.formats import E2M1, E4M3
+from narrowgauge.spec.formats import E2M1, E4M3, FP32
 from narrowgauge.spec.kv_cache import DATA, SCALES
 from narrowgauge.spec.recipes import Recipe
 
 Parts = dict[str, torch.Tensor]
-"""Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns)."""
+"""Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns); of rows, float32."""
 _BLOCK_SCALES = (*map(float, range(1, 17)), 64.0)
 """Numbers of E4M3."""
 _DIGITS = {E4M3.name: (126, (2, 1, 1)), E2M1.name: (7, (4, 3, 2))}
@@ -26,16 +28,21 @@ def rounded(x: torch.Tensor, recipe: Recipe) -> Parts:
         return {DATA: encode(x.float(), recipe.element)}
     q = quantize(x.float().flatten(0, -2), recipe)
     assert q.scales is not None
-    found = {DATA: q.codes, SCALES: q.scales}
-    return {name: part.view(torch.uint8).view(*x.shape[:-1], -1) for name, part in found.items()}
+    scales = q.scales if recipe.scale is FP32 else q.scales.view(torch.uint8)
+    return {name: part.view(*x.shape[:-1], -1) for name, part in ((DATA, q.codes), (SCALES, scales))}
 
 
 def exact(x: torch.Tensor, recipe: Recipe) -> Parts:
-    """Numbers (…, D), stored without a rounding: 4-bit elements times a scale of `_BLOCK_SCALES`, or 8-bit elements.
+    """Numbers (N, P, G, D), stored without a rounding: 4-bit elements times a scale of `_BLOCK_SCALES`, or 8-bit
+    elements, of rows with a scale times `_powers`.
 
     Raises ValueError for other numbers."""
     if not stores_scales(recipe):
         return {DATA: encode(x.float(), recipe.element)}
+    if recipe.spans_k:
+        sizes = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
+        scales = _powers(sizes, recipe)
+        return _stored(encode(x.float() / scales, recipe.element), scales, recipe)
     blocks = x.float().view(*x.shape[:-1], -1, recipe.block[1])
     scales = torch.zeros(blocks.shape[:-1])
     for scale in reversed(_BLOCK_SCALES if recipe.element.bits == 4 else _BLOCK_SCALES[:1]):
@@ -69,19 +76,24 @@ def stores_scales(recipe: Recipe) -> bool:
     return recipe.tensor_scale != "given"
 
 
-def unused_code(recipe: Recipe, part: str, *, nan: bool) -> int:
+def unused_code(recipe: Recipe, part: str, *, nan: bool) -> float:
     """The code or the scale of a cell without a token: NaN, or the lowest code with a scale that keeps it finite."""
     if part == DATA:
         return 0x7F if nan else 0xFE
+    if recipe.scale is FP32:
+        return math.nan if nan else 1.0
     if recipe.scale is E4M3:
         return 0x7F if nan else 0x7E
     return 0xFF if nan else 0x7F
 
 
 def _powers(sizes: tuple[int, int, int, int], recipe: Recipe) -> torch.Tensor:
-    """A scale from 1 to 8 for each block, by its head and its place in the row."""
-    blocks = sizes[3] // recipe.block[1] if stores_scales(recipe) else 1
-    head, block = torch.arange(sizes[2]).view(-1, 1), torch.arange(blocks)
+    """A scale from 1 to 8 of each block, by its head and place in the row, or of each row, by its slot and head."""
+    head = torch.arange(sizes[2]).view(-1, 1)
+    if stores_scales(recipe) and recipe.spans_k:
+        slot = torch.arange(sizes[0] * sizes[1]).view(*sizes[:2], 1, 1)
+        return 2.0 ** ((slot + head) % 4)
+    block = torch.arange(sizes[3] // recipe.block[1] if stores_scales(recipe) else 1)
     return (2.0 ** ((head + block) % 4)).expand(*sizes[:2], -1, -1)
 
 
@@ -90,4 +102,4 @@ def _stored(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe) -> Parts:
         return {DATA: codes}
     if recipe.element.bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return {DATA: codes, SCALES: encode(scales.contiguous(), recipe.scale)}
+    return {DATA: codes, SCALES: scales if recipe.scale is FP32 else encode(scales.contiguous(), recipe.scale)}

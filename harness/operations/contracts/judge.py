@@ -23,7 +23,7 @@ from narrowgauge.harness.operations.stages.table import Place, Table, neighbours
 from narrowgauge.reference.contracts.accepted import Part, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Shown, judged
-from narrowgauge.reference.contracts.functions import FUNCTIONS
+from narrowgauge.reference.contracts.functions import FUNCTIONS, function_of
 from narrowgauge.reference.contracts.products import NARROW
 from narrowgauge.reference.contracts.scopes import Scope
 from narrowgauge.spec.formats import FP32, Format
@@ -141,7 +141,7 @@ def assumed(program: Program) -> str:
     found = []
     for step in program.steps:
         if step.function in FUNCTIONS:
-            function = FUNCTIONS[step.function]
+            function = function_of(step.function)
             forms = step.options.get("forms") or function.default
             found.append(
                 f"{step.function} as {' or '.join(f'{form} ({function.forms[form].source})' for form in forms)}"

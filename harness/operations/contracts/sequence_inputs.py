@@ -27,7 +27,7 @@ from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import Evaluation
 from narrowgauge.reference.contracts.interval import Interval, exactly
 from narrowgauge.spec.kv_cache import HALVES, has_attention, part_name
-from narrowgauge.spec.program import HALF, SCORES, Program
+from narrowgauge.spec.program import HALF, OF_TOKENS, SCORES, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _FAR, _FAR_E2M1 = -448.0, -384.0
@@ -179,7 +179,9 @@ def sequences(program: Program, sizes: Mapping[str, int], family: str, draw: Dra
     for half, parts in (("keys", store(in_pages, recipe)), ("values", values)):
         for part, codes in parts.items():
             unused = unused_code(recipe, part, nan=rule.unused_nan)
-            found[f"{name}.{part_name(half, part)}"] = torch.where(used, codes, unused).to(torch.uint8)
+            found[f"{name}.{part_name(half, part)}"] = torch.where(used, codes, unused).to(
+                torch.float32 if codes.is_floating_point() else torch.uint8
+            )
     return {a.name: found[a.name].contiguous() for a in program.arguments}
 
 
@@ -221,7 +223,7 @@ def _recipe(program: Program) -> Recipe:
     recipe = find_recipe(next(step.options["recipe"] for step in program.steps if step.function == HALF))
     if not has_attention(recipe):
         raise ValueError(f"a cache of {recipe.name} has no inputs for {program.name}: FP8 with a given scale of the "
-                         "tensor, MXFP8 and NVFP4 have")  # fmt: skip
+                         "tensor or scales of tokens, MXFP8 and NVFP4 have")  # fmt: skip
     return recipe
 
 
@@ -234,12 +236,15 @@ def _cache(program: Program, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]) -> torch.Tensor:
     """Which tokens of its request each row sees: bool (queries, keys)."""
-    products, logits = _logits(program)
+    logits = _logits(program)[1]
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
     zeros = _cache(program, torch.zeros(*sizes, _ONE))
     zeros |= {a.name: torch.zeros(rows, 1, _ONE) for a in program.arguments if a.kind == "Heads"}
     evaluation = Evaluation(program, {**found, **zeros}, rows=slice(0, 0))
-    evaluation.values[products] = exactly(torch.zeros(rows, 1, int(lengths.max())))
+    of_keys = exactly(torch.zeros(rows, 1, int(lengths.max())))
+    evaluation.values.update(
+        {n: of_keys for n, step in enumerate(program.steps) if step.function in (SCORES, OF_TOKENS)}
+    )
     values: Interval = evaluation.values[logits]
     return values.low[:, 0] > -torch.inf
 

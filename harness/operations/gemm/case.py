@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, usual_block, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, uneven, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import Dtype, Layout, OtherRecipeName, RecipeName, Shape, Switch, View, dims
 from narrowgauge.harness.cases.methods import Method
@@ -59,7 +59,8 @@ class ProductCase(Case):
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
         width = usual_block(recipe)[1]
-        return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17), (24, 2 * width + width // 2, 40)]
+        main, tails = (64, max(256, 2 * width), 48), [(145, uneven(width), 17), (24, 2 * width + width // 2, 200)]
+        return [main, (1, width, 16), *tails]
 
     @classmethod
     def usual_keys(cls, recipe: Recipe, dtype: str) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.layers import Layer
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.table import Place, Table
 
 
 def accuracy(plan: Plan, step: Step) -> list[dict[str, Any]]:
@@ -30,12 +33,14 @@ def _truth(plan: Plan, step: Step) -> dict[str, list[torch.Tensor]]:
     """y, dx and the gradients of all weights, float64."""
     x = step.x.double().requires_grad_()
     parameters = {name: tensor.double().requires_grad_() for name, tensor in step.parameters.items()}
-    y = _forward(plan, x, parameters)
+    y = _forward(plan, x, parameters, step.routing)
     dx, *dw = torch.autograd.grad(y, [x, *(parameters[name] for name in plan.weights)], step.dy.double())
     return {"y": [y.detach()], "dx": [dx], "dw": dw}
 
 
-def _forward(plan: Plan, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+def _forward(
+    plan: Plan, x: torch.Tensor, parameters: dict[str, torch.Tensor], routing: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """The module in high precision, of x (…, K)."""
 
     def linear(layer: Layer, given: torch.Tensor) -> torch.Tensor:
@@ -53,6 +58,12 @@ def _forward(plan: Plan, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -
         ]
         return torch.cat(parts) if layer.groups else parts[0]
 
+    if plan.kind == "MoELayer":
+        ids, probabilities = routing["expert_ids"], routing["probabilities"]
+        order = ids.flatten().argsort(stable=True)[(ids < 0).sum() :]  # choices by their experts
+        gate, up = linear(plan.layers[0], x[order // ids.shape[1]]).chunk(2, -1)
+        rows = linear(plan.layers[1], F.silu(gate) * up) * probabilities.double().flatten()[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // ids.shape[1], rows)
     if plan.kind != "TransformerLayer":
         return linear(plan.layers[0], x)
     qkv, proj, fc1, fc2 = plan.layers
@@ -90,3 +101,12 @@ def _figures(found: torch.Tensor | None, true: torch.Tensor | None) -> dict[str,
         "cosine": float(found @ true) / length if length else math.nan,
     }  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def accuracy_table(_: Inputs, outcome: Outcome, __: Place | None) -> Table:
+    """Accuracy cost of quantizing a module, which has no single element to show."""
+    table = Table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
+    for entry in outcome.accuracy:
+        figures = (entry[name] for name in ("sqnr_db", "relative_error", "cosine"))
+        table.add_row(entry["tensor"], *("" if figure is None else f"{figure:.4g}" for figure in figures))
+    return table

@@ -114,7 +114,8 @@ class Ground:
         given: dict[str, Any],
     ) -> None:
         """Add the stage of a tensor in high precision, and keep the first wrong formula for a diagnosis."""
-        stage = bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
+        dtype = torch.float32 if name == "dprobabilities" else self.plan.dtype
+        stage = bounded_stage(self.stage(name), found, expected, dtype, figures=self.figures)
         self.outcome.stages.append(stage)
         if self.outcome.formula is None and not stage.passed:
             others = {key: tensor for key, tensor in self.known_tensors() if key != name}

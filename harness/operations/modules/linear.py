@@ -92,7 +92,7 @@ class LinearStages:
         """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
         self._matrices["dy"] = self._padded(dy)
         frozen, dx = self.plan.use, None
-        if frozen != "frozen-input" or self.layer.prefix or self.layer.norm:
+        if frozen != "frozen-input" or not self.layer.first:
             dx = self._products("dx", gradient, self.layer.inner)
         if frozen == "frozen-weight":
             self._no_weight_gradients()

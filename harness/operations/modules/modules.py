@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guarded_memory import element_bytes
-from narrowgauge.harness.backends.module_driver import Plan, Step, tensors_of
+from narrowgauge.harness.backends.module_driver import ROUTING, Plan, Step, tensors_of
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs
@@ -22,6 +22,7 @@ from narrowgauge.harness.operations.gemm.product import order_of
 from narrowgauge.harness.operations.modules.accuracy import accuracy
 from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.harness.operations.modules.delayed import States, initial_states
+from narrowgauge.harness.operations.modules.experts import ExpertStages
 from narrowgauge.harness.operations.modules.ground import Ground
 from narrowgauge.harness.operations.modules.linear import LinearStages
 from narrowgauge.harness.operations.modules.norm import NormStages
@@ -39,7 +40,7 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 TWICE = ("history", "scale")
 """What moves at the end of the forward and again at that of the backward."""
 
-RESULTS = ("y", "dx", "dw", "dbias", "dgamma", "dbeta")
+RESULTS = ("y", "dx", "dw", "dbias", "dgamma", "dbeta", "dprobabilities")
 """What a module gives, whatever it reports."""
 
 
@@ -96,6 +97,7 @@ def _arranged(plan: Plan, steps: list[Step], inputs: Inputs) -> list[Step]:
         raise BackendError(f"{plan.kind} gave {len(steps)} steps; the case has {len(order)}")
     for step, (number, probe) in zip(steps, order, strict=True):
         step.number, step.probe, step.x = number, probe, inputs.x[number]
+        step.routing = {name: tensor[number] for name in ROUTING if (tensor := inputs.get(f"given.{name}")) is not None}
         step.dy = inputs["given.dy"][number][:0] if probe else inputs["given.dy"][number]
     return steps
 
@@ -218,9 +220,11 @@ class Judge:
         whole.products += outcome.products
         whole.judged += outcome.judged
 
-    def _stages(self, ground: Ground) -> LinearStages | NormStages | TransformerStages:
+    def _stages(self, ground: Ground) -> LinearStages | NormStages | TransformerStages | ExpertStages:
         if self.plan.kind == "TransformerLayer":
             return TransformerStages(ground, self.states)
+        if self.plan.kind == "MoELayer":
+            return ExpertStages(ground, self.states)
         (layer,) = self.plan.layers
         return (NormStages if layer.norm else LinearStages)(ground, layer, self.states)
 

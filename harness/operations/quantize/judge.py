@@ -24,6 +24,7 @@ from narrowgauge.harness.operations.quantize.call import dequantize, quantize_ha
 from narrowgauge.harness.operations.quantize.call import quantize as call_quantize
 from narrowgauge.harness.operations.quantize.case import SCALE_LAYOUTS, QuantizeCase
 from narrowgauge.harness.operations.quantize.given_codes import given_operand
+from narrowgauge.harness.operations.quantize.reach import has_coverage, reached
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import bits_of, makes_own_bits, refuse_words
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -172,6 +173,8 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
         parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}{part}")) is not None}
         kernels.append(_as_oracle(parts, inputs.x, oracle, SCALE_LAYOUTS[case.scales]))
         add_judged(outcome, subject, kernels[-1], oracle, name)
+        if case.usage == "rowwise" and has_coverage(plan.recipe):
+            outcome.numbers = reached(inputs.x.flatten(0, -2), oracle).pack()
     if len(together) < len(outputs):
         outcome.stages.append(_halves(outputs, plan.drawn))
     if case.usage != "both":

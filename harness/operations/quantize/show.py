@@ -76,7 +76,8 @@ def _block(judged: Judged, place: Place, name: str) -> Table:
     lines = [title, *(_scales(side, q, row, stored) for side, q in (("expected", oracle), ("actual", kernel)))]
     headings = ("row" if transposed else "column", "x", "bits of x", "x·e", "expected", "", "actual", "")
     table = Table("\n".join(lines), headings)
-    encode = of_row(_encode_scale(kernel, x.dtype), row)
+    given = recipe.tensor_scale == "given"
+    encode = of_row(oracle.tensor_scale if given else _encode_scale(kernel, x.dtype), row)
     stored_row = slice(stored[0], stored[0] + 1)
     scaled = scaled_elements(
         x[row : row + 1], linear_scales(kernel)[stored_row], encode, recipe, judged.subject.blocks[stored_row]

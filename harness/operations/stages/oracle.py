@@ -5,7 +5,7 @@ from __future__ import annotations
 from narrowgauge.harness.machine.timing import timed_function
 from narrowgauge.reference import ops
 from narrowgauge.reference.bounds import bounds as products
-from narrowgauge.reference.high_precision import additions, attention, gelu, norm, quantized_attention
+from narrowgauge.reference.high_precision import additions, attention, experts, gelu, norm, quantized_attention
 from narrowgauge.reference.numbers import blocks
 from narrowgauge.reference.quantize import quantize as halves
 from narrowgauge.reference.quantize import scaling, steps
@@ -43,3 +43,8 @@ gelu_forward = timed_function(_PART, gelu.gelu_forward)
 gelu_backward = timed_function(_PART, gelu.gelu_backward)
 norm_forward = timed_function(_PART, norm.norm_forward)
 norm_backward = timed_function(_PART, norm.norm_backward)
+swiglu_forward = timed_function(_PART, experts.swiglu_forward)
+swiglu_backward = timed_function(_PART, experts.swiglu_backward)
+weighted_sum = timed_function(_PART, experts.weighted_sum)
+weighted_rows = timed_function(_PART, experts.weighted_rows)
+weight_gradient = timed_function(_PART, experts.weight_gradient)

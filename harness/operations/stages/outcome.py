@@ -132,6 +132,8 @@ class Outcome:
     """What a contract accepts of each result, by the names of the stages."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)
     """Loss of accuracy of a module by quantizing (`harness.operations.modules.accuracy`); decides no verdict."""
+    numbers: str = ""
+    """Coverage of numbers by the inputs (`harness.inputs.reached`)."""
     seconds: float | None = None
     notes: list[dict[str, str]] = field(default_factory=list)
     """Observations that change no verdict: cause, sentence."""

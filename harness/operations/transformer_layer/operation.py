@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
+from narrowgauge.harness.operations.modules.accuracy import accuracy_table
 from narrowgauge.harness.operations.modules.inputs import module_inputs
 from narrowgauge.harness.operations.modules.modules import judge_module
-from narrowgauge.harness.operations.modules.show import accuracy_table
 from narrowgauge.harness.operations.operation import Operation
 from narrowgauge.harness.operations.transformer_layer.case import PEAKS, TransformerLayerCase
 

@@ -10,7 +10,7 @@ from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import accuracy, text, times
 from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.groups import SHOWN, Group, group
-from narrowgauge.harness.report.page import template
+from narrowgauge.harness.report.page import numbers, template
 from narrowgauge.harness.report.page.failure import cut
 from narrowgauge.harness.report.page.history_json import runs_json, since_last_run
 from narrowgauge.harness.report.page.records_json import records_json, sorted_records
@@ -58,6 +58,8 @@ def render(
         counts=text.verdict_counts(records),
         accuracy=accuracy,
         accuracies=accuracy.rows(records),
+        numbers=numbers,
+        reached=numbers.rows(records),
         times=times,
         spent=times.rows(records, recipes=True),
         slowest=times.slowest(records),

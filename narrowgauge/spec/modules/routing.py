@@ -38,6 +38,31 @@ def check_routing(x: torch.Tensor, expert_ids: torch.Tensor, experts: int, align
         raise ValueError(f"expert_ids holds {int(expert_ids.max())}; there are the experts 0 to {experts - 1}")
 
 
+def check_choices(x: torch.Tensor, expert_ids: torch.Tensor, probabilities: torch.Tensor, experts: int) -> None:
+    """Raises TypeError or ValueError unless ids and probabilities of the choices fit the rows of `x` (…, K): int32 or
+    int64 (T, k), as `check_routing`, and float32 of the same shape, on the device of x."""
+    import torch
+
+    from narrowgauge.spec.arguments import check_tensor
+
+    check_routing(x.reshape(-1, x.shape[-1]), expert_ids, experts, 1, 0)
+    check_tensor(probabilities, "probabilities", (torch.float32,), tuple(expert_ids.shape))
+    for name, tensor in (("expert_ids", expert_ids), ("probabilities", probabilities)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} lies on {tensor.device}, and x on {x.device}; move it")
+
+
+def positions_of(source_rows: torch.Tensor, tokens: int, choices: int) -> torch.Tensor:
+    """The row of each choice, int64 (T, k), −1 of a choice without a row. `source_rows`: t·k + j of each row, −1 of
+    none."""
+    import torch
+
+    places = torch.arange(len(source_rows), device=source_rows.device)
+    behind = torch.where(source_rows >= 0, source_rows, tokens * choices)  # one more, for rows of no choice
+    found = torch.full((tokens * choices + 1,), -1, dtype=torch.int64, device=source_rows.device)
+    return found.scatter_(0, behind, places)[:-1].view(tokens, choices)
+
+
 Grouping = Literal["contiguous", "psum", "indptr", "masked", "sorted-ids"]
 """How the rows of experts lie in a buffer, and the index that a kernel gets, int32:
 

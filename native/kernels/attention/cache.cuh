@@ -46,8 +46,12 @@ __device__ __forceinline__ Cell cell_of(i64 slot, int page_size, int head) {
     return {static_cast<u32>(slot) / size, static_cast<int>(static_cast<u32>(slot) % size), head};
 }
 
+__device__ __forceinline__ i64 row_index(const CachePart& part, const Cell& cell) {
+    return cell.page * part.page + cell.offset * part.offset + cell.head * part.head;
+}
+
 __device__ __forceinline__ i64 code_index(const CachePart& part, const Cell& cell, int byte) {
-    const i64 row = cell.page * part.page + cell.offset * part.offset + cell.head * part.head;
+    const i64 row = row_index(part, cell);
     if (byte < part.chunk) return row + byte * part.element;
     return row + byte / part.chunk * part.chunk_stride + byte % part.chunk * part.element;
 }

@@ -6,8 +6,9 @@
 //                    head. With an encode scale: of x * scale
 //   CACHE_FP8_TOKEN  s = max(amax, smallest_amax) * fl(1/448) of a token and head, stored; E4M3 of x * fl(1/s)
 //   CACHE_NVFP4      y = x / s with a given s; block scales max(amax / 6, 2^-6) of y in E4M3; E2M1 of y * fl(1/scale)
-//   Launch: kv_write_TYPE with a thread for 16 elements of a row, 256 threads, grid (ceil(tokens * heads * chunks / 256), 2): keys, values
-//   kv_store: the bytes of rows that are quantized already, in the same way
+//   Launch: kv_write_TYPE with a thread for 16 elements of a row of keys and of values, 256 threads, ceil(tokens * heads * chunks / 256)
+//           blocks
+//   kv_store: the bytes of rows that are quantized already. A thread for 16 bytes of a row, grid (as above, 2): keys and values
 #include "attention/cache.cuh"
 
 // On a GPU macros have the values of these parameters.
@@ -25,6 +26,10 @@
 #endif
 #ifndef PAGE_SIZE
 #define PAGE_SIZE p.keys.target.page_size
+#endif
+// Whether both rows have `chunks` whole chunks, whose bytes are neighbours at multiples of 16 in rows and in the cache (NVFP4: 8).
+#ifndef ALIGNED
+#define ALIGNED 0
 #endif
 
 namespace narrowgauge {
@@ -56,29 +61,36 @@ struct Chunk {
     i64 slot;
 };
 
+// Elements of a chunk that begins at a column. At most 0: none.
+__device__ __forceinline__ int count_of(int column, int columns) { return columns - column < CHUNK ? columns - column : CHUNK; }
+
 __device__ __forceinline__ Chunk chunk_of(const KvWriteParameters& p, int columns) {
     const u32 place = blockIdx.x * blockDim.x + threadIdx.x, row = place / CHUNKS, heads = HEADS;
-    const int column = static_cast<int>(place % CHUNKS) * CHUNK, left = columns - column;
+    const int column = static_cast<int>(place % CHUNKS) * CHUNK;
     Chunk chunk{static_cast<int>(row / heads), static_cast<int>(row % heads), column, 0, -1};
     if (chunk.token < p.tokens) chunk.slot = p.slots[chunk.token];
-    if (chunk.slot >= 0) chunk.count = left < CHUNK ? left : CHUNK;
+    if (chunk.slot >= 0) chunk.count = count_of(column, columns);
     return chunk;
 }
+
+template <int BYTES>
+struct alignas(BYTES) Bytes {
+    u32 words[BYTES / 4];
+};
 
 // Stores `count` of 16 bytes, the first in the low byte of the first word.
 __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const CachePart& target, const Chunk& chunk,
                                             const u32 (&words)[CHUNK / 4]) {
     const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
     const bool swizzled = target.swizzled && target.scales == nullptr;  // the bytes are scales
-    if (!swizzled && target.element == 1 && target.chunk % CHUNK == 0 && chunk.count == CHUNK) {
-        struct alignas(16) Words {
-            u32 words[CHUNK / 4];
-        };
-        u8* const place = target.codes + code_index(target, cell, chunk.column);
-        if (reinterpret_cast<u64>(place) % 16 == 0) {
-            *reinterpret_cast<Words*>(place) = {{words[0], words[1], words[2], words[3]}};
-            return;
+    if (ALIGNED) {
+        u8* const place = target.codes + row_index(target, cell) + chunk.column;
+        if (FORMAT == CACHE_NVFP4) {
+            *reinterpret_cast<Bytes<8>*>(place) = {{words[0], words[1]}};
+        } else {
+            *reinterpret_cast<Bytes<16>*>(place) = {{words[0], words[1], words[2], words[3]}};
         }
+        return;
     }
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
@@ -88,24 +100,6 @@ __device__ __forceinline__ void store_chunk(const KvWriteParameters& p, const Ca
                                            : cell.page * target.page + cell.head * target.head +
                                                  swizzled_place(target.dim, cell.offset, column);
         target.codes[place] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
-    }
-}
-
-// v / s, rounded once, for a quotient from 2^-20 to 2^20; others are up to 2 ulp off, which changes no code of E4M3. The steps of the
-// division that compilers make: Markstein, Computation of elementary functions on the IBM RISC System/6000 (1990).
-__device__ __forceinline__ void divide(float (&v)[CHUNK], float s) {
-    if (!(s >= 0x1p-40f && s <= 0x1p40f)) {
-#pragma unroll
-        for (int i = 0; i < CHUNK; ++i) v[i] /= s;
-        return;
-    }
-    const float r = 1.0f / s;
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) {
-        const float q = v[i] * r;
-        const float once = __fmaf_rn(__fmaf_rn(-s, q, v[i]), r, q), twice = __fmaf_rn(__fmaf_rn(-s, once, v[i]), r, once);
-        const float magnitude = __uint_as_float(__float_as_uint(q) & 0x7FFFFFFFu);
-        v[i] = magnitude >= 0x1p-20f && magnitude <= 0x1p20f ? twice : q;
     }
 }
 
@@ -121,6 +115,31 @@ __device__ __forceinline__ void encode_e4m3(const float (&v)[CHUNK], float facto
     encode_row<E4M3>(v, factor, codes);  // vectorized
     __builtin_memcpy(words, codes, CHUNK);
 #endif
+}
+
+// Codes of v / s. The quotient is rounded once to float32 if its code depends on this rounding.
+//
+// For T of 16 bits: 1 / s is `above` + `rest`, exact up to 2^-46 of it, and `above` is at most 1 / s, so that -0 stays -0. A quotient
+// of 11 bits by 24 bits is at least 2^-45 of itself away from every number at which the rounding to float32 changes the code of E4M3,
+// unless all bits of the mantissa of s are 1. Infinity may become NaN; these chunks, other s and float32 take the division.
+template <class T>
+__device__ __forceinline__ void encode_quotients(float (&v)[CHUNK], float s, u32 (&words)[CHUNK / 4]) {
+    if (sizeof(T) == 2 && s >= 0x1p-20f && s <= 0x1p40f && (__float_as_uint(s) & 0x7FFFFFu) != 0x7FFFFFu) {
+        const float nearest = 1.0f / s;
+        const float above = __uint_as_float(__float_as_uint(nearest) - (__fmaf_rn(-s, nearest, 1.0f) < 0.0f ? 1u : 0u));
+        const float rest = __fmaf_rn(-s, above, 1.0f) * above;
+        float quotients[CHUNK];
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) quotients[i] = __fmaf_rn(v[i], above, v[i] * rest);
+        encode_e4m3(quotients, 1.0f, words);
+        u32 nan = 0;  // bit 7 of a byte: a code of NaN
+#pragma unroll
+        for (int w = 0; w < CHUNK / 4; ++w) nan |= (words[w] & 0x7F7F7F7Fu) + 0x01010101u;
+        if ((nan & 0x80808080u) == 0) return;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) v[i] /= s;
+    encode_e4m3(v, 1.0f, words);
 }
 
 // The scale of a token and head, from all lanes of the row, and the codes. NaN has the code of 448 and counts for no amax.
@@ -166,42 +185,67 @@ __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& ch
 }
 
 template <class T>
-__device__ __forceinline__ void write(const KvWriteParameters& p, const KvRows& rows) {
-    const Chunk chunk = chunk_of(p, rows.target.dim);
-    if (FORMAT != CACHE_FP8_TOKEN && chunk.count <= 0) return;  // all lanes of a row take part in its amax
-    const T* source = static_cast<const T*>(rows.rows) + chunk.token * rows.token + chunk.head * rows.head + chunk.column * rows.column;
-    float v[CHUNK] = {};
-    if (rows.column == 1 && chunk.count == CHUNK) {
-        load_elements(source, v);
+using Elements = Bytes<CHUNK * sizeof(T)>;
+
+template <class T>
+__device__ __forceinline__ float number_of(const Elements<T>& elements, int i) {
+    if constexpr (sizeof(T) == 4) {
+        return __uint_as_float(elements.words[i]);
     } else {
+        return to_float(T{static_cast<u16>(elements.words[i / 2] >> i % 2 * 16)});
+    }
+}
+
+// Elements of a chunk, 0 behind the end of a row. Those of a token that is not stored too: its slot may not be loaded yet.
+template <class T>
+__device__ __forceinline__ Elements<T> load(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk) {
+    const T* const first = static_cast<const T*>(rows.rows);
+    const T* const source = first + chunk.token * rows.token + chunk.head * rows.head + chunk.column * rows.column;
+    if (ALIGNED) return *reinterpret_cast<const Elements<T>*>(chunk.token < p.tokens ? source : first);
+    const int count = chunk.token < p.tokens ? count_of(chunk.column, rows.target.dim) : 0;
+    Elements<T> elements = {};
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) {
-            if (i < chunk.count) v[i] = to_float(source[i * rows.column]);
+    for (int i = 0; i < CHUNK; ++i) {
+        if (i >= count) break;
+        if constexpr (sizeof(T) == 4) {
+            elements.words[i] = __float_as_uint(source[i * rows.column]);
+        } else {
+            elements.words[i / 2] |= static_cast<u32>(source[i * rows.column].bits) << i % 2 * 16;
         }
     }
+    return elements;
+}
+
+template <class T>
+__device__ __forceinline__ void store(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk, const Elements<T>& elements) {
+    float v[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) v[i] = number_of<T>(elements, i);
     const float scale = rows.scale == nullptr ? 1.0f : rows.scale[p.scale_of_heads ? chunk.head : 0];
     u32 words[CHUNK / 4] = {};
     Chunk stored = chunk;
     if (FORMAT == CACHE_FP8_TOKEN) {
-        encode_token(p, rows, chunk, v, words);
+        encode_token(p, rows, chunk, v, words);  // all lanes of a row take part in its amax
+    } else if (chunk.count <= 0) {
+        return;
     } else if (FORMAT == CACHE_NVFP4) {
         encode_nvfp4(rows, chunk, cell_of(chunk.slot, PAGE_SIZE, chunk.head), scale, v, words);
         stored.column /= 2;
         stored.count = (chunk.count + 1) / 2;
+    } else if (USE == DIVIDE) {
+        encode_quotients<T>(v, scale, words);
     } else {
-        if (USE == DIVIDE) divide(v, scale);
-        encode_e4m3(v, USE == DIVIDE ? 1.0f : USE == TIMES_RECIPROCAL ? 1.0f / scale : scale, words);
+        encode_e4m3(v, USE == TIMES_RECIPROCAL ? 1.0f / scale : scale, words);
     }
     if (stored.count > 0) store_chunk(p, rows.target, stored, words);
 }
 
 template <class T>
 __device__ __forceinline__ void write(const KvWriteParameters& p) {
-    if (blockIdx.y == 0) {
-        write<T>(p, p.keys);
-    } else {
-        write<T>(p, p.values);
-    }
+    const Chunk of_keys = chunk_of(p, p.keys.target.dim), of_values = chunk_of(p, p.values.target.dim);
+    const Elements<T> k = load<T>(p, p.keys, of_keys), v = load<T>(p, p.values, of_values);
+    store<T>(p, p.keys, of_keys, k);
+    store<T>(p, p.values, of_values, v);
 }
 
 extern "C" __global__ void __launch_bounds__(256) kv_write_fp32(const __grid_constant__ KvWriteParameters p) { write<float>(p); }

@@ -40,7 +40,7 @@ struct MatricesParameters {
     const u8* const* codes;
     const void* const* scales;
     Element element;
-    const int* layouts;
+    const i64* layouts;
 };
 
 struct EpilogueParameters {

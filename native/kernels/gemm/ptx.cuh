@@ -201,20 +201,24 @@ __device__ __forceinline__ u64 createpolicy_fractional_L2_evict_first() {
     return policy;
 }
 
-// Copies BYTES from global to shared memory, both aligned to 128 bytes; the mbarrier counts the bytes.
-template <int BYTES>
-__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, Mbarrier& barrier) {
+// Copies bytes from global to shared memory, both aligned to 128 bytes, as their number; the mbarrier counts the bytes.
+__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, u32 bytes, Mbarrier& barrier) {
 #ifdef HAS_WGMMA
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(target)),
-                 "l"(source), "r"(BYTES), "r"(shared_address(&barrier))
+                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
                  : "memory");
 #elif defined(__CUDA_ARCH__)
     __trap();
 #else
-    __builtin_memcpy(target, source, BYTES);
-    mbarrier_complete(barrier, static_cast<u64>(BYTES) << 32);
+    __builtin_memcpy(target, source, bytes);
+    mbarrier_complete(barrier, static_cast<u64>(bytes) << 32);
 #endif
+}
+
+template <int BYTES>
+__device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8* source, Mbarrier& barrier) {
+    cp_async_bulk_shared_global(target, source, BYTES, barrier);
 }
 
 // Copies a box of a tensor map, rows of 128 bytes from column x and row y on, with zeros beyond the end of the tensor; the
@@ -341,6 +345,30 @@ __device__ __forceinline__ void bar_warp_sync() {
     __syncwarp();
 #else
     simt::worker->exchange_lanes(0xFFFFFFFFu, 0, 0);
+#endif
+}
+
+// Whether the predicate of a lane of the warp is true.
+__device__ __forceinline__ bool vote_any(bool predicate) {
+#ifdef __CUDA_ARCH__
+    return __any_sync(0xFFFFFFFFu, predicate);
+#else
+    u32 any = predicate;
+    for (u32 distance = 1; distance < WARP; distance *= 2) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
+    return any != 0;
+#endif
+}
+
+// Transposes a matrix of 8 rows and 8 columns, 16 bits each. Lane 4g + t has columns 2t and 2t + 1 of row g, before and after.
+__device__ __forceinline__ u32 movmatrix_m8n8_trans(u32 pair) {
+#ifdef __CUDA_ARCH__
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+#else
+    const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const u32 low = __shfl_sync(0xFFFFFFFFu, pair, 8 * t + g / 2), high = __shfl_sync(0xFFFFFFFFu, pair, 8 * t + 4 + g / 2);
+    return (low >> g % 2 * 16 & 0xFFFFu) | (high >> g % 2 * 16) << 16;
 #endif
 }
 

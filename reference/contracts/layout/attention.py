@@ -187,6 +187,19 @@ def scores(
     return Interval(low, high, nan if bool(nan.any()) else None)
 
 
+def of_tokens(q: Interval, x: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor) -> Interval:
+    """Numbers x (tokens·heads, 1) of the tokens of each row and head of q: (queries, q_heads, keys), 0 behind the last
+    token."""
+    ends = [x.low] if x.point else [x.low, x.high]
+    found = [q.low.new_zeros((*q.shape[:2], int(lengths.max()))) for _ in ends]
+    heads, groups = _groups(x, request, head, lengths)
+    for group in groups:
+        for whole, end in zip(found, ends, strict=True):
+            own = end.view(-1, heads)[group.tokens, group.head]
+            whole[group.rows, group.heads, : len(own)] = own
+    return Interval(found[0], found[-1])
+
+
 def _tiles(d: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """Ends of the maximum of each tile of d (…, S)."""
     short = -d.shape[-1] % TILE

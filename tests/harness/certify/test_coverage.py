@@ -1,71 +1,19 @@
-"""Coverage of numbers: cells counted by hand, and the new cells of input families."""
+"""`narrowgauge list --coverage`: input families with cells of their own, and captured tensors beside families."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from narrowgauge.harness.certify.coverage import Reached, by_family, has_coverage, lines, reachable, reached
-from narrowgauge.harness.certify.proof import SIDES, boundaries
+from narrowgauge.harness.certify.coverage import by_family, compared_lines, lines
 from narrowgauge.harness.cli import app
+from narrowgauge.harness.inputs.capture import Captured, captured_cases
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
-from narrowgauge.spec.formats import E2M1, E4M3, Format
-from narrowgauge.spec.recipes import find_recipe
-
-
-@pytest.mark.parametrize("fmt", [E2M1, E4M3])
-def test_sides_of_boundaries(fmt: Format) -> None:
-    points = torch.tensor(fmt.values[: fmt.max_code + 1])
-    codes = torch.arange(fmt.max_code + 1)
-    middles = (points[:-1] + points[1:]) / 2
-    for numbers, side in ((points, 0), (middles, 1), (middles.nextafter(points[:-1]), 2), (middles * 1.01, 3)):
-        for sign in (1, -1):
-            lower, found = boundaries(sign * numbers, fmt)
-            assert lower.tolist() == codes[: len(numbers)].tolist()
-            assert set(found.tolist()) == {side}
-    special = torch.tensor([torch.inf, 2 * fmt.max, torch.nan])
-    assert [SIDES[side] for side in boundaries(special, fmt)[1].tolist()] == ["above the largest"] * 2 + ["NaN"]
-
-
-def test_cells_of_one_block() -> None:
-    """Scale 1 under the tensor scale 1/448: 6 is exact, 0.25 a tie, 0.3 above and 0.2 below the midpoint."""
-    x = torch.zeros(2, 20)
-    x[0, :4] = torch.tensor([6, 0.25, -0.3, 0.2])
-    x[1, 3] = 2688.0
-    found = reached(x, find_recipe("nvfp4"))
-    one, width = E4M3.values.index(1.0), 16 * 5
-    cells = [cell - one * width for cell in found.cells.nonzero().flatten().tolist() if cell // width == one]
-    assert cells == [0, 1, 2, 3, 7 * 5]
-    assert found.places.nonzero().flatten().tolist() == [0, 3]
-    assert found.tails.nonzero().flatten().tolist() == [4]
-    assert bool(found.pairs[7 + 16 * 0])
-
-
-@pytest.mark.long
-def test_all_pairs_reach_all_that_is_reachable() -> None:
-    """Every bfloat16 number beside every power of two is in a block of MXFP4."""
-    recipe = find_recipe("mxfp4")
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = x[x.isfinite()]
-    union = Reached.nothing(recipe)
-    for exponent in range(-120, 127, 3):
-        top = torch.tensor(1.5 * 2.0**exponent).bfloat16()  # the largest amax of a class
-        some = x[x.abs() <= top]
-        some = torch.nn.functional.pad(some, (0, -len(some) % 31)).view(-1, 31)
-        union.add(reached(torch.cat([some, top.expand(len(some), 1)], 1), recipe))
-    possible = reachable(recipe)
-    assert not bool((union.cells & ~possible).any())
-    scales = union.cells.view(256, -1).any(1)
-    assert int(scales.sum()) > 70
-    width = 16 * 5
-    mine = union.cells.view(256, width)[scales]
-    assert int((mine != possible.view(256, width)[scales]).sum()) == 0
-
-
-def test_empty_matrices_reach_their_tail_alone() -> None:
-    found = reached(torch.zeros(0, 33), find_recipe("mxfp8-e4m3"))
-    assert [int(part.sum()) for part in found.parts()] == [0, 0, 0, 1]
+from tests.matrix import quick_cases
 
 
 def cases(*families: str) -> list[QuantizeCase]:
@@ -73,25 +21,49 @@ def cases(*families: str) -> list[QuantizeCase]:
 
 
 def test_families_and_what_they_add() -> None:
-    found = by_family(cases("normal", "ties", "normal"))
-    (recipe,) = found
-    assert list(found[recipe]) == ["normal", "ties"]
-    text = list(lines(cases("normal", "ties", "zeros")))
+    found = by_family(cases("normal", "e2m1-ties", "normal"))
+    assert list(found) == ["nvfp4"]
+    assert list(found["nvfp4"]) == ["normal", "e2m1-ties"]
+    text = list(lines(cases("normal", "e2m1-ties", "zeros")))
     assert text[0].startswith("nvfp4: ")
     assert "of 127 scales" in text[0]
-    assert {line.split(":")[0].strip() for line in text[1:]} == {"normal", "ties", "zeros"}
+    assert {line.split(":")[0].strip() for line in text[1:]} == {"normal", "e2m1-ties", "zeros"}
     assert text[-1].endswith("zeros: 1, 1 of these alone")
 
 
-def test_recipes_without_coverage() -> None:
-    names = ("nvfp4-rht", "nvfp4-sr", "fp8-row-e4m3")
-    assert not any(has_coverage(find_recipe(name)) for name in names)
+def test_cases_without_coverage() -> None:
     chosen = [QuantizeCase(recipe="fp8-row-e4m3", shape=(16, 64), dtype="bf16", inputs="normal")]
     assert list(lines(chosen)) == ["no rowwise case of quantize has byte scales, rounding to nearest and no rotation"]
 
 
+def test_captured_tensors_beside_the_families(tmp_path: Path) -> None:
+    x = torch.zeros(1, 32)
+    x[0, :3], x[0, 16] = torch.tensor([6.0, 0.25, 0.2]), 2688.0
+    save_file({"w": x}, tmp_path / "own.safetensors")
+    captured = Captured.load(tmp_path / "own.safetensors")
+    own, theirs, alone = compared_lines(captured_cases(captured), captured, cases("zeros"))
+    assert own.startswith("nvfp4, captured tensors: 0.1 % of 3 544 pairs")
+    assert theirs.startswith("nvfp4, input families: 0.0 % of 3 544 pairs")
+    assert alone == "    6 pairs only by the captured tensors, 1 only by the families"
+
+
 @pytest.mark.long
-def test_the_command_prints_coverage() -> None:
+def test_the_quick_tier_reaches_99_percent() -> None:
+    plain = {"nvfp4", "mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4"}
+    chosen = [case for case in quick_cases() if case.recipe_label in plain and case.inputs == "boundaries"]
+    found = by_family(chosen)
+    assert set(found) == plain
+    for recipe, families in found.items():
+        assert families["boundaries"].share > 0.99, recipe
+
+
+@pytest.mark.long
+def test_the_command_prints_coverage(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["list", "--coverage", "-k", "quantize/mxfp4/128x128/bf16/normal"])
     assert result.exit_code == 0, result.output
     assert "pairs of a scale and a side of a boundary" in result.output
+    save_file({"w": torch.ones(4, 32)}, tmp_path / "own.safetensors")
+    given = ["--input", str(tmp_path / "own.safetensors"), "--recipe", "mxfp4"]
+    result = CliRunner().invoke(app, ["list", "--coverage", *given])
+    assert result.exit_code == 0, result.output
+    assert "mxfp4, input families: 99" in result.output

@@ -288,7 +288,7 @@ def test_an_unsupported_case_fails_only_if_strict(one_process, options, status):
     assert result.exit_code == status, result.output
     unsupported = "quantize" not in options
     assert [row["case"] for row in records() if row["verdict"] == "unsupported"] == QUICK[4:] * unsupported
-    assert ("1 unsupported" in "\n".join(result.stdout.splitlines()[-9:])) == unsupported
+    assert ("1 unsupported" in "\n".join(result.stdout.splitlines()[-12:])) == unsupported
     assert "reproduce:" not in result.stdout
 
 

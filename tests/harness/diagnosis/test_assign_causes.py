@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
-from narrowgauge.harness.diagnosis.explanation import UNTRIED_RIVALS, Explanation
+from narrowgauge.harness.diagnosis.explanation import NOT_PROVED, UNTRIED_RIVALS, Explanation
 
 
 def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
@@ -76,3 +76,15 @@ def test_a_cause_is_exact_if_one_diagnosis_is_complete() -> None:
     # A cause that was not tried where the diagnosis stopped is a rival still.
     ((explanation, _),) = assign_causes([stopped, failing("b", "x", "y", recipe="r")])
     assert (explanation["sentence"], explanation["exact"]) == ("x; or: y", False)
+
+
+def test_a_hint_counts_if_another_case_proves_the_cause() -> None:
+    def hint(recipe: str) -> dict[str, Any]:
+        entry = Explanation("x", f"x{NOT_PROVED}", "codes", exact=False).to_dict()
+        return {**failing("a", recipe=recipe), "explanations": [entry]}
+
+    assert assign_causes([hint("r")]) == []
+    for recipe, members in (("r", "ab"), ("s", "b")):
+        ((explanation, explained),) = assign_causes([hint(recipe), failing("b", "x", recipe="r")])
+        assert (explanation["sentence"], explanation["exact"]) == ("x", True)
+        assert "".join(record["case"] for record in explained) == members

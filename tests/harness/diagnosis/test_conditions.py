@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.diagnosis.search.conditions import conditions
 from narrowgauge.harness.operations.registry import make_inputs
-from narrowgauge.harness.running.judging import FurtherCases
+from narrowgauge.harness.running.judging import FurtherCases, judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops
 from tests.harness.sample_backends import backend
@@ -87,3 +87,18 @@ def test_a_run_names_the_condition() -> None:
     record = run_case(case, backend(quantize=negated_in_float16, dequantize=ops.dequantize))
     (found,) = [entry for entry in record.explanations if entry["cause"].startswith("when:")]
     assert found["sentence"] == "only with dtype = fp16: wrong on 8 of 8 inputs, right on all 8 with dtype = fp32"
+
+
+def test_a_brief_judgement_runs_one_variation() -> None:
+    calls: list[str] = []
+
+    def quantize(x: torch.Tensor, recipe: str) -> object:
+        calls.append(recipe)
+        return ops.quantize(x, recipe)
+
+    case, kernel = case_from_id("quantize/mxfp8-e4m3/16x64/bf16/normal"), backend(quantize=quantize)
+    for brief, count in ((False, 2), (True, 1)):
+        calls.clear()
+        outcome = judge(case, make_inputs(case), kernel, brief=brief)
+        assert all(stage.passed for stage in outcome.stages)
+        assert len(calls) == count

@@ -200,10 +200,8 @@ def test_what_explained_a_case_is_tried_first(history, work):
 def test_a_cause_must_give_the_bytes_of_further_inputs(cause, inputs, steps):
     """Numbers cut to 18 or 20 bits: on these inputs another mistake has the same bytes."""
     record = record_of(case("nvfp4", inputs, dtype="fp32"), quantize=wrong(**steps))
-    found = {e["cause"]: (e["exact"], e["sentence"].partition("; ")[2]) for e in record.explanations}
-    assert not found[cause][0]
-    assert found[cause][1].startswith("does not give the bytes of inputs ")
-    assert causes(record) == []
+    assert record.verdict == "fail"
+    assert cause not in {entry["cause"] for entry in record.explanations}
 
 
 def test_further_inputs_separate_causes():

@@ -83,6 +83,24 @@ def test_a_host_loads_its_backend_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert (verdicts, loaded) == (["pass", "pass", "crash", "pass", "pass"], [1, 1, 1, 2, 2])
 
 
+class Slow(Kernels):
+    """The reference, which takes longer to warm up than a case may take."""
+
+    def warm_up(self, device: torch.device) -> None:
+        """Sleep."""
+        time.sleep(12.0)
+
+
+@pytest.mark.long
+def test_the_time_of_a_warm_up_belongs_to_no_case() -> None:
+    """Also in the host that replaces another within a case."""
+    with hosted_backend(f"{__name__}:Slow") as backend:
+        assert backend.host.loading >= 12.0
+        backend.host.close()
+        record = run_case(QUANTIZE, backend, timeout=10.0)
+    assert (record.verdict, record.message) == ("pass", "")
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_slow_import_is_said_once(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the record of the first case of its host."""

@@ -28,6 +28,7 @@ from narrowgauge.reference.ops import quantize
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.reference.quantize.scaling import element_factors
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
@@ -229,6 +230,14 @@ def test_e4m3_ties_tell_the_order_of_operations(shape, dtype):
     assert share(q.scales != other.scales) > 0.2
     assert q.amax.item() / 2.0 ** torch.frexp(q.amax).exponent.item() == 65 / 128
     assert len(q.scales.unique()) > 64
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-block-128x128-e4m3-pow2"])
+def test_zero_rows_have_blocks_of_zeros_beside_others(recipe):
+    x = make_inputs(case_from_labels("quantize", recipe, (300, 640), "bf16", "zero-rows")).x
+    zero = block_amaxes(x, find_recipe(recipe)) == 0
+    assert 0.1 < float(zero.float().mean()) < 0.9
+    assert bool((x == 0).all(1).any()), "a row of zeros"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

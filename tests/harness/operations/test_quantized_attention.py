@@ -14,7 +14,19 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.modules import transformer
 from narrowgauge.reference import modules
 from narrowgauge.spec.modules.training import TrainingRecipe
-from tests.harness.operations.quantized_attention_kernels import RIGHT, WRONG, Fused, Kernel, layer_of
+from tests.harness.operations.quantized_attention_kernels import (
+    RIGHT,
+    Fused,
+    InverseScale,
+    Kernel,
+    LeftOut,
+    NoScale,
+    OtherFormat,
+    OtherScale,
+    Swapped,
+    Wrong,
+    layer_of,
+)
 from tests.harness.sample_backends import backend
 
 DPA = "Float8CurrentScaling-dpa"
@@ -46,6 +58,70 @@ def test_a_fused_kernel_is_judged_by_its_operands() -> None:
 def test_right_kernels_pass(kernel: type[Kernel], inputs: str) -> None:
     record = run(kernel(), layer(inputs))
     assert (record.verdict, record.message) == ("pass", "")
+
+
+def _late(scores: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(2), -torch.inf)
+
+
+_R = Kernel()
+_FORWARD: dict[str, tuple[dict[str, Any], str]] = {
+    "scores not scaled": ({"softmax": lambda q, k: _R.masked(q @ k.mT).softmax(-1)}, "attention-not-scaled"),
+    "scores scaled twice": (
+        {"softmax": lambda q, k: _R.masked(q @ k.mT / q.shape[-1]).softmax(-1)},
+        "attention-scaled-twice",
+    ),
+    "mask one late": ({"masked": _late}, "attention-mask-one-late"),
+    "no mask": ({"masked": lambda scores: scores}, "attention-not-causal"),
+    "q and k exchanged": ({"softmax": lambda q, k: _R.softmax(k, q)}, "attention-q-and-k-exchanged"),
+    "scores in bfloat16": (
+        {"masked": lambda scores: _R.masked(scores.bfloat16().float())},
+        "attention-scores-through:bf16",
+    ),
+}
+_BACKWARD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no row term": ({"row": lambda s, ds, do, out: 0.0}, "dscores", "attention-gradient-without-row-term"),
+    "row term of the output": (
+        {"row": lambda s, ds, do, out: (do * out).sum(-1, keepdim=True)},
+        "dscores",
+        "attention-gradient-row-of-output",
+    ),
+    "backward through the quantized s": (
+        {"dscores": lambda s, weights, *rest: _R.dscores(weights, weights, *rest)},
+        "dscores",
+        "operand-exchanged",
+    ),
+    "dv of s not quantized": (
+        {"dv": lambda s, weights, do: s.bfloat16().float().mT @ do},
+        "dv",
+        "operand-not-quantized",
+    ),
+    "dk of dp not transposed": ({"dk": lambda dp, q: dp @ q / q.shape[-1] ** 0.5}, "dk", "matrices-transposed"),
+    "dv of s not transposed": ({"dv": lambda s, weights, do: weights @ do}, "dv", "matrices-transposed"),
+    "dq not scaled": ({"dq": lambda dp, k: dp @ k}, "dq", "attention-not-scaled"),
+    "dk scaled twice": ({"dk": lambda dp, q: dp.mT @ q / q.shape[-1]}, "dk", "attention-scaled-twice"),
+}
+WRONG: dict[str, tuple[Kernel, str, str]] = {
+    **{
+        f"{name} not quantized": (LeftOut(name), stage, "operand-not-quantized")
+        for name, stage in (("qkv", "softmax"), ("s", "attention"), ("do", "dscores"), ("dp", "dq"))
+    },
+    **{
+        f"{name} in {other}": (OtherFormat(name), f"attention.{name}.tensor scale", f"element-format:{other}")
+        for names, other in ((("qkv", "s", "o"), "E5M2"), (("do", "dp", "dqkv"), "E4M3"))
+        for name in names
+    },
+    "s by the scale of v": (OtherScale("s"), "attention", "scale-exchanged"),
+    "dp by the scale of do": (OtherScale("dp"), "dq", "scale-exchanged"),
+    "do without scale": (NoScale("do"), "dscores", "scale-exchanged"),
+    "s without scale": (NoScale("s"), "attention", "scale-exchanged"),
+    "dp with an inverted scale": (InverseScale("dp"), "attention.dp.scales", "scale-inverse-stored"),
+    "dk of k": (Swapped(), "dk", "operand-exchanged"),
+    **{name: (Wrong(**steps), "softmax", cause) for name, (steps, cause) in _FORWARD.items()},
+    **{name: (Wrong(**steps), stage, cause) for name, (steps, stage, cause) in _BACKWARD.items()},
+}
+"""By mistake, the kernel, the stage that fails and its cause. O and dqkv that are not quantized change no byte: the
+next product quantizes them by the same recipe, which leaves quantized numbers as they are."""
 
 
 def of_mistake(name: str) -> Any:

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.inputs.reached import BitSet, Reached
 from narrowgauge.harness.records import coverage
+from narrowgauge.spec.formats import E2M1
 from tests.harness.runs import record
 
 
@@ -64,6 +66,19 @@ def test_lines_name_what_ran_and_what_did_not():
     assert re.search(r"options (\d+) of (\d+) pairs of values of two keys", text)
     assert "warning: less than half of the cases and of the shapes ran" in text
     assert all(len(line) <= 80 for line in written)
+
+
+def test_numbers_that_the_inputs_reach_are_joined():
+    possible, empty = BitSet(16, 255), BitSet(0)
+    packed = [Reached(E2M1, BitSet(16, bits), possible, empty, empty, empty).pack() for bits in (0b11, 0b110)]
+    records = [recorded(case, numbers=text) for case, text in zip(CASES, packed, strict=False)]
+    sentence = " ".join(" ".join(coverage.lines(CASES, records)).split())
+    assert "numbers of the pairs of a scale and a side of a rounding boundary: nvfp4 37.5 % warning" in sentence
+    nothing = [records[0], recorded(CASES[1], numbers=packed[1], verdict="unsupported", compared=0, stages=[])]
+    assert "nvfp4 25.0 %" in " ".join(" ".join(coverage.lines(CASES, nothing)).split())
+    of_many = [record(recipe=f"mxfp4@own-{n}", numbers=packed[0]) for n in range(6)]
+    others = [recorded(CASES[0]) | {"recipe": one["recipe"], "numbers": one["numbers"]} for one in of_many]
+    assert "; 2 more recipes up to mxfp4@own-5 25.0 %" in " ".join(" ".join(coverage.lines(CASES, others)).split())
 
 
 @pytest.mark.parametrize(("recipe", "inputs", "said"), [

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,9 @@ def test_the_shortest_sequence_among_many(needed: list[int], monkeypatch) -> Non
     monkeypatch.setattr(earlier_cases, "run_case", run)
     monkeypatch.setattr(earlier_cases, "TRIALS", 100)
     earlier = EarlierCases(new_host, ran=[(case, 0.0) for case in cases[:10]])
+    slow = replace(earlier, loading=31.0)
+    assert not slow.examine(failing, cases[10], sharing=1, timeout=300.0, started=time.perf_counter())
+    assert not ran
     assert earlier.examine(failing, cases[10], sharing=1, timeout=300.0, started=time.perf_counter())
     assert re.findall(r"16x(\d+)", failing.options) == [str(32 * (n + 1)) for n in needed]
 

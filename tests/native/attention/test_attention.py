@@ -27,6 +27,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 PATHS = get_args(PathName)
 Result = tuple[torch.Tensor, torch.Tensor]
+TOKENS = "fp8-row-e4m3@vllm-kv"
 SIZES = {
     "queries": 3, "q_heads": 4, "dim": 64, "pages": 20, "page": 16, "heads": 2, "v_dim": 64, "requests": 2, "most": 9,
 }  # fmt: skip
@@ -83,7 +84,9 @@ def test_contract(family: str, path: PathName, dtype: str, device: str) -> None:
 
 @pytest.mark.sampled(8)
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize(("recipe", "path"), [("mxfp8-e4m3", "portable"), *((NVFP4, path) for path in PATHS)])
+@pytest.mark.parametrize(
+    ("recipe", "path"), [("mxfp8-e4m3", "portable"), (TOKENS, "portable"), *((NVFP4, path) for path in PATHS)]
+)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "one-hot-ends" else pytest.mark.long) for name in RULES]
 )

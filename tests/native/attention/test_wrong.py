@@ -48,8 +48,14 @@ WRONG_ATTENTION = {
         PORTABLE, " * exp2_approx(p.maxima[2 * (split * all + row)] - largest)", "",
     ),
     "splits-with-unweighted-l": (PORTABLE, "of_split[1] * exp2_approx(of_split[0] - largest)", "of_split[1]"),
-    "codes-behind-the-end": (TENSOR, "key_of_value(t, i) < count);", "true);"),
-    "mask-of-a-key-more": (TENSOR, "of_score >= keys[half].last ||", "of_score > keys[half].last ||"),
+    "codes-behind-the-end": (TENSOR, "key_of_value(t, row) < count);", "true);"),
+    "mask-of-a-key-more": (TENSOR, "of_score >= seen.last ||", "of_score > seen.last ||"),
+    "weights-not-transposed": (TENSOR, "ptx::movmatrix_m8n8_trans(rounded_pair", "(rounded_pair"),
+    "maximum-of-a-lane": (
+        TENSOR, "largest[r][i] = fmaxf(largest[r][i], __shfl_xor_sync(0xFFFFFFFFu, largest[r][i], distance));", "",
+    ),
+    "sums-of-one-row-not-rescaled": (TENSOR, "sum[2 + i] *= lower;", ""),
+    "values-copied-for-the-lane-beside": (TENSOR, "value_place(4 * copied_column(g) + t)", "value_place(lane)"),
     "values-of-another-lane": (
         TENSOR, "load_words(part.v[i][piece][value_place(lane)]", "load_words(part.v[i][piece][lane]",
     ),
@@ -85,7 +91,9 @@ WRONG_ATTENTION = {
         "rounded_pair<T>(numbers[2 * i + 1][j], numbers[2 * i][j])",
     ),
     "prefill: sign-of-a-negative-factor": (PREFILL, "factor == 0.0f ? 0x1p-126f : fabsf(factor)", "-fabsf(factor)"),
-    "rows-of-the-tile-above": (TENSOR, "row < rows ? row % p.group : 0", "row < rows ? (row + 1) % p.group : 0"),
+    "rows-of-the-tile-above": (
+        TENSOR, "of_lane < rows ? of_lane % p.group : 0", "of_lane < rows ? (of_lane + 1) % p.group : 0",
+    ),
 }  # fmt: skip
 WRONG_WRITES = {
     # name: (recipe, page layout, file, text, its replacement)
@@ -106,7 +114,7 @@ WRONG_WRITES = {
         RECIPE, "x-packed", CACHE, "byte / part.chunk * part.chunk_stride", "byte / part.chunk * part.chunk",
     ),
     "divided-twice": (
-        "fp8-static-e4m3@vllm-kv", "nhd", WRITE, "divide(v, scale);", "divide(v, scale), divide(v, scale);",
+        "fp8-static-e4m3@vllm-kv", "nhd", WRITE, "v[i] * rest);", "v[i] * rest) * above;",
     ),
     "scale-by-440": ("fp8-row-e4m3@vllm-kv", "nhd", WRITE, "raised * (1.0f / 448.0f)", "raised * (1.0f / 440.0f)"),
     "amax-of-a-part-of-the-row": (

@@ -190,7 +190,7 @@ def test_numbers_outside_the_range_of_tiles_are_refused(
 @ON_CPU_AND_HOPPER
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
 def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections of one block of threads, of several, of no rows; a refused matrix."""
+    """Sections of one output tile, of several, of no rows; more output tiles than blocks."""
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", lambda *_, **__: TENSOR)
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.MANY", 0)
     n, k = 133, 1536
@@ -198,7 +198,7 @@ def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: py
         a, b = random_sections(name, sizes, k), [random_operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
         options = {"out_dtype": torch.bfloat16, **random_addends(sizes, n)}
         order = ops.gemm_order(a.sections(), b)
-        assert order == ("split-2-decoded-aligned-25-16" if name == "nvfp4" else "split-at-1024-decoded-aligned-25-16")
+        assert order == ORDERS[FUSED]
         assert_equal(ops.gemm_grouped(a, b, **options), product_of_sections(model(order), a, b, **options))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from narrowgauge.native import ops as native
 from narrowgauge.native.gemm import gemm as paths
+from narrowgauge.native.gemm.operands import stored
 from narrowgauge.spec.modules.routing import Grouping, arrange
 from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.devices import ON_EVERY_DEVICE, ops
+from tests.native.devices import ON_EVERY_DEVICE, needs_gpu, ops
 
 PAIRS = {
     "nvfp4": "nvfp4", "mxfp8-e4m3": "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32": "fp8-block-128x128-e4m3-fp32",
@@ -76,6 +78,35 @@ def check(grouping: Grouping, recipe: str, sizes: list[int], path: str, monkeypa
                 options["alignment"] = 4
             found = ops.gemm_contiguous(q, b, index.int(), out_dtype=torch.bfloat16, **options)
         assert torch.equal(found[place.rows].view(torch.int16), right.view(torch.int16))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("count", [0, 1, 480, 481, 1100])
+def test_words_in_memory_of_a_device(count: int, device: str) -> None:
+    words = [(1 << 63) + 5 * number for number in range(count)]
+    found = stored(words, torch.device(device)).cpu()
+    assert [word % (1 << 64) for word in found.tolist()] == words
+
+
+@needs_gpu
+@pytest.mark.parametrize("recipe", PAIRS)
+def test_a_graph_has_the_addresses_of_the_matrices(recipe: str) -> None:
+    """Grouped products are captured, and a replay reads the present numbers."""
+    sizes = [3, 0, 130, 1, 17]
+    b = [native.quantize(torch.randn(40, 256, device="cuda").bfloat16(), PAIRS[recipe]) for _ in sizes]
+    rows = torch.tensor(sizes, device="cuda")
+    operands = [
+        native.quantize_grouped(torch.randn(sum(sizes), 256, device="cuda").bfloat16(), rows, recipe) for _ in range(2)
+    ]
+    native.gemm_grouped(operands[0], b[::-1], out_dtype=torch.bfloat16)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = native.gemm_grouped(operands[0], b, out_dtype=torch.bfloat16)
+    for part in ("codes", "scales", "amax"):
+        if (target := getattr(operands[0], part)) is not None:
+            target.copy_(getattr(operands[1], part))
+    graph.replay()
+    assert torch.equal(out, native.gemm_grouped(operands[1], b, out_dtype=torch.bfloat16))
 
 
 def path_of(path: str, family: str) -> str:

@@ -221,8 +221,7 @@ def test_options_of_groups_are_the_references(options: dict[str, bool]) -> None:
 
 def test_a_transformer_layer_hands_its_options_on() -> None:
     layer = TransformerLayer(32, 48, 4, norm="rms", bias=False, accumulate=True, delay_wgrad=True, dtype=torch.float32)
-    for child in layer.children():
-        assert isinstance(child, Linear)
+    for child in (layer.qkv, layer.proj, layer.fc1, layer.fc2):
         assert child.bias is None
         assert (child.accumulate, child.delay_wgrad, child.dtype) == (True, True, torch.float32)
     assert layer.qkv.layer_norm_bias is None

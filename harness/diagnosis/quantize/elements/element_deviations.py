@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -13,6 +14,7 @@ from narrowgauge.harness.diagnosis.quantize.elements.roundings import NARROW, UP
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import without_tail
 from narrowgauge.harness.operations.stages.deviation import Deviation, in_turn
+from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import elements, swap_nibbles
 from narrowgauge.reference.quantize.scaling import divide
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, Format
@@ -259,3 +261,66 @@ def nan_code_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDe
     nan_codes = torch.unique(torch.cat(codes))
     if len(nan_codes) == 1:
         yield NAN_CODE.bound(int(nan_codes), int(nan_codes))
+
+
+# ---- a boundary between two codes ------------------------------------------------------------------------------------
+
+
+def _moved(boundary: tuple[int, float, bool], r: Replay) -> torch.Tensor:
+    """Codes with another boundary between a code of a magnitude and the next; the boundary itself goes up or not."""
+    low, threshold, up = boundary
+
+    def rounding(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+        magnitude, codes = x.abs(), encode(x, fmt)
+        between = (magnitude > fmt.values[low]) & (magnitude < fmt.values[low + 1])
+        above = magnitude >= threshold if up else magnitude > threshold
+        return torch.where(between, codes & fmt.sign_code | (low + above.byte()), codes)
+
+    return _rounded(rounding, r)
+
+
+MIDPOINT: QuantizeDeviation = Deviation(
+    "midpoint-moved", "elements: the boundary between {0[0]:g} and {0[1]:g} is {0[2]:g}, {0[3]}, not the middle",
+    "element codes", _moved,
+)  # fmt: skip
+
+
+def moved_midpoint_deviations(
+    matrices: Sequence[KernelMatrix], masks: Sequence[torch.Tensor]
+) -> Iterator[QuantizeDeviation]:
+    """Another boundary between two neighbouring codes, if all wrong codes are these two and a number separates them.
+
+    The boundary is the number with the fewest bits that does. `masks`: of the wrong codes as they are stored.
+    """
+    recipe = matrices[0].subject.recipe
+    if not _rounds_to_nearest(recipe) or recipe.element.bits >= 32 or not any(bool(mask.any()) for mask in masks):
+        return
+    element, magnitudes, codes, wrong = recipe.element, [], [], []
+    for matrix in matrices:
+        replay, columns = Replay(matrix), matrix.subject.matrix.shape[1]
+        found = elements(matrix.kernel_stages["codes"], columns, recipe) & (element.sign_code - 1)
+        expected = replay.element_codes & (element.sign_code - 1)
+        magnitudes.append(replay.scaled_elements.abs().flatten())
+        codes.append(found.flatten())
+        wrong.append(torch.stack([found, expected])[:, found != expected])
+    pairs = torch.cat(wrong, 1)
+    if not pairs.numel() or not pairs.shape[1]:
+        return
+    low, high = int(pairs.min()), int(pairs.max())
+    if high != low + 1 or high > element.max_code:
+        return
+    magnitude, code = torch.cat(magnitudes), torch.cat(codes)
+    between = (magnitude > element.values[low]) & (magnitude < element.values[high])
+    below, above = (magnitude[between & (code == number)].double() for number in (low, high))
+    if not len(below) or not len(above):  # the boundary is one of the two numbers
+        threshold = element.values[high if len(below) else low]
+    elif (first := float(below.amax())) < (last := float(above.amin())):
+        step = 2.0 ** math.floor(math.log2(last))
+        while math.floor(last / step) * step <= first:
+            step /= 2
+        threshold = math.floor(last / step) * step
+    else:
+        return
+    words = (element.values[low], element.values[high], threshold)
+    for up, phrase in ((True, "which goes up"), (False, "which goes down")):
+        yield MIDPOINT.bound((*words, phrase), (low, threshold, up))

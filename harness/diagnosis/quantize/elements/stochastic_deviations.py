@@ -23,21 +23,23 @@ from narrowgauge.spec.recipes import Recipe
 
 _LEAST_VARIANCE = 16.0
 """Least variance of the number of elements rounded up: 64 elements in the middle of two codes."""
+_LEAST_WRONG = 10
 _DEVIATION = 5.0
 """Largest distance of a number of elements rounded up from its expectation, in standard deviations. Chance exceeds it
 in less than 10⁻⁶ of the cases."""
 _UNKNOWN = "nobody knows the random bits of a kernel that has its own"
 
 
-def rounded_at_random(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
+def rounded_at_random(matrices: Sequence[KernelMatrix], wrong: int) -> Iterator[QuantizeDeviation]:
     """Stochastic rounding by unknown random bits, for a recipe that rounds to nearest. The deviation is not exact.
+    None with fewer than `_LEAST_WRONG` codes that are `wrong`: another rounding of few elements looks alike.
 
     Every code must be one of the two neighbours of its element. The numbers of elements rounded up must be those of
     stochastic rounding, each element with the probability of its distance from the lower neighbour, in each quarter of
     the distance between two codes: within `_DEVIATION` standard deviations and the 1/256 of a random byte.
     """
     recipe = matrices[0].subject.recipe
-    if recipe.rounding == "stochastic" or recipe.element.bits >= 32:
+    if wrong < _LEAST_WRONG or recipe.rounding == "stochastic" or recipe.element.bits >= 32:
         return
     element, variance = recipe.element, 0.0
     values = decode(torch.arange(1 << element.bits, dtype=torch.uint8), element).double().abs()
@@ -196,9 +198,15 @@ STOCHASTIC: tuple[QuantizeDeviation, ...] = (
         "four elements share the lowest byte of their word": lambda i, width: i & ~3,
         "four elements share the highest byte of their word": lambda i, width: i | 3,
         "all words of a block are its first": lambda i, width: i // width * width + i % 4,
+        "the upper half of a word uses the bytes of the lower half": lambda i, width: i & ~2,
+        "the lower half of a word uses the bytes of the upper half": lambda i, width: i | 2,
     }, _stochastic),
     Deviation("stochastic-bytes-reversed", "elements: {}", "random bytes", _of_elements, {
         "the highest byte of a word is the first": lambda i, width: i ^ 3,
+        "the halves of a word change places": lambda i, width: i ^ 2,
+        "the bytes of each half of a word change places": lambda i, width: i ^ 1,
+        "each byte of a word is the next one": lambda i, width: i & ~3 | (i + 1) & 3,
+        "each byte of a word is the one before": lambda i, width: i & ~3 | (i - 1) & 3,
         "the bytes of a block are reversed": lambda i, width: i ^ (width - 1),
         "the words of a block are reversed": lambda i, width: i ^ (width - 4),
     }, _stochastic),

@@ -96,8 +96,6 @@ BLOCK_AMAXES: tuple[QuantizeDeviation, ...] = (
     Deviation("block-amax-without-fabs", "block amaxes: of the elements, negative where all are", "blocks",
               _signed_maxima, when=lambda recipe: recipe.scale is E4M3),
     Deviation("block-amax-half", "block amaxes: of the {}", "blocks", _of_part, _half_columns),
-    Deviation("tail-dropped", "block amaxes: of whole blocks, 0 of a last one of fewer than {} elements", "blocks",
-              lambda width, r: block_amaxes(without_tail(width, r.x), r.recipe), _width(1)),
     Deviation("block-amax-spans-two", "block amaxes: of two blocks together, {} elements", "blocks", _of_block_pairs,
               _width(2)),
     Deviation("tiles-ignored", "block amaxes: of {} elements of a row, not of a tile", "blocks",
@@ -123,6 +121,10 @@ BLOCK_AMAXES: tuple[QuantizeDeviation, ...] = (
               lambda r: tensor_amax(r.blocks).expand(r.blocks.shape).contiguous(), row_local=False),
 )  # fmt: skip
 """Wrong block amaxes of a recipe whose blocks do not span K."""
+TAIL_DROPPED: QuantizeDeviation = Deviation(
+    "tail-dropped", "block amaxes: of whole vectors of {} elements, without a shorter last one of a row", "blocks",
+    lambda width, r: block_amaxes(without_tail(width, r.x), r.recipe),
+)  # fmt: skip
 SKIPPED_LANES: QuantizeDeviation = Deviation(
     "block-amax-skips:{}", "block amaxes: of all elements but {0} of {1[1]}", "blocks",
     lambda skipped, r: without_lanes(r.x, r.recipe, skipped[0]),
@@ -131,6 +133,16 @@ SKIPPED_ROWS: QuantizeDeviation = Deviation(
     "block-amax-skips:row-{}", "block amaxes: of all rows of a tile but {0} of {1[1]}", "blocks",
     lambda skipped, r: without_rows(r.x, r.recipe, skipped[0]),
 )  # fmt: skip
+
+
+def dropped_tail_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:
+    """Block amaxes without the columns behind the last whole vector: a deviation for each number of columns."""
+    recipe, columns = matrix.subject.recipe, matrix.subject.matrix.shape[1]
+    largest = 256 if recipe.spans_k else recipe.block[1]
+    widths = [largest >> shift for shift in range(largest.bit_length() - 1)]
+    for tail in dict.fromkeys(columns % width for width in widths if columns % width):
+        alike = [width for width in widths if columns % width == tail]
+        yield TAIL_DROPPED.bound(" or ".join(map(str, alike)), alike[0])
 
 
 def skipped_lane_deviations(

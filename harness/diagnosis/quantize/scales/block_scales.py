@@ -163,6 +163,13 @@ def _round_up_to_power_of_two(r: Replay) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
+def _nearest_power_of_two(boundary: float, r: Replay) -> torch.Tensor:
+    """The inverse of max/amax rounded to a power of two: up from `boundary` times a power on."""
+    mantissa, exponent = torch.frexp(encode_scales(r.blocks, replace(r.recipe, scale_rounding="none"), r.x.dtype))
+    power = torch.ldexp(torch.ones_like(mantissa), exponent - (2 * mantissa.double() < boundary).int())
+    return divide(1.0, power)
+
+
 FLOAT_SCALES: tuple[QuantizeDeviation, ...] = (
     Deviation("scale-order:{}", "scales: stored as {}", "scales", lambda form, r: form(r), {
         "amax/max": partial(_with_scale_1, lambda r: _block_amax(r) / torch.full_like(r.blocks, r.recipe.element.max)),
@@ -180,6 +187,10 @@ FLOAT_SCALES: tuple[QuantizeDeviation, ...] = (
               narrowed(lambda r: divide(1.0, encode_scales(r.blocks, r.recipe, r.x.dtype))), NARROW),
     Deviation("exponent:{}", "scales: max/amax is rounded {} to a power of two", "scales",
               lambda _, r: divide(1.0, _round_up_to_power_of_two(r)), {"up": ""}),
+    Deviation("exponent:nearest", "scales: max/amax is rounded to the nearest power of two", "scales",
+              partial(_nearest_power_of_two, 1.5)),
+    Deviation("exponent:nearest-log2", "scales: max/amax is rounded to the nearest power of two by logarithm", "scales",
+              partial(_nearest_power_of_two, 2**0.5)),
 )  # fmt: skip
 """Wrong float32 scales of blocks."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,7 +203,7 @@ class Replay:
     def results(
         self, program: Program, *, keep: bool = False, skipped: Collection[str] = ()
     ) -> Iterator[tuple[str, Iterator[tuple[str, Part]]]]:
-        """Each result, and the parts of it that the program accepts, in the order of the steps.
+        """Each result, and the parts of it that the program accepts, those of the fewest steps first.
 
         `keep`: keep the values of the program. `skipped`: results that are not judged.
         """
@@ -211,8 +211,8 @@ class Replay:
         shown = as_shown(program, self.shown)
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
         evaluation = Evaluation(program, self.inputs, rows=slice(0, 0))
-        for number, step in enumerate(program.steps):
-            name = names.get(number, "")
+        for number in _steps_of(program, [name for name in names.values() if name not in skipped]):
+            step, name = program.steps[number], names.get(number, "")
             if step.is_stored or step.function == HALF or step.dtype == INDEX:
                 if name in shown:
                     if name not in skipped:
@@ -234,6 +234,23 @@ class Replay:
             elif keep:
                 self.known[keys[number]] = value
             evaluation.values[number] = value
+
+
+def _steps_of(program: Program, outputs: Iterable[str]) -> Iterator[int]:
+    """The steps that outputs need, each behind its operands: those of the output of the fewest steps first."""
+    needed: dict[str, set[int]] = {}
+    for name in outputs:
+        reached, left = set[int](), [program.outputs[name]]
+        while left:
+            number = left.pop()
+            if number not in reached:
+                reached.add(number)
+                left.extend(program.steps[number].operands)
+        needed[name] = reached
+    done = set[int]()
+    for reached in sorted(needed.values(), key=len):
+        yield from sorted(reached - done)
+        done |= reached
 
 
 def as_shown(program: Program, shown: Shown) -> Shown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ _FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
 """Steps that torch has, in float64. The middle of the interval stands for every other step."""
 
 
+Known = list[tuple[list[torch.Tensor], Any]]
+"""Operands of a step and its interval."""
+_KNOWN = 4
+"""Operands of a step that are kept."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel that computes the steps of a contract with torch, called with the tensors by name."""
@@ -40,6 +46,8 @@ class Kernel:
     seed: int | None = None
     """None: every number is in float32. Else each step draws whether its numbers round to float32 or stay in float64,
     sums are off by a random error of the size of another order, and one of several formulas is taken."""
+    known: dict[str, Known] | None = field(default=None, compare=False)
+    """Intervals of steps for kernels with the same tensors: a sum that no change concerns is evaluated once for all."""
 
     def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         """The results by the names of `narrowgauge.harness.operations.contracts.results.named_results`.
@@ -97,16 +105,31 @@ class Kernel:
         if name in _FUNCTIONS and (name == "divide" or not options):
             value = _FUNCTIONS[name](*operands)
         else:
-            evaluation = Evaluation(self.program, tensors, rows=slice(0, 0))
-            for number, x in zip(step.operands, operands, strict=True):
-                evaluation.values[number] = x if isinstance(x, Quantized) else Interval(x, x)
-            found = STEPS[name](evaluation, step)
+            found = self._evaluated(step, operands, tensors)
             if isinstance(found, Quantized):
                 return found
             value = _inside(found, step, operands, draw)
         if draw is not None and bool(torch.randint(2, (), generator=draw)):
             return value
         return value.float().double()
+
+    def _evaluated(self, step: Step, operands: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The interval of a step, or its `Quantized`."""
+        kept = None
+        if self.known is not None and operands and all(isinstance(x, torch.Tensor) for x in operands):
+            kept = self.known.setdefault(
+                f"{self.program.subnormals} {step.function} {step.dtype} {dict(step.options)}", []
+            )
+            for before, found in kept:
+                if all(map(torch.equal, before, operands)):
+                    return found
+        evaluation = Evaluation(self.program, tensors, rows=slice(0, 0))
+        for number, x in zip(step.operands, operands, strict=True):
+            evaluation.values[number] = x if isinstance(x, Quantized) else Interval(x, x)
+        found = STEPS[step.function](evaluation, step)
+        if kept is not None:
+            kept[:] = [*kept[1 - _KNOWN :], (operands, found)]
+        return found
 
 
 def _in(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -121,6 +121,11 @@ class Sets:
         return of_rotated(low, find_recipe(step.recipe), self._scale(name), self._random(name))
 
     @cached_property
+    def of_kernels(self) -> dict[str, Any]:
+        """Intervals of steps of sampled kernels (`Kernel.known`)."""
+        return {}
+
+    @cached_property
     def stackable(self) -> bool:
         """Whether calls can be judged as one matrix: a row depends on no other row, and on no form of the call."""
         sources = [judged_numbers(self.program, number)[0] for number in self.program.outputs.values()]

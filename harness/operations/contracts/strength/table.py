@@ -112,7 +112,9 @@ def sampled(plain: Sets, change: Change, samples: int = SAMPLES) -> Cell:
     caught = 0
     try:
         for first in range(0, samples, calls):
-            results = [Kernel(change.program, seed)(**plain.tensors) for seed in range(first, first + calls)]
+            results = [
+                Kernel(change.program, seed, plain.of_kernels)(**plain.tensors) for seed in range(first, first + calls)
+            ]
             stacked = {name: torch.cat([result[name] for result in results]) for name in results[0]}
             shown = named_results(plain.program, tensors, stacked)
             wrong = torch.zeros(calls, dtype=torch.bool)

@@ -235,7 +235,7 @@ __device__ __forceinline__ void multiply_section(const Scaling& scaling, const G
     Operand a = {p.a, p.m};
     const i64 start = select_section<Scaling>(a, p.sizes, starts, p.k);
     if (tile_row * TILE >= a.rows) return;
-    const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, p.b.layouts[section]}, p.n};
+    const Operand b = {{p.b.codes[section], p.b.scales[section], p.b.element, static_cast<int>(p.b.layouts[section])}, p.n};
     multiply(scaling, a, b, p.k, Epilogue{p.epilogue, start * p.n, section * p.n}, tile_row);
 }
 

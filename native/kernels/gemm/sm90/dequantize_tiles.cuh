@@ -16,7 +16,7 @@ enum class BlockScales : int { E4M3 = 0, E8M0 = 1, NONE = 2 };
 
 struct DequantizeParameters {
     OperandParameters operand;  // of matrices: addresses of codes and of scales for each
-    const int* layouts;         // (matrices,), or null for a single operand
+    const i64* layouts;         // (matrices,), or null for a single operand
     i64 rows, k;
     BlockScales block_scales;
     const i64* sizes;   // (sections,) rows, or null
@@ -186,11 +186,11 @@ __device__ __forceinline__ void store_chunk(const u32 (&pairs)[CHUNK / 2], u8* t
     }
 }
 
-// Sets the first row of tile row `tile` of an operand, and ends `from` with its section. False if no section has this row of tiles.
-__device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, Operand& from, i64& first) {
+// Sets the first row of tile row `tile` of an operand, moves `at` to its section and ends `from` with the section. False if no
+// section has this row of tiles.
+__device__ __forceinline__ bool find_rows(const DequantizeParameters& p, i64 tile, TiledSection& at, Operand& from, i64& first) {
     first = tile * TILE_ROWS;
     if (p.sizes == nullptr) return true;
-    TiledSection at({p.sizes, p.sections, p.rows, p.starts});
     while (tile - at.before >= at.tiles()) {
         if (!at.next()) return false;
     }
@@ -220,8 +220,10 @@ __device__ __forceinline__ void dequantize_chunk(const ChunkCodes& codes, float 
 
 // A thread's part of a tile: rows from `first` on, zeros beyond the last row, columns from `start` on. A warp dequantizes the
 // eight chunks of four rows, which are contiguous if K is; or a chunk of 32 rows of transposed codes.
+// Unless `whole`, groups of 32 rows beyond the last row are not written.
 template <class F, BlockScales SCALES, bool INTERLEAVED = false>
-__device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused) {
+__device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused,
+                                                bool whole = true) {
     const int thread = threadIdx.x;
     const bool transposed = (from.layout & CODES_TRANSPOSED) != 0;
     const int chunk = transposed ? thread / 32 : thread % 8, top = transposed ? thread % 32 : thread / 8;
@@ -238,6 +240,7 @@ __device__ __forceinline__ void dequantize_tile(const Operand& from, i64 first, 
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+        if (!whole && first + 32 * pass >= from.rows) return;
         dequantize_chunk<F, SCALES, INTERLEAVED>(codes[pass], scales[pass], tile, top + 32 * pass, chunk, refused);
     }
 }

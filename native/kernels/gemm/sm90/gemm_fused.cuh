@@ -7,6 +7,11 @@
 // `pack_interleaved` has dequantized. A block has two slices of K and adds their sums; on a GPU a cluster of blocks has all
 // slices of an output tile. Neighbouring sums are added first.
 //
+// The kernel of sections is persistent. A block has 256 rows of b, 64 for each warpgroup, and all of K; the producers copy the
+// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 675 us of MXFP8
+// and 590 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
+// the tensor cores multiply the step before, by 1 to 5 %.
+//
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
 //
@@ -28,6 +33,8 @@ constexpr int FUSED_CONSUMERS = 2 * BLOCK_SLICES, FUSED_THREADS = (FUSED_CONSUME
 constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
 constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
+constexpr int SECTION_ROWS = FUSED_CONSUMERS * WGMMA_M, SECTION_CODE_STAGES = 4;  // of a block of the persistent kernel
+constexpr int STORED_TOKENS = 16, STORED_STRIDE = 20;      // of the sums that a warp stores at a time: without bank conflicts
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
 // Of 96 registers of each of 640 threads.
 constexpr int FUSED_PRODUCER_REGISTERS = 24, FUSED_CONSUMER_REGISTERS = 112;
@@ -69,36 +76,69 @@ struct Stages {
     __device__ __forceinline__ u32 phase(u32 step) const { return (round + step / COUNT) % 2; }
 };
 
-// Pipelines of a slice.
-template <int TOKENS>
-struct SlicePipelines {
+// Pipelines of codes of ROWS rows of b, in STAGES stages, and of tiles of a, and their barriers.
+template <int TOKENS_OF_A, int ROWS_OF_B, int STAGES_OF_B>
+struct FusedPipelines {
+    static constexpr int TOKENS = TOKENS_OF_A, ROWS = ROWS_OF_B, CODE_STAGES = STAGES_OF_B, CODE_BYTES = ROWS * ROW_BYTES;
     static constexpr int TOKEN_STAGES = TOKEN_BYTES / (TOKENS * ROW_BYTES);
 
-    u8 codes[CODE_STAGES][TILE_BYTES];
+    struct Barriers {
+        ptx::Mbarrier codes_full[CODE_STAGES], codes_empty[CODE_STAGES], tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
+
+        __device__ __forceinline__ void init() {
+            constexpr int CONSUMER_WARPS = ROWS * SLICE_WARPS / TILE_ROWS;
+            for (int stage = 0; stage < CODE_STAGES; ++stage) {
+                ptx::mbarrier_init(codes_full[stage], 1);
+                ptx::mbarrier_init(codes_empty[stage], CONSUMER_WARPS);
+            }
+            for (int stage = 0; stage < TOKEN_STAGES; ++stage) {
+                ptx::mbarrier_init(tokens_full[stage], 1);
+                ptx::mbarrier_init(tokens_empty[stage], CONSUMER_WARPS);
+            }
+        }
+    };
+
+    u8 codes[CODE_STAGES][CODE_BYTES];
     u8 tokens[TOKEN_STAGES][TOKENS * ROW_BYTES];
 };
 
 template <int TOKENS>
 struct alignas(1024) FusedShared {
-    static constexpr int TOKEN_STAGES = SlicePipelines<TOKENS>::TOKEN_STAGES;
-
-    struct Barriers {
-        ptx::Mbarrier codes_full[CODE_STAGES], codes_empty[CODE_STAGES], tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
-    };
+    using Pipelines = FusedPipelines<TOKENS, TILE_ROWS, CODE_STAGES>;
 
 #ifdef __CUDA_ARCH__
     union {  // the sums replace the pipelines after the last step
 #else
     struct {
 #endif
-        SlicePipelines<TOKENS> pipelines[BLOCK_SLICES];
+        Pipelines pipelines[BLOCK_SLICES];
         float sums[BLOCKS_OF_SUMS][TOKENS][FUSED_STRIDE];
     };
-    Barriers barriers[BLOCK_SLICES];
+    typename Pipelines::Barriers barriers[BLOCK_SLICES];
+};
+
+template <int TOKENS>
+struct alignas(1024) SectionsShared {
+    using Pipelines = FusedPipelines<TOKENS, SECTION_ROWS, SECTION_CODE_STAGES>;
+
+    Pipelines pipelines;
+    float sums[CONSUMER_THREADS / WARP][STORED_TOKENS][STORED_STRIDE];
+    typename Pipelines::Barriers barriers;
 };
 #ifdef __CUDA_ARCH__
-static_assert(sizeof(FusedShared<64>) == 193 * 1024 && sizeof(FusedShared<128>) == 193 * 1024,
-              "native/gemm/fused.py asks for this size");
+static_assert(sizeof(FusedShared<64>) == 193 * 1024 && sizeof(FusedShared<128>) == 193 * 1024 &&
+                  sizeof(SectionsShared<64>) == 213 * 1024 && sizeof(SectionsShared<128>) == 213 * 1024,
+              "native/gemm/fused.py asks for these sizes");
+#endif
+
+// Shared memory of a block, of type T.
+#ifdef __CUDA_ARCH__
+#define FUSED_SHARED(T, shared)                                                                       \
+    extern __shared__ u8 dynamic_shared[];                                                            \
+    const u32 skipped = -static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)) & 1023u;          \
+    T& shared = *reinterpret_cast<T*>(dynamic_shared + skipped)
+#else
+#define FUSED_SHARED(T, shared) __shared__ T shared
 #endif
 
 // 16 bytes of scales of rows g and g + 8 of a warp.
@@ -221,38 +261,47 @@ struct MxCodes {
 
 // A slice of K of a block: rows of b from `row` on, rows of a from `token` on, `steps` steps from `first` on. Its pipelines have
 // had `before` steps of other slices.
-template <class Codes, int TOKENS>
+template <class Codes, class Pipelines>
 struct FusedSlice {
-    using Shared = FusedShared<TOKENS>;
+    static constexpr int TOKENS = Pipelines::TOKENS, CODE_STAGES = Pipelines::CODE_STAGES;
 
     const FusedParameters& p;
-    SlicePipelines<TOKENS>& pipelines;
-    typename Shared::Barriers& barriers;
+    Pipelines& pipelines;
+    typename Pipelines::Barriers& barriers;
     i64 row, token, first;
     u32 steps, before;
+    u32 token_bytes;  // of the rows of a of a step
 
     __device__ __forceinline__ void copy_tokens() const {
-        constexpr int STAGES = Shared::TOKEN_STAGES;
+        constexpr int STAGES = Pipelines::TOKEN_STAGES;
         const i64 tile = token / TILE_ROWS * (p.k / TILE_COLUMNS) + first;
         const u8* source = p.a + tile * TILE_BYTES + token % TILE_ROWS * ROW_BYTES;
         for (u32 step = 0; step < steps; ++step) {
             const u32 stage = (before + step) % STAGES;
             ptx::mbarrier_try_wait_parity(barriers.tokens_empty[stage], (before + step) / STAGES % 2 ^ 1u);
-            ptx::mbarrier_arrive_expect_tx(barriers.tokens_full[stage], TOKENS * ROW_BYTES);
-            ptx::cp_async_bulk_shared_global<TOKENS * ROW_BYTES>(pipelines.tokens[stage], source + i64{step} * TILE_BYTES,
-                                                                 barriers.tokens_full[stage]);
+            ptx::mbarrier_arrive_expect_tx(barriers.tokens_full[stage], token_bytes);
+            ptx::cp_async_bulk_shared_global(pipelines.tokens[stage], source + i64{step} * TILE_BYTES, token_bytes,
+                                             barriers.tokens_full[stage]);
         }
     }
 
-    __device__ __forceinline__ void copy_codes(const u64 (&map)[16]) const {
+    // `once`: no other block reads the codes at another time.
+    __device__ __forceinline__ void copy_codes(const u64 (&map)[16], bool once = CLUSTER > 1) const {
         const int x = static_cast<int>(first / Codes::STAGE_STEPS) * ROW_BYTES;
         for (u32 number = 0; number < steps / Codes::STAGE_STEPS; ++number) {
             const u32 place = before / Codes::STAGE_STEPS + number, stage = place % CODE_STAGES;
             ptx::mbarrier_try_wait_parity(barriers.codes_empty[stage], place / CODE_STAGES % 2 ^ 1u);
-            ptx::mbarrier_arrive_expect_tx(barriers.codes_full[stage], TILE_BYTES);
-            // READ_ONCE: on an H200 128 rows of MXFP8 take 35.6 us, 38.0 without.
-            ptx::cp_async_bulk_tensor_2d<(CLUSTER > 1)>(pipelines.codes[stage], map, x + static_cast<int>(number) * ROW_BYTES,
-                                                        static_cast<int>(row), barriers.codes_full[stage]);
+            ptx::mbarrier_arrive_expect_tx(barriers.codes_full[stage], Pipelines::CODE_BYTES);
+#pragma unroll
+            for (int box = 0; box < Pipelines::ROWS; box += TILE_ROWS) {
+                u8* const target = pipelines.codes[stage] + box * ROW_BYTES;
+                const int column = x + static_cast<int>(number) * ROW_BYTES, y = static_cast<int>(row) + box;
+                if (once) {  // on an H200 128 rows of MXFP8 take 35.6 us, 38.0 without
+                    ptx::cp_async_bulk_tensor_2d<true>(target, map, column, y, barriers.codes_full[stage]);
+                } else {
+                    ptx::cp_async_bulk_tensor_2d(target, map, column, y, barriers.codes_full[stage]);
+                }
+            }
         }
     }
 
@@ -276,7 +325,7 @@ struct FusedSlice {
         Codes::prepare(p, y, first_run, steps / STEPS);
         for (u32 run = 0; run < steps / STEPS; ++run) {
             const u32 done = before + run * STEPS;
-            const Stages<Shared::TOKEN_STAGES, STEPS> tokens(done);
+            const Stages<Pipelines::TOKEN_STAGES, STEPS> tokens(done);
             const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);
 #pragma unroll
             for (u32 step = 0; step < STEPS; ++step) {
@@ -285,7 +334,7 @@ struct FusedSlice {
                     ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes.phase(step / STAGE_STEPS));
                 }
                 Fragments fragments;
-                Codes::decode(fragments, pipelines.codes[0], code_stage * TILE_BYTES + first_code, scales, step);
+                Codes::decode(fragments, pipelines.codes[0], code_stage * Pipelines::CODE_BYTES + first_code, scales, step);
                 if (step % STAGE_STEPS == STAGE_STEPS - 1) {
                     ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
                     release(barriers.codes_empty[code_stage], lane);
@@ -377,14 +426,8 @@ __device__ __forceinline__ u32* flag_of_block(u32* flags) {
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const FusedParameters& p, const Alpha& alpha,
                                                const Epilogue& epilogue, i64 token) {
-    using Shared = FusedShared<TOKENS>;
-#ifdef __CUDA_ARCH__
-    extern __shared__ u8 dynamic_shared[];
-    const u32 skipped = -static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)) & 1023u;
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared + skipped);
-#else
-    __shared__ Shared shared;
-#endif
+    using Pipelines = typename FusedShared<TOKENS>::Pipelines;
+    FUSED_SHARED(FusedShared<TOKENS>, shared);
     const int thread = threadIdx.x, lane = thread % WARP, rank = static_cast<int>(blockIdx.x % CLUSTER);
     const i64 row = i64{blockIdx.x / CLUSTER} * TILE_ROWS;
 #ifdef __CUDA_ARCH__
@@ -395,20 +438,11 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
     const auto slice_of = [&](int block, int number) {
         const i64 first = ((rank + block) * BLOCK_SLICES + number) * p.slice_steps, left = p.k / TILE_COLUMNS - first;
         const u32 steps = static_cast<u32>(left < p.slice_steps ? left : p.slice_steps);
-        return FusedSlice<Codes, TOKENS>{p,     shared.pipelines[number], shared.barriers[number], row, token, first,
-                                         steps, static_cast<u32>(block * p.slice_steps)};
+        return FusedSlice<Codes, Pipelines>{p,     shared.pipelines[number], shared.barriers[number], row, token, first,
+                                            steps, static_cast<u32>(block * p.slice_steps), TOKENS * ROW_BYTES};
     };
     if (thread == 0) {
-        for (typename Shared::Barriers& barriers : shared.barriers) {
-            for (int stage = 0; stage < CODE_STAGES; ++stage) {
-                ptx::mbarrier_init(barriers.codes_full[stage], 1);
-                ptx::mbarrier_init(barriers.codes_empty[stage], SLICE_WARPS);
-            }
-            for (int stage = 0; stage < Shared::TOKEN_STAGES; ++stage) {
-                ptx::mbarrier_init(barriers.tokens_full[stage], 1);
-                ptx::mbarrier_init(barriers.tokens_empty[stage], SLICE_WARPS);
-            }
-        }
+        for (auto& barriers : shared.barriers) barriers.init();
         ptx::fence_mbarrier_init_and_proxy_async();
     }
     __syncthreads();
@@ -416,7 +450,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
         ptx::setmaxnreg_dec<FUSED_PRODUCER_REGISTERS>();
         const int warp = (thread - CONSUMER_THREADS) / WARP;
         for (int block = 0; block < blocks; ++block) {
-            const FusedSlice<Codes, TOKENS> slice = slice_of(block, warp / 2);
+            const FusedSlice<Codes, Pipelines> slice = slice_of(block, warp / 2);
             if (lane == 0 && warp % 2 == 0) {
                 ptx::griddepcontrol_wait();  // for the tiles; b was complete before pack_interleaved let this kernel begin
                 slice.copy_tokens();
@@ -453,30 +487,101 @@ __device__ __forceinline__ void multiply_fused(const TensorMap& map, const Fused
     multiply_fused<Codes, TOKENS>(map.words, own, alpha, {p.epilogue, 0, 0}, i64{blockIdx.y} * TOKENS);
 }
 
-// The same for TOKENS rows of a section. Blocks beyond the rows of the last section return.
-template <class Codes, int TOKENS>
-__device__ __forceinline__ void multiply_section_fused(const FusedMatrices& matrices, const FusedParameters& p,
-                                                       const GroupedAlpha& alpha) {
-    TiledSection at({matrices.sizes, matrices.sections, p.m, matrices.starts});
-    i64 block = blockIdx.y;  // of the section
-    for (i64 blocks; block >= (blocks = (at.section.count + TOKENS - 1) / TOKENS); block -= blocks) {
-        if (!at.next()) return;
+// Stores the sums of a warp, of 16 rows of b from `left` on and the rows of a of a section from `token` on.
+template <int TOKENS>
+__device__ __forceinline__ void store_section(const float (&d)[TOKENS / 2], float (&sums)[STORED_TOKENS][STORED_STRIDE],
+                                              const Alpha& alpha, const Epilogue& epilogue, const OutputTile& tile, i64 token,
+                                              i64 left, i64 n, int lane) {
+    constexpr int PARTS = TOKENS / STORED_TOKENS;
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+        ptx::bar_warp_sync();
+#pragma unroll
+        for (int which = 0; which < PARTS; ++which) {  // registers have constant indices only
+            if (which != part) continue;
+#pragma unroll
+            for (int i = 0; i < STORED_TOKENS / 2; ++i) {
+                sums[i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] = d[which * (STORED_TOKENS / 2) + i];
+            }
+        }
+        ptx::bar_warp_sync();
+        const i64 y = token + part * STORED_TOKENS + lane / 2, x = left + lane % 2 * 8;
+        if (y >= tile.section_rows || x >= n) continue;
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = sums[lane / 2][lane % 2 * 8 + i];
+        store_outputs<false>(alpha, epilogue, v, y, x, n);
     }
-    FusedParameters own = p;
-    own.a += at.before * (p.k / TILE_COLUMNS) * TILE_BYTES;
-    own.b_codes = matrices.codes[at.number];
-    own.b_scales = matrices.scales[at.number];
-    own.m = at.section.count;
-    const u64(&map)[16] = matrices.maps[at.number].words;
-    if (threadIdx.x >= CONSUMER_THREADS) ptx::fence_proxy_tensormap_acquire(map);
-    multiply_fused<Codes, TOKENS>(map, own, alpha.a == nullptr ? Alpha{} : alpha.section(at.number),
-                                  {p.epilogue, at.section.start * p.n, at.number * p.n}, block * TOKENS);
 }
 
-// Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles.
+// Calls `work` for the output tiles of a block, TOKENS rows of a at a time.
+template <int TOKENS, class Work>
+__device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const FusedParameters& p,
+                                           SectionsShared<TOKENS>& shared, const Work& work) {
+    static_assert(SECTION_ROWS == OUT_COLUMNS, "the scheduler counts tiles of these rows of b");
+    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS);
+    TileScheduler<TiledSection> scheduler({matrices.sizes, matrices.sections, p.m, matrices.starts}, p.n, {1, steps});
+    OutputTile tile;
+    u32 before = 0;
+    while (scheduler.take(tile)) {
+        FusedParameters own = p;
+        own.a += (tile.a_tile - tile.row / TILE_ROWS) * steps * TILE_BYTES;
+        own.b_codes = matrices.codes[tile.section];
+        own.b_scales = matrices.scales[tile.section];
+        for (int part = 0; part < TILE_ROWS && tile.row + part < tile.section_rows; part += TOKENS, before += steps) {
+            const i64 left = tile.section_rows - tile.row - part;
+            // pack_interleaved writes groups of 32 rows. Outputs of other rows are not stored.
+            const u32 rows = left < TOKENS ? static_cast<u32>(left + 31) / 32 * 32 : TOKENS;
+            work({own, shared.pipelines, shared.barriers, tile.column, tile.row + part, 0, steps, before, rows * ROW_BYTES}, tile);
+        }
+    }
+}
+
+// The same for all sections: each block has output tiles of SECTION_ROWS rows of b and TILE_ROWS rows of a, TOKENS at a time.
+template <class Codes, int TOKENS>
+__device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& matrices, const FusedParameters& p,
+                                                        const GroupedAlpha& alpha) {
+    using Slice = FusedSlice<Codes, typename SectionsShared<TOKENS>::Pipelines>;
+    FUSED_SHARED(SectionsShared<TOKENS>, shared);
+    const int thread = threadIdx.x, lane = thread % WARP;
+    if (thread == 0) {
+        shared.barriers.init();
+        ptx::fence_mbarrier_init_and_proxy_async();
+    }
+    __syncthreads();
+    if (thread >= CONSUMER_THREADS) {
+        ptx::setmaxnreg_dec<FUSED_PRODUCER_REGISTERS>();
+        const int warp = (thread - CONSUMER_THREADS) / WARP;
+        if (lane == 0 && warp == 0) {
+            ptx::griddepcontrol_wait();  // for the tiles; b was complete before pack_interleaved let this kernel begin
+            for_slices(matrices, p, shared, [](const Slice& slice, const OutputTile&) { slice.copy_tokens(); });
+        }
+        if (lane == 0 && warp == 1) {
+            for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
+                const u64(&map)[16] = matrices.maps[tile.section].words;
+                ptx::fence_proxy_tensormap_acquire(map);
+                slice.copy_codes(map, tile.section_rows <= TILE_ROWS);
+            });
+        }
+        return;
+    }
+    ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
+    const int warp = thread / WARP;
+    for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
+        float d[TOKENS / 2] = {};
+        slice.accumulate(d, warp * 16 + lane / 4, lane);
+        store_section<TOKENS>(d, shared.sums[warp], alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
+                              {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token,
+                              slice.row + warp * 16, p.n, lane);
+    });
+    ptx::griddepcontrol_launch_dependents();
+}
+
+// Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles; of sections
+// any grid.
 template <class Codes>
 __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters& p) {
-    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS), step = blockIdx.x % steps;
+    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS);
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
     u32* refused = p.refused;
@@ -484,11 +589,16 @@ __device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters
         refused = flag_of_block(p.refused);
         __syncthreads();
     }
-    Operand from = {p.operand, p.rows};
-    i64 first;
-    if (!find_rows(p, blockIdx.x / steps, from, first)) return;
-    dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, i64{step} * TILE_COLUMNS, p.k,
-                                                                  p.tiles + i64{blockIdx.x} * TILE_BYTES, refused);
+    TiledSection at({p.sizes, p.sections, p.rows, p.starts});
+    for (i64 tile = blockIdx.x;; tile += gridDim.x) {
+        Operand from = {p.operand, p.rows};
+        i64 first;
+        if (!find_rows(p, tile / steps, at, from, first)) return;
+        dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, tile % steps * TILE_COLUMNS, p.k,
+                                                                      p.tiles + tile * TILE_BYTES, refused,
+                                                                      p.sizes == nullptr);
+        if (p.sizes == nullptr) return;
+    }
 }
 
 }  // namespace narrowgauge

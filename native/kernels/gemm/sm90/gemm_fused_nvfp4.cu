@@ -7,13 +7,14 @@
 //            GEMM maps, codes and scales of each matrix, in memory
 //   scales   of b: (N, K/16), aligned to 16 bytes
 //   alpha    from the tensor amaxes
-//   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES; 2 of a grouped GEMM. The last slice may be
+//   slices   of K, 2, 4, 8 or 16; on a GPU half of them is the macro SLICES; 1 of a grouped GEMM. The last slice may be
 //            shorter
 //   Any M and N; K is a multiple of 256
-//   Launch: pack_interleaved with 256 threads for every tile, grid K/64 * rows of tiles; it waits for the kernel before it.
+//   Launch: pack_interleaved with 256 threads for every tile, grid K/64 * rows of tiles, of sections any grid; it waits for
+//   the kernel before it.
 //   gemm_fused next, also `early`: 640 threads, grid (ceil(N/128) * slices / 2, ceil(M/64 or M/128)), on a CPU without slices;
-//   of a grouped GEMM grid.y is M/64 or M/128, rounded down, plus the number of sections. sizeof(FusedShared) + 1024 bytes of
-//   dynamic shared memory.
+//   a grouped GEMM is persistent: any grid, best a block for each multiprocessor. sizeof(FusedShared) or sizeof(SectionsShared)
+//   + 1024 bytes of dynamic shared memory.
 //   Numerics: as gemm_tensor (gemm_wgmma.cu), but the sums of neighbouring slices are added first, then those of neighbours.
 
 #include "gemm/sm90/gemm_fused.cuh"
@@ -38,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES
 
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
     gemm_fused_grouped_64(FusedMatrices matrices, FusedParameters p, GroupedAlpha alpha) {
-    multiply_section_fused<Nvfp4Codes, 64>(matrices, p, alpha);
+    multiply_sections_fused<Nvfp4Codes, 64>(matrices, p, alpha);
 }
 
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
     gemm_fused_grouped_128(FusedMatrices matrices, FusedParameters p, GroupedAlpha alpha) {
-    multiply_section_fused<Nvfp4Codes, 128>(matrices, p, alpha);
+    multiply_sections_fused<Nvfp4Codes, 128>(matrices, p, alpha);
 }
 
 #endif

@@ -38,10 +38,11 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, DEQUANTIZE_BLOC
     if (p.layouts != nullptr) {
         from.codes = reinterpret_cast<const u8* const*>(p.operand.codes)[number];
         from.scales = static_cast<const void* const*>(p.operand.scales)[number];
-        from.layout = p.layouts[number];
+        from.layout = static_cast<int>(p.layouts[number]);
     }
+    TiledSection at({p.sizes, p.sections, p.rows, p.starts});
     i64 first;
-    if (!find_rows(p, tile, from, first)) return;
+    if (!find_rows(p, tile, at, from, first)) return;
     u8* target = p.tiles + ((number * tiles + tile) * steps + step) * TILE_BYTES;
     dequantize_tile(p.block_scales, from, first, static_cast<i64>(step) * TILE_COLUMNS, p.k, target, p.refused);
 }

@@ -10,7 +10,8 @@
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from scales of tensors or rows; its a is null for block scales
 //   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
-//   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns
+//   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns. The macro FEW_ROWS, 1 or 0: whether
+//   products of 64 rows beyond the last are skipped
 //   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the
 //   grid has a block for each slice of each tile. sizeof(WgmmaShared) + 1024 bytes of dynamic shared memory. Any M and N.
 //   Numerics: a sum of 128 columns is that of Hopper's tensor cores: 32 columns at a time from 0 on, aligned and truncated
@@ -47,14 +48,14 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_fp8_grouped_tensor(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
                                   GroupedAlpha alpha, const i64* sizes, const i64* starts, int sections) {
-    multiply_mapped_codes(MappedSections{{}, a, b}, p, Unscaled{}, {sizes, sections, p.m, starts},
+    multiply_mapped_codes(MappedSections{{}, a, b, p.a_box_rows}, p, Unscaled{}, {sizes, sections, p.m, starts},
                           [&](const OutputTile& tile) { return alpha.section(tile.section); });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_fp8_grouped_block(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,
                                  const float* const* b_scales, const i64* sizes, const i64* starts, int sections) {
-    multiply_mapped_codes(MappedSections{{}, a, b}, p, SectionBlockScaled(p, b_scales), {sizes, sections, p.m, starts},
+    multiply_mapped_codes(MappedSections{{}, a, b, p.a_box_rows}, p, SectionBlockScaled(p, b_scales), {sizes, sections, p.m, starts},
                           [](const OutputTile&) { return Alpha{}; });
 }
 

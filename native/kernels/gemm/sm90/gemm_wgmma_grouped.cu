@@ -71,7 +71,7 @@ struct DequantizingSource {
     Sections sections;
     i64 n, k;
 
-    __device__ __forceinline__ u32 bytes() const { return sizeof(Stage); }
+    __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage); }
 
     __device__ __forceinline__ u32* written(i64 matrix, i64 column) const {
         return matrices.counts + 1 + (matrix * n + column) / OUT_COLUMNS;

@@ -4,7 +4,7 @@
 // producer warpgroup copies operand tiles into a pipeline of shared memory stages, a stage for every step of K; two consumer
 // warpgroups multiply 64 rows of the stage. With slices of K, on a GPU a cluster of blocks computes a tile: each block sums a
 // slice, then adds the sums of all slices, in order, for a part of the columns. A kernel defines
-//   Source: load(stage, full, tile, step)   queues the copies of a step of K, `bytes()`, into a stage
+//   Source: load(stage, full, tile, step)   queues the copies of a step of K, `bytes(tile)`, into a stage
 //           wait_for(tile)                  called before the first step of an output tile
 //           use_idle_warp()                 work of the other three warps of the producer warpgroup
 //           PRODUCER_REGISTERS, Order       registers of a thread; order of the sections, such as TiledSection
@@ -28,6 +28,11 @@ constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // co
 constexpr int B_TILES = TILES_OF_B, OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = B_TILES * TILE_ROWS;
 constexpr int TILE_SUMS = WGMMA_M * OUT_COLUMNS / WARPGROUP;  // of a thread
 static_assert(OUT_ROWS == TILE_ROWS, "a step of K has one tile of a");
+
+// Whether most output tiles have at most WGMMA_M rows: a warpgroup skips the products of rows beyond the last.
+#ifndef FEW_ROWS
+#define FEW_ROWS 0
+#endif
 
 // Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
 constexpr int STAGES = B_TILES == 1 ? 6 : 4;
@@ -211,7 +216,7 @@ struct CopyingSource {
     using Order = TiledSection;
     static constexpr int PRODUCER_REGISTERS = 40;
 
-    __device__ __forceinline__ u32 bytes() const { return sizeof(Stage); }
+    __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage); }
     __device__ __forceinline__ void wait_for(const OutputTile&) const {}
     __device__ __forceinline__ void use_idle_warp() const {}
 };
@@ -226,7 +231,7 @@ __device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler<Order
         for (i64 step = 0; step < scheduler.k.slices * scheduler.k.steps; ++step, ++iteration) {
             const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
             ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
-            ptx::mbarrier_arrive_expect_tx(shared.full[stage], source.bytes());
+            ptx::mbarrier_arrive_expect_tx(shared.full[stage], source.bytes(tile));
             source.load(shared.stages[stage], shared.full[stage], tile, tile.slice * scheduler.k.steps + step);
         }
     }
@@ -337,8 +342,8 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order
         const Alpha alpha = alpha_of(tile);
         const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
         if constexpr (Sums::ROWS) stage_columns(alpha, tile.column, n, shared.sums[warp], lane);
-        // Without slices the branch would cost more than it saves: 8192^3 of FP8 takes 894 us on an H200 and not 785.
-        const bool beyond = CLUSTER > 1 && tile.row + warpgroup * WGMMA_M >= tile.section_rows;
+        // With many rows the branch would cost more than it saves: 8192^3 of FP8 takes 894 us on an H200 and not 785.
+        const bool beyond = (CLUSTER > 1 || FEW_ROWS) && tile.row + warpgroup * WGMMA_M >= tile.section_rows;
         if (beyond) {
             skip_stages(shared, iteration, scheduler.k.steps, lane);
         } else {

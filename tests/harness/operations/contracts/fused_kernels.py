@@ -143,6 +143,11 @@ def _by_row(y: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scale, None
 
 
+def _truncated_int8(y: Tensor) -> tuple[Tensor, Tensor, None]:
+    scale = narrowgauge.quantize(y, "int8-row").scales
+    return (y.float() / scale).to(torch.int8), scale, None
+
+
 def _clamped(gate: Tensor, up: Tensor, alpha: float, plus: float = 1.0) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + plus)
 
@@ -279,6 +284,8 @@ WRONG = (
     Fused(_R, "inverse scales", "inverse", _quantized(lambda y, r: (
         (q := narrowgauge.quantize(y, r)).codes, 1 / q.scales, None))),
     Fused(_R, "amax of 240", "", _quantized(lambda y, r: _by_row(y, lambda y, amax: (y * (240 / amax), amax / 240)))),
+    Fused(_R, "truncated rows of INT8", "rounded toward zero", _quantized(lambda y, r: _truncated_int8(y)),
+          recipe="int8-row"),
 )  # fmt: skip
 
 
@@ -327,6 +334,7 @@ RIGHT = (
     Fused(_R, "mean by a reciprocal", methods={"mean_square": lambda s, z: s.total(z.square()) * (1 / z.shape[1])},
           columns=240),
     Fused(_R, "torch", methods={"norm": _torch_norm}),
+    Fused(_R, "rows of INT8", recipe="int8-row"),
     Fused(_A, "torch", methods={"norm": _torch_norm}),
     Fused(_A, "chunks of 8", methods={"total": _sum_of_chunks(8)}),
     Fused(_A, "tiny rows", inputs="tiny"),

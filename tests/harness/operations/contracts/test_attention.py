@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import suppress
 from functools import cache as cached
 from typing import Any
 
@@ -222,36 +224,40 @@ def test_causes_name_what_is_wrong(name: str) -> None:
 
 UNNAMED = {
     "scales exchanged": "a pair of changes",
-    "one key more": "no key behind the length of a request is read",
-    "first split of 3": "a row of one key keeps its key",
     "base of a merge": "output and log-sum-exp are wrong by different factors",
     "output in e4m3": "no change of a contract rounds a result to 8 bits",
     "p in e4m3 without its factor": "no change of a contract has weights without a factor",
+    "last dimensions": "keys and values are both wrong",
+    "next dimension": "keys and values are both wrong",
 }
 """Wrong kernels without a single change of the contract that gives their results, by the reason."""
 
 
 @pytest.mark.long
 def test_most_wrong_kernels_have_a_single_change() -> None:
-    """A change with the words of the cause gives every result of a family; which other changes do so, a search tells."""
-    listed = [(change.sentence, change.program) for change in changes(program())]
-    found = set()
-    for name, (kernel, words) in WRONG.items():
-        for family in ("one-hot-ends", "geometric", "two-level", "one-hot"):
-            given = inputs(family, shape=SHARED)
-            shown = run(kernel, given)
-            if words and wrong_elements(kernel, family) and not any(bool(x.isnan().any()) for x in shown.values()):
-                moved = [(change.sentence, change.program) for change in moved_changes(program(), given, shown)]
-                of_words = [changed for sentence, changed in [*moved, *listed] if words in sentence]
-                if any(not wrong_under(changed, given, shown) for changed in of_words):
-                    found.add(name)
-                    break
-    assert set(WRONG) - found == set(UNNAMED)
-    assert len(found) >= 0.85 * len(WRONG)
+    """A change with the words of the cause gives every result of a family. Other changes may do so too."""
+    named = {name for name, (kernel, words) in WRONG.items() if words and has_change(kernel, words)}
+    assert set(WRONG) - named == set(UNNAMED)
+    assert len(named) > 0.88 * len(WRONG)
 
 
-def wrong_under(changed: Program, given: dict[str, torch.Tensor], shown: dict[str, torch.Tensor]) -> bool:
-    return any(bool(part.wrong.any()) for _, part in judged(changed, given, as_shown(changed, shown)))
+def has_change(kernel: Attention, words: str) -> bool:
+    for family in ("one-hot-ends", "geometric", "two-level", "one-hot"):
+        given = inputs(family, shape=SHARED)
+        shown = run(kernel, given)
+        if not wrong_elements(kernel, family) or any(bool(x.isnan().any()) for x in shown.values()):
+            continue
+        every = itertools.chain(changes(program()), moved_changes(program(), given, shown))
+        if any(words in change.sentence and gives(change.program, given, shown) for change in every):
+            return True
+    return False
+
+
+def gives(changed: Program, given: dict[str, torch.Tensor], shown: dict[str, torch.Tensor]) -> bool:
+    """Whether a changed contract accepts all results. It may not fit the tensors."""
+    with suppress(ValueError):
+        return not any(bool(part.wrong.any()) for _, part in judged(changed, given, as_shown(changed, shown)))
+    return False
 
 
 @pytest.mark.parametrize("name", ["values of reversed pages", "values of the next page"])
