@@ -94,7 +94,7 @@ def batch_causes(
     case: ProductCase, program: Program, calls: Sequence[tuple[Tensors, Shown]],
     steps: Callable[..., Causes], stage: StageResult, limit: Limit,
 ) -> Causes:  # fmt: skip
-    """The mistakes of a batch that give all results; if there is none, the causes that `steps` finds.
+    """Mistakes of a batch that give all results; without such a mistake the causes of `steps`.
 
     A mistake is certain if the results exclude the contract and every other mistake, and no change of a step fits.
     """
