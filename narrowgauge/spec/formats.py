@@ -2,8 +2,8 @@
 
 Sources: OCP 8-bit Floating Point (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
 E2M1, E2M3, E3M2 and E8M0; ml_dtypes 0.6 for E4M3FNUZ and E5M2FNUZ, the formats of AMD CDNA 3; PTX ISA 9.4 for UE5M3.
-INT4 and INT8 are whole numbers in two's complement, E0M3 whole numbers with a sign bit, UINT4 those from 0 to 15. This
-module does not import torch, so that listing recipes and cases is fast.
+INT4 and INT8 are whole numbers in two's complement, E0M3 whole numbers with a sign bit, UINT4 and UINT8 those from 0 to
+15 and 255. This module does not import torch, so that listing recipes and cases is fast.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ E0M3 = Format("E0M3", bits=4, exponent_bits=0, mantissa_bits=3, bias=-2, max_cod
 INT4 = Format("INT4", bits=4, exponent_bits=0, mantissa_bits=3, bias=-2, max_code=0x7, complement=True)
 INT8 = Format("INT8", bits=8, exponent_bits=0, mantissa_bits=7, bias=-6, max_code=0x7F, complement=True)
 UINT4 = Format("UINT4", bits=4, exponent_bits=0, mantissa_bits=4, bias=-3, max_code=0xF, signed=False)
+UINT8 = Format("UINT8", bits=8, exponent_bits=0, mantissa_bits=8, bias=-7, max_code=0xFF, signed=False)
 
 BYTE = Format("BYTE", bits=8, exponent_bits=0, mantissa_bits=8, bias=-7, max_code=0xFF, signed=False)
 """A byte as a number, of memory that a kernel must keep."""
@@ -119,7 +120,7 @@ FP32 = Format(
 """float32, for scales stored as float32 numbers."""
 
 FORMATS = {
-    f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, UE5M3, E0M3, INT4, INT8, UINT4)
+    f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, UE5M3, E0M3, INT4, INT8, UINT4, UINT8)
 }  # fmt: skip
 """The narrow formats by name."""
 

@@ -42,6 +42,7 @@ from narrowgauge.spec.formats import (
     INT8,
     UE5M3,
     UINT4,
+    UINT8,
     Format,
 )
 from narrowgauge.spec.recipe import (
@@ -195,8 +196,8 @@ def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
 
 
 def _integers(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
-    group = parts["group"] or parts["zeros"]
-    element = UINT4 if parts["zeros"] else INT8 if parts["bits"] == "8" else INT4
+    group = parts["group"]
+    element = {"4": (INT4, UINT4), "8": (INT8, UINT8)}[parts["bits"]][bool(parts["zeros"])]
     recipe = Recipe(
         parts[0], DEFAULT_DIALECT, element=element, block=(1, int(group or WHOLE)), scale=FP32,
         tensor_scale="none", tensor_limit="none", block_scale="amax/max", element_scale="x/s", scale_rounding="none",
@@ -287,10 +288,10 @@ _FAMILIES = (
 )  # fmt: skip
 _INTEGERS = (
     _Family(
-        re.compile(r"int(?:4-row|(?P<bits>4|8)-g(?P<group>16|32|64|128|256)|4-g(?P<zeros>16|32|64|128|256)-zp)"),
+        re.compile(r"int(?P<bits>4|8)-(?:row|g(?P<group>16|32|64|128|256))(?P<zeros>-zp)?(?<!int8-row)"),
         _integers,
         {DEFAULT_DIALECT: {}},
-        ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128"),
+        ("int4-g32", "int4-g128", "int4-g128-zp", "int4-row", "int8-g128", "int8-row-zp"),
     ),
     _Family(re.compile(r"int(?P<bits>8)-row(?P<group>)(?P<zeros>)"), _integers, INT8_ROW_DIALECTS, ("int8-row",)),
 )

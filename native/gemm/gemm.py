@@ -71,7 +71,7 @@ def gemm(
     elif path == TENSOR:
         wgmma.multiply(terms, out, slices=_slices(a, b, path))
     else:
-        _multiply_portable(terms, out, f"gemm_{family}")
+        multiply_portable(terms, out, f"gemm_{family}")
     return out
 
 
@@ -102,7 +102,8 @@ def _fused_slices(a: Quantized, b: Quantized, family: str) -> tuple[int, ...]:
     return fused.slices_of(m, n, k, family, wgmma.multiprocessors(a.codes.device))
 
 
-def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
+def multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
+    """Computes a product into `out` by a kernel of kernels/gemm/portable."""
     sections = 1 if terms.sizes is None else len(terms.sizes)
     grid = (blocks_for(terms.n, _TILE), blocks_for(terms.m, _TILE), sections)
     arguments: list[Argument] = [terms.parameters(out), *([] if terms.sizes is None else [terms.starts])]
@@ -189,7 +190,7 @@ def multiply_sections(
     elif path == FP8:
         wgmma_fp8.multiply_grouped(terms, out, matrices)
     elif path == PORTABLE:
-        _multiply_portable(terms, out, f"gemm_grouped_{family}")
+        multiply_portable(terms, out, f"gemm_grouped_{family}")
     elif wgmma_grouped.takes(rows.expected, n, k, matrices, ROWS_BESIDE):
         wgmma_grouped.multiply(terms, out)
     else:

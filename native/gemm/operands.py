@@ -133,6 +133,20 @@ def operand_fields(q: Quantized, name: str) -> tuple[Fields, torch.Tensor | None
     return {"codes": q.codes, "scales": linear_scales(q), "element": element, "layout": layout}, amax
 
 
+def mixed_fields(q: Quantized, name: str) -> Fields:
+    """OperandParameters of an operand of a product of FP8 and MX, in which the scales of MX multiply the elements.
+
+    Raises as `operand_fields`, and NotImplementedError for recipes that the kernels do not have.
+    """
+    supported(q.recipe, **({"block": (_ROW,)} if q.recipe.block == _ROW else {}))
+    fields, _ = operand_fields(q, name)
+    if q.recipe.scale is E8M0:
+        layout = fields["layout"]
+        assert isinstance(layout, int)
+        fields["layout"] = layout | _LAYOUT["SCALES_IN_ELEMENTS"]
+    return fields
+
+
 def layout_of(recipe: Recipe, q: Quantized | None = None) -> int:
     """Flags of Layout for codes and linear scales: of the sections of a recipe, or of `q`.
 

@@ -1,10 +1,14 @@
-"""Products of two quantized matrices, alone or in batches, by the kernels of `native.gemm.gemm`."""
+"""Products of two quantized matrices, also of different recipes, alone or in batches."""
 
 from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.gemm.gemm import gemm
+from narrowgauge.native.gemm import int8
+from narrowgauge.native.gemm.gemm import gemm, multiply_portable
+from narrowgauge.native.gemm.operands import Product, epilogue_fields, mixed_fields
+from narrowgauge.spec.arguments import check_columns
+from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import BatchedQuantized, Quantized
 from narrowgauge.spec.recipe import mismatch
 
@@ -14,8 +18,10 @@ Operand = Quantized | BatchedQuantized
 def scaled_gemm(a: Operand, b: Operand, *, out_dtype: str = "bfloat16") -> torch.Tensor:
     """a @ b.T of quantized (M, K) and (N, K), rounded once to out_dtype: "bfloat16", "float16" or "float32". (M, N).
 
-    Operands as `gemm` takes them, such as FP8 with scales of rows by FP8 with scales of rows. Two `BatchedQuantized` of
-    one batch give (B, M, N). Raises NotImplementedError for other pairs of recipes, TypeError and ValueError as `gemm`.
+    Operands as `gemm` takes them, such as FP8 with scales of rows by FP8 with scales of rows; FP8 by MX, such as 1×128
+    blocks by mxfp4; and 8-bit whole numbers with scales of rows, also with zero points, whose sums are exact. Two
+    `BatchedQuantized` of one batch give (B, M, N). Raises NotImplementedError for other pairs of recipes, TypeError and
+    ValueError as `gemm`.
     """
     return _product(a, b, None, out_dtype)
 
@@ -26,13 +32,32 @@ def scaled_gemm_bias(a: Operand, b: Operand, bias: torch.Tensor, *, out_dtype: s
 
 
 def _product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: str) -> torch.Tensor:
-    if reason := mismatch(a.recipe, b.recipe):
-        raise NotImplementedError(f"scaled_gemm multiplies the pairs of recipes of gemm: {reason}")
     dtype = getattr(torch, out_dtype)
+    if len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"scaled_gemm multiplies (M, K) by (N, K), or batches of one size; a is {a} and b is {b}")
+    if int8.takes(a.recipe) and int8.takes(b.recipe):
+        return int8.multiply(a, b, dtype, bias)
+    mixed = {a.recipe.scale, b.recipe.scale} == {E8M0, FP32} and not (a.recipe.integer or b.recipe.integer)
+    if not mixed and (reason := mismatch(a.recipe, b.recipe)):
+        raise NotImplementedError(f"scaled_gemm multiplies the pairs of recipes of gemm: {reason}")
+    multiply = _mixed if mixed else gemm
     if isinstance(a, Quantized) and isinstance(b, Quantized):
-        return gemm(a, b, out_dtype=dtype, bias=bias)
-    if isinstance(a, Quantized) or isinstance(b, Quantized) or a.shape[0] != b.shape[0]:
-        raise ValueError(f"scaled_gemm multiplies batches of one size; a is {a} and b is {b}")
+        return multiply(a, b, out_dtype=dtype, bias=bias)
+    assert isinstance(a, BatchedQuantized)
+    assert isinstance(b, BatchedQuantized)
     biases = [None] * a.shape[0] if bias is None else bias.unbind()
     pairs = zip(a.matrices(), b.matrices(), biases, strict=True)
-    return torch.stack([gemm(left, right, out_dtype=dtype, bias=added) for left, right, added in pairs])
+    return torch.stack([multiply(left, right, out_dtype=dtype, bias=added) for left, right, added in pairs])
+
+
+def _mixed(a: Quantized, b: Quantized, *, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """a @ b.T (+ bias) of FP8 with float32 scales and MX, whose scales multiply its elements first."""
+    check_columns(a, b)
+    of_fp8 = a.recipe if a.recipe.scale is FP32 else b.recipe
+    family = "fp8_tensor" if of_fp8.spans_k else "fp8_block"
+    (m, k), n = a.shape, b.shape[0]
+    left, right = mixed_fields(a, "a"), mixed_fields(b, "b")
+    terms = Product(family, m, n, k, left, right, epilogue_fields((m, n), out_dtype, None, bias), {})
+    out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
+    multiply_portable(terms, out, f"gemm_{family}")
+    return out

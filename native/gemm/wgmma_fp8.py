@@ -60,7 +60,9 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `paths.slices_of`."""
     if out.numel() == 0:
         return
-    kernel, alpha = ("tensor", [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
+    of_rows = product.alpha["a_per_row"] or product.alpha["b_per_row"]
+    tensor = "rows" if of_rows else "tensor"
+    kernel, alpha = (tensor, [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
     maps = tensor_map(product.b, product.n, product.k)
     _launch(kernel, product, out, product.b, maps, alpha, slices)
 

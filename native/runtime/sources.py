@@ -44,19 +44,10 @@ _MADE_BY_MACROS = {
         "gemm_mx_refused",
         "gemm_grouped_mx_refused",
     ),
-    "gemm_wgmma_fp8": tuple(
-        f"gemm_wgmma_fp8_{grouped}{scales}" for grouped in ("", "grouped_") for scales in ("tensor", "block")
-    ),
-    **{
-        f"gemm_fused_{family}": (
-            "pack_interleaved",
-            *(f"gemm_fused{grouped}_{tokens}" for grouped in ("", "_grouped") for tokens in (64, 128)),
-        )
-        for family in ("nvfp4", "mx")
-    },
 }
 """Kernels of the sources that make them by macros or headers."""
-_KERNEL = re.compile(r'^extern "C" __global__ void (?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(', re.MULTILINE)
+_ATTRIBUTE = r"(?:__\w+__\((?:[^()]|\([^()]*\))*\)|[A-Z_]+)\s+"
+_KERNEL = re.compile(rf'^extern "C" __global__ void (?:{_ATTRIBUTE})*(\w+)\(', re.MULTILINE)
 
 KERNELS: dict[str, tuple[str, ...]] = {
     path.stem: _MADE_BY_MACROS.get(path.stem) or tuple(_KERNEL.findall(path.read_text(encoding="utf-8")))

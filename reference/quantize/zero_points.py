@@ -1,4 +1,4 @@
-"""Whole numbers with a zero point for each scale: an element is (c − z)·s, of codes c and z from 0 to 15.
+"""Whole numbers with zero points: an element is (c − z)·s, of codes c and z from 0 to 15 or 255.
 
 Source: docs/numerics.md#whole-numbers.
 """
@@ -15,15 +15,17 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def quantize_with_zeros(x: torch.Tensor, recipe: Recipe) -> Quantized:
-    """Quantize `x` (M, K) by the range of each group that holds 0: s = (max − min)/15, rounded to the dtype of x, whole
-    numbers z = −min/s and c = x/s + z from 0 to 15, in float32. A group of zeros has the scale 1. NaN counts as 0.
+    """Quantize `x` (M, K) by the range of each group that holds 0: s = (max − min)/largest, in groups rounded to the
+    dtype of x; whole numbers z = −min/s and c = x/s + z from 0 to `largest`, 15 or 255, in float32. A group of zeros
+    has the scale 1. NaN counts as 0.
     """
     rows, columns = x.shape
     numbers = x.float().nan_to_num(nan=0.0)
-    width, largest = recipe.block[1], recipe.element.max
+    width, largest = min(recipe.block[1], max(1, columns)), recipe.element.max
     groups = pad_columns(numbers, width).view(rows, -(-columns // width), width)
     least, most = (end.clamp(*limits) for end, limits in ((groups.amin(2), (None, 0)), (groups.amax(2), (0, None))))
-    scales = ((most - least) / torch.full_like(most, largest)).to(x.dtype).float()
+    scales = (most - least) / torch.full_like(most, largest)
+    scales = scales if recipe.spans_k else scales.to(x.dtype).float()
     scales = torch.where(scales == 0, 1.0, scales)
     zeros = (-least / scales).round_().clamp_(0, largest)
     quotients = over_elements(numbers, scales, recipe, torch.div)

@@ -21,6 +21,7 @@ ML_DTYPES = {
 }  # fmt: skip
 EXACT = {
     "INT8": [*range(128), *range(-128, 0)],
+    "UINT8": [*range(256)],
     "E0M3": [*(float(n) for n in range(8)), *(-float(n) for n in range(8))],
     "UE5M3": [
         *(math.ldexp(code % 8 + (8 if code > 7 else 0), max(1, code // 8) - 18) for code in range(255)),

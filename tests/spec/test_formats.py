@@ -42,6 +42,7 @@ ML_DTYPES = {
     "INT4": ml_dtypes.int4,
     "INT8": np.int8,
     "UINT4": ml_dtypes.uint4,
+    "UINT8": np.uint8,
 }
 OF_ML_DTYPES = [fmt for fmt in ALL if fmt.name in ML_DTYPES]
 """ml_dtypes 0.6 has neither UE5M3 nor E0M3."""

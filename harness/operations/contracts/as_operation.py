@@ -13,9 +13,10 @@ import torch
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.cases.axes import size_of
-from narrowgauge.harness.cases.contracts.case import ContractCase
+from narrowgauge.harness.cases.contracts.case import ContractCase, ProductCase
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, Maker
+from narrowgauge.harness.operations.contracts.causes.batches import add_batch_causes
 from narrowgauge.harness.operations.contracts.causes.changes import Change
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import accepted_table, judge_calls
@@ -62,7 +63,7 @@ def _inputs(make: Maker[ContractCase]) -> Inputs:
     if not count:
         return Inputs(contract_inputs(case.program, case.sizes, case.inputs, make.draw("contract")))
     draws = [make.draw(f"contract {number}") for number in range(count)]
-    parts = [contract_inputs(case.program, case.sizes, case.inputs, draw) for draw in draws]
+    parts = [contract_inputs(case.program, case.sizes, case.inputs, draw, n) for n, draw in enumerate(draws)]
     return Inputs({name: torch.stack([part[name] for part in parts]) for name in parts[0]})
 
 
@@ -74,8 +75,10 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
         return judge_ranks(case, inputs, backend, program, others)
     shown, outcome = called(case, inputs, backend)
     add_rows(outcome, _rows(case, inputs, backend, shown[0]), backend)
-    calls = zip(products_of(case, inputs.tensors), shown, strict=True)
-    outcome = judge_calls(program, list(calls), outcome, others)
+    calls = list(zip(products_of(case, inputs.tensors), shown, strict=True))
+    outcome = judge_calls(program, calls, outcome, others)
+    if isinstance(case, ProductCase) and case.batch > 1:
+        add_batch_causes(outcome, case, program, calls)
     stores = any(program.steps[number].function == WRITTEN for number in program.outputs.values())
     if stores and all(stage.passed for stage in outcome.stages):
         outcome.stages.append(_prefill(case, inputs, backend, shown[0]))

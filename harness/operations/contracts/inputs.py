@@ -332,13 +332,15 @@ KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
 """Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
 
-def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor]:
+def contract_inputs(
+    program: Program, sizes: Mapping[str, int], family: str, draw: Draw, number: int = 0
+) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
     `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
     of zeros. A row has numbers of both signs that tell where they lie, a scalar and a scale are positive and finite;
-    some families have others (`RULES`). An aimed family has the same bytes for every draw. Raises ValueError for an
-    unknown family and an axis without a size.
+    some families have others (`RULES`). An aimed family has the same bytes for every draw. `number`: of the product in
+    a batch, whose scales differ. Raises ValueError for an unknown family and an axis without a size.
     """
     if any(step.function == SCORES for step in program.steps):
         return sequences(program, sizes, family, draw)
@@ -359,7 +361,7 @@ def contract_inputs(program: Program, sizes: Mapping[str, int], family: str, dra
             name, recipe = step.options["name"], find_recipe(step.options["recipe"])
             if direct:
                 first = step.axes[0] == program.arguments[0].axes[0]
-                q = quantized_operand(family, draw, recipe, rows, columns, first=first)
+                q = quantized_operand(family, draw, recipe, rows, columns, first=first, number=number)
                 found |= parts_of(program, {name: q})
                 continue
             argument = Tensor(name, "Matrix", step.axes, "bfloat16")

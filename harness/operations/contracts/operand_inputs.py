@@ -11,7 +11,7 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack_codes
-from narrowgauge.reference.quantize.scaling import used_tensor_scale
+from narrowgauge.reference.quantize.scaling import over_elements, used_tensor_scale
 from narrowgauge.spec.formats import E8M0, FP32, INT8, Format
 from narrowgauge.spec.quantized import Quantized, amax_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -52,13 +52,16 @@ def edge_operand(draw: Draw, element: Format, rows: int, columns: int, *, first:
 
 
 def quantized_operand(
-    family: str, draw: Draw, recipe: Recipe, rows: int, columns: int, *, first: bool = False
+    family: str, draw: Draw, recipe: Recipe, rows: int, columns: int, *, first: bool = False, number: int = 0
 ) -> Quantized:
-    """A quantized operand (rows, columns) of a family. `first`: of the first operand of a product."""
-    if family == "integer-edge" and recipe.element is INT8:
-        codes = encode(edge_operand(draw, recipe.element, rows, columns, first=first), recipe.element)
-    elif first:
-        codes = encode(plain_operand(family, draw, rows, columns), recipe.element)
+    """A quantized operand (rows, columns) of a family. `first`: of the first operand of a product. `number`: of the
+    product in a batch."""
+    edge = family == "integer-edge" and recipe.integer and recipe.element.bits == 8
+    if edge or first:
+        given = (
+            edge_operand(draw, INT8, rows, columns, first=first) if edge else plain_operand(family, draw, rows, columns)
+        )
+        codes = given if recipe.zero_points else encode(given, recipe.element)
     elif family in ONE_HOT:
         # Neighbours differ, and the codes of a row are all codes of the element that are finite.
         finite = _finite_codes(recipe)
@@ -71,12 +74,18 @@ def quantized_operand(
     amax, zeros = None, None
     if recipe.zero_points:  # of neighbouring groups the least, the middle and the largest, and others
         of_scales = scales_shape((rows, columns), recipe)
-        number = torch.arange(of_scales[0]).unsqueeze(1) + torch.arange(of_scales[1]) + draw.index(4)
-        zeros = torch.tensor([0, 8, 15, 5], dtype=torch.uint8)[number % 4]
+        place = torch.arange(of_scales[0]).unsqueeze(1) + torch.arange(of_scales[1]) + draw.index(4)
+        middle, most = recipe.element.codes // 2, recipe.element.codes - 1
+        some = (
+            [middle] * 4 if edge else [middle // 2, middle, middle + middle // 2, 5] if first else [0, middle, most, 5]
+        )
+        zeros = torch.tensor(some, dtype=torch.uint8)[place % 4]
+        if edge or first:  # codes of given numbers
+            codes = over_elements(codes, zeros.float(), recipe, torch.add).to(torch.uint8)
     if recipe.scale is not FP32 and recipe.tensor_scale != "none":
         factor = 1.0 if family == "smallest-scale" else float(2.0 ** (draw.index(4) + 1))
         amax = torch.full(amax_shape((rows, columns), recipe), recipe.max_product * factor)
-    scales = _scales(family, recipe, rows, columns, first=first)
+    scales = _scales(family, recipe, rows, columns, first=first, number=number)
     found = Quantized(pack_codes(codes, recipe), scales, amax, recipe, (rows, columns), zeros=zeros)
     found.tensor_scale = None if amax is None else used_tensor_scale(found)
     return found
@@ -88,7 +97,7 @@ def _finite_codes(recipe: Recipe) -> torch.Tensor:
     return torch.tensor([code for code, value in values if abs(value) <= recipe.element.max], dtype=torch.uint8)
 
 
-def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool) -> torch.Tensor:
+def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool, number: int) -> torch.Tensor:
     """Stored scales: powers of two, or every scale that is finite, or the smallest."""
     shape = scales_shape((rows, columns), recipe)
     row, block = torch.arange(shape[0]).unsqueeze(1), torch.arange(shape[1])
@@ -98,12 +107,13 @@ def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool
             return torch.ones(shape, dtype=torch.uint8)
         power = torch.full(shape, -16)
     elif family == "codes" and not first:
-        number = (row * shape[1] + block) * 7
+        place = (row * shape[1] + block) * 7 + number
         if with_mantissa:
-            return (1 + number % recipe.scale.max_code).to(torch.uint8)
-        power = number % 24 - 12
+            return (1 + place % recipe.scale.max_code).to(torch.uint8)
+        power = place % 24 - 12
     else:
-        # Neighbouring rows and blocks have other powers, of three: sums of 13 fraction bits stay exact.
-        power = (row + block) % 3 - 1 if family != "lattice" else torch.zeros(shape, dtype=torch.int64)
+        # Neighbouring rows, blocks and products have other powers, of three: sums of 13 fraction bits stay exact.
+        place = (1 + number % 2) * row + (1 + number // 2 % 2) * block + number // 4
+        power = place % 3 - 1 if family != "lattice" else torch.zeros(shape, dtype=torch.int64)
     scales = power_of_two(power.expand(shape))
     return scales.contiguous() if recipe.scale is FP32 else encode(scales, recipe.scale)

@@ -16,8 +16,9 @@ enum class Element : int { E2M1 = 0, E2M3 = 1, E3M2 = 2, E4M3 = 3, E5M2 = 4 };
 enum class DType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Flags of an operand (rows, K) in memory: codes stored as (K, rows); scales stored as (blocks of K, rows); 128 rows of the
-// operand share a row of scales; a row has one scale for all of K.
-enum Layout : int { CODES_TRANSPOSED = 1, SCALES_TRANSPOSED = 2, SCALES_OF_128_ROWS = 4, SCALE_OF_ROW = 8 };
+// operand share a row of scales; a row has one scale for all of K; E8M0 scales of 32 columns multiply the elements, and are no
+// scales of the product.
+enum Layout : int { CODES_TRANSPOSED = 1, SCALES_TRANSPOSED = 2, SCALES_OF_128_ROWS = 4, SCALE_OF_ROW = 8, SCALES_IN_ELEMENTS = 16 };
 
 struct OperandParameters {
     const u8* codes;  // two elements in a byte of E2M1, which is never transposed
@@ -31,6 +32,7 @@ struct Operand : OperandParameters {
     i64 rows;
 
     __device__ __forceinline__ int rows_per_scale() const { return (layout & SCALES_OF_128_ROWS) != 0 ? 128 : 1; }
+    __device__ __forceinline__ bool scaled_elements() const { return (layout & SCALES_IN_ELEMENTS) != 0; }
 };
 
 // A matrix (N, K) per section. All matrices have the same shape and element format.

@@ -713,6 +713,16 @@ __device__ __forceinline__ float low_of(u32 pair) { return to_float(T{static_cas
 template <class T>
 __device__ __forceinline__ float high_of(u32 pair) { return to_float(T{static_cast<u16>(pair >> 16)}); }
 
+#ifdef __CUDA_ARCH__
+// d += a * b^T of 16 rows of a and 8 rows of b over 32 columns of 8-bit whole numbers with a sign, int32. Thread 4g + t has rows g and
+// g + 8 of a and row g of b, columns 4t to 4t + 3, then those 16 to the right.
+__device__ __forceinline__ void mma_m16n8k32_s32(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
 // d += a * b^T of 16 rows of a (four pairs of T, float16 or bfloat16, in a thread) and 8 rows of b (two pairs), over 16 columns.
 // Thread 4g + t has rows g and g + 8 of a and row g of b, columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 #define NARROWGAUGE_MMA(TYPE)                                                                                          \

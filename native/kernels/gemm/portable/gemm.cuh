@@ -13,6 +13,7 @@
 //   CAST_BEFORE_C                    whether an output is cast before c is added
 #pragma once
 
+#include "common/mx.cuh"
 #include "common/sections.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -69,8 +70,16 @@ __device__ __forceinline__ void load_row(Tiles& shared, int operand, int slot, c
         const i64 count = inside ? k - start : 0;
         for (int j = 0; j < Tiles::STEP; ++j) values[j][slot] = table[j < count ? source[j * stride] : 0u];
     }
+    if (from.scaled_elements() && inside) {
+        const i64 blocks = (k + MX_BLOCK - 1) / MX_BLOCK;
+        const bool across = (from.layout & SCALES_TRANSPOSED) != 0;
+        const u8* const scales = static_cast<const u8*>(from.scales) + row * (across ? 1 : blocks);
+        for (i64 j = 0; j < Tiles::STEP && start + j < k; ++j) {
+            values[j][slot] *= e8m0_to_float(scales[(start + j) / MX_BLOCK * (across ? from.rows : 1)]);
+        }
+    }
     if constexpr (Tiles::WIDTH != 0) {
-        const i64 blocks = (k + Tiles::WIDTH - 1) / Tiles::WIDTH;
+        const i64 blocks = from.scaled_elements() ? 0 : (k + Tiles::WIDTH - 1) / Tiles::WIDTH;
         const int rows_per_scale = from.rows_per_scale();
         const bool transposed = (from.layout & SCALES_TRANSPOSED) != 0;
         const i64 block_stride = transposed ? (from.rows + rows_per_scale - 1) / rows_per_scale : 1;
@@ -82,6 +91,7 @@ __device__ __forceinline__ void load_row(Tiles& shared, int operand, int slot, c
                 const auto* scales = static_cast<const typename Scaling::Scale*>(from.scales);
                 Scaling::decode_scale(operand, scales[first + block * block_stride], factors);
             }
+            for (float& factor : factors) factor = from.scaled_elements() ? 1.0f : factor;
             for (int part = 0; part < Scaling::FACTORS; ++part) shared.scales[operand][j][part][slot] = factors[part];
         }
     }

@@ -3,7 +3,8 @@
 // gemm_grouped_fp8_block, gemm_grouped_fp8_tensor: the same for every section of a, with its own matrix b.
 //
 //   a.codes  (M, K); a.scales float32 (M, ceil(K/128)), (ceil(M/128), ceil(K/128)) of tiles, (M, 1), or (1,) of a tensor; b
-//            likewise with N rows. Codes and scales may be stored transposed (Layout)
+//            likewise with N rows. Codes and scales may be stored transposed (Layout). Either operand may be of an MX format
+//            instead (SCALES_IN_ELEMENTS): its scales multiply its elements, in float32, and its factor s is 1
 //   Launch: 64 threads for every 64x64 tile of the output, grid (ceil(N/64), ceil(M/64)). Any M, N and K.
 //   Grouped: the scales of a are the concatenated scales of the sections. A section has its own rows of tiles, or a tensor
 //   scale. grid.z is the number of sections. Blocks of threads beyond the end of a section do nothing.

@@ -20,6 +20,8 @@ struct Fp8BlockScaling {
     __device__ __forceinline__ float scale_output(float sum, i64, i64) const { return sum; }
 };
 
+__device__ const float ONE[1] = {1.0f};  // scale of an operand whose scales multiply its elements
+
 struct Fp8TensorScaling {
     static constexpr int WIDTH = 0, FACTORS = 1;
     static constexpr bool CAST_BEFORE_C = false;
@@ -34,7 +36,10 @@ struct Fp8TensorScaling {
 };
 
 __device__ __forceinline__ Fp8TensorScaling tensor_scaling(const GemmParameters& p) {
-    return {static_cast<const float*>(p.a.scales), static_cast<const float*>(p.b.scales), (p.a.layout & SCALE_OF_ROW) != 0,
+    const auto scales = [](const OperandParameters& of) {
+        return (of.layout & SCALES_IN_ELEMENTS) != 0 ? ONE : static_cast<const float*>(of.scales);
+    };
+    return {scales(p.a), scales(p.b), (p.a.layout & SCALE_OF_ROW) != 0,
             (p.b.layout & SCALE_OF_ROW) != 0};
 }
 

@@ -2,35 +2,52 @@
 //
 //   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes. Groups of INT4 are 32 columns
 //            or a multiple that divides 256
-//   Launch: `early`, 512 threads for 16 rows of a and 64 of b, grid (ceil(M/16), ceil(N/64), products of a batch),
+//   The macro TEAM_WARPS, 4 or 8: a block of threads has 16 rows of a and 16 * TEAM_WARPS of b
+//   The macro SLICES, 1 or 2, on a GPU with clusters: blocks of a cluster, each with a slice of K
+//   Launch: `early`, 512 threads, grid (SLICES * ceil(M/16), ceil(N / (16 * TEAM_WARPS)), products of a batch),
 //   sizeof(WeightOnlyShared) of dynamic shared memory
-//   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. Four teams of
-//   warps take chunks of 256 columns in turn; the sums of the teams are added in their order, one float32 rounding each.
+//   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. The
+//   16 / TEAM_WARPS teams of warps of each block take equal parts of K; the sums of the teams are added in order of K, one float32
+//   rounding each.
 //
-// The kernel is bound by reading b and decoding it. A warp of a team has 16 rows of b, whose codes come two chunks ahead and are
-// decoded in registers. A team brings a to shared memory, one chunk ahead.
+// The kernel is bound by reading b and decoding it. A warp of a team has 16 rows of b, whose codes come two runs of 256 columns
+// ahead and are decoded in registers. A team brings a and the scales of b to shared memory, one run ahead. All blocks together read a
+// as often as there are blocks along N, so that many rows of b in a block, and slices of K instead of more blocks, save reads: with
+// 64 rows of b by N = 8192 the reads of 16 rows of a are as many as those of b.
+#include "gemm/cluster.cuh"
 #include "gemm/e2m1_pairs.cuh"
 #include "gemm/skinny/gemm_skinny.cuh"
 #include "gemm/weight_only.cuh"
+
+#ifndef TEAM_WARPS
+#define TEAM_WARPS 4
+#endif
 
 namespace narrowgauge {
 
 using ptx::Vector4;
 
-constexpr int DEPTH = 256, LANE_COLUMNS = 64, UNIT = 8;  // columns of a chunk, of a thread of it, and of 16 bytes of a
-constexpr int UNITS = LANE_COLUMNS / UNIT;
-constexpr int TEAMS = 4, TEAM_WARPS = 4, TEAM = TEAM_WARPS * WARP, WEIGHT_THREADS = TEAMS * TEAM;
-constexpr int WEIGHT_ROWS = TEAM_WARPS * STRIP_ROWS, WEIGHT_STRIDE = WEIGHT_ROWS + 4;  // without bank conflicts when a warp writes
-constexpr int PIECES = DEPTH * TOKENS / UNIT / TEAM;                                   // of 16 bytes of a, that a thread brings
+constexpr int RUN = 256, UNIT = 8;      // columns of a run, and of 16 bytes of a
+constexpr int UNITS = RUN / 4 / UNIT;   // of a thread in a run
+constexpr int WEIGHT_WARPS = 16, TEAMS = WEIGHT_WARPS / TEAM_WARPS, TEAM = TEAM_WARPS * WARP, WEIGHT_THREADS = TEAMS * TEAM;
+constexpr int WEIGHT_ROWS = TEAM_WARPS * STRIP_ROWS, SCALE_BYTES = 16;  // rows of b of a block; most bytes of scales of a run
+constexpr int WEIGHT_STRIDE = WEIGHT_ROWS + 4;                         // without bank conflicts when a warp writes
+constexpr int PIECES = RUN * TOKENS / UNIT / TEAM, PIECE_THREADS = TEAM / TOKENS;  // of 16 bytes of a: of a thread; threads of a row
+constexpr int QUADS = WEIGHT_ROWS / 4 / CLUSTER;  // four outputs of a row of a each, of a block
 
-__device__ constexpr int scales_of(Weight weight) { return LANE_COLUMNS / scale_columns(weight); }
+// Vectors of 16 bytes of a thread's codes of a row in a run. Neighbouring threads have neighbouring vectors.
 __device__ constexpr int vectors_of(Weight weight) { return has_nibbles(weight) ? 2 : 4; }
+__device__ constexpr int vector_units(Weight weight) { return UNITS / vectors_of(weight); }
+// Factors of a thread's columns of a row.
+__device__ constexpr int scales_of(Weight weight) { return weight == Weight::NVFP4 || weight == Weight::MXFP8 ? 4 : 2; }
+// Bytes of the scales of a row in a run, as shared memory has them; those of INT4 do not pass through it.
+__device__ constexpr int scale_bytes(Weight weight) { return is_integer(weight) || weight == Weight::FP8 ? 0 : RUN / scale_columns(weight); }
 
-// A thread's codes of a row in a chunk, and its scales: codes, or float32 numbers of INT4 and zero points.
+// A thread's codes of a row in a run, and float32 scales and zero points of INT4.
 template <Weight W>
 struct WeightRow {
     Vector4 codes[vectors_of(W)];
-    u32 scales[is_integer(W) ? 2 : 1];
+    u32 scales[2];
     u32 zeros;
 };
 
@@ -41,15 +58,25 @@ struct Factors {
     u32 shifts[scales_of(W)];
 };
 
-struct alignas(128) WeightOnlyShared {
-    Vector4 tokens[TEAMS][2][GROUPS][UNITS][WARP];  // chunks of a, double-buffered
-    float team_sums[TEAMS][GROUP_ROWS][WEIGHT_STRIDE];
+// A thread's part of what a team brings to shared memory in a run.
+struct Brought {
+    Vector4 tokens[PIECES];
+    u32 scales[2];
 };
-static_assert(sizeof(WeightOnlyShared) == 74240, "native/gemm/weight_only.py asks for this size");
+
+struct alignas(128) WeightOnlyShared {
+    Vector4 tokens[TEAMS][2][GROUPS][UNITS][WARP];  // runs of a, double-buffered
+    u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
+    float sums[TEAMS][TOKENS][WEIGHT_STRIDE];
+};
+static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : 57856), "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
 __device__ __forceinline__ u32 both(float x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (ptx::is_bf16<T>) return ptx::cvt_rn_bf16x2_f32(x, x);
+#endif
     T narrow;
     from_float(x, narrow);
     return narrow.bits * 0x10001u;
@@ -62,16 +89,15 @@ struct IntegerIn {
     static constexpr u32 BITS = ptx::is_bf16<T> ? 0x43004300u : 0x64006400u;
 };
 
+// `stored`: scales of the row in shared memory. `t`: the thread among the four of a row.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, Factors<W>& factors) {
+__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, const u8* stored, int t, Factors<W>& factors) {
     if constexpr (W == Weight::NVFP4) {
         constexpr float RESTORE = E2m1In<T>::RESTORE / E2m1In<T>::REST;
-        u32 pairs[2];
-        ptx::cvt_rn_f16x2_e4m3x2(row.scales[0], pairs[0], pairs[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float low, high;
-            ptx::cvt_f32_f16(pairs[i], low, high);
+            ptx::cvt_f32_f16(ptx::cvt_rn_f16x2_e4m3x2(reinterpret_cast<const u16*>(stored)[4 * i + t]), low, high);
             factors.scales[2 * i] = both<T>(low * RESTORE);
             factors.scales[2 * i + 1] = both<T>(high * RESTORE);
         }
@@ -84,7 +110,10 @@ __device__ __forceinline__ void decode_scales(const WeightRow<W>& row, Factors<W
         }
     } else if constexpr (W != Weight::FP8) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factors.scales[i] = both<T>(e8m0_to_float(static_cast<u8>(row.scales[0] >> 8 * i)));
+        for (int i = 0; i < vectors_of(W); ++i) {
+            const int column = (4 * i + t) * vector_units(W) * UNIT;
+            factors.scales[i] = both<T>(e8m0_to_float(stored[column / scale_columns(W)]));
+        }
     }
 }
 
@@ -143,9 +172,117 @@ __device__ __forceinline__ void arrange(const Vector4& a, u32 (&pairs)[4]) {
 
 __device__ __forceinline__ i64 clamped(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
 
+// Sums of the thread's team over its part of K, of 16 rows of b for each warp.
+template <class T, Weight W>
+__device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p, float (&sums)[GROUPS][4]) {
+    constexpr int VECTORS = vectors_of(W), BYTES = scale_bytes(W);
+    const int thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
+    const i64 first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS, first_token = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS;
+    const int strip = thread % TEAM / WARP * STRIP_ROWS, part = blockIdx.x % CLUSTER * TEAMS + team;
+    const i64 runs = p.k / RUN;
+    const int begin = static_cast<int>(runs * part / (CLUSTER * TEAMS)), end = static_cast<int>(runs * (part + 1) / (CLUSTER * TEAMS));
+    i64 rows[2];
+    const u8* codes[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        rows[row] = clamped(first + strip + 8 * row + g, p.n);
+        codes[row] = p.codes + (rows[row] * runs * VECTORS * 4 + t) * 16;
+    }
+    const int token = thread % TEAM / PIECE_THREADS, piece = thread % PIECE_THREADS;
+    const u8* const a = p.a + (clamped(first_token + token, p.m) * p.k + piece * UNIT) * 2;
+    // Two threads bring the scales of a row.
+    const int scale_row = thread % TEAM / 2, half = thread % 2 * (BYTES / 2);
+    const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + half;
+    int shift = 5;  // of a group of INT4, a power of two
+    while (1 << shift < p.group) ++shift;
+
+    const auto load_b = [&](int run, WeightRow<W>(&loaded)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                loaded[row].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(codes[row] + (run * VECTORS + v) * 64);
+            }
+            if constexpr (is_integer(W)) {
+                loaded[row].zeros = 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const i64 place = rows[row] * (p.k >> shift) + ((run * RUN + i * (RUN / 2) + t * (RUN / 8)) >> shift);
+                    loaded[row].scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
+                    if constexpr (W == Weight::UINT4) loaded[row].zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
+                }
+            }
+        }
+    };
+    const auto bring = [&](int run, Brought& brought) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            brought.tokens[i] = ptx::ld_global_nc_v4_u32(a + (run * RUN + i * PIECE_THREADS * UNIT) * 2);
+        }
+        const u32* const words = reinterpret_cast<const u32*>(scales + run * BYTES);
+        if constexpr (BYTES > 0) brought.scales[0] = words[0];
+        if constexpr (BYTES > 8) brought.scales[1] = words[1];
+    };
+    const auto store = [&](const Brought& brought, int buffer) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            constexpr int VECTOR_UNITS = vector_units(W);
+            const int place = piece + i * PIECE_THREADS;  // vector, thread and unit of the vector
+            const int unit = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
+            const int to = token % GROUP_ROWS * 4 + place / VECTOR_UNITS % 4;
+            arrange<W>(brought.tokens[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][to].words);
+        }
+        u32* const words = reinterpret_cast<u32*>(shared.scales[team][buffer][scale_row] + half);
+        if constexpr (BYTES > 0) words[0] = brought.scales[0];
+        if constexpr (BYTES > 8) words[1] = brought.scales[1];
+    };
+    // The loop has one run: two would not fit into the instruction cache of a scheduler.
+    WeightRow<W> now[2], after[2];
+    Brought next;
+    if (begin < end) {
+        bring(begin, next);
+        load_b(begin, now);
+        if (begin + 1 < end) load_b(begin + 1, after);
+        store(next, 0);
+        if (begin + 1 < end) bring(begin + 1, next);
+    }
+#pragma unroll 1
+    for (int run = begin; run < end; ++run) {
+        const int buffer = (run - begin) % 2;
+        ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
+        if (run + 1 < end) store(next, 1 - buffer);
+        if (run + 2 < end) bring(run + 2, next);
+        Factors<W> factors[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            decode_scales<T, W>(now[row], shared.scales[team][buffer][strip + 8 * row + g], t, factors[row]);
+        }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            u32 top[4], bottom[4];
+            decode_weight<T, W>(now[0], unit, factors[0], top);
+            decode_weight<T, W>(now[1], unit, factors[1], bottom);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const Vector4 right = shared.tokens[team][buffer][group][unit][lane];
+                multiply_32_columns<T>(sums[group], top, bottom, right.words);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) now[row] = after[row];
+        if (run + 2 < end) load_b(run + 2, after);
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.sums[team][GROUP_ROWS * group + 2 * t + i % 2][strip + g + i / 2 * 8] = sums[group][i];
+        }
+    }
+}
+
 template <class T, Weight W>
 __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters& batch) {
-    constexpr int CODE_BYTES = vectors_of(W) * 16, SCALES = scales_of(W);  // of a thread's columns of a row
     const WeightOnlyParameters p = product_of<T>(batch, blockIdx.z);
 #ifdef __CUDA_ARCH__
     alignas(16) extern __shared__ u8 dynamic_shared[];
@@ -153,106 +290,34 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
 #else
     __shared__ WeightOnlyShared shared;
 #endif
-    const int thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
-    const int strip = thread % TEAM / WARP * STRIP_ROWS;
-    const i64 first_token = static_cast<i64>(blockIdx.x) * TOKENS, first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS;
-    const int chunks = static_cast<int>(p.k / DEPTH);
-    const u8 *codes[2], *scales[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        const i64 place = clamped(first + strip + 8 * row + g, p.n) * chunks * 4 + t;  // of the thread's columns
-        codes[row] = p.codes + place * CODE_BYTES;
-        scales[row] = p.scales + place * SCALES;
-    }
-    // A thread brings neighbouring pieces of one row of a.
-    const int token = thread % TEAM / (TEAM / TOKENS), piece = thread % (TEAM / TOKENS) * PIECES;
-    const u8* const a = p.a + (clamped(first_token + token, p.m) * p.k + piece * UNIT) * 2;
-
-    const auto load_b = [&](int chunk, WeightRow<W>(&rows)[2]) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-#pragma unroll
-            for (int v = 0; v < vectors_of(W); ++v) {
-                rows[row].codes[v] = ptx::ld_global_nc_v4_u32(codes[row] + chunk * 4 * CODE_BYTES + 16 * v);
-            }
-            if constexpr (is_integer(W)) {
-                const i64 of_row = clamped(first + strip + 8 * row + g, p.n) * (p.k / p.group);
-                rows[row].zeros = 0;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const i64 place = of_row + (chunk * DEPTH + t * LANE_COLUMNS + i * (LANE_COLUMNS / 2)) / p.group;
-                    rows[row].scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
-                    if constexpr (W == Weight::UINT4) rows[row].zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
-                }
-            } else {
-                const u8* scale = scales[row] + chunk * 4 * SCALES;
-                if constexpr (W == Weight::NVFP4) rows[row].scales[0] = *reinterpret_cast<const u32*>(scale);
-                else if constexpr (W != Weight::FP8) rows[row].scales[0] = ptx::ld_global_nc_u16(scale);
-            }
-        }
-    };
-    const auto load_a = [&](int chunk, Vector4(&pieces)[PIECES]) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) pieces[i] = ptx::ld_global_nc_v4_u32(a + chunk * DEPTH * 2 + i * 16);
-    };
-    const auto store_a = [&](const Vector4(&pieces)[PIECES], int buffer) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            const int unit = (piece + i) % UNITS, place = token % GROUP_ROWS * 4 + piece / UNITS;
-            arrange<W>(pieces[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][place].words);
-        }
-    };
     float sums[GROUPS][4] = {};
-    WeightRow<W> b[2][2];
-    Vector4 next[PIECES];
-    if (team < chunks) {
-        load_a(team, next);
-        load_b(team, b[0]);
-        if (team + TEAMS < chunks) load_b(team + TEAMS, b[1]);
-        store_a(next, 0);
-        if (team + TEAMS < chunks) load_a(team + TEAMS, next);
-    }
+    multiply_runs<T, W>(shared, p, sums);
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster();
+    else __syncthreads();
+    const float divisor = W == Weight::NVFP4 ? p.divisor / E2m1In<T>::REST : p.divisor;
 #pragma unroll 1
-    for (int chunk = team; chunk < chunks; chunk += 2 * TEAMS) {
+    for (int item = threadIdx.x; item < TOKENS * QUADS; item += WEIGHT_THREADS) {
+        const int token = item / QUADS, row = (blockIdx.x % CLUSTER * QUADS + item % QUADS) * 4;
+        float joined[4];
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            const int current = chunk + turn * TEAMS;
-            if (current >= chunks) break;
-            ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
-            if (current + TEAMS < chunks) store_a(next, 1 - turn);
-            if (current + 2 * TEAMS < chunks) load_a(current + 2 * TEAMS, next);
-            Factors<W> factors[2];
+        for (int from = 0; from < CLUSTER * TEAMS; ++from) {
+            const Vector4* const source = reinterpret_cast<const Vector4*>(&shared.sums[from % TEAMS][token][row]);
+            Vector4 words;
+            if constexpr (CLUSTER > 1) words = ptx::ld_shared_cluster(source, from / TEAMS);
+            else words = *source;
 #pragma unroll
-            for (int row = 0; row < 2; ++row) decode_scales<T, W>(b[turn][row], factors[row]);
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                u32 top[4], bottom[4];
-                decode_weight<T, W>(b[turn][0], unit, factors[0], top);
-                decode_weight<T, W>(b[turn][1], unit, factors[1], bottom);
-#pragma unroll
-                for (int group = 0; group < GROUPS; ++group) {
-                    const Vector4 right = shared.tokens[team][turn][group][unit][lane];
-                    multiply_32_columns<T>(sums[group], top, bottom, right.words);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const float sum = __uint_as_float(words.words[i]);
+                joined[i] = from == 0 ? sum : joined[i] + sum;
             }
-            if (current + 2 * TEAMS < chunks) load_b(current + 2 * TEAMS, b[turn]);
+        }
+        const i64 y = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS + token, x = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS + row;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (y < p.m && x + i < p.n) store_output<T>(p, joined[i], y, x + i, divisor);
         }
     }
-    const float divisor = W == Weight::NVFP4 ? p.divisor / E2m1In<T>::REST : p.divisor;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) shared.team_sums[team][2 * t + i % 2][strip + g + i / 2 * 8] = sums[group][i];
-        __syncthreads();
-        const int row = thread % WEIGHT_ROWS, y_of_group = thread / WEIGHT_ROWS;
-        const i64 y = first_token + GROUP_ROWS * group + y_of_group, x = first + row;
-        if (y >= p.m || x >= p.n) continue;
-        float sum = shared.team_sums[0][y_of_group][row];
-#pragma unroll
-        for (int other = 1; other < TEAMS; ++other) sum += shared.team_sums[other][y_of_group][row];
-        store_output<T>(p, sum, y, x, divisor);
-    }
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
 }
 
 template <class T>
@@ -268,12 +333,12 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 1) CLUSTER_OF_SLICES
     gemm_skinny_weight_only_bf16(const __grid_constant__ WeightOnlyParameters p) {
     multiply_weight_only<bf16>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 1) CLUSTER_OF_SLICES
     gemm_skinny_weight_only_fp16(const __grid_constant__ WeightOnlyParameters p) {
     multiply_weight_only<fp16>(p);
 }

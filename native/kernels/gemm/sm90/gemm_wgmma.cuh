@@ -33,7 +33,7 @@ struct PackedTiles : CopyingSource {
 
 // One accumulator for a slice of K. The wgmma of a step run while the next step is queued.
 struct Bf16Sums {
-    static constexpr bool CAST_BEFORE_C = false;
+    static constexpr bool CAST_BEFORE_C = false, ROWS = false;
 
     i64 steps;  // of a slice
 

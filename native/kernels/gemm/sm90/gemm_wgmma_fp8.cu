@@ -1,4 +1,5 @@
-// gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 scale of the tensor or of each row.
+// gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 scale of the tensor.
+// gemm_wgmma_fp8_rows:   the same with a float32 scale for each row of a or of b, or of both.
 // gemm_wgmma_fp8_block: out = a @ b.T (+ bias) (+ c), a FP8 with a float32 scale for 128 elements of K of a row, b with
 //                       tiles of 128x128.
 // gemm_wgmma_fp8_grouped_tensor, gemm_wgmma_fp8_grouped_block: the same for every section of a, with its own matrix b.
@@ -27,6 +28,12 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
     gemm_wgmma_fp8_tensor(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p,
                           Alpha alpha) {
     multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, Unscaled{}, {nullptr, 1, p.m},
+                          [&](const OutputTile&) { return alpha; });
+}
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
+    gemm_wgmma_fp8_rows(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p, Alpha alpha) {
+    multiply_mapped_codes(MappedCodes{{}, a, b, p.a_box_rows}, p, UnscaledRows{}, {nullptr, 1, p.m},
                           [&](const OutputTile&) { return alpha; });
 }
 

@@ -147,7 +147,7 @@ struct Fp8Elements {
 
 // Promotion of an accumulator with tensor scales: it is added as it is.
 struct Unscaled {
-    static constexpr bool CAST_BEFORE_C = false;
+    static constexpr bool CAST_BEFORE_C = false, ROWS = false;
     using Count = i64;  // of steps. With 32 bits 8192^3 takes 791 us on an H200, 782 with 64
 
     struct Scales {};
@@ -161,9 +161,14 @@ struct Unscaled {
     }
 };
 
+// The same with scales of rows, which the epilogue applies.
+struct UnscaledRows : Unscaled {
+    static constexpr bool ROWS = true;
+};
+
 // Promotion of the sum of a block with block scales: of a for 128 columns of a row, of b for tiles of 128x128.
 struct BlockScaled {
-    static constexpr bool CAST_BEFORE_C = true;
+    static constexpr bool CAST_BEFORE_C = true, ROWS = false;
     // With 64 bits registers of the grouped kernel are spilled, and each step waits for the loads of its scales: 32 rows of 64
     // sections by N = 4096, K = 7168 take 685 us on an H200, 486 with 32.
     using Count = u32;
@@ -262,6 +267,7 @@ struct SectionBlockScaled : BlockScaled {
 template <class Promotion>
 struct PromotedSums {
     static constexpr bool CAST_BEFORE_C = Promotion::CAST_BEFORE_C;
+    static constexpr bool ROWS = Promotion::ROWS;
 
     Promotion promotion;
     Fp8Elements elements;

@@ -137,12 +137,13 @@ class Kernels:
     def elements(self, b: Any) -> Tensor:
         """The elements of a quantized matrix, float32."""
         stored, name = b.codes.T if b.transposed else b.codes, b.recipe.element.name
-        if b.recipe.element.bits != 4:
+        nibbles = b.recipe.element.bits == 4
+        codes = torch.stack([stored & 15, stored >> 4], -1).flatten(1)[:, : b.shape[1]].long() if nibbles else stored
+        if b.recipe.zero_points:
+            zeros = b.zeros if b.recipe.spans_k else b.zeros.repeat_interleave(b.recipe.block[1], 1)[:, : b.shape[1]]
+            return codes.float() - zeros
+        if not nibbles:
             return stored.contiguous().view(getattr(torch, DTYPES[name])).float()
-        codes = torch.stack([stored & 15, stored >> 4], -1).flatten(1)[:, : b.shape[1]].long()
-        if name == "UINT4":
-            zeros = b.zeros.repeat_interleave(b.recipe.block[1], 1)[:, : b.shape[1]]
-            return (codes - zeros).float()
         return torch.tensor(INT4 if name == "INT4" else E2M1 + [-x for x in E2M1])[codes]
 
     def block_scales(self, b: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 import narrowgauge
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS
+from narrowgauge.harness.operations.contracts.judge import judge_contract
+from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.spec.quantized import Quantized
 from tests.harness.operations.contracts.serving_kernels import Kernels
@@ -214,6 +216,7 @@ STORED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (f"{WEIGHT_ONLY}-bias", "nvfp4", {"batch": 2}),
     (f"{SCALED}-bias", ROW, {"stored": "nn"}),
     (SCALED, "int8-row", {"out_dtype": "float32"}),
+    (SCALED, "int8-row-zp", {"batch": 2}),
 )
 
 
@@ -225,11 +228,21 @@ def test_operands_in_any_memory(operation: str, recipe: str, keys: dict[str, Any
 
 
 def shifted(a: Any, b: Any) -> Tensor:
-    """Each product of a batch has the scales of b that lie behind unpadded rows of the products before it."""
-    rows = [part.flatten() for part in b.scales]
-    flat, size = torch.cat([*rows, torch.zeros(4096, dtype=torch.uint8)]), rows[0].numel() - 64
-    scales = torch.stack([flat[n * size :][: rows[0].numel()].view(b.scales.shape[1:]) for n in range(len(rows))])
-    return EXACT.weight_only_gemm(a, replace(b, scales=scales))
+    """The scales of b of each product begin behind unpadded rows of the products before it."""
+    flat, padded = b.scales.flatten(), b.scales[0].numel()
+    stride = b.shape[1] * padded // 128
+    parts = [flat[n * stride : n * stride + padded].view(b.scales.shape[1:]) for n in range(len(b.scales))]
+    return EXACT.weight_only_gemm(a, replace(b, scales=torch.stack(parts)))
+
+
+def of_products(**parts: Sequence[int]) -> Callable[..., Tensor]:
+    """Parts of b, or a, of other products of the batch."""
+
+    def kernel(a: Tensor, b: Any) -> Tensor:
+        taken = {part: getattr(b, part)[list(order)] for part, order in parts.items() if part != "a"}
+        return EXACT.weight_only_gemm(a[list(parts.get("a", range(len(a))))], replace(b, **taken))
+
+    return kernel
 
 
 def before_scale(a: Any, b: Any, bias: Tensor) -> Tensor:
@@ -240,14 +253,52 @@ def with_zeros(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda a, b: EXACT.weight_only_gemm(a, replace(b, zeros=change(b.zeros.short())))
 
 
+def without_zeros_of_a(a: Any, b: Any) -> Tensor:
+    return EXACT.scaled_gemm(replace(a, zeros=0 * a.zeros), b)
+
+
 WRONG_STORED: dict[str, tuple[str, str, dict[str, Any], Callable[..., Any], str]] = {
     "zero point left out": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(torch.zeros_like), "are left out"),
     "zero point less one": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: z - 1), "less by 1"),
     "zero point of 8": (WEIGHT_ONLY, "int4-g32-zp", {}, with_zeros(lambda z: 0 * z + 8), "are 8"),
     "no sign": (WEIGHT_ONLY, "int4-g32", {}, lambda a, b: EXACT.weight_only_gemm(a, unsigned(b)), "without a sign"),
-    "products exchanged": (WEIGHT_ONLY, "nvfp4", {"batch": 2}, lambda a, b: EXACT.weight_only_gemm(a, b).flip(0), ""),
-    "batch stride": (WEIGHT_ONLY, "nvfp4", {"batch": 2, "scales": "128x4"}, shifted, ""),
-    "bias before the scale": (f"{WEIGHT_ONLY}-bias", ROW, {}, before_scale, ""),
+    "products exchanged": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 2},
+        lambda a, b: EXACT.weight_only_gemm(a, b).flip(0),
+        "the result of each product is that of the other product of the batch",
+    ),
+    "scales of the first product": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 3},
+        of_products(scales=(0, 0, 0)),
+        "the scales of b are those of the first product of the batch",
+    ),
+    "codes of the next product": (
+        WEIGHT_ONLY,
+        "mxfp4",
+        {"batch": 3},
+        of_products(codes=(1, 2, 0)),
+        "the codes of b are those of the next product of the batch",
+    ),
+    "a in reverse order": (
+        WEIGHT_ONLY,
+        ROW,
+        {"batch": 3},
+        of_products(a=(2, 1, 0)),
+        "a is that of the product at this place from the end of the batch",
+    ),
+    "batch stride": (
+        WEIGHT_ONLY,
+        "nvfp4",
+        {"batch": 2, "scales": "128x4"},
+        shifted,
+        "begin 80 scales behind those of the product before, not 1024: its rows are not padded",
+    ),
+    "bias before the scale": (f"{WEIGHT_ONLY}-bias", ROW, {}, before_scale, "is a factor after the addition"),
+    "zero points of a left out": (SCALED, "int8-row-zp", {}, without_zeros_of_a, "the zero points of a are left out"),
     "float32 sums": (SCALED, "int8-row", {"out_dtype": "float32"}, Kernels().scaled_gemm, "fraction-24-8"),
 }
 
@@ -279,3 +330,30 @@ def test_a_wrong_kernel_of_stored_operands_fails(name: str) -> None:
 def test_memory_that_operands_cannot_have(recipe: str, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         judged(Kernels().weight_only_gemm, WEIGHT_ONLY, recipe, keys, "lattice")
+
+
+# ---- sums of FP8 tensor cores ----------------------------------------------------------------------------------------
+
+
+def test_undeclared_sums_of_fp8_are_held_to_13_fraction_bits() -> None:
+    """Tensor cores of Hopper and Ada keep no more: their sums pass unless the backend declares float32."""
+    x, w = (narrowgauge.inputs("fp8-current", (rows, 64), "uniform", rows).abs() for rows in (16, 24))
+    a, b = (narrowgauge.quantize(m, ROW) for m in (x, w))
+    factors = a.scales * b.scales.T
+    ones = [replace(q, scales=torch.ones(1), recipe=narrowgauge.recipe("fp8-current-e4m3")) for q in (a, b)]
+    kept = bounds(*ones, out_dtype=torch.float32, order="aligned-13-32").expected
+
+    def judged_as(y: Tensor, **fields: str) -> Any:
+        contract = CONTRACTS[SCALED]
+        dtypes, recipes = {"a": "codes", "b": "codes"}, {"a_recipe": ROW, "b_recipe": ROW}
+        program = contract.trace(dtypes, recipes, {"out_dtype": "float32", **fields})
+        return judge_contract(program, parts_of(program, {"a": a, "b": b}), {"output": y}).stages[0]
+
+    undeclared = judged_as(kept * factors)
+    assert undeclared.passed
+    assert "sums of 13 fraction bits, as FP8 tensor cores of Hopper and Ada keep" in undeclared.assumes
+    assert not judged_as(kept * factors * 0.97).passed
+    declared = judged_as(kept * factors, accumulator="fraction-24-8")
+    assert not declared.passed
+    assert "13 fraction bits" not in declared.assumes
+    assert judged_as(EXACT.scaled_gemm(a, b, out_dtype="float32"), accumulator="fraction-24-8").passed
