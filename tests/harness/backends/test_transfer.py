@@ -42,9 +42,10 @@ def test_every_tensor_is_carried() -> None:
 
 def test_a_step_is_carried_whole() -> None:
     x = torch.zeros(4, 4)
-    step = Step(2, x, x, {"weight": x}, {"weight": x}, {"y": [x, {"codes": x, "swizzled": False}]}, {"weight": None})
+    seen = {"y": [x, {"codes": x, "swizzled": False}]}
+    step = Step(2, x, x, {"weight": x}, {"expert_ids": x}, {"weight": x}, seen, {"weight": None})
     there = step.at(META)
-    held = [there.x, there.dy, there.parameters, there.before, there.seen]
+    held = [there.x, there.dy, there.parameters, there.routing, there.before, there.seen]
     assert {tensor.device for tensor in tensors_in(held)} == {META}
     assert there.number == 2
     assert there.seen["y"][1]["swizzled"] is False

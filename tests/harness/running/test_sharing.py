@@ -73,7 +73,7 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     worker.settings, worker.connection = settings, ours
     worker.give(Task(NVFP4, 3), sharing=shared)
     ours.send({"end": True})
-    host = SimpleNamespace(process=1, room=lambda: 1, close=lambda: None, orphaned=False, loaded=[])
+    host = SimpleNamespace(process=1, room=lambda: 1, close=lambda: None, orphaned=False, loaded=[], loading=0.0)
     monkeypatch.setattr("narrowgauge.harness.running.worker.kernel_host", lambda settings, hosts: host)
     monkeypatch.setattr("narrowgauge.harness.backends.backend.Backend", lambda host: host)
     monkeypatch.setattr(runner, "run_case", judged)

@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
     "reads head 3 for head 1": ("kv-read", STATIC, "head 1 of keys is that of head 3", head(
         lambda h, n: 3 if h == 1 else h)),
     "reads the next head": ("kv-read", ROW, "the next head", head(lambda h, n: (h + 1) % n)),
-    "reads the first page alone": ("kv-read", STATIC, "of keys are those of tokens", {"page_of": lambda *token: 0}),
+    "reads the first page alone": ("kv-read", STATIC, "the first entry of a request", {"page_of": lambda *token: 0}),
     "reads with the other scale": ("kv-read", STATIC, "the scale is v_scale", scaled(lambda s, half: s[
         "values" if half == "keys" else "keys"])),
     "reads with the inverse scale": ("kv-read", STATIC, "the given scale is inverted", scaled(lambda s, h: 1 / s[h])),
