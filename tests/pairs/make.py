@@ -136,8 +136,13 @@ def _vector_dtypes(case: ContractCase) -> list[Key]:
     return [key for key in keys_of(type(case)) if key.name in names]
 
 
+def _single(case: Case) -> str | None:
+    """Without modules made of other modules, which have the pairs themselves: a case would take a core-second."""
+    return None if case.operation in ("transformer-layer", "moe-layer") else _own(case)
+
+
 OPERATION, DTYPES = "operation", "dtype of vectors"
-PAIRS, TRIPLES = Array("pairs", 2, "quick", 300, 24, _own), Array("triples_{}", 3, "full", 40, 6, _own)
+PAIRS, TRIPLES = Array("pairs", 2, "quick", 300, 24, _single), Array("triples_{}", 3, "full", 40, 6, _own)
 FUSED = Array("pairs_fused", 2, "quick", 300, 24, _fused, SIZES[1:])
 
 
