@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -10,13 +9,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from narrowgauge.native.experts.rows import combine, permute
+from narrowgauge.native.modules.composed import Composed
 from narrowgauge.native.modules.grouped_linear import GroupedLinear
-from narrowgauge.native.modules.history import Observer
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.spec.modules.routing import check_choices, positions_of
 
 
-class MoELayer(torch.nn.Module):
+class MoELayer(Composed):
     """y[t] = Σⱼ p[t, j]·fc2(swiglu(fc1(x[t]))) of the experts of token t, the first half of fc1's columns is the gate.
 
     `fc1` (hidden → 2·ffn) and `fc2` (ffn → hidden) are GroupedLinear with a weight for each expert, and seeds seed and
@@ -33,18 +32,6 @@ class MoELayer(torch.nn.Module):
         first, second = (Options(**{**options, "seed": options.get("seed", 0) + n}) for n in range(2))
         self.fc1 = GroupedLinear(experts, hidden, 2 * ffn, bias, **first)
         self.fc2 = GroupedLinear(experts, ffn, hidden, bias, **second)
-        self._observer: Observer | None = None
-
-    @property
-    def observer(self) -> Observer | None:
-        """Called with the name and the value of every result, including the results of the children."""
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._observer = observer
-        for name, child in self.named_children():
-            child.observer = None if observer is None else partial(_report_below, observer, name)  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         """y (…, hidden) of x (…, hidden), whose rows are the T tokens.
@@ -60,10 +47,7 @@ class MoELayer(torch.nn.Module):
         self.report("source_rows", source_rows)
         self.report("permuted", rows)
         rows = _Rows.apply(tokens, rows, positions, self)  # type: ignore[no-untyped-call]
-        hidden = self.fc1(rows, splits)
-        if self._observer is not None and hidden.requires_grad:
-            hidden = hidden.view_as(hidden)
-            hidden.register_hook(partial(self.report, "dswiglu"))
+        hidden = self.watched(self.fc1(rows, splits), "dswiglu")
         gate, up = hidden.chunk(2, -1)
         inner = (functional.silu(gate.float()) * up.float()).to(hidden.dtype)
         self.report("swiglu", inner)
@@ -74,15 +58,6 @@ class MoELayer(torch.nn.Module):
         """`Linear.backward_dw` of both layers, in the order of their backward passes."""
         for layer in (self.fc2, self.fc1):
             layer.backward_dw()
-
-    def report(self, name: str, value: torch.Tensor) -> None:
-        """Passes a result to the observer."""
-        if self._observer is not None:
-            self._observer(name, value.detach())
-
-
-def _report_below(observer: Observer, child: str, name: str, value: Any) -> None:
-    observer(f"{child}.{name}", value)
 
 
 class _Rows(torch.autograd.Function):

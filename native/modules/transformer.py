@@ -9,7 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from narrowgauge.native.modules.history import History, Observer
+from narrowgauge.native.modules.composed import Composed
+from narrowgauge.native.modules.history import History
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear, Norm
 from narrowgauge.native.modules.linear import Linear
@@ -20,7 +21,7 @@ from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(Composed):
     """h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))) of x (B, S, hidden), causal, without dropout.
 
     `qkv` and `fc1` are LayerNormLinear, `proj` and `fc2` Linear, with seeds seed, seed + 1, … in the order qkv, proj,
@@ -57,30 +58,18 @@ class TransformerLayer(torch.nn.Module):
         self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, **third)
         self.fc2 = Linear(ffn, hidden, bias, **fourth)
         self.attention = AttentionOperands()
-        self._observer: Observer | None = None
-
-    @property
-    def observer(self) -> Observer | None:
-        """Called with the name and the value of every result, including the results of the children."""
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._observer = observer
-        for name, child in self.named_children():
-            child.observer = None if observer is None else partial(_report_below, observer, name)  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y (B, S, hidden) of x."""
         check_batch(x, self.hidden)
-        x = self._watched(x, "dx")
+        x = self.watched(x, "dx")
         attention = self._attend(self.qkv(x))
-        h = self._watched(x + self.proj(attention), "dh")
-        self._report("h", h)
-        gelu = functional.gelu(self._watched(self.fc1(h), "dgelu"), approximate="tanh")
-        self._report("gelu", gelu)
+        h = self.watched(x + self.proj(attention), "dh")
+        self.report("h", h)
+        gelu = functional.gelu(self.watched(self.fc1(h), "dgelu"), approximate="tanh")
+        self.report("gelu", gelu)
         y: torch.Tensor = h + self.fc2(gelu)
-        self._report("y", y)
+        self.report("y", y)
         return y
 
     def backward_dw(self) -> None:
@@ -91,9 +80,9 @@ class TransformerLayer(torch.nn.Module):
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         recipe, dtype = current(), qkv.dtype
         if recipe is None or not recipe.quantizes_attention:
-            q, k, v = self._heads(self._watched(qkv, "dqkv"))
+            q, k, v = self._heads(self.watched(qkv, "dqkv"))
             out = _joined(_scores(q, k).softmax(-1) @ v).to(dtype)
-            self._report("attention", out)
+            self.report("attention", out)
             return out
         scales = None
         if recipe.history:
@@ -102,9 +91,9 @@ class TransformerLayer(torch.nn.Module):
         operand = partial(_Operand.apply, self, recipe, scales)
         q, k, v = self._heads(operand("qkv", "dqkv", qkv))
         weights = operand("", "dp", _scores(q, k)).softmax(-1).to(dtype)
-        self._report("softmax", weights.flatten(0, 2))
+        self.report("softmax", weights.flatten(0, 2))
         out = _joined(operand("s", "", weights).float() @ v).to(dtype)
-        self._report("attention", out)
+        self.report("attention", out)
         attended: torch.Tensor = operand("o", "do", out)
         return attended
 
@@ -112,18 +101,6 @@ class TransformerLayer(torch.nn.Module):
         """q, k and v (batch, heads, S, d), float32."""
         batch, length, _ = qkv.shape
         return qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float().unbind()
-
-    def _report(self, name: str, value: torch.Tensor) -> None:
-        if self._observer is not None:
-            self._observer(name, value.detach())
-
-    def _watched(self, tensor: torch.Tensor, gradient: str) -> torch.Tensor:
-        """An alias of the tensor. The observer gets the gradient of the alias."""
-        if self._observer is None or not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor
-        alias = tensor.view_as(tensor)  # the gradient of x itself may have other contributions
-        alias.register_hook(partial(self._report, gradient))  # type: ignore[no-untyped-call]
-        return alias
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -191,12 +168,8 @@ class _Operand(torch.autograd.Function):
         if ctx.gradient:
             rounded = dy.to(layer.qkv.dtype)
             if ctx.gradient in _BEFORE:
-                layer._report(_BEFORE[ctx.gradient], rounded.flatten(0, -2))
+                layer.report(_BEFORE[ctx.gradient], rounded.flatten(0, -2))
             dx = layer.attention.values(ctx.gradient, rounded, ctx.recipe, ctx.scales).to(dy.dtype)
         if ctx.gradient == _NAMES[-1] and ctx.recipe.history:
             layer.attention.end_backward(ctx.recipe)
         return None, None, None, None, None, dx
-
-
-def _report_below(observer: Observer, child: str, name: str, value: Any) -> None:
-    observer(f"{child}.{name}", value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from narrowgauge.reference.high_precision.experts import (
     weighted_rows,
     weighted_sum,
 )
-from narrowgauge.reference.modules.amax_history import Observer
+from narrowgauge.reference.modules.composed import Composed
 from narrowgauge.reference.modules.grouped_linear import GroupedLinear
 from narrowgauge.spec.modules.routing import check_choices, positions_of
 
 
-class MoELayer(torch.nn.Module):
+class MoELayer(Composed):
     """y[t] = Σⱼ p[t, j]·fc2(swiglu(fc1(x[t]))) of the experts of token t, the first half of fc1's columns is the gate.
 
     Children `fc1` (hidden → 2·ffn) and `fc2` (ffn → hidden) are GroupedLinear with a weight for each expert, and seeds
@@ -38,23 +37,6 @@ class MoELayer(torch.nn.Module):
         self.experts = experts
         self.fc1 = GroupedLinear(experts, hidden, 2 * ffn, bias, seed=seed, **options)
         self.fc2 = GroupedLinear(experts, ffn, hidden, bias, seed=seed + 1, **options)
-        self.observer = None
-
-    @property
-    def observer(self) -> Observer | None:
-        """Called with every result. The results of a child are prefixed by the name of the child: `fc1.y`."""
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._observer = observer
-        for name, child in self.named_children():
-            child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
-
-    def observe(self, name: str, value: torch.Tensor) -> None:
-        """Calls the observer, if set, with a copy of a computed `value`."""
-        if self._observer is not None:
-            self._observer(name, value.detach().clone())
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         """y (…, hidden) of x (…, hidden), whose rows are the T tokens.
@@ -78,10 +60,6 @@ class MoELayer(torch.nn.Module):
         """`Linear.backward_dw` of both layers, in the order of a backward pass."""
         for child in (self.fc2, self.fc1):
             child.backward_dw()
-
-
-def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
-    observer(prefix + name, value)
 
 
 class _Permute(torch.autograd.Function):

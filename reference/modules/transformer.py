@@ -19,7 +19,8 @@ from narrowgauge.reference.high_precision.attention import attention_backward, a
 from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import Kind
-from narrowgauge.reference.modules.amax_history import AmaxHistory, Observer
+from narrowgauge.reference.modules.amax_history import AmaxHistory
+from narrowgauge.reference.modules.composed import Composed
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
 from narrowgauge.reference.quantize.dequantize import dequantize
@@ -29,7 +30,7 @@ from narrowgauge.spec.modules.autocast import current
 from narrowgauge.spec.modules.training import TrainingRecipe
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(Composed):
     """A pre-norm layer with causal attention: children `qkv` (hidden → 3·hidden), `proj`, `fc1` (→ ffn) and `fc2`.
 
     The output of qkv is q, k and v in this order, each with `heads` heads of hidden/heads numbers. The seeds of the
@@ -65,23 +66,6 @@ class TransformerLayer(torch.nn.Module):
         self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, seed=seed + 2, **options)
         self.fc2 = Linear(ffn, hidden, bias, seed=seed + 3, **options)
         self.attention = AttentionOperands()
-        self.observer = None
-
-    @property
-    def observer(self) -> Observer | None:
-        """Called with every result. The results of a child are prefixed by the name of the child: `qkv.y`."""
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._observer = observer
-        for name, child in self.named_children():
-            child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
-
-    def observe(self, name: str, value: torch.Tensor) -> None:
-        """Calls the observer, if set, with a copy of a computed `value`."""
-        if self._observer is not None:
-            self._observer(name, value.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, S, hidden) to the same shape, in the dtype of the layer.
@@ -141,10 +125,6 @@ class AttentionOperands(AmaxHistory):
         elif recipe.history:
             self.record(column, q.required_amax)
         return dequantize(q, dtype=torch.float32).view(x.shape)
-
-
-def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
-    observer(prefix + name, value)
 
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

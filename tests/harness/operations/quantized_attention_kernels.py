@@ -77,10 +77,10 @@ class _Attention(torch.autograd.Function):
         q, k, v = (heads(part) for part in operand("qkv", qkv).chunk(3, -1))
         s = kernel.softmax(q, k)
         if not kernel.hidden:
-            layer._report("softmax", s.to(dtype).flatten(0, 2))
+            layer.report("softmax", s.to(dtype).flatten(0, 2))
         weights = operand("s", s.to(dtype)).float()
         out = _rows(kernel.weighted(weights, v)).to(dtype)
-        layer._report("attention", out)
+        layer.report("attention", out)
         ctx.saved = q, k, v, s, weights, out
         return operand("o", out).to(dtype)
 
@@ -91,11 +91,11 @@ class _Attention(torch.autograd.Function):
         do = heads(grad("do", dy))
         dscores = kernel.dscores(s, weights, do, v, heads(out)).to(dtype)
         if not kernel.hidden:
-            layer._report("dscores", dscores.flatten(0, 2))
+            layer.report("dscores", dscores.flatten(0, 2))
         dp = grad("dp", dscores).float()
         gradients = kernel.dq(dp, k), kernel.dk(dp, q), kernel.dv(s, weights, do)
         dqkv = torch.cat([_rows(gradient) for gradient in gradients], -1).to(dtype)
-        layer._report("dqkv", dqkv)
+        layer.report("dqkv", dqkv)
         return grad("dqkv", dqkv).to(dtype), None, None, None
 
 
