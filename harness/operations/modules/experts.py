@@ -60,8 +60,8 @@ class ExpertStages:
         """Judge the backward of `dy` (T, hidden); gives dx."""
         rows = len(self.source_rows)
         self._judged(
-            "dprobabilities", weight_gradient, tuple(self.ids.shape), "weight-gradient", self.positions, dy=dy,
-            y=self._saved["outer"],
+            "dprobabilities", weight_gradient, tuple(self.ids.shape), "weight-gradient", self.positions, torch.float32,
+            dy=dy, y=self._saved["outer"],
         )  # fmt: skip
         given = {"source_rows": self.source_rows}
         outer = self._judged(
@@ -114,12 +114,15 @@ class ExpertStages:
 
     def _judged(
         self, name: str, compute: Callable[..., Bounded], shape: tuple[int, ...], formula: str = "",
-        given: Mapping[str, torch.Tensor] | None = None, **operands: Matrix,
+        given: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype | None = None, **operands: Matrix,
     ) -> Matrix:  # fmt: skip
         """Judge a result in high precision: a formula of `operands`, if the module reported all of them.
 
-        `given`: further arguments of the formula. `formula`: name of the known wrong formulas, with the same arguments.
+        `given`: further arguments of the formula. `dtype`: of the result; None: the dtype of the module. `formula`:
+        name of the known wrong formulas, with the same arguments.
         """
         given = given or {}
         known: dict[str, Any] = {**operands, **given} if formula else {}
-        return self.ground.high_precision(name, shape, partial(compute, **given), operands, formula, **known)
+        return self.ground.high_precision(
+            name, shape, partial(compute, **given), operands, formula, dtype=dtype, **known
+        )

@@ -21,52 +21,52 @@ from narrowgauge.spec.summation import Summation
 
 @dataclass
 class Ground:
-    """What the stages of one step are judged by, and where they go."""
+    """One step of a module: its results, the facts that its stages need, and the outcome that gets the stages."""
 
     plan: Plan
     step: Step
     outcome: Outcome
     order: Callable[[Operands, Operands], Summation]
-    """What the backend declares of the sums of a product."""
+    """Gives the declared order of the sums of a product."""
     free: bool = False
-    """Whether the order in which its rotation adds is free."""
+    """Whether the rotation of the backend may add in any order."""
     own: bool = False
-    """Whether it rounds by random bits of its own."""
+    """Whether the backend rounds by random bits of its own."""
     unseen: dict[str, None] = field(default_factory=dict)
-    """What was not reported, and so not compared."""
+    """Names of results that the module did not report. They are not compared."""
     others: dict[str, Step] = field(default_factory=dict)
-    """By the cause of an operand that is theirs: other forwards of the module."""
+    """Other forwards of the module, by the cause of an operand that belongs to them."""
     unknown: dict[str, tuple[list[Quantized], list[Quantized]]] = field(default_factory=dict)
-    """By name, operands of the gradients of weights that nobody knows for this step alone."""
+    """Operands of weight gradients that several pending steps share, by name."""
     passes: int = -1
     """Number of backwards before that of the step. -1: as many as steps before it."""
     figures: bool = True
-    """Whether more is measured than decides."""
+    """Whether figures that decide no verdict are measured."""
     known: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """By phrase, functions to matrices of the step that were not reported as such, like decoded operands."""
+    """Functions that give unreported matrices of the step, such as decoded operands, by the words of a sentence."""
     quantized: dict[str, QuantizedOperand] = field(default_factory=dict)
     """Quantized operands of formulas, by name."""
 
     def stage(self, name: str) -> str:
-        """The name of a stage: which step, and what."""
+        """The name of a stage: the title of the step and `name`."""
         return f"{self.step.title} {name}"
 
     def seen(self, name: str) -> Any:
-        """What the module reported of it; None, noted, where it did not."""
+        """The last report under `name`. None, and noted in `unseen`: the module did not report it."""
         found = self.step.last(name)
         if found is None:
             self.unseen[name] = None
         return found
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A reported tensor of that shape, whatever dimensions it has. Raises BackendError where it is another."""
+        """A reported tensor as a tensor of `shape`. Raises BackendError for another number of elements."""
         found = self.seen(name)
         if found is None:
             return None
         return self._shaped(name, found, shape)
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
-        """The tensors of that shape reported under a name, in order. Raises as `tensor` does."""
+        """The tensors reported under a name, in order, each of `shape`. Raises as `tensor` does."""
         return [self._shaped(name, found, shape) for found in self.step.seen.get(name, [])]
 
     @staticmethod
@@ -85,12 +85,14 @@ class Ground:
         formula: str = "",
         *,
         expected: Bounded | None = None,
+        dtype: torch.dtype | None = None,
         **given: Any,
     ) -> torch.Tensor | None:
-        """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
+        """Judge a reported tensor in high precision and give it. None: the module did not report the tensor.
 
-        `compute`: the formula, from its `operands` by name, of which one that was not reported is None. `expected`: its
-        result, if it is known already. `formula`, and what it is `given`: the known wrong formulas
+        `compute`: the formula of the `operands`, by name; an operand is None if the module did not report it.
+        `expected`: the result of the formula, if it is known already. `dtype`: of the tensor; None: the dtype of the
+        module. `formula` and `given`: name and arguments of the known wrong formulas
         (`harness.diagnosis.formulas.explain_formula`).
         """
         found = self.tensor(name, shape)
@@ -100,7 +102,7 @@ class Ground:
             return found
         if found is not None:
             result = compute(**known) if expected is None else expected
-            self.judge_formula(name, found, result, compute, known, formula, given)
+            self.judge_formula(name, found, result, compute, known, formula, given, dtype)
         return found
 
     def judge_formula(
@@ -112,10 +114,10 @@ class Ground:
         operands: dict[str, torch.Tensor],
         formula: str,
         given: dict[str, Any],
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Add the stage of a tensor in high precision, and keep the first wrong formula for a diagnosis."""
-        dtype = torch.float32 if name == "dprobabilities" else self.plan.dtype
-        stage = bounded_stage(self.stage(name), found, expected, dtype, figures=self.figures)
+        stage = bounded_stage(self.stage(name), found, expected, dtype or self.plan.dtype, figures=self.figures)
         self.outcome.stages.append(stage)
         if self.outcome.formula is None and not stage.passed:
             others = {key: tensor for key, tensor in self.known_tensors() if key != name}
