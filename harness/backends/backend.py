@@ -161,8 +161,7 @@ class Backend:
 
     def variations(self, device: torch.device) -> list[str]:
         """Names of the ways of running. The results of an operation under all of them must be the same bytes."""
-        names = self.host.variations(device)
-        return names[:1] if self.brief else names
+        return self.host.variations(device)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method. Raises Unsupported, or BackendError with the exception's message and location."""

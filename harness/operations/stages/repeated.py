@@ -58,6 +58,7 @@ def repeated(
     """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
 
     `composed`: the call is made of kernels that have cases of their own, and runs in the first and the last variation.
+    A `brief` backend runs the first variation alone.
 
     If the case has further calls (`Backend.repeats`), they run behind, and their bytes must be those of the first run;
     if these calls are concurrent, others run on other inputs at the same time.
@@ -72,8 +73,8 @@ def repeated(
     disagree, up to three more runs tell whether the poison, the variation or neither changes the bytes.
     """
     device, passed = backend.device or home, present(inputs)
-    every = backend.variations(device)
-    names = {n: name for n, name in enumerate(every) if not composed or n in (0, len(every) - 1)}
+    every = list(enumerate(backend.variations(device)))
+    names = dict(every[:1] if backend.brief else [every[0], every[-1]] if composed else every)
 
     def prepared(number: int) -> PreparedRun:
         return backend.host.prepare(passed, home, _poison(number))

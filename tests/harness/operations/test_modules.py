@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,6 +109,19 @@ def test_the_reference_passes(case: Case) -> None:
     record = passes(case)
     assert all(entry["compared"] for entry in record.stages if case.shape[0])
     assert [entry["tensor"] for entry in record.accuracy] == ["y", "dx", "dw"]
+
+
+def test_a_module_runs_in_the_first_and_the_last_variation() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def entering(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    variations = {name: partial(entering, name) for name in ("forward", "reverse", "shuffled")}
+    passes(linear(), **DOORS, variations=lambda device: variations)
+    assert entered == ["forward", "shuffled"]
 
 
 def test_accuracy_is_of_the_last_step_without_earlier_gradients() -> None:
