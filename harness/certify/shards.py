@@ -81,7 +81,8 @@ class Journal:
             else:
                 path.write_text(json.dumps(head) + "\n", encoding="utf-8")
         except OSError as error:
-            raise CertificateError(f"{path}: the journal cannot be used: {error.strerror}") from error
+            remedy = "; leave --resume out" if resume else ""
+            raise CertificateError(f"{path}: the journal cannot be used: {error.strerror}{remedy}") from error
 
     def _read(self, head: dict[str, Any]) -> None:
         whole = self.path.read_text(encoding="utf-8")
