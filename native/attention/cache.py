@@ -189,7 +189,7 @@ def _fused(recipe: Recipe) -> bool:
     if recipe.element is E2M1:
         return recipe.dialect == "torchao-one-level"
     if recipe.element is INT8:
-        return recipe.block == (1, WHOLE) and recipe.scale_rounding == "none"
+        return recipe.block == (1, WHOLE) and recipe.dialect in ("te", "vllm-row")
     if recipe.element is not E4M3 or recipe.scale is not FP32:
         return False
     given = recipe.tensor_scale == "given" and recipe.nan_code == E4M3.nan_code
