@@ -51,6 +51,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, u32
                  : "memory");
 }
 
+// Arrives at the barrier with the same address in block `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int rank) {
+    asm volatile(
+        "{\n.reg .u32 address;\nmapa.shared::cluster.u32 address, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [address];\n}" ::"r"(shared_address(&barrier)), "r"(rank) : "memory");
+}
+
 // Repeats the instruction until the phase `parity` is complete.
 __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier& barrier, u32 parity) {
     asm volatile(
@@ -61,6 +68,7 @@ __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier& barrier, u32 
 #elif defined(__CUDA_ARCH__)
 __device__ __forceinline__ void mbarrier_init(Mbarrier&, int) { __trap(); }
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier&) { __trap(); }
+__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier&, int) { __trap(); }
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier&, u32) { __trap(); }
 __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier&, u32) { __trap(); }
 #else
@@ -75,6 +83,8 @@ inline void mbarrier_complete(Mbarrier& barrier, u64 pending) {
 }
 
 inline void mbarrier_arrive(Mbarrier& barrier) { mbarrier_complete(barrier, u64{1} << 16); }
+
+inline void mbarrier_arrive_cluster(Mbarrier& barrier, int) { mbarrier_arrive(barrier); }
 
 inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, u32 bytes) {
     barrier.state += static_cast<u64>(bytes) << 32;
@@ -254,6 +264,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&
         }
     }
     mbarrier_complete(barrier, static_cast<u64>(box_rows) * 128 << 32);
+#endif
+}
+
+// The same to the shared memory of the first two blocks of the cluster, whose mbarriers have the same address.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast([[maybe_unused]] u8* target, [[maybe_unused]] const u64 (&map)[16],
+                                                                  [[maybe_unused]] int x, [[maybe_unused]] int y,
+                                                                  [[maybe_unused]] Mbarrier& barrier) {
+#ifdef HAS_WGMMA
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
+        "l"(map), "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(static_cast<u16>(3))
+        : "memory");
+#elif defined(__CUDA_ARCH__)
+    __trap();
 #endif
 }
 
@@ -545,38 +570,41 @@ __device__ __forceinline__ void wgmma_m64n128k16_f32(float (&d)[64], u64 a, u64 
 #undef NARROWGAUGE_WGMMA
 
 // d (+)= a * b^T of 64 rows of a and 128 rows of b over 32 columns of FP8, asynchronously; `add`: whether d is added.
-// `a` and `b` are matrix descriptors.
-#define NARROWGAUGE_WGMMA_FP8(A, B)                                                                                    \
+// `a` and `b` are matrix descriptors. INT8 is multiplied alike, with int32 sums.
+#define NARROWGAUGE_WGMMA_8_BITS(OUT, A, B, SIGNS, REGISTER)                                                                                    \
     asm volatile(                                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32." A "." B " {"                                                    \
+        "wgmma.mma_async.sync.aligned.m64n128k32." OUT "." A "." B " {"                                                    \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                            \
-        "%64, %65, p, 1, 1;\n}"                                                                                        \
+        "%64, %65, p" SIGNS ";\n}"                                                                                        \
         :                                                                                                              \
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),      \
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),      \
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),      \
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),      \
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
+          REGISTER(d[0]), REGISTER(d[1]), REGISTER(d[2]), REGISTER(d[3]), REGISTER(d[4]), REGISTER(d[5]), REGISTER(d[6]), REGISTER(d[7]),              \
+          REGISTER(d[8]), REGISTER(d[9]), REGISTER(d[10]), REGISTER(d[11]), REGISTER(d[12]), REGISTER(d[13]), REGISTER(d[14]), REGISTER(d[15]),        \
+          REGISTER(d[16]), REGISTER(d[17]), REGISTER(d[18]), REGISTER(d[19]), REGISTER(d[20]), REGISTER(d[21]), REGISTER(d[22]), REGISTER(d[23]),      \
+          REGISTER(d[24]), REGISTER(d[25]), REGISTER(d[26]), REGISTER(d[27]), REGISTER(d[28]), REGISTER(d[29]), REGISTER(d[30]), REGISTER(d[31]),      \
+          REGISTER(d[32]), REGISTER(d[33]), REGISTER(d[34]), REGISTER(d[35]), REGISTER(d[36]), REGISTER(d[37]), REGISTER(d[38]), REGISTER(d[39]),      \
+          REGISTER(d[40]), REGISTER(d[41]), REGISTER(d[42]), REGISTER(d[43]), REGISTER(d[44]), REGISTER(d[45]), REGISTER(d[46]), REGISTER(d[47]),      \
+          REGISTER(d[48]), REGISTER(d[49]), REGISTER(d[50]), REGISTER(d[51]), REGISTER(d[52]), REGISTER(d[53]), REGISTER(d[54]), REGISTER(d[55]),      \
+          REGISTER(d[56]), REGISTER(d[57]), REGISTER(d[58]), REGISTER(d[59]), REGISTER(d[60]), REGISTER(d[61]), REGISTER(d[62]), REGISTER(d[63])       \
         : "l"(a), "l"(b), "r"(add))
 template <bool A_E5M2, bool B_E5M2>
 __device__ __forceinline__ void wgmma_m64n128k32_f32(float (&d)[64], u64 a, u64 b, int add) {
     static_assert(!A_E5M2 || !B_E5M2, "no recipes are multiplied so");
     if constexpr (A_E5M2) {
-        NARROWGAUGE_WGMMA_FP8("e5m2", "e4m3");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e5m2", "e4m3", ", 1, 1", "+f");
     } else if constexpr (B_E5M2) {
-        NARROWGAUGE_WGMMA_FP8("e4m3", "e5m2");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e4m3", "e5m2", ", 1, 1", "+f");
     } else {
-        NARROWGAUGE_WGMMA_FP8("e4m3", "e4m3");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e4m3", "e4m3", ", 1, 1", "+f");
     }
 }
-#undef NARROWGAUGE_WGMMA_FP8
+__device__ __forceinline__ void wgmma_m64n128k32_s32(int (&d)[64], u64 a, u64 b, int add) {
+    NARROWGAUGE_WGMMA_8_BITS("s32", "s8", "s8", "", "+r");
+}
+#undef NARROWGAUGE_WGMMA_8_BITS
 #endif
 
 // ---- float16, two in a register --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/sections.cuh"
+#include "gemm/cluster.cuh"
 #include "gemm/ptx.cuh"
 
 namespace narrowgauge {
@@ -27,7 +28,8 @@ struct alignas(TENSOR_MAP_ALIGNMENT) TensorMap {
     u64 words[16];
 };
 
-// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles.
+// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles. Without sizes all sections have
+// `rows` rows.
 struct TiledSection {
     Sections sections;
     int number;
@@ -45,7 +47,8 @@ struct TiledSection {
     __device__ __forceinline__ bool next() {
         before += tiles();
         if (++number >= sections.count) return false;
-        section = section_after(sections, number, section.start + section.count);
+        const i64 start = section.start + section.count;
+        section = sections.sizes == nullptr ? Section{start, sections.rows} : section_after(sections, number, start);
         return true;
     }
 };
@@ -67,19 +70,26 @@ __device__ __forceinline__ u64 matrix_descriptor(const u8* tile) {
 }
 #endif
 
-// A consumer warp has read a stage.
+// A consumer warp has read a stage, which the blocks of a cluster may share.
 __device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
     ptx::bar_warp_sync();
-    if (lane == 0) ptx::mbarrier_arrive(empty);
+    if constexpr (SHARERS > 1) {
+        if (lane < SHARERS) ptx::mbarrier_arrive_cluster(empty, lane);
+    } else if (lane == 0) {
+        ptx::mbarrier_arrive(empty);
+    }
 }
 
 // Waits for all wgmma of the warpgroup but the last PENDING groups. The compiler reads the sums after this point only.
-template <int PENDING = 0, int COUNT>
-__device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[COUNT]) {
+template <int PENDING = 0, class T, int COUNT>
+__device__ __forceinline__ void wait_for_sums([[maybe_unused]] T (&d)[COUNT]) {
 #ifdef HAS_WGMMA
     ptx::wgmma_wait_group<PENDING>();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) {
+        if constexpr (static_cast<T>(0.5f) != T{}) asm volatile("" : "+f"(d[i])::"memory");
+        else asm volatile("" : "+r"(d[i])::"memory");
+    }
 #endif
 }
 
