@@ -65,7 +65,7 @@ def _product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: str) 
 def _one_launch(
     a: BatchedQuantized, b: BatchedQuantized, out_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The products of a batch of FP8 with scales of rows or of matrices, if the tensor cores of Hopper take all at once."""
+    """The products of a batch of FP8 with scales of rows or of matrices, if Hopper's tensor cores take all at once."""
     family = product_family(a.recipe, b.recipe)
     (batch, m, k), n = a.shape, b.shape[1]
     if family != "fp8_tensor" or batch == 0 or a.transposed or b.transposed:

@@ -66,7 +66,8 @@ def takes_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `paths.slices_of`."""
     if product.alpha["a_per_row"] or product.alpha["b_per_row"]:
-        return multiply_rows(product, out, slices=slices)
+        multiply_rows(product, out, slices=slices)
+        return
     if out.numel() == 0:
         return
     kernel, alpha = ("tensor", [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
