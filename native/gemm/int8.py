@@ -1,5 +1,6 @@
-"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/gemm_int8.cu; without zero points by the
-tensor cores of Hopper, `native.gemm.wgmma_fp8`."""
+"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/gemm_int8.cu.
+
+The tensor cores of Hopper, `native.gemm.wgmma_fp8`, take those without zero points."""
 
 from __future__ import annotations
 
