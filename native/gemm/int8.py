@@ -52,7 +52,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor 
         factors |= {"order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}
         operands = [{**side, "element": "INT8", "layout": 0} for side in (left, right)]
         terms = Product("fp8_tensor", m, n, k, *operands, epilogue, factors)
-        wgmma_fp8.multiply_rows(terms, out, batch=math.prod(batch))
+        wgmma_fp8.multiply_batch(terms, out, math.prod(batch))
         return out
     aligned = k % _ALIGNMENT == 0 and all(isinstance(c, torch.Tensor) and c.data_ptr() % _ALIGNMENT == 0 for c in codes)
     parameters = _PARAMETERS(a=left, b=right, epilogue={**epilogue, "out": out}, k=k, aligned=aligned)

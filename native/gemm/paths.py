@@ -130,12 +130,6 @@ def columns_of(m: int, n: int, slices: int, multiprocessors: int) -> int:
     return 128 if narrow else 256
 
 
-def sharers_of(m: int, tiles: int, multiprocessors: int) -> int:
-    """Blocks of a cluster of FP8 and INT8 that share the tiles of b, without slices of K: 2 or 1. `tiles`: of outputs,
-    128 by 256."""
-    return 2 if m > 128 and tiles >= multiprocessors else 1
-
-
 def _run_at_once(clusters: int, blocks: int, multiprocessors: int) -> bool:
     """Whether a GPU runs this many clusters of 8, 4 or 2 blocks at once. Clusters of 8 and 4 leave multiprocessors
     idle: they fill three quarters of the GPU at most."""

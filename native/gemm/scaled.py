@@ -87,7 +87,7 @@ def _one_launch(
     factors |= {f"{name}_per_row": not q.recipe.whole for name, q in (("a", a), ("b", b))}
     terms = Product(family, m, n, k, *operands, epilogue_fields((m, n), out_dtype, None, bias, batch), factors)
     out = torch.empty(batch, m, n, dtype=out_dtype, device=device)
-    wgmma_fp8.multiply_rows(terms, out, batch=batch)
+    wgmma_fp8.multiply_batch(terms, out, batch)
     return out
 
 

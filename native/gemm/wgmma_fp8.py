@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.native.gemm import wgmma
 from narrowgauge.native.gemm.operands import Fields, Product, stored
-from narrowgauge.native.gemm.paths import columns_of, sharers_of, tiles_of
+from narrowgauge.native.gemm.paths import columns_of, tiles_of
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
@@ -65,25 +65,24 @@ def takes_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     """Computes a GEMM into `out` (M, N), for operands that `takes` accepts. `slices` of K: `paths.slices_of`."""
-    if product.alpha["a_per_row"] or product.alpha["b_per_row"]:
-        multiply_rows(product, out, slices=slices)
-        return
     if out.numel() == 0:
         return
-    kernel, alpha = ("tensor", [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
+    of_rows = product.alpha["a_per_row"] or product.alpha["b_per_row"]
+    tensor = "rows" if of_rows else "tensor"
+    kernel, alpha = (tensor, [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
     maps = tensor_map(product.b, product.n, product.k)
     _launch(f"{SOURCE}_{kernel}", product, out, product.b, maps, alpha, slices=slices)
 
 
-def multiply_rows(product: Product, out: torch.Tensor, *, slices: int = 1, batch: int = 1) -> None:
-    """Computes a GEMM with scales of rows or tensors into `out` (M, N), or (B, M, N) of a batch, whose operands lie one
-    below the other; FP8, or INT8 without slices of K. `takes_codes` accepts all codes of each operand."""
+def multiply_batch(product: Product, out: torch.Tensor, batch: int) -> None:
+    """Computes products with scales of rows or tensors into `out` (B, M, N), of operands (B, M, K) and (B, N, K).
+
+    Codes are FP8 or INT8, and `takes_codes` accepts all codes of each operand. K has no slices."""
     if out.numel() == 0:
         return
-    kernel = INT8_SOURCE if product.a["element"] == "INT8" else f"{SOURCE}_rows"
+    kernel = INT8_SOURCE if product.a["element"] == "INT8" else f"{SOURCE}_batch"
     maps = tensor_map(product.b, batch * product.n, product.k)
-    further = [product.alpha_parameters(), np.int32(batch)]
-    _launch(kernel, product, out, product.b, maps, further, slices=slices, batch=batch)
+    _launch(kernel, product, out, product.b, maps, [product.alpha_parameters(), np.int32(batch)], batch=batch)
 
 
 def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fields]) -> None:
@@ -111,7 +110,7 @@ def _launch(
     further: Sequence[Argument],
     *,
     slices: int = 1,
-    batch: int = 1,
+    batch: int | None = None,
 ) -> None:
     """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
     rows = product.m if product.sizes is None else product.expected_rows // len(product.sizes)
@@ -120,19 +119,15 @@ def _launch(
     device, on_gpu = out.device, out.device.type == "cuda"
     at_once, int8 = wgmma.multiprocessors(device), kernel == INT8_SOURCE
     columns = columns_of(product.m, product.n, slices, at_once)
-    if (int8 or batch > 1) and batch * tiles_of(product.m, product.n, _BOX) <= at_once:
+    if batch is not None and batch * tiles_of(product.m, product.n, _BOX) <= at_once:
         columns = _BOX
-    whole = product.sizes is None and slices == 1 and columns > _BOX
-    sharers = sharers_of(product.m, batch * tiles_of(product.m, product.n), at_once) if whole and on_gpu else 1
     flags: tuple[str, ...] = ("-DTILES_OF_B=1",) if columns == _BOX else ()
     flags += ("-DFEW_ROWS=1",) if box_rows < _BOX and slices == 1 else ()
-    flags += ("-DSHARING=2",) if sharers > 1 else ()
     if on_gpu and not int8:  # each pair of element formats is compiled separately
         flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
-    blocks = wgmma.blocks_of(product, slices, device, columns)
     launch(
-        INT8_SOURCE if int8 else SOURCE, kernel, (blocks - blocks % sharers,), (wgmma.THREADS,),
-        [tensor_map(product.a, batch * product.m, product.k, box_rows), maps, parameters, *further], device=device,
+        INT8_SOURCE if int8 else SOURCE, kernel, (wgmma.blocks_of(product, slices, device, columns),), (wgmma.THREADS,),
+        [tensor_map(product.a, (batch or 1) * product.m, product.k, box_rows), maps, parameters, *further], device=device,
         shared_bytes=wgmma.SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
         extra_flags=flags, early=True,
     )  # fmt: skip

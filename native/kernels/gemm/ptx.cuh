@@ -51,13 +51,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, u32
                  : "memory");
 }
 
-// Arrives at the barrier with the same address in block `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int rank) {
-    asm volatile(
-        "{\n.reg .u32 address;\nmapa.shared::cluster.u32 address, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [address];\n}" ::"r"(shared_address(&barrier)), "r"(rank) : "memory");
-}
-
 // Repeats the instruction until the phase `parity` is complete.
 __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier& barrier, u32 parity) {
     asm volatile(
@@ -68,7 +61,6 @@ __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier& barrier, u32 
 #elif defined(__CUDA_ARCH__)
 __device__ __forceinline__ void mbarrier_init(Mbarrier&, int) { __trap(); }
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier&) { __trap(); }
-__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier&, int) { __trap(); }
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier&, u32) { __trap(); }
 __device__ __forceinline__ void mbarrier_try_wait_parity(Mbarrier&, u32) { __trap(); }
 #else
@@ -83,8 +75,6 @@ inline void mbarrier_complete(Mbarrier& barrier, u64 pending) {
 }
 
 inline void mbarrier_arrive(Mbarrier& barrier) { mbarrier_complete(barrier, u64{1} << 16); }
-
-inline void mbarrier_arrive_cluster(Mbarrier& barrier, int) { mbarrier_arrive(barrier); }
 
 inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, u32 bytes) {
     barrier.state += static_cast<u64>(bytes) << 32;
@@ -264,21 +254,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&
         }
     }
     mbarrier_complete(barrier, static_cast<u64>(box_rows) * 128 << 32);
-#endif
-}
-
-// The same to the shared memory of the first two blocks of the cluster, whose mbarriers have the same address.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast([[maybe_unused]] u8* target, [[maybe_unused]] const u64 (&map)[16],
-                                                                  [[maybe_unused]] int x, [[maybe_unused]] int y,
-                                                                  [[maybe_unused]] Mbarrier& barrier) {
-#ifdef HAS_WGMMA
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
-        "l"(map), "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(static_cast<u16>(3))
-        : "memory");
-#elif defined(__CUDA_ARCH__)
-    __trap();
 #endif
 }
 

@@ -76,8 +76,27 @@ struct WgmmaFp8Parameters {
 
 // Boxes of codes, zeros beyond the last row and column. Zeros take as long as codes: 64 rows by N = K = 8192 take 21.5 us on an
 // H200, 26.0 with boxes of 128 rows.
-// Matrices of a batch lie one below the other.
 struct MappedCodes : CopyingSource {
+    const TensorMap& a;
+    const TensorMap& b;
+    int a_box_rows;
+
+    __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage) - (TILE_ROWS - a_box_rows) * ROW_BYTES; }
+
+    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
+        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
+        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.row), full);
+#pragma unroll
+        for (int i = 0; i < B_TILES; ++i) {
+            ptx::cp_async_bulk_tensor_2d<(CLUSTER > 1)>(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
+        }
+    }
+};
+
+// The same for a batch, whose matrices lie one below the other. Rows of the next product are in no stored output.
+struct MappedBatch : CopyingSource {
+    using Order = TiledProduct;
+
     const TensorMap& a;
     const TensorMap& b;
     int a_box_rows;
@@ -86,20 +105,19 @@ struct MappedCodes : CopyingSource {
     __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage) - (TILE_ROWS - a_box_rows) * ROW_BYTES; }
 
     __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
-        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.section * n + tile.column);
-        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.section_start + tile.row), full);
-#pragma unroll
-        for (int i = 0; i < B_TILES; ++i) {
-            if constexpr (SHARERS > 1) {
-                static_assert(SHARERS == 1 || SHARERS == B_TILES, "each block copies a tile of b");
-                if (blockIdx.x % SHARERS != i) continue;
-                ptx::cp_async_bulk_tensor_2d_multicast(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
-                continue;
-            }
-            ptx::cp_async_bulk_tensor_2d<(CLUSTER > 1)>(stage.b[i], b.words, x, y + i * TILE_ROWS, full);
-        }
+        OutputTile below = tile;
+        below.row += tile.section_start;
+        below.column += tile.section * n;
+        MappedCodes{{}, a, b, a_box_rows}.load(stage, full, below, step);
     }
 };
+
+// Alpha of the product of a batch to which a tile belongs.
+__device__ __forceinline__ Alpha of_product(Alpha alpha, const OutputTile& tile, i64 n) {
+    alpha.a += alpha.a_per_row != 0 ? tile.section_start : tile.section;
+    alpha.b += alpha.b_per_row != 0 ? tile.section * n : tile.section;
+    return alpha;
+}
 
 // The same for the sections of a, with a map of each matrix, and the boxes of a that have rows of the section. Other rows of a
 // stage are of the next section or of another tile; their outputs are not stored.
@@ -152,13 +170,6 @@ struct Fp8Elements {
     }
 #endif
 };
-
-// Alpha of the product of a batch to which a tile belongs.
-__device__ __forceinline__ Alpha of_product(Alpha alpha, const OutputTile& tile, i64 n) {
-    alpha.a += alpha.a_per_row != 0 ? tile.section_start : tile.section;
-    alpha.b += alpha.b_per_row != 0 ? tile.section * n : tile.section;
-    return alpha;
-}
 
 // Promotion of an accumulator with tensor scales: it is added as it is.
 struct Unscaled {

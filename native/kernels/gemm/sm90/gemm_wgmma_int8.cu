@@ -1,7 +1,6 @@
 // gemm_wgmma_int8: out = alpha * (a @ b.T) (+ bias), a and b INT8 with a float32 scale for each row, by the tensor cores of Hopper.
 //
-//   Operands, alpha, batches, the macros TILES_OF_B, FEW_ROWS and SHARING, and the launch: gemm_wgmma_fp8.cu, gemm_wgmma_fp8_rows, with one
-//   slice of K. K at most 131 071, so that no int32 sum overflows
+//   Operands, alpha, the macros TILES_OF_B and FEW_ROWS, and the launch: gemm_wgmma_fp8.cu, gemm_wgmma_fp8_batch. K at most 131 071, so that no int32 sum overflows
 //   Numerics: sums are exact in int32, and converted to float32. Then alpha * sum and + bias each round to float32, and the last
 //   step is one cast.
 #include "gemm/sm90/gemm_wgmma_fp8.cuh"
@@ -61,11 +60,11 @@ struct IntegerSums {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_int8(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p, Alpha alpha,
                     int products) {
     multiply_tiles_persistent(
-        MappedCodes{{}, a, b, p.a_box_rows, p.n}, IntegerSums{p.slice_steps}, {1, p.slice_steps}, {nullptr, products, p.m}, p.n,
+        MappedBatch{{}, a, b, p.a_box_rows, p.n}, IntegerSums{p.slice_steps}, {1, p.slice_steps}, {nullptr, products, p.m}, p.n,
         [&](const OutputTile& tile) { return of_product(alpha, tile, p.n); },
         [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
 }

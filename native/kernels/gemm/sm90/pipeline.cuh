@@ -14,6 +14,7 @@
 //         ROWS                              whether alpha has factors of rows of a or of b
 #pragma once
 
+#include "gemm/cluster.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/sm90/tile.cuh"
 
@@ -71,7 +72,7 @@ struct OutputTile {
 };
 
 // Tile scheduler: block b computes b, b + gridDim.x, ... of the slices of the output tiles of all sections. The blocks of a
-// cluster have the slices of a tile, or tiles one below the other.
+// cluster have the slices of a tile.
 template <class Order>
 struct TileScheduler {
     Order at;
@@ -80,18 +81,17 @@ struct TileScheduler {
     i64 next;  // slice of a tile of the section
 
     __device__ __forceinline__ TileScheduler(const Sections& sections, i64 n, const SlicedSteps& k)
-        : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), k(k), next(blockIdx.x / SHARERS) {}
+        : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), k(k), next(blockIdx.x) {}
 
     __device__ __forceinline__ bool take(OutputTile& tile) {
-        while (next >= tiles() * columns * CLUSTER) {
-            next -= tiles() * columns * CLUSTER;
+        while (next >= at.tiles() * columns * CLUSTER) {
+            next -= at.tiles() * columns * CLUSTER;
             if (!at.next()) return false;
         }
-        constexpr int GROUP = GROUP_ROWS_OF_TILES / SHARERS;
         const i64 number = next / CLUSTER;
-        const i64 first = number / (GROUP * columns) * GROUP, left = tiles() - first;
-        const i64 height = left < GROUP ? left : GROUP, place = number - first * columns;
-        const i64 row = (first + place % height) * SHARERS + blockIdx.x % SHARERS, column = place / height;
+        const i64 first = number / (GROUP_ROWS_OF_TILES * columns) * GROUP_ROWS_OF_TILES, left = at.tiles() - first;
+        const i64 height = left < GROUP_ROWS_OF_TILES ? left : GROUP_ROWS_OF_TILES, place = number - first * columns;
+        const i64 row = first + place % height, column = place / height;
         tile = {at.number,
                 row * OUT_ROWS,
                 column * OUT_COLUMNS,
@@ -100,12 +100,9 @@ struct TileScheduler {
                 at.before + row,
                 (at.number * columns + column) * B_TILES,
                 static_cast<int>(next - number * CLUSTER)};
-        next += gridDim.x / SHARERS;
+        next += gridDim.x;
         return true;
     }
-
-    // Rows of tiles of a section, or of groups of tiles that share tiles of b: the last may have no row of a.
-    __device__ __forceinline__ i64 tiles() const { return (at.tiles() + SHARERS - 1) / SHARERS; }
 };
 
 // A 4x4 matrix of words in four neighbouring lanes, transposed: word i of lane j becomes word j of lane i.
@@ -387,12 +384,11 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
     if (thread == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(shared.full[stage], 1);
-            ptx::mbarrier_init(shared.empty[stage], CONSUMERS * WARPGROUP / WARP * SHARERS);
+            ptx::mbarrier_init(shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
         }
         ptx::fence_mbarrier_init_and_proxy_async();
     }
-    if constexpr (SHARERS > 1) ptx::barrier_cluster();
-    else __syncthreads();
+    __syncthreads();
     ptx::griddepcontrol_wait();
     const TileScheduler<typename Source::Order> scheduler(sections, n, k);
     if (thread < WARPGROUP) {
@@ -402,7 +398,6 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
     } else {
         ptx::setmaxnreg_inc<(REGISTERS_OF_THREE - Source::PRODUCER_REGISTERS) / 2>();
         consume(shared, scheduler, sums, n, alpha_of, epilogue_of);
-        if constexpr (SHARERS > 1) ptx::barrier_cluster();  // other blocks have arrived at this block's barriers
     }
 }
 

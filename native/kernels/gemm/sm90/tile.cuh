@@ -5,7 +5,6 @@
 #pragma once
 
 #include "common/sections.cuh"
-#include "gemm/cluster.cuh"
 #include "gemm/ptx.cuh"
 
 namespace narrowgauge {
@@ -28,8 +27,7 @@ struct alignas(TENSOR_MAP_ALIGNMENT) TensorMap {
     u64 words[16];
 };
 
-// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles. Without sizes all sections have
-// `rows` rows.
+// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles.
 struct TiledSection {
     Sections sections;
     int number;
@@ -47,9 +45,19 @@ struct TiledSection {
     __device__ __forceinline__ bool next() {
         before += tiles();
         if (++number >= sections.count) return false;
-        const i64 start = section.start + section.count;
-        section = sections.sizes == nullptr ? Section{start, sections.rows} : section_after(sections, number, start);
+        section = section_after(sections, number, section.start + section.count);
         return true;
+    }
+};
+
+// The same for a batch, whose products have equally many rows.
+struct TiledProduct : TiledSection {
+    using TiledSection::TiledSection;
+
+    __device__ __forceinline__ bool next() {
+        before += tiles();
+        section.start += section.count;
+        return ++number < sections.count;
     }
 };
 
@@ -70,14 +78,10 @@ __device__ __forceinline__ u64 matrix_descriptor(const u8* tile) {
 }
 #endif
 
-// A consumer warp has read a stage, which the blocks of a cluster may share.
+// A consumer warp has read a stage.
 __device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
     ptx::bar_warp_sync();
-    if constexpr (SHARERS > 1) {
-        if (lane < SHARERS) ptx::mbarrier_arrive_cluster(empty, lane);
-    } else if (lane == 0) {
-        ptx::mbarrier_arrive(empty);
-    }
+    if (lane == 0) ptx::mbarrier_arrive(empty);
 }
 
 // Waits for all wgmma of the warpgroup but the last PENDING groups. The compiler reads the sums after this point only.
