@@ -50,8 +50,8 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor 
     if _fits_tensor_cores(left, right, out, k):
         factors: dict[str, Value] = {"a": left["scales"], "b": right["scales"], "a_per_row": True, "b_per_row": True}
         factors |= {"order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}
-        operands = [{**side, "element": "INT8", "layout": 0} for side in (left, right)]
-        terms = Product("fp8_tensor", m, n, k, *operands, epilogue, factors)
+        a_fields, b_fields = ({**side, "element": "INT8", "layout": 0} for side in (left, right))
+        terms = Product("fp8_tensor", m, n, k, a_fields, b_fields, epilogue, factors)
         wgmma_fp8.multiply_batch(terms, out, math.prod(batch))
         return out
     aligned = k % _ALIGNMENT == 0 and all(isinstance(c, torch.Tensor) and c.data_ptr() % _ALIGNMENT == 0 for c in codes)
@@ -63,10 +63,10 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor 
 
 def _fits_tensor_cores(a: dict[str, Value], b: dict[str, Value], out: torch.Tensor, k: int) -> bool:
     """Whether the kernel of Hopper's tensor cores multiplies two operands. `a`, `b`: Int8Operand."""
-    codes = [part["codes"] for part in (a, b)]
-    left, right = (part.view(-1, k) for part in codes if isinstance(part, torch.Tensor))
-    large = out.numel() * k >= SMALLEST and is_hopper(out.device)
-    return large and a["zeros"] is None and b["zeros"] is None and wgmma_fp8.takes_codes(left, right)
+    if out.numel() * k < max(SMALLEST, 1) or not is_hopper(out.device) or (a["zeros"], b["zeros"]) != (None, None):
+        return False
+    left, right = (part["codes"].view(-1, k) for part in (a, b) if isinstance(part["codes"], torch.Tensor))
+    return wgmma_fp8.takes_codes(left, right)
 
 
 def _magnitude(recipe: Recipe) -> int:

@@ -78,14 +78,16 @@ def _one_launch(
     for left, right in pairs:
         check_operand(left, "a")
         check_operand(right, "b")
-    scales = [q.scales.contiguous() for q in (a, b)]
-    operands: list[Fields] = [
+    scales = a.scales.contiguous(), b.scales.contiguous()
+    fields: list[Fields] = [
         {"codes": part, "scales": scale, "element": q.recipe.element.name, "layout": layout_of(q.recipe)}
         for q, part, scale in zip((a, b), codes, scales, strict=True)
     ]
-    factors = alpha_fields(a.recipe, b.recipe, family, (scales[0], scales[1]), (None, None))
-    factors |= {f"{name}_per_row": not q.recipe.whole for name, q in (("a", a), ("b", b))}
-    terms = Product(family, m, n, k, *operands, epilogue_fields((m, n), out_dtype, None, bias, batch), factors)
+    factors = alpha_fields(a.recipe, b.recipe, family, scales, (None, None))
+    factors |= {"a_per_row": not a.recipe.whole, "b_per_row": not b.recipe.whole}
+    terms = Product(
+        family, m, n, k, fields[0], fields[1], epilogue_fields((m, n), out_dtype, None, bias, batch), factors
+    )
     out = torch.empty(batch, m, n, dtype=out_dtype, device=device)
     wgmma_fp8.multiply_batch(terms, out, batch)
     return out

@@ -127,7 +127,8 @@ def _launch(
         flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
         INT8_SOURCE if int8 else SOURCE, kernel, (wgmma.blocks_of(product, slices, device, columns),), (wgmma.THREADS,),
-        [tensor_map(product.a, (batch or 1) * product.m, product.k, box_rows), maps, parameters, *further], device=device,
+        [tensor_map(product.a, (batch or 1) * product.m, product.k, box_rows), maps, parameters, *further],
+        device=device,
         shared_bytes=wgmma.SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
         extra_flags=flags, early=True,
     )  # fmt: skip
