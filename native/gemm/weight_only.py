@@ -23,8 +23,12 @@ product of bfloat16 matrices 35 µs; 32 rows 42 and 36 µs; 128 rows 134 and 37 
 _DTYPES = torch.bfloat16, torch.float16
 _THREADS, _TOKENS = 512, 16
 """Of a block of tensor cores: threads, and rows of a."""
-_SHARED_BYTES, _ROWS = 131072, 128
-"""sizeof(WeightOnlyShared), and rows of b of a block."""
+_SHARED_BYTES = {4: 91136, 8: 57856}
+"""Warps of a team to sizeof(WeightOnlyShared). A block has 16 rows of b for each of these warps."""
+_TILINGS = ((8, 2), (4, 1), (4, 2))
+"""Warps of a team and slices of K, the best one first of those that occupy as many multiprocessors. On an H200 16 rows
+of NVFP4 take, in µs, N = K = 8192: 22.0, 24.7 and 29.2; N = 2048, K = 7168: 18.0, 19.5 and 12.4; N = 4096, K = 14336:
+33.8, 37.9 and 22.9. Four slices took 39 µs with N = K = 8192: 32 clusters of four blocks do not run at once."""
 _COLUMNS, _LARGEST, _ALIGNMENT = 256, 2**20, 16
 """For tensor cores: divisor of K, the largest N and K, and divisor of addresses."""
 _SMALLEST_GROUP = 32
@@ -84,7 +88,7 @@ def _product(a: torch.Tensor, b: Quantized | BatchedQuantized, bias: torch.Tenso
     }  # fmt: skip
     kernel = _skinny if on_gpu and _takes(a, matrices[0], weight) else _portable
     flags = (f"-DWEIGHT=Weight::{weight}",) if on_gpu else ()
-    kernel(_PARAMETERS(**given), (len(matrices), m, n), k, a.dtype, device, flags)
+    kernel(_PARAMETERS(**given), (len(matrices), m, n), a.dtype, device, flags)
     return out
 
 
@@ -98,7 +102,7 @@ def _factor(
 
 
 def _portable(
-    parameters: StructValue, shape: Shape, k: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
+    parameters: StructValue, shape: Shape, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
 ) -> None:
     batch, m, n = shape
     kernel, grid = f"gemm_weight_only_{suffix(dtype)}", (blocks_for(m * n, 256), 1, batch)
@@ -106,23 +110,33 @@ def _portable(
 
 
 def _skinny(
-    parameters: StructValue, shape: Shape, k: int, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
+    parameters: StructValue, shape: Shape, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
 ) -> None:
     source, (batch, m, n) = "gemm_skinny_weight_only", shape
-    slices = slices_of(shape, k, device)
-    grid = slices * blocks_for(m, _TOKENS), blocks_for(n, _ROWS), batch
-    shared = _SHARED_BYTES if device.type == "cuda" else 0
+    warps, slices = tiling(shape, device)
+    grid = slices * blocks_for(m, _TOKENS), blocks_for(n, 16 * warps), batch
+    shared = _SHARED_BYTES[warps] if device.type == "cuda" else 0
     launch(
         source, f"{source}_{suffix(dtype)}", grid, (_THREADS,), [parameters], device=device,
-        extra_flags=(*flags, f"-DSLICES={slices}"), shared_bytes=shared, early=True,
+        extra_flags=(*flags, f"-DTEAM_WARPS={warps}", f"-DSLICES={slices}"), shared_bytes=shared, early=True,
     )  # fmt: skip
 
 
-def slices_of(shape: Shape, k: int, device: torch.device) -> int:
-    """Slices of K, which need the clusters of Hopper: 2 if a GPU runs twice as many blocks at once, else 1."""
+def tiling(shape: Shape, device: torch.device) -> tuple[int, int]:
+    """Warps of a team, and slices of K, which need the clusters of Hopper: of `_TILINGS` the one whose last wave of
+    blocks leaves the fewest multiprocessors idle."""
     batch, m, n = shape
-    blocks = 2 * batch * blocks_for(m, _TOKENS) * blocks_for(n, _ROWS)
-    return 2 if is_hopper(device) and k > _COLUMNS and blocks <= wgmma.multiprocessors(device) else 1
+
+    def occupied(tiling: tuple[int, int]) -> float:
+        warps, slices = tiling
+        blocks, at_once = (
+            batch * slices * blocks_for(m, _TOKENS) * blocks_for(n, 16 * warps),
+            wgmma.multiprocessors(device),
+        )
+        return blocks / (blocks_for(blocks, at_once) * at_once)
+
+    fitting = [tiling for tiling in _TILINGS if tiling[1] == 1 or is_hopper(device)]
+    return max(fitting, key=occupied)
 
 
 def _multiply_tiles(a: torch.Tensor, b: Quantized, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -2,20 +2,26 @@
 //
 //   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes. Groups of INT4 are 32 columns
 //            or a multiple that divides 256
+//   The macro TEAM_WARPS, 4 or 8: a block of threads has 16 rows of a and 16 * TEAM_WARPS of b
 //   The macro SLICES, 1 or 2, on a GPU with clusters: blocks of a cluster, each with a slice of K
-//   Launch: `early`, 512 threads, grid (SLICES * ceil(M/16), ceil(N/128), products of a batch), sizeof(WeightOnlyShared) of
-//   dynamic shared memory
-//   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. A warp
-//   has runs of 256 columns, each with an accumulator of its own; the sums of runs, then of warps and of blocks, are added in order
-//   of K, one float32 rounding each.
+//   Launch: `early`, 512 threads, grid (SLICES * ceil(M/16), ceil(N / (16 * TEAM_WARPS)), products of a batch),
+//   sizeof(WeightOnlyShared) of dynamic shared memory
+//   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. The
+//   16 / TEAM_WARPS teams of warps of each block take equal parts of K; the sums of the teams are added in order of K, one float32
+//   rounding each.
 //
-// The kernel is bound by reading b and decoding it. A warp keeps its columns of the 16 rows of a in registers, and goes along the
-// rows of b: no thread waits for another before the sums of all warps are added. The codes of 16 rows of b come while the
-// rows before are decoded, in registers.
+// The kernel is bound by reading b and decoding it. A warp of a team has 16 rows of b, whose codes come two runs of 256 columns
+// ahead and are decoded in registers. A team brings a and the scales of b to shared memory, one run ahead. All blocks together read a
+// as often as there are blocks along N, so that many rows of b in a block, and slices of K instead of more blocks, save reads: with
+// 64 rows of b by N = 8192 the reads of 16 rows of a are as many as those of b.
 #include "gemm/cluster.cuh"
 #include "gemm/e2m1_pairs.cuh"
 #include "gemm/skinny/gemm_skinny.cuh"
 #include "gemm/weight_only.cuh"
+
+#ifndef TEAM_WARPS
+#define TEAM_WARPS 4
+#endif
 
 namespace narrowgauge {
 
@@ -23,19 +29,25 @@ using ptx::Vector4;
 
 constexpr int RUN = 256, UNIT = 8;      // columns of a run, and of 16 bytes of a
 constexpr int UNITS = RUN / 4 / UNIT;   // of a thread in a run
-constexpr int WEIGHT_WARPS = 16, WEIGHT_THREADS = WEIGHT_WARPS * WARP, WEIGHT_ROWS = 128, STRIPS = WEIGHT_ROWS / STRIP_ROWS;
+constexpr int WEIGHT_WARPS = 16, TEAMS = WEIGHT_WARPS / TEAM_WARPS, TEAM = TEAM_WARPS * WARP, WEIGHT_THREADS = TEAMS * TEAM;
+constexpr int WEIGHT_ROWS = TEAM_WARPS * STRIP_ROWS, SCALE_BYTES = 16;  // rows of b of a block; most bytes of scales of a run
+constexpr int WEIGHT_STRIDE = WEIGHT_ROWS + 4;                         // without bank conflicts when a warp writes
+constexpr int PIECES = RUN * TOKENS / UNIT / TEAM, PIECE_THREADS = TEAM / TOKENS;  // of 16 bytes of a: of a thread; threads of a row
+constexpr int QUADS = WEIGHT_ROWS / 4 / CLUSTER;  // four outputs of a row of a each, of a block
 
 // Vectors of 16 bytes of a thread's codes of a row in a run. Neighbouring threads have neighbouring vectors.
 __device__ constexpr int vectors_of(Weight weight) { return has_nibbles(weight) ? 2 : 4; }
 __device__ constexpr int vector_units(Weight weight) { return UNITS / vectors_of(weight); }
 // Factors of a thread's columns of a row.
 __device__ constexpr int scales_of(Weight weight) { return weight == Weight::NVFP4 || weight == Weight::MXFP8 ? 4 : 2; }
+// Bytes of the scales of a row in a run, as shared memory has them; those of INT4 do not pass through it.
+__device__ constexpr int scale_bytes(Weight weight) { return is_integer(weight) || weight == Weight::FP8 ? 0 : RUN / scale_columns(weight); }
 
-// Scales of a thread's columns of a row as they are stored, 4 bytes of INT4 or 2 bytes of NVFP4 for a register, else 1; zero
-// points of INT4.
+// A thread's codes of a row in a run, and float32 scales and zero points of INT4.
 template <Weight W>
-struct StoredScales {
-    u32 scales[W == Weight::MXFP8 ? 4 : 2];
+struct WeightRow {
+    Vector4 codes[vectors_of(W)];
+    u32 scales[2];
     u32 zeros;
 };
 
@@ -46,10 +58,18 @@ struct Factors {
     u32 shifts[scales_of(W)];
 };
 
-struct alignas(128) WeightOnlyShared {
-    Vector4 sums[WEIGHT_WARPS][STRIPS][GROUPS][WARP];
+// A thread's part of what a team brings to shared memory in a run.
+struct Brought {
+    Vector4 tokens[PIECES];
+    u32 scales[2];
 };
-static_assert(sizeof(WeightOnlyShared) == 131072, "native/gemm/weight_only.py asks for this size");
+
+struct alignas(128) WeightOnlyShared {
+    Vector4 tokens[TEAMS][2][GROUPS][UNITS][WARP];  // runs of a, double-buffered
+    u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
+    float sums[TEAMS][TOKENS][WEIGHT_STRIDE];
+};
+static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : 57856), "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
@@ -69,14 +89,15 @@ struct IntegerIn {
     static constexpr u32 BITS = ptx::is_bf16<T> ? 0x43004300u : 0x64006400u;
 };
 
+// `stored`: scales of the row in shared memory. `t`: the thread among the four of a row.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_scales(const StoredScales<W>& row, Factors<W>& factors) {
+__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, const u8* stored, int t, Factors<W>& factors) {
     if constexpr (W == Weight::NVFP4) {
         constexpr float RESTORE = E2m1In<T>::RESTORE / E2m1In<T>::REST;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float low, high;
-            ptx::cvt_f32_f16(ptx::cvt_rn_f16x2_e4m3x2(row.scales[i]), low, high);
+            ptx::cvt_f32_f16(ptx::cvt_rn_f16x2_e4m3x2(reinterpret_cast<const u16*>(stored)[4 * i + t]), low, high);
             factors.scales[2 * i] = both<T>(low * RESTORE);
             factors.scales[2 * i + 1] = both<T>(high * RESTORE);
         }
@@ -90,7 +111,8 @@ __device__ __forceinline__ void decode_scales(const StoredScales<W>& row, Factor
     } else if constexpr (W != Weight::FP8) {
 #pragma unroll
         for (int i = 0; i < vectors_of(W); ++i) {
-            factors.scales[i] = both<T>(e8m0_to_float(row.scales[i]));
+            const int column = (4 * i + t) * vector_units(W) * UNIT;
+            factors.scales[i] = both<T>(e8m0_to_float(stored[column / scale_columns(W)]));
         }
     }
 }
@@ -103,14 +125,14 @@ __device__ __forceinline__ u32 integer_pair(u32 word, int j, u32 shift) {
     return ptx::is_bf16<T> ? ptx::sub_rn_bf16x2(pair, shift) : ptx::sub_rn_f16x2(pair, shift);
 }
 
-// Eight columns: columns j and j + 4 of 4 bits, neighbours of other codes. As `arrange` has them for a. `codes`: those of the unit.
+// Eight columns: columns j and j + 4 of 4 bits, neighbours of other codes. As `arrange` has them for a.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_weight(const Vector4& codes, int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
+__device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
     const int part = unit * scales_of(W) / UNITS;
     if constexpr (has_nibbles(W)) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const u32 word = codes.words[unit % 4];
+            const u32 word = row.codes[unit / 4].words[unit % 4];
             u32 pair;
             if constexpr (is_integer(W)) pair = integer_pair<T, W>(word, j, factors.shifts[part]);
             else pair = small_e2m1<T>(word, j);
@@ -120,7 +142,7 @@ __device__ __forceinline__ void decode_weight(const Vector4& codes, int unit, co
     } else {
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-            ptx::cvt_rn_f16x2_e4m3x2(codes.words[unit % 2 * 2 + word], pairs[2 * word], pairs[2 * word + 1]);
+            ptx::cvt_rn_f16x2_e4m3x2(row.codes[unit / 2].words[unit % 2 * 2 + word], pairs[2 * word], pairs[2 * word + 1]);
         }
         if constexpr (ptx::is_bf16<T>) {
 #pragma unroll
@@ -150,111 +172,111 @@ __device__ __forceinline__ void arrange(const Vector4& a, u32 (&pairs)[4]) {
 
 __device__ __forceinline__ i64 clamped(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
 
-// Warps that share K: as many as have a run, from 16 on. The others take further strips of rows of b.
-__device__ __forceinline__ int warps_along_k(i64 runs) {
-    int warps = WEIGHT_WARPS;
-    while (warps > 1 && warps / 2 * CLUSTER >= runs) warps /= 2;
-    return warps;
-}
-
-// Sums of a warp over its part of K, for its strips of 16 rows of b.
+// Sums of the thread's team over its part of K, of 16 rows of b for each warp.
 template <class T, Weight W>
-__device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p) {
-    constexpr int VECTORS = vectors_of(W), VECTOR_UNITS = vector_units(W);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p, float (&sums)[GROUPS][4]) {
+    constexpr int VECTORS = vectors_of(W), BYTES = scale_bytes(W);
+    const int thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
     const i64 first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS, first_token = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS;
+    const int strip = thread % TEAM / WARP * STRIP_ROWS, part = blockIdx.x % CLUSTER * TEAMS + team;
     const i64 runs = p.k / RUN;
-    const int along = warps_along_k(runs), parts = CLUSTER * along, part = blockIdx.x % CLUSTER * along + warp % along;
-    const int begin = static_cast<int>(runs * part / parts), end = static_cast<int>(runs * (part + 1) / parts);
-    const int own = warp / along, step = WEIGHT_WARPS / along;  // strips: own, own + step, ...
+    const int begin = static_cast<int>(runs * part / (CLUSTER * TEAMS)), end = static_cast<int>(runs * (part + 1) / (CLUSTER * TEAMS));
+    i64 rows[2];
+    const u8* codes[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        rows[row] = clamped(first + strip + 8 * row + g, p.n);
+        codes[row] = p.codes + (rows[row] * runs * VECTORS * 4 + t) * 16;
+    }
+    const int token = thread % TEAM / PIECE_THREADS, piece = thread % PIECE_THREADS;
+    const u8* const a = p.a + (clamped(first_token + token, p.m) * p.k + piece * UNIT) * 2;
+    // Two threads bring the scales of a row.
+    const int scale_row = thread % TEAM / 2, half = thread % 2 * (BYTES / 2);
+    const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + half;
     int shift = 5;  // of a group of INT4, a power of two
     while (1 << shift < p.group) ++shift;
 
-    const auto load = [&](i64 row, int run, int vector) {
-        const u8* const source = p.codes + ((row * runs + run) * VECTORS + vector) * 64 + t * 16;
-        return ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(source);
-    };
-    const auto load_scales = [&](i64 row, int run, StoredScales<W>& loaded) {
-        if constexpr (is_integer(W)) {
-            loaded.zeros = 0;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const i64 place = row * (p.k >> shift) + ((run * RUN + i * (RUN / 2) + t * (RUN / 8)) >> shift);
-                loaded.scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
-                if constexpr (W == Weight::UINT4) loaded.zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
-            }
-        } else if constexpr (W != Weight::FP8) {
-            const u8* const source = p.scales + (row * runs + run) * (RUN / scale_columns(W));
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) {
-                if constexpr (W == Weight::NVFP4) loaded.scales[i] = ptx::ld_global_nc_u16(source + 2 * (4 * i + t));
-                else loaded.scales[i] = source[(4 * i + t) * VECTOR_UNITS * UNIT / scale_columns(W)];
-            }
-        }
-    };
-    i64 rows[2];
-    const auto locate = [&](int strip) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) rows[row] = clamped(first + strip * STRIP_ROWS + 8 * row + g, p.n);
-    };
-    if (begin == end) {  // no run: K has fewer than warps
-        for (int strip = own; strip < STRIPS; strip += step) {
-            for (int group = 0; group < GROUPS; ++group) shared.sums[warp % along][strip][group][lane] = {};
-        }
-    }
-    for (int run = begin; run < end; ++run) {
-        Vector4 codes[2][VECTORS];
-        StoredScales<W> scales[2];
-        locate(own);
+    const auto load_b = [&](int run, WeightRow<W>(&loaded)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
 #pragma unroll
-            for (int v = 0; v < VECTORS; ++v) codes[row][v] = load(rows[row], run, v);
-            load_scales(rows[row], run, scales[row]);
-        }
-        u32 tokens[GROUPS][UNITS][4];
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const u8* const a = p.a + (clamped(first_token + group * GROUP_ROWS + g, p.m) * p.k + run * RUN) * 2;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                const int place = (unit / VECTOR_UNITS * 4 + t) * VECTOR_UNITS + unit % VECTOR_UNITS;
-                arrange<W>(ptx::ld_global_nc_v4_u32(a + place * UNIT * 2), tokens[group][unit]);
+            for (int v = 0; v < VECTORS; ++v) {
+                loaded[row].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(codes[row] + (run * VECTORS + v) * 64);
             }
-        }
-#pragma unroll 1
-        for (int strip = own; strip < STRIPS; strip += step) {
-            Factors<W> factors[2];
+            if constexpr (is_integer(W)) {
+                loaded[row].zeros = 0;
 #pragma unroll
-            for (int row = 0; row < 2; ++row) decode_scales<T, W>(scales[row], factors[row]);
-            locate(strip + step < STRIPS ? strip + step : strip);
-#pragma unroll
-            for (int row = 0; row < 2; ++row) load_scales(rows[row], run, scales[row]);
-            float sums[GROUPS][4] = {};
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                const int v = unit / VECTOR_UNITS;
-                u32 top[4], bottom[4];
-                decode_weight<T, W>(codes[0][v], unit, factors[0], top);
-                decode_weight<T, W>(codes[1][v], unit, factors[1], bottom);
-                if (unit % VECTOR_UNITS == VECTOR_UNITS - 1) {
-#pragma unroll
-                    for (int row = 0; row < 2; ++row) codes[row][v] = load(rows[row], run, v);
+                for (int i = 0; i < 2; ++i) {
+                    const i64 place = rows[row] * (p.k >> shift) + ((run * RUN + i * (RUN / 2) + t * (RUN / 8)) >> shift);
+                    loaded[row].scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
+                    if constexpr (W == Weight::UINT4) loaded[row].zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
                 }
-#pragma unroll
-                for (int group = 0; group < GROUPS; ++group) multiply_32_columns<T>(sums[group], top, bottom, tokens[group][unit]);
             }
+        }
+    };
+    const auto bring = [&](int run, Brought& brought) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            brought.tokens[i] = ptx::ld_global_nc_v4_u32(a + (run * RUN + i * PIECE_THREADS * UNIT) * 2);
+        }
+        const u32* const words = reinterpret_cast<const u32*>(scales + run * BYTES);
+        if constexpr (BYTES > 0) brought.scales[0] = words[0];
+        if constexpr (BYTES > 8) brought.scales[1] = words[1];
+    };
+    const auto store = [&](const Brought& brought, int buffer) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            constexpr int VECTOR_UNITS = vector_units(W);
+            const int place = piece + i * PIECE_THREADS;  // vector, thread and unit of the vector
+            const int unit = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
+            const int to = token % GROUP_ROWS * 4 + place / VECTOR_UNITS % 4;
+            arrange<W>(brought.tokens[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][to].words);
+        }
+        u32* const words = reinterpret_cast<u32*>(shared.scales[team][buffer][scale_row] + half);
+        if constexpr (BYTES > 0) words[0] = brought.scales[0];
+        if constexpr (BYTES > 8) words[1] = brought.scales[1];
+    };
+    // The loop has one run: two would not fit into the instruction cache of a scheduler.
+    WeightRow<W> now[2], after[2];
+    Brought next;
+    if (begin < end) {
+        bring(begin, next);
+        load_b(begin, now);
+        if (begin + 1 < end) load_b(begin + 1, after);
+        store(next, 0);
+        if (begin + 1 < end) bring(begin + 1, next);
+    }
+#pragma unroll 1
+    for (int run = begin; run < end; ++run) {
+        const int buffer = (run - begin) % 2;
+        ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
+        if (run + 1 < end) store(next, 1 - buffer);
+        if (run + 2 < end) bring(run + 2, next);
+        Factors<W> factors[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            decode_scales<T, W>(now[row], shared.scales[team][buffer][strip + 8 * row + g], t, factors[row]);
+        }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            u32 top[4], bottom[4];
+            decode_weight<T, W>(now[0], unit, factors[0], top);
+            decode_weight<T, W>(now[1], unit, factors[1], bottom);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                Vector4& stored = shared.sums[warp % along][strip][group][lane];
-                Vector4 words;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float before = run == begin ? 0.0f : __uint_as_float(stored.words[i]);
-                    words.words[i] = __float_as_uint(run == begin ? sums[group][i] : before + sums[group][i]);
-                }
-                stored = words;
+                const Vector4 right = shared.tokens[team][buffer][group][unit][lane];
+                multiply_32_columns<T>(sums[group], top, bottom, right.words);
             }
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) now[row] = after[row];
+        if (run + 2 < end) load_b(run + 2, after);
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared.sums[team][GROUP_ROWS * group + 2 * t + i % 2][strip + g + i / 2 * 8] = sums[group][i];
         }
     }
 }
@@ -268,30 +290,31 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
 #else
     __shared__ WeightOnlyShared shared;
 #endif
-    multiply_runs<T, W>(shared, p);
+    float sums[GROUPS][4] = {};
+    multiply_runs<T, W>(shared, p, sums);
     if constexpr (CLUSTER > 1) ptx::barrier_cluster();
     else __syncthreads();
     const float divisor = W == Weight::NVFP4 ? p.divisor / E2m1In<T>::REST : p.divisor;
-    const int along = warps_along_k(p.k / RUN);
-    constexpr int ITEMS = STRIPS * GROUPS * WARP / CLUSTER;  // of four outputs, of a block
-    for (int item = threadIdx.x; item < ITEMS; item += WEIGHT_THREADS) {
-        const int place = blockIdx.x % CLUSTER * ITEMS + item, lane = place % WARP, group = place / WARP % GROUPS;
-        const int strip = place / WARP / GROUPS;
-        float joined[4] = {};
-#pragma unroll 8
-        for (int from = 0; from < CLUSTER * along; ++from) {
-            const Vector4* const source = &shared.sums[from % along][strip][group][lane];
+#pragma unroll 1
+    for (int item = threadIdx.x; item < TOKENS * QUADS; item += WEIGHT_THREADS) {
+        const int token = item / QUADS, row = (blockIdx.x % CLUSTER * QUADS + item % QUADS) * 4;
+        float joined[4];
+#pragma unroll
+        for (int from = 0; from < CLUSTER * TEAMS; ++from) {
+            const Vector4* const source = reinterpret_cast<const Vector4*>(&shared.sums[from % TEAMS][token][row]);
             Vector4 words;
-            if constexpr (CLUSTER > 1) words = ptx::ld_shared_cluster(source, from / along);
+            if constexpr (CLUSTER > 1) words = ptx::ld_shared_cluster(source, from / TEAMS);
             else words = *source;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) joined[i] += __uint_as_float(words.words[i]);
+            for (int i = 0; i < 4; ++i) {
+                const float sum = __uint_as_float(words.words[i]);
+                joined[i] = from == 0 ? sum : joined[i] + sum;
+            }
         }
-        const i64 first_token = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS, first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS;
+        const i64 y = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS + token, x = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS + row;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const i64 y = first_token + group * GROUP_ROWS + lane % 4 * 2 + i % 2, x = first + strip * STRIP_ROWS + lane / 4 + i / 2 * 8;
-            if (y < p.m && x < p.n) store_output<T>(p, joined[i], y, x, divisor);
+            if (y < p.m && x + i < p.n) store_output<T>(p, joined[i], y, x + i, divisor);
         }
     }
     if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
