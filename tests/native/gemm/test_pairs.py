@@ -135,6 +135,7 @@ def test_pairs_that_the_kernels_do_not_have() -> None:
 # ---- wrong kernels, each by one change of the source -----------------------------------------------------------------
 
 INT8_SOURCE, PIPELINE = "gemm/gemm_int8.cu", "gemm/portable/gemm.cuh"
+HOPPER_SOURCE = "gemm/sm90/gemm_wgmma_int8.cu"
 WHOLE = ("int8-row-zp", "int8-row-zp")
 WRONG = {
     # name: (recipes, file, text, its replacement)
@@ -144,6 +145,8 @@ WRONG = {
     "sums-of-rows-exchanged": (WHOLE, INT8_SOURCE, "z_b * of_rows[row]", "z_b * of_rows[column]"),
     "scale-of-the-row-of-b": (WHOLE, INT8_SOURCE, "a.scales[y]", "b.scales[x]"),
     "last-columns-dropped": (WHOLE, INT8_SOURCE, "start + STEP < p.k) load", "start + 2 * STEP <= p.k) load"),
+    "signs-lost": (INT8[0], HOPPER_SOURCE, "static_cast<signed char>(tile[", "static_cast<u8>(tile["),
+    "rows-taken-twice": (INT8[0], HOPPER_SOURCE, "top + i / 2 % 2 * 8", "top"),
     "scales-of-the-next-block": (
         MIXED[0], PIPELINE, "scales[(start + j) / MX_BLOCK", "scales[(start + j + MX_BLOCK) % k / MX_BLOCK",
     ),
@@ -168,6 +171,7 @@ def passes(recipes: tuple[str, str]) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("name", WRONG)
 def test_the_contract_refuses_a_wrong_kernel(name: str, tmp_path: Path) -> None:
     recipes, file, text, replacement = WRONG[name]
