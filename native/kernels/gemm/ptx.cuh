@@ -546,24 +546,24 @@ __device__ __forceinline__ void wgmma_m64n128k16_f32(float (&d)[64], u64 a, u64 
 
 // d (+)= a * b^T of 64 rows of a and 128 rows of b over 32 columns of FP8, asynchronously; `add`: whether d is added.
 // `a` and `b` are matrix descriptors. INT8 is multiplied alike, with int32 sums.
-#define NARROWGAUGE_WGMMA_8_BITS(OUT, A, B, SIGNS, REGISTER)                                                                                    \
+#define NARROWGAUGE_WGMMA_8_BITS(OUT, A, B, SIGNS, R)                                                                  \
     asm volatile(                                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n128k32." OUT "." A "." B " {"                                                    \
+        "wgmma.mma_async.sync.aligned.m64n128k32." OUT "." A "." B " {"                                                \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                            \
-        "%64, %65, p" SIGNS ";\n}"                                                                                        \
+        "%64, %65, p" SIGNS ";\n}"                                                                                     \
         :                                                                                                              \
-          REGISTER(d[0]), REGISTER(d[1]), REGISTER(d[2]), REGISTER(d[3]), REGISTER(d[4]), REGISTER(d[5]), REGISTER(d[6]), REGISTER(d[7]),              \
-          REGISTER(d[8]), REGISTER(d[9]), REGISTER(d[10]), REGISTER(d[11]), REGISTER(d[12]), REGISTER(d[13]), REGISTER(d[14]), REGISTER(d[15]),        \
-          REGISTER(d[16]), REGISTER(d[17]), REGISTER(d[18]), REGISTER(d[19]), REGISTER(d[20]), REGISTER(d[21]), REGISTER(d[22]), REGISTER(d[23]),      \
-          REGISTER(d[24]), REGISTER(d[25]), REGISTER(d[26]), REGISTER(d[27]), REGISTER(d[28]), REGISTER(d[29]), REGISTER(d[30]), REGISTER(d[31]),      \
-          REGISTER(d[32]), REGISTER(d[33]), REGISTER(d[34]), REGISTER(d[35]), REGISTER(d[36]), REGISTER(d[37]), REGISTER(d[38]), REGISTER(d[39]),      \
-          REGISTER(d[40]), REGISTER(d[41]), REGISTER(d[42]), REGISTER(d[43]), REGISTER(d[44]), REGISTER(d[45]), REGISTER(d[46]), REGISTER(d[47]),      \
-          REGISTER(d[48]), REGISTER(d[49]), REGISTER(d[50]), REGISTER(d[51]), REGISTER(d[52]), REGISTER(d[53]), REGISTER(d[54]), REGISTER(d[55]),      \
-          REGISTER(d[56]), REGISTER(d[57]), REGISTER(d[58]), REGISTER(d[59]), REGISTER(d[60]), REGISTER(d[61]), REGISTER(d[62]), REGISTER(d[63])       \
+          R(d[0]), R(d[1]), R(d[2]), R(d[3]), R(d[4]), R(d[5]), R(d[6]), R(d[7]),                                      \
+          R(d[8]), R(d[9]), R(d[10]), R(d[11]), R(d[12]), R(d[13]), R(d[14]), R(d[15]),                                \
+          R(d[16]), R(d[17]), R(d[18]), R(d[19]), R(d[20]), R(d[21]), R(d[22]), R(d[23]),                              \
+          R(d[24]), R(d[25]), R(d[26]), R(d[27]), R(d[28]), R(d[29]), R(d[30]), R(d[31]),                              \
+          R(d[32]), R(d[33]), R(d[34]), R(d[35]), R(d[36]), R(d[37]), R(d[38]), R(d[39]),                              \
+          R(d[40]), R(d[41]), R(d[42]), R(d[43]), R(d[44]), R(d[45]), R(d[46]), R(d[47]),                              \
+          R(d[48]), R(d[49]), R(d[50]), R(d[51]), R(d[52]), R(d[53]), R(d[54]), R(d[55]),                              \
+          R(d[56]), R(d[57]), R(d[58]), R(d[59]), R(d[60]), R(d[61]), R(d[62]), R(d[63])                               \
         : "l"(a), "l"(b), "r"(add))
 template <bool A_E5M2, bool B_E5M2>
 __device__ __forceinline__ void wgmma_m64n128k32_f32(float (&d)[64], u64 a, u64 b, int add) {

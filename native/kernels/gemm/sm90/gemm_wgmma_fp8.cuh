@@ -93,7 +93,7 @@ struct MappedCodes : CopyingSource {
     }
 };
 
-// The same for a batch, whose matrices lie one below the other. Rows of the next product are in no stored output.
+// The same for a batch, whose matrices are consecutive in memory. Outputs of rows of the next product are not stored.
 struct MappedBatch : CopyingSource {
     using Order = TiledProduct;
 

@@ -1,6 +1,7 @@
 // gemm_wgmma_int8: out = alpha * (a @ b.T) (+ bias), a and b INT8 with a float32 scale for each row, by the tensor cores of Hopper.
 //
-//   Operands, alpha, the macros TILES_OF_B and FEW_ROWS, and the launch: gemm_wgmma_fp8.cu, gemm_wgmma_fp8_batch. K at most 131 071, so that no int32 sum overflows
+//   Operands, alpha, the macros TILES_OF_B and FEW_ROWS, and the launch: gemm_wgmma_fp8.cu, gemm_wgmma_fp8_batch. K is at most
+//   131 071, so that no int32 sum overflows
 //   Numerics: sums are exact in int32, and converted to float32. Then alpha * sum and + bias each round to float32, and the last
 //   step is one cast.
 #include "gemm/sm90/gemm_wgmma_fp8.cuh"
