@@ -58,7 +58,18 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE, DECODE, DEQUANTIZE, READ, SQUEEZED, UNSQUEEZED, ROWS_OF_CHOICES):
+    if step.function in (
+        "float32",
+        "cast",
+        "merged",
+        ONCE,
+        DECODE,
+        DEQUANTIZE,
+        READ,
+        SQUEEZED,
+        UNSQUEEZED,
+        ROWS_OF_CHOICES,
+    ):
         return _text(program, step.operands[0], depth)
     if step.function == HALF:
         return str(step.options["half"]), _ATOM
