@@ -48,6 +48,7 @@ def _with_amaxes(q: Quantized, experts: int) -> Quantized:
 
 def _matrices(q: Quantized, experts: int) -> list[Quantized]:
     """The matrices of experts that lie one behind another."""
-    parts = (part.view(experts, -1, part.shape[1]) for part in (q.codes, q.scales))
+    codes, scales = (part.view(experts, -1, part.shape[1]) for part in (q.codes, q.scales))
     amax = None if q.amax is None else q.amax.expand(experts, 1)
-    return BatchedQuantized(*parts, amax, q.recipe, (experts, q.shape[0] // experts, q.shape[1])).matrices()
+    shape = experts, q.shape[0] // experts, q.shape[1]
+    return BatchedQuantized(codes, scales, amax, q.recipe, shape).matrices()

@@ -520,7 +520,7 @@ def _sizes(declared: Declared) -> list[str]:
 
 
 def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
-    """Each parameter that names a recipe, with the field of the case: one is `recipe`, the parameter of this name or the
+    """Each parameter that names a recipe, with the field of the case: `recipe` is the parameter of this name, or the
     first one."""
     main = "recipe" if "recipe" in declared.recipes else next(iter(declared.recipes), "")
     for name in declared.recipes:

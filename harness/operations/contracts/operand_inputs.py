@@ -172,7 +172,7 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
 
 
 def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int | torch.Tensor) -> torch.Tensor:
-    """A matrix (rows, columns) with one of the numbers (rows,) in each row, each in another column than its neighbours."""
+    """A matrix (rows, columns) with one of the numbers (rows,) in each row, in other columns than its neighbours."""
     x, row = torch.zeros(rows, columns), torch.arange(rows)
     x[row, (37 * row + first) % columns] = numbers.float()
     return x

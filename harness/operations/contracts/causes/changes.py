@@ -96,6 +96,21 @@ def changes(program: Program) -> Iterator[Change]:
     for number, step in enumerate(program.steps):
         for row in _ROWS.get(step.function, ()):
             yield from _changes_of(editor, Site(editor, number), row)
+    yield from _exchanged_scales(program)
+
+
+def _exchanged_scales(program: Program) -> Iterator[Change]:
+    """Two given scales of equal axes, each in the place of the other."""
+    kinds = {argument.name: argument.kind for argument in program.arguments}
+    scales = [(number, step) for number, step in enumerate(program.steps)
+              if step.function == "argument" and kinds.get(step.options["name"]) in ("Scale", "Scales")]  # fmt: skip
+    for (number, one), (place, other) in itertools.combinations(scales, 2):
+        if one.axes == other.axes and one.options["name"] != other.options["name"]:
+            steps = list(program.steps)
+            steps[number], steps[place] = other, one
+            names = one.options["name"], other.options["name"]
+            sentence = "{} and {} are exchanged".format(*names)
+            yield Change(f"argument-{number}:exchanged-{names[1]}", sentence, replace(program, steps=tuple(steps)))
 
 
 def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:

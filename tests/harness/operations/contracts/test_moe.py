@@ -29,8 +29,8 @@ def stages_of(
     x: torch.Tensor, w13: Quantized, w2: Quantized, ids: torch.Tensor, weights: torch.Tensor, recipe: Recipe,
     *, last: int | None = None, in_w13: int = 0, power: int = 1, swapped: bool = False, backwards: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The stages in plain torch. `last`: choices that are added; `in_w13`: distance of the expert in w13; `power` of the
-    weights; `swapped`: gate is up; `backwards`: the last choice is added first."""
+    """The stages in plain torch. `last`: choices that are added; `in_w13`: distance of the expert in w13; `power` of
+    the weights; `swapped`: gate is up; `backwards`: the last choice is added first."""
     experts, (tokens, choices) = w2.shape[0] // x.shape[1], ids.shape
     q = narrowgauge.quantize(x, recipe)
     gate_up = torch.zeros(tokens, choices, w13.shape[0] // experts, dtype=x.dtype)
