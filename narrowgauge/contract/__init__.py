@@ -102,7 +102,8 @@ __all__ = [
     "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_expert", "of_heads", "of_tokens",
     "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
     "roundings", "rows_of_choices", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of",
-    "softmax", "sqrt", "square", "squeezed", "sum", "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
+    "softmax", "sqrt", "square", "squeezed", "sum",
+    "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def _kernel(**wrong: Any) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", [CASE, NVFP4, CASE.replace("one-hot-k", "exact-sums")])
-def test_the_end_alone_is_judged_in_any_order(case: str) -> None:
+def test_the_end_alone(case: str) -> None:
     narrowgauge.check(_kernel(backwards=True), case)
     narrowgauge.check(native.moe, case)
 
@@ -90,7 +90,7 @@ def test_a_wrong_kernel_fails(name: str) -> None:
         pytest.param(1, "gate ✗, up ✗, activated.scales ✓, activated.codes ✓", marks=pytest.mark.long, id="wrong"),
     ],
 )
-def test_a_kernel_shows_stages_through_an_observer(in_w13: int, stages: str) -> None:
+def test_an_observer_shows_stages(in_w13: int, stages: str) -> None:
     """Each stage is judged given the stage before, so a wrong w13 is a finding of gate and up alone."""
 
     def fused(observer: Callable[[str, Any], None], *given: Any) -> torch.Tensor:
