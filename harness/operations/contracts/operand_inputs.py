@@ -159,7 +159,7 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
     first, layout = (s.options for s in program.steps if s.function == OF_EXPERT and s.options.get("part") is not None)
     parts = [part.view(experts, hidden, columns) for part in ((gate, up) if first["part"] == 0 else (up, gate))]
     width = {"joined": hidden, "interleaved": 1, "interleaved-8": 8}[layout["layout"]]
-    w13 = torch.stack([part.unflatten(1, (hidden // width, width)) for part in parts], 2).flatten(0, 3)
+    w13 = torch.stack([part.view(experts, hidden // width, width, columns) for part in parts], 2).flatten(0, 3)
     place = torch.arange(experts * columns)
     w2 = _one_in_each_row(1 + draw.below(2, len(place)).float() / 2, len(place), hidden, 5 * (place // columns))
     found: dict[str, torch.Tensor | Quantized] = {
