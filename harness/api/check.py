@@ -378,7 +378,7 @@ def _cases(
     main, *tails = shapes_and_main
     wanted: list[tuple[Sequence[int], str, Mapping[str, Any], bool]] = [(main, family, {}, False) for family in every]
     for shape in tails:
-        optional = shapes is None and (0 in shape or cls.may_refuse(shape, chosen))
+        optional = shapes is None and cls.may_refuse(shape, chosen)
         wanted += [(shape, family, {}, optional) for family in (every if shapes else of_tails)]
     for shape in (main, *(tails[1:2] if shapes is None else ())):  # options beside whole tiles and beside tails
         refuses = shape != main and cls.may_refuse(shape, chosen)

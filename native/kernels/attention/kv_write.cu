@@ -10,6 +10,7 @@
 //           blocks
 //   kv_store: the bytes of rows that are quantized already. A thread for 16 bytes of a row, grid (as above, 2): keys and values
 #include "attention/cache.cuh"
+#include "gemm/ptx.cuh"
 
 // On a GPU macros have the values of these parameters.
 #ifndef USE
@@ -187,12 +188,20 @@ __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& ch
 template <class T>
 using Elements = Bytes<CHUNK * sizeof(T)>;
 
+// All formats have one code for NaN of either sign, so conversions of float16 may lose the sign of NaN.
 template <class T>
-__device__ __forceinline__ float number_of(const Elements<T>& elements, int i) {
-    if constexpr (sizeof(T) == 4) {
-        return __uint_as_float(elements.words[i]);
-    } else {
-        return to_float(T{static_cast<u16>(elements.words[i / 2] >> i % 2 * 16)});
+__device__ __forceinline__ void numbers_of(const Elements<T>& elements, float (&v)[CHUNK]) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 2) {
+        if constexpr (sizeof(T) == 4) {
+            v[i] = __uint_as_float(elements.words[i]);
+            v[i + 1] = __uint_as_float(elements.words[i + 1]);
+        } else if constexpr (ptx::is_bf16<T>) {
+            v[i] = ptx::low_of<T>(elements.words[i / 2]);
+            v[i + 1] = ptx::high_of<T>(elements.words[i / 2]);
+        } else {
+            ptx::cvt_f32_f16(elements.words[i / 2], v[i], v[i + 1]);
+        }
     }
 }
 
@@ -219,8 +228,7 @@ __device__ __forceinline__ Elements<T> load(const KvWriteParameters& p, const Kv
 template <class T>
 __device__ __forceinline__ void store(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk, const Elements<T>& elements) {
     float v[CHUNK];
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) v[i] = number_of<T>(elements, i);
+    numbers_of<T>(elements, v);
     const float scale = rows.scale == nullptr ? 1.0f : rows.scale[p.scale_of_heads ? chunk.head : 0];
     u32 words[CHUNK / 4] = {};
     Chunk stored = chunk;
