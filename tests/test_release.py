@@ -1,4 +1,4 @@
-"""A release: the addresses and notes that docs/release.py writes, and the stable names and versions of docs/stability.md."""
+"""A release: the addresses and notes that docs/release.py writes, and the stable names and versions of the pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import narrowgauge
 from narrowgauge.harness.api.check_document import document
 from narrowgauge.harness.certify import certificate
 from narrowgauge.harness.gate import baseline
@@ -41,7 +40,7 @@ def test_the_description_of_an_index_has_no_relative_link(release: dict[str, Any
     text = (checkout / "README.md").read_text(encoding="utf-8")
     targets = set(re.findall(r"\]\((.+?)\)", text + notes))
     assert f"{HOST}/blob/{tag}/docs/verdicts.md" in targets
-    assert f"{HOST}/raw/{tag}/docs/static/report.png" in targets
+    assert release["absolute"]("![page](a.png)", HOST, tag) == f"![page]({HOST}/raw/{tag}/a.png)"
     assert not {target for target in targets if not target.startswith(("https://", "#"))}
     assert f'Changelog = "{HOST}/blob/{tag}/CHANGELOG.md"' in (checkout / "pyproject.toml").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=r"has \[project.urls\].*clean checkout"):
@@ -76,13 +75,3 @@ def test_the_page_of_stability_has_the_versions_of_files() -> None:
         record.SCHEMA, journal.JOURNAL_VERSION, baseline.FORMAT, certificate.FORMAT, document.SCHEMA, bench_row.SCHEMA,
         history.VERSION,
     ]  # fmt: skip
-
-
-def test_the_page_of_python_names_has_the_public_names() -> None:
-    listed = (
-        (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0].split()
-    )
-    assert sorted(listed) == sorted({*narrowgauge.__all__, "__version__"} - set(SUBMODULES))
-
-
-SUBMODULES = ("reference", "native", "spec", "examples", "contract", "contracts", "harness", "explain_")

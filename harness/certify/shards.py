@@ -209,5 +209,5 @@ def sources_of(loaded: Backend, name: str) -> dict[str, str]:
     host.end_case()
     for news in host.loaded:
         sources.add(news | {"declared": loaded.named})
-    host.begin_case(SECONDS, room(host.device))
+    host.begin_case(SECONDS, room(host.device.type))
     return {part: value for part, value in source_hashes(name).items() if value} | sources.entries

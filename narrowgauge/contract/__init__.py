@@ -99,10 +99,10 @@ __all__ = [
     "Pages", "Passed", "Positions", "Program", "QuantizedRanks", "QueryLengths", "Ranks", "Recipe", "RouterWeights",
     "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots", "accumulated", "amax", "any_of", "cast", "chosen",
     "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32", "gelu", "gemm", "halves",
-    "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_expert", "of_heads", "of_tokens", "once", "places",
-    "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rows_of_choices",
-    "rsqrt",
-    "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum",
+    "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_expert", "of_heads", "of_tokens",
+    "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
+    "roundings", "rows_of_choices", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of",
+    "softmax", "sqrt", "square", "squeezed", "sum",
     "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 

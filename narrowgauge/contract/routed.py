@@ -42,8 +42,8 @@ def of_expert(
 ) -> Value:  # fmt: skip
     """The columns of the expert that each choice of a token names: (tokens, choices, columns).
 
-    `x`: products with the matrices of all experts, which lie one behind another in its columns; a row for each token, or
-    for each choice (`rows_of_choices`). `experts`: an argument of the type Positions; a choice of no expert has zeros.
+    `x`: products with the matrices of all experts, one behind another in its columns; a row for each token, or for each
+    choice (`rows_of_choices`). `experts`: an argument of the type Positions; a choice of no expert has zeros.
     `columns`: name of the axis. `part`: 0 or 1 if the columns of an expert are two parts, which lie in the `layout` of
     `narrowgauge.spec.program.LAYOUTS_OF_PARTS`.
     """

@@ -43,8 +43,8 @@ the head of the tokens that each head of the rows has; the products of each row 
 of the tokens of its request with weights; and a number of each of these tokens and their heads. With the option `to` an
 index is another one, in no contract."""
 CHOSEN, ACCUMULATED, OF_EXPERT, ROWS_OF_CHOICES = ROUTED = ("chosen", "accumulated", "of_expert", "rows_of_choices")
-"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, the sum over the choices of a
-token that name a row, the columns of the expert that each choice names, and the choices of all tokens as rows."""
+"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, the sum over the choices of
+a token that name a row, the columns of the expert that each choice names, and the choices of all tokens as rows."""
 EXPERTS = "experts"
 """The axis of the experts, whose matrices lie one behind another in an argument with the rows experts·N."""
 LAYOUTS_OF_PARTS = ("joined", "interleaved", "interleaved-8")

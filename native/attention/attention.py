@@ -25,9 +25,6 @@ _RESIDENT = {("CACHE_FP8", 1): 8, ("CACHE_FP8", 2): 6, ("CACHE_NVFP4", 1): 8, ("
 """Heads of the cache that a multiprocessor has registers for at once, by the format and the tiles of 8 rows."""
 _SHARED_MEMORY, _RESERVED = 228 * 1024, 1024
 """Bytes of a multiprocessor of Hopper, and of each block that the driver takes."""
-_CARVEOUT = 100
-"""Percent of shared memory that decoding prefers, for two resident blocks. A product of few rows begins while the kernel
-before it ends, and takes up to 3 µs longer with another carveout than that kernel."""
 _ROW_TILE, _MOST_ROW_TILES, _TILE_KEYS, _STAGES = 8, 2, 32, 2
 _KEYS, _THREADS = _TILE_KEYS * _WARPS, 32 * _WARPS
 _CHUNK, _MOST_CHUNKS, _PAGE, _ALIGNMENT = 64, 4, 16, 16
@@ -236,7 +233,7 @@ def _decode(call: _Call) -> None:
     parameters = call.parameters(splits, keys, of_request, merged=splits > 1)
     launch("attention_tensor", f"attention_tensor_{suffix(call.q.dtype)}", (splits, heads // several, tiles),
            (several * _THREADS,), [parameters], device=device, extra_flags=flags,
-           shared_bytes=several * shared, carveout=_CARVEOUT)  # fmt: skip
+           shared_bytes=several * shared)  # fmt: skip
     if splits > 1:
         call.merge(parameters)
 

@@ -108,8 +108,6 @@ class _Kernel:
         self.address: int = function.ptr
         self.shared_bytes = 0
         """Largest dynamic shared memory that was requested, in bytes."""
-        self.carveout: int | None = None
-        """The carveout that was requested."""
 
 
 @cache
@@ -166,13 +164,12 @@ def launch(
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
     shared_bytes: int = 0,
-    carveout: int | None = None,
     early: bool = False,
 ) -> None:
     """Queues a kernel on the device's current torch stream. Compiled kernels are cached by text, flags and target.
 
     Arguments are numbers of the parameters' types, addresses as int, and structs as bytes. An empty grid queues no
-    kernel. A block has `shared_bytes` of dynamic shared memory. `carveout`, `early`: as `native.runtime.launch.launch`. Raises
+    kernel. A block has `shared_bytes` of dynamic shared memory. `early`: as `native.runtime.launch.launch`. Raises
     ToolchainError if CuPy is missing, the kernel does not compile or the driver does not launch it."""
     import torch
 
@@ -182,7 +179,7 @@ def launch(
         with torch.cuda.device(device.index):
             launch(
                 source, kernel, grid, block, arguments, device=device, extra_flags=extra_flags,
-                shared_bytes=shared_bytes, carveout=carveout, early=early,
+                shared_bytes=shared_bytes, early=early,
             )  # fmt: skip
         return
     loaded = _kernel(source, kernel, text(source), current, extra_flags)
@@ -194,10 +191,6 @@ def launch(
     if shared_bytes > loaded.shared_bytes:
         driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         loaded.shared_bytes = shared_bytes
-    if carveout != loaded.carveout:
-        share = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        driver.funcSetAttribute(loaded.address, share, -1 if carveout is None else carveout)
-        loaded.carveout = carveout
     stream = torch._C._cuda_getCurrentRawStream(current)  # current_stream without creating an object
     parameters = _parameters.pack(arguments)
     if early and loaded.early:

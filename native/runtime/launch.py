@@ -24,15 +24,13 @@ def launch(
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
     shared_bytes: int = 0,
-    carveout: int | None = None,
     early: bool = False,
 ) -> None:
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
     Arguments are parameter structs (`native.runtime.structs`), also as their bytes, tensors on the device (the kernel
     gets their address), None (a null pointer) and numpy scalars of the parameter's type. A block has `shared_bytes` of
-    dynamic shared memory, on a GPU only. `carveout`: percent of the memory for shared memory and the L1 cache that the
-    kernel prefers as shared memory; None: the choice of the driver, which may leave room for one block. `early`: on a GPU from sm_90 on the kernel may begin while the kernel before
+    dynamic shared memory, on a GPU only. `early`: on a GPU from sm_90 on the kernel may begin while the kernel before
     it runs, and waits for the writes of that kernel itself, by griddepcontrol.wait. Raises ValueError if a tensor is
     not on `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic shared memory; and as the
     toolchains do.
@@ -42,7 +40,7 @@ def launch(
     if device.type == "cuda":
         cuda.launch(
             source, kernel, grid, block, values, device=device, extra_flags=extra_flags, shared_bytes=shared_bytes,
-            carveout=carveout, early=early,
+            early=early,
         )  # fmt: skip
     elif device.type == "cpu":
         if shared_bytes:

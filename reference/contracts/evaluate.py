@@ -766,7 +766,7 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
     steps = evaluation.program.steps
-    others = routed.OTHER_POSITIONS | routed.OTHER_EXPERTS
+    others = {**routed.OTHER_POSITIONS, **routed.OTHER_EXPERTS}
     if any(other.function in (CHOSEN, OF_EXPERT) for other in steps):
         name = steps[step.operands[0]].options["name"]
         rows = evaluation.program.sizes(evaluation.tensors)[evaluation.program.tables[name]]

@@ -75,7 +75,7 @@ _ROUTED = tuple(
 """Shapes of the usual cases of sums of choices: more rows than choices, one row, eight choices, long rows."""
 _EXPERTS = tuple(
     dict(zip(("tokens", "K", "experts", "F", "choices"), sizes, strict=True))
-    for sizes in ((12, 128, 4, 32, 2), (1, 64, 1, 32, 1), (5, 96, 3, 64, 8))
+    for sizes in ((12, 128, 4, 32, 2), (3, 64, 1, 32, 1), (5, 96, 3, 64, 8))
 )
 """Shapes of the usual cases of mixtures of experts: several experts, one of one token, more choices than experts."""
 _MOST_RANKS = 64
@@ -520,7 +520,7 @@ def _sizes(declared: Declared) -> list[str]:
 
 
 def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
-    """Each parameter that names a recipe, with the field of the case: one is `recipe`, the parameter of this name or the
+    """Each parameter that names a recipe, with the field of the case: `recipe` is the parameter of this name, or the
     first one."""
     main = "recipe" if "recipe" in declared.recipes else next(iter(declared.recipes), "")
     for name in declared.recipes:
@@ -554,7 +554,8 @@ def case_class(declared: Declared) -> type[ContractCase]:
     sizes = _sizes(declared)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter, field in sorted(_recipe_fields(declared), key=lambda pair: pair[1] != "recipe"):
-        kind: Any = RecipeName if field == "recipe" else OutRecipeName
+        further: Any = OutRecipeName if len(declared.recipes) == 2 else Annotated[RecipeName, Flag.NAMED]
+        kind: Any = RecipeName if field == "recipe" else further
         default = declared.recipes[parameter]
         fields.append((field, kind, default) if field != "recipe" and default else (field, kind))
     fields.append(("shape", Annotated[Shape, dims(f"[{', '.join(sizes)}]", len(sizes), len(sizes))]))

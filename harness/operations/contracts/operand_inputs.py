@@ -149,8 +149,9 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
     )  # fmt: skip
     recipe = find_recipe(next(s.options["recipe"] for s in program.steps if s.function == QUANTIZE))
     whole = recipe.tensor_scale != "none" or recipe.whole
-    if whole:  # a power of two as the scale of the tensor
-        x[0] = torch.where(x[0] == 0, 0.0, recipe.max_product * 2.0**-8)
+    if whole and tokens > 2:  # a power of two as the scale of the tensor, from a token without an expert, and of blocks
+        x[0], ids[0] = recipe.max_product * 2.0**-8, -1
+        x[1:, :: recipe.block[1]] = recipe.element.max if dense else x[1:, :: recipe.block[1]]
     if tokens > 2 and family != "one-expert":
         ids[1] = -1
         x[1] = 0.0 if whole else torch.nan
@@ -158,7 +159,7 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
     first, layout = (s.options for s in program.steps if s.function == OF_EXPERT and s.options.get("part") is not None)
     parts = [part.view(experts, hidden, columns) for part in ((gate, up) if first["part"] == 0 else (up, gate))]
     width = {"joined": hidden, "interleaved": 1, "interleaved-8": 8}[layout["layout"]]
-    w13 = torch.stack([part.unflatten(1, (hidden // width, width)) for part in parts], 2).flatten(0, 3)
+    w13 = torch.stack([part.view(experts, hidden // width, width, columns) for part in parts], 2).flatten(0, 3)
     place = torch.arange(experts * columns)
     w2 = _one_in_each_row(1 + draw.below(2, len(place)).float() / 2, len(place), hidden, 5 * (place // columns))
     found: dict[str, torch.Tensor | Quantized] = {
@@ -171,14 +172,14 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
 
 
 def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int | torch.Tensor) -> torch.Tensor:
-    """A matrix (rows, columns) with one of the numbers (rows,) in each row, each in another column than its neighbours."""
+    """A matrix (rows, columns) with one of the numbers (rows,) in each row, in other columns than its neighbours."""
     x, row = torch.zeros(rows, columns), torch.arange(rows)
     x[row, (37 * row + first) % columns] = numbers.float()
     return x
 
 
 def _gates(draw: Draw, rows: int, columns: int, *, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up of all experts (rows, columns): numbers of E2M1, no two neighbours of a row of gate alike."""
+    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ."""
     if dense:
         gate = (1 + draw.below(2, rows, columns)).float()
         return gate, _one_in_each_row(draw.signs(rows), rows, columns, draw.index(columns))

@@ -24,9 +24,11 @@ OTHER_POSITIONS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Ten
 OTHER_EXPERTS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "next-expert": ("each choice takes the next expert", lambda p, count: torch.where(p < 0, p, (p + 1) % count)),
     "first-expert": ("every choice takes expert 0", lambda p, count: torch.where(p < 0, p, 0)),
-    "expert-of-first-choice": ("every choice takes the expert of the first one", lambda p, count: p[:, :1].expand_as(p)),
+    "expert-of-first-choice": ("every choice takes the expert of the first one",
+                               lambda p, count: p[:, :1].expand_as(p)),
     "none-is-first-expert": ("a choice of no expert takes expert 0", lambda p, count: p.clamp(min=0)),
-    "none-is-last-expert": ("a choice of no expert takes the last one", lambda p, count: torch.where(p < 0, count - 1, p)),
+    "none-is-last-expert": ("a choice of no expert takes the last one",
+                            lambda p, count: torch.where(p < 0, count - 1, p)),
     "expert-of-next-token": ("a token takes the experts of the next one", lambda p, count: p.roll(-1, 0)),
 }  # fmt: skip
 """Experts (tokens, choices) in place of the right ones, with a sentence: from these, and the number of experts."""

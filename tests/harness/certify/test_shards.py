@@ -81,9 +81,7 @@ def certified(folder: Path, backend: str, scales: int, *options: str) -> dict[st
 
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "scales", "wrong"), [("reference", 3, 0), (WRONG, 8, 3)])
-def test_processes_and_parts_give_the_certificate_of_one_process(
-    tmp_path: Path, backend: str, scales: int, wrong: int
-) -> None:
+def test_processes_and_parts_give_the_same_certificate(tmp_path: Path, backend: str, scales: int, wrong: int) -> None:
     alone, several = (certified(tmp_path / n, backend, scales, "-n", n) for n in ("1", "2"))
     assert several == alone
     assert len(alone["wrong"]) == wrong

@@ -15,15 +15,14 @@ import torch
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.sources import ToolchainError
 
-SHARED_LIMIT, CARVEOUT = 8, 9
-"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of cuda.h."""
+SHARED_LIMIT = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h."""
 
 
 class FakeDriver:
     """The driver of a machine with two GPUs, one of them current."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = SHARED_LIMIT
-    CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = CARVEOUT
 
     def __init__(self) -> None:
         self.current = 0
@@ -159,12 +158,6 @@ def test_the_limit_of_dynamic_shared_memory_grows(driver: FakeDriver) -> None:
         launch(shared_bytes=shared)
     assert driver.limits == [(1001, SHARED_LIMIT, 100_000), (1001, SHARED_LIMIT, 200_000)]
     assert [one["shared"] for one in driver.launches] == [0, 100_000, 50_000, 200_000, 100_000]
-
-
-def test_the_carveout_is_set_when_it_changes(driver: FakeDriver) -> None:
-    for carveout in (None, 100, 100, 50, None):
-        launch(carveout=carveout)
-    assert driver.limits == [(1001, CARVEOUT, 100), (1001, CARVEOUT, 50), (1001, CARVEOUT, -1)]
 
 
 @pytest.mark.parametrize(("declared", "carveout"), [(16 * 1024, -1), (16 * 1024 + 4, 100)])

@@ -577,6 +577,7 @@ def _other_positions(site: Site) -> list[tuple[str, str]]:
     """Wrong rows, or experts, of an argument that names one for each choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
     others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
+    others = others if site.step.dtype == INDEX else {}  # the table has these users too
     return [(to, sentence) for to, (sentence, _) in others.items()]
 
 

@@ -8,8 +8,8 @@
 // slices of an output tile. Neighbouring sums are added first.
 //
 // The kernel of sections is persistent. A block has 256 rows of b, 64 for each warpgroup, and all of K; the producers copy the
-// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 675 us of MXFP8
-// and 590 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
+// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 660 us of MXFP8
+// and 576 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
 // the tensor cores multiply the step before, by 1 to 5 %.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
@@ -576,6 +576,9 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     });
     ptx::griddepcontrol_launch_dependents();
 }
+
+// Of pack_interleaved, at least. On an H200 2 and 3 blocks are slower by 1 %, 6 and 8 by 3 % with 256 rows of NVFP4.
+constexpr int PACKING_BLOCKS_PER_SM = 4;
 
 // Tiles that a block of pack_interleaved dequantizes at a time: rows of the operand, tiles of K, and place in memory.
 struct PackedRun {

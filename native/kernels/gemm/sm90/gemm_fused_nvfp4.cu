@@ -18,13 +18,10 @@
 //   Numerics: as gemm_tensor (gemm_wgmma.cu), but the sums of neighbouring slices are added first, then those of neighbours.
 
 #include "gemm/sm90/gemm_fused.cuh"
-#ifndef PACK_BLOCKS
-#define PACK_BLOCKS 4
-#endif
 
 namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, PACK_BLOCKS) pack_interleaved(DequantizeParameters p) {
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, PACKING_BLOCKS_PER_SM) pack_interleaved(DequantizeParameters p) {
     pack_interleaved_operand<Nvfp4Codes>(p);
 }
 
