@@ -84,7 +84,7 @@ def check(grouping: Grouping, recipe: str, sizes: list[int], path: str, monkeypa
 @pytest.mark.parametrize("count", [0, 1, 480, 481, 1100])
 def test_words_in_memory_of_a_device(count: int, device: str) -> None:
     words = [(1 << 63) + 5 * number for number in range(count)]
-    found = stored(words, torch.device(device)).cpu()
+    found = stored(words, torch.empty(0, device=device).device).cpu()
     assert [word % (1 << 64) for word in found.tolist()] == words
 
 
