@@ -12,6 +12,7 @@ import torch
 from narrowgauge.native.attention.attention import attention, attention_sinks, merge_attention
 from narrowgauge.native.attention.cache import kv_read, kv_write
 from narrowgauge.native.collectives import all_gather, all_reduce, all_reduce_norm_quantize, reduce_scatter
+from narrowgauge.native.experts.mixture import moe
 from narrowgauge.native.experts.products import gemm_contiguous, gemm_masked
 from narrowgauge.native.experts.rows import combine, permute
 from narrowgauge.native.fused.activation import (
@@ -61,7 +62,7 @@ __all__ = [
     "add_rmsnorm_quantize", "add_rmsnorm_quantize_static", "all_gather", "all_reduce", "all_reduce_norm_quantize",
     "amax", "attention", "attention_sinks", "check", "combine", "declares", "dequantize", "find_recipe",
     "gelu_mul_quantize", "gemm", "gemm_contiguous", "gemm_grouped", "gemm_masked", "gemm_order", "gemm_quantized",
-    "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "pack_scales", "pad_sections", "permute",
+    "kv_read", "kv_write", "layernorm_quantize", "merge_attention", "moe", "pack_scales", "pad_sections", "permute",
     "quantize", "quantize_both", "quantize_grouped", "reduce_scatter", "relu_squared_quantize", "rmsnorm_backward",
     "rmsnorm_backward_quantize_both", "rmsnorm_quantize", "rmsnorm_quantize_both",
     "rmsnorm_quantize_both_stochastic", "rmsnorm_quantize_static", "rmsnorm_quantize_stochastic",

@@ -7,6 +7,7 @@ runs the same commands after an installation from the network.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.test_blocks import FAILS, FILE, blocks, commands
 
 OWN = {
     "reference.py": "WHOSE = 'theirs'\n",
@@ -253,3 +255,20 @@ def test_sdist_and_wheel_install_the_same(environments: dict[str, Path], tmp_pat
     wheel, sdist = (installed(environments[kind], tmp_path) for kind in ("wheel", "sdist"))
     assert wheel.keys() == sdist.keys()
     assert wheel == sdist
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_readme_runs_in_a_new_environment(environments: dict[str, Path], tmp_path: Path) -> None:
+    """Its Python blocks and its commands of narrowgauge, from an empty folder."""
+    python = environments["wheel"]
+    for language, text in blocks(ROOT / "README.md"):
+        if language == "python":
+            named = FILE.match(text)
+            (tmp_path / (named[1] if named else "block.py")).write_text(text, encoding="utf-8")
+            run(python, tmp_path / (named[1] if named else "block.py"), cwd=tmp_path)
+        for line in commands(text) if language == "sh" else ():
+            program, *words = shlex.split(line)
+            if program == "narrowgauge":
+                done = subprocess.run([python.with_name(program), *words], cwd=tmp_path, check=False, timeout=600)
+                assert done.returncode == (FAILS in line), line

@@ -196,6 +196,19 @@ RANK_FAMILIES = (
 """Families of contracts of a group of processes, beside the shared ones."""
 
 
+MIXTURES = (
+    Family(
+        "one-hot-k", "one number in each row of x, and in each row of w2: an output names its expert, row and column"
+    ),
+    Family(
+        "exact-sums", "sums of small numbers, and one number in each row of up and of w2: rows that x is summed over"
+    ),
+    Family("one-expert", "one-hot-k, and every choice names the last expert: borders of sections, empty experts"),
+)
+"""Families of mixtures of experts whose hidden steps give one number each: gates so large that SiLU changes nothing,
+weights that are powers of two, matrices of an expert times another power of two, tokens without an expert."""
+
+
 EXACT_SUMS = ("lattice", "one-hot-k", "integer-edge")
 """Families of products whose sums are exact in any order at any K."""
 

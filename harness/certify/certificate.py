@@ -171,7 +171,8 @@ def proved_and_sampled(proof: Proof, recipe: Recipe, size: int, numbers_complete
     if proof.unreached:
         sampled.append(f"pairs of a number and a scale of a candidate that no block reached: {number(proof.unreached)}")
     if proof.outers_of > 1:
-        sampled.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")
+        every = proved if proof.outers + proof.refused == proof.outers_of else sampled
+        every.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")
     most = max(proof.places, default=0)
     everywhere = sum(count == most for count in proof.places)
     places = f"places of each number in a block: {number(most)} of {number(size)}"

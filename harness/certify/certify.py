@@ -19,7 +19,7 @@ from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError, Trial, proved_and_sampled
 from narrowgauge.harness.certify.compare import Calls, Parts, wrong_codes, wrong_scales
 from narrowgauge.harness.certify.decoding import prove_decoding
-from narrowgauge.harness.certify.proof import Prover
+from narrowgauge.harness.certify.proof import Proof, Prover
 from narrowgauge.harness.certify.space import Grid, Numbers, outers
 from narrowgauge.harness.certify.trials import CONTENTS, Content, shapes
 from narrowgauge.harness.certify.wrong import Feature, find_rule
@@ -100,16 +100,22 @@ def certify(
 
 
 def certificate_of(
-    backend: Backend, subject: str, recipe: Recipe, numbers: Numbers, effort: Effort, seed: int
-) -> Certificate:
-    """The certificate of the `quantize` of a backend, without the digests of its sources. Raises CertificateError."""
+    backend: Backend, subject: str, recipe: Recipe, numbers: Numbers, effort: Effort, seed: int,
+    proved_by: Callable[[Prover], Proof] | None = None,
+) -> Certificate:  # fmt: skip
+    """The certificate of the `quantize` of a backend, without the digests of its sources. Raises CertificateError.
+
+    `proved_by`: makes the proof, with a prover for wrong bytes. None: the prover makes the proof.
+    """
     if makes_own_bits(backend, recipe):
         raise CertificateError(f"{subject} declares random bits of its own; certify the recipe without -sr")
     begun, calls = time.monotonic(), Calls(backend, recipe, seed)
     chosen, of = outers(recipe, numbers, effort.tensor_scales, seed)
     try:
         before = _Repeated(calls, numbers, chosen[0].given(numbers.device), seed)
-        proof = Prover(calls, numbers, seed).prove(chosen, of, effort.places, effort.everywhere)
+        prover = Prover(calls, numbers, seed)
+        proof = proved_by(prover) if proved_by else prover.prove(chosen, of, effort.places, effort.everywhere)
+        calls.begin(len(chosen))
         trials = list(_trials(calls, numbers, chosen[0].given(numbers.device), seed))
         trials.append(before.again())
         has_values = backend.has("dequantize")

@@ -14,6 +14,9 @@ from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
+_DRAWN = 1 << 20
+"""Offsets of random bits for the calls of a part."""
+
 
 @dataclass
 class Parts:
@@ -40,6 +43,10 @@ class Calls:
 
     def __init__(self, backend: Backend, recipe: Recipe, seed: int = 0) -> None:
         self.backend, self.recipe, self.seed, self.count, self._drawn = backend, recipe, seed, 0, 0
+
+    def begin(self, part: int) -> None:
+        """Begin a part of the calls, whose random bits depend on its number and on no call of other parts."""
+        self._drawn = part * _DRAWN
 
     def options(self, scale: torch.Tensor | None) -> dict[str, Any]:
         """The further arguments of a call: a given scale, and seed and offset of new random bits."""

@@ -63,6 +63,17 @@ class Proof:
     wrong: list[WrongSet] = field(default_factory=list)
     stopped: bool = False
 
+    @property
+    def failing(self) -> int:
+        """Number of tensor amaxes with wrong bytes."""
+        return len({wrong.outer for wrong in self.wrong})
+
+    def add(self, other: Proof) -> None:
+        """Add the proof of further tensor amaxes."""
+        for name in ("outers", "refused", "pairs", "unreached", "amaxes", "places", "elements", "wrong"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.stopped |= other.stopped
+
 
 @dataclass
 class _Found:
@@ -83,11 +94,20 @@ class Prover:
     def prove(self, outers: Sequence[Outer], of: int, places: int, everywhere: int) -> Proof:
         """Judge every tensor amax. `places`: places of the amax in a block, all used for the first `everywhere` tensor
         amaxes; then a tensor amax has one place. `of`: number of all tensor amaxes."""
-        proof = Proof(outers_of=of)
-        for number, outer in enumerate(outers):
+        proof = self.prove_some(outers, range(len(outers)), places, everywhere)
+        proof.outers_of = of
+        return proof
+
+    def prove_some(
+        self, outers: Sequence[Outer], numbers: range, places: int, everywhere: int, most: int = FAILING
+    ) -> Proof:
+        """Judge the tensor amaxes with these numbers, until `most` have wrong bytes. Arguments as of `prove`."""
+        proof = Proof()
+        for number in numbers:
+            self.calls.begin(number)
             try:
                 made = Space if self.recipe.candidates == "6" else ChoiceSpace
-                space = made(self.recipe, self.numbers, outer, self.seed + number)
+                space = made(self.recipe, self.numbers, outers[number], self.seed + number)
             except ValueError:  # the recipe refuses this tensor amax
                 proof.refused += 1
                 continue
@@ -97,7 +117,7 @@ class Prover:
             else:
                 chosen = [number * 5 % size]
             self._prove_one(proof, space, chosen)
-            if len({id(wrong.outer) for wrong in proof.wrong}) >= FAILING:
+            if proof.failing >= most:
                 proof.stopped = number + 1 < len(outers)
                 break
         return proof

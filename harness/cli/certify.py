@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, stop
-from narrowgauge.harness.cli.selection import require_device
+from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, Workers, stop
+from narrowgauge.harness.cli.selection import default_workers, require_device
 
 
 class Operation(StrEnum):
@@ -40,6 +41,10 @@ def certify_backend(
     folder: Annotated[Path, typer.Option("--report-dir", help="Folder of certificate.md and certificate.json.")] = Path(
         "reports/certificate"
     ),
+    workers: Workers = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the proof of a quantizer that was ended, in --report-dir.")
+    ] = False,
     rules: Rules = None,
 ) -> None:
     """Prove a quantizer on all numbers, or a GEMM on products of codes.
@@ -50,38 +55,43 @@ def certify_backend(
 
     if dtype not in TORCH_DTYPES:
         stop(f"--dtype is {dtype!r}; it can be {', '.join(TORCH_DTYPES)}")
+    if operation is Operation.GEMM and (workers or resume):
+        stop("-n and --resume are for --operation quantize, whose proof has shards; leave them out")
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.certify.certificate import CertificateError
     from narrowgauge.harness.certify.certify import Effort, certificate_of, numbers_of
     from narrowgauge.harness.certify.products import COLUMNS, certificate_of_products
-    from narrowgauge.harness.hosts.remote_host import RemoteHost, hosted_backend
+    from narrowgauge.harness.certify.shards import SECONDS, Journal, Task, prove, sources_of
+    from narrowgauge.harness.hosts.remote_host import hosted_backend
     from narrowgauge.harness.machine.process import one_thread
-    from narrowgauge.harness.records.environment import describe_run, source_hashes
-    from narrowgauge.harness.records.loaded_sources import LoadedSources
+    from narrowgauge.harness.records.environment import describe_run
     from narrowgauge.spec.recipes import find_recipe
+
+    if TYPE_CHECKING:
+        from narrowgauge.harness.certify.proof import Proof, Prover
 
     try:
         recipe = find_recipe(name)
         if operation is Operation.QUANTIZE:
             numbers = numbers_of(recipe, TORCH_DTYPES[dtype], device)
-        with one_thread(), hosted_backend(backend, device, seconds=3600.0) as loaded:
+        with one_thread(), hosted_backend(backend, device, seconds=SECONDS) as loaded:
             if operation is Operation.GEMM:
                 columns = places or (COLUMNS if device == "cuda" else 2)
                 certificate = certificate_of_products(loaded, backend, recipe, device, columns, seed)
             else:
                 effort = Effort.of(device, tensor_scales, places)
-                certificate = certificate_of(loaded, backend, recipe, numbers, effort, seed)
-            sources = LoadedSources()
-            host = loaded.host
-            assert isinstance(host, RemoteHost)
-            host.end_case()
-            for news in host.loaded:
-                sources.add(news | {"declared": loaded.named})
-        certificate.kernel = {part: value for part, value in source_hashes(backend).items() if value} | sources.entries
+                task = Task(backend, str(recipe), dtype, device, seed, **asdict(effort))
+
+                def proved_by(prover: Prover) -> Proof:
+                    journal = Journal(folder / "proof.jsonl", task, sources_of(loaded, backend), resume=resume)
+                    return prove(task, prover, journal, workers or default_workers(device))
+
+                certificate = certificate_of(loaded, backend, recipe, numbers, effort, seed, proved_by)
+            certificate.kernel = sources_of(loaded, backend)
         certificate.environment = describe_run(backend=backend, device=device, seed=seed)
         page, data = certificate.write(folder)
-    except (BackendError, CertificateError, ValueError) as error:
+    except (BackendError, CertificateError, OSError, ValueError) as error:
         stop(str(error))
     typer.echo("\n".join(certificate.summary()))
     typer.echo(f"{page}, {data}", err=True)

@@ -569,15 +569,16 @@ def _news(loaded: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def hosted_backend(
-    name: str, device: str = "cpu", *, seconds: float = 300.0, settings: HostSettings | None = None
-) -> Iterator[Backend]:
+    name: str, device: str = "cpu", *, seconds: float = 300.0, settings: HostSettings | None = None,
+    channel: Channel | None = None,
+) -> Iterator[Backend]:  # fmt: skip
     """The backend called `name` in a kernel host, for commands that judge in their own process. `seconds`: for all
-    calls together, until the next `begin_case`.
+    calls together, until the next `begin_case`. `channel`: to the starter, in a fork of the server; None: a new one.
 
     Raises BackendError if the backend cannot be loaded. A call raises HostLost if the host ends.
     """
-    with closing(Channel(starter().connect())) as channel:
-        host = RemoteHost(settings or HostSettings(name, device), channel)
+    with nullcontext(channel) if channel else closing(Channel(starter().connect())) as hosts:
+        host = RemoteHost(settings or HostSettings(name, device), hosts)
         try:
             host.begin_case(seconds, room(device))
             yield Backend(host)

@@ -34,7 +34,7 @@ from narrowgauge.contract.declaration import (
     Slots,
     contract,
 )
-from narrowgauge.contract.routed import accumulated, chosen
+from narrowgauge.contract.routed import accumulated, chosen, of_expert, rows_of_choices
 from narrowgauge.contract.sequences import (
     of_tokens,
     places,
@@ -99,9 +99,10 @@ __all__ = [
     "Pages", "Passed", "Positions", "Program", "QuantizedRanks", "QueryLengths", "Ranks", "Recipe", "RouterWeights",
     "Row", "Scalar", "Scale", "Scales", "Sinks", "Slots", "accumulated", "amax", "any_of", "cast", "chosen",
     "contract", "decode", "dequantize", "divide", "erf", "exp", "exp2", "factor", "float32", "gelu", "gemm", "halves",
-    "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_heads", "of_tokens", "once", "places",
-    "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half", "roundings", "rsqrt",
-    "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of", "softmax", "sqrt", "square", "squeezed", "sum",
+    "joined", "largest", "layer_norm", "log", "maximum", "mean", "minimum", "of_expert", "of_heads", "of_tokens",
+    "once", "places", "quantize", "quantize_both", "read", "repeat_half", "rescaled", "rms_norm", "rotate_half",
+    "roundings", "rows_of_choices", "rsqrt", "scores", "segments", "shared_heads", "sigmoid", "silu", "slots_of",
+    "softmax", "sqrt", "square", "squeezed", "sum",
     "takes_scale", "tanh", "transposed", "unsqueezed", "weighted_sum", "weights", "where", "write",
 ]  # fmt: skip
 

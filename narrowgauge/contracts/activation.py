@@ -99,12 +99,16 @@ def relu_squared_quantize(x: c.Matrix, recipe: c.Recipe):
 
 
 def _gated(x, activation, rounded):
-    gate, up = c.halves(x)
+    y = gated(*c.halves(x), activation, rounded)
+    return y if rounded == "none" else c.cast(y, x.dtype)
+
+
+def gated(gate, up, activation, rounded):
+    """The activation of the gate times up, before the last rounding: float32."""
     y = activation(c.float32(gate))
     if rounded == "both":
-        y = c.float32(c.cast(y, x.dtype))
-    y = y * c.float32(up)
-    return y if rounded == "none" else c.cast(y, x.dtype)
+        y = c.float32(c.cast(y, gate.dtype))
+    return y * c.float32(up)
 
 
 def _silu(fast_math):

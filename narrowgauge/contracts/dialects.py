@@ -113,6 +113,14 @@ COMBINED: Mapping[str, Mapping[str, Any]] = {
     "atomic": {"accumulate": "output"},
 }
 
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    **COMBINED,
+    # vLLM 0.33.0, vllm/model_executor/layers/fused_moe: the second product multiplies by the weight, moe_sum adds.
+    "vllm-fused-moe": {"router_weight": "product", "order": "choices"},
+    # DeepGEMM 54e2261, mega_moe: the weight is in the activation; gate and up by turns of 8 rows.
+    "deepgemm-mega": {"router_weight": "activation", "gate_up": "interleaved-8"},
+}
+
 ATTENTION: Mapping[str, Mapping[str, Any]] = {
     # vLLM 0.33.0, vllm/v1/attention/ops/triton_unified_attention.py, with 16-bit q.
     "vllm-attention": {"p": "input", "l": "exact", "exponential": "accurate", "decode": "rounded"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -40,9 +42,14 @@ SEGMENTS, HEADS, SCORES, WEIGHTED, OF_TOKENS = SEQUENCES = ("segments", "heads",
 the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; the sums
 of the tokens of its request with weights; and a number of each of these tokens and their heads. With the option `to` an
 index is another one, in no contract."""
-CHOSEN, ACCUMULATED = ROUTED = ("chosen", "accumulated")
-"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, and the sum over the choices
-of a token that name a row."""
+CHOSEN, ACCUMULATED, OF_EXPERT, ROWS_OF_CHOICES = ROUTED = ("chosen", "accumulated", "of_expert", "rows_of_choices")
+"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, the sum over the choices of
+a token that name a row, the columns of the expert that each choice names, and the choices of all tokens as rows."""
+EXPERTS = "experts"
+"""The axis of the experts, whose matrices lie one behind another in an argument with the rows experts·N."""
+LAYOUTS_OF_PARTS = ("joined", "interleaved", "interleaved-8")
+"""Columns of an expert with two parts, such as gate and up: the parts one behind another, their columns by turns, or
+groups of 8 columns by turns."""
 ORDERS_OF_CHOICES = ("any", "choices")
 """Orders in which a kernel adds the choices of a token: any, or from the first to the last one."""
 PLACES = "places"
@@ -289,12 +296,13 @@ class Program:
         """The axis whose elements each index names, by the name of the index."""
         found = {}
         for step in self.steps:
-            if step.function in (TAKE, CHOSEN):
+            if step.function in (TAKE, CHOSEN, OF_EXPERT):
                 table, index = (self.steps[number] for number in step.operands)
+                axis = EXPERTS if step.function == OF_EXPERT else table.axes[0]
                 while index.function == RENUMBERED:
                     index = self.steps[index.operands[0]]
                 if index.function == "argument":
-                    found[str(index.options["name"])] = table.axes[0]
+                    found[str(index.options["name"])] = axis
         return found
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
@@ -312,14 +320,15 @@ class Program:
                 found[step.axes[0]] = int(tensors[self.steps[step.operands[1]].options["name"]].sum())
         for argument in self.arguments:  # codes of 4 bits, of which a row has whole bytes
             name, _, count = (
-                argument.axes[-1].partition("/") if argument.of_cache or argument.of_codes else ("", "", "")
+                argument.axes[-1].rpartition("/") if argument.of_cache or argument.of_codes else ("", "", "")
             )
             if count == "2":
                 found.setdefault(name, 2 * found[argument.axes[-1]])
-        for axis in [axis for axis in found if "*" in axis]:
-            outer, inner = axis.split("*")
-            if inner in found:
-                found.setdefault(outer, found[axis] // max(1, found[inner]))
+        for axis in sorted((axis for axis in found if "*" in axis), key=len):
+            parts = [part for part in axis.split("*") if not part.isdecimal()]
+            if len(unknown := [part for part in parts if part not in found]) == 1:
+                others = math.prod(found[part] for part in parts if part in found)
+                found[unknown[0]] = found[axis] // max(1, others * math.prod(map(int, re.findall(r"\b\d+\b", axis))))
         return found
 
     def to_json(self) -> str:

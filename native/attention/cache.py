@@ -13,7 +13,7 @@ from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import check_tensor
 from narrowgauge.spec.dtypes import INPUT_DTYPES
-from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, INT8
 from narrowgauge.spec.kv_cache import HALVES, PAGE_LAYOUTS, SCALES, Cache, PageLayoutName, part_name, slots_of
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR
@@ -73,9 +73,9 @@ def kv_write(
     """Quantizes keys and values (tokens, heads, columns), stores them in the slots of a cache, and returns the cache.
 
     `slots`: int64 (tokens,), page · (tokens of a page) + offset; a token of a negative slot is not stored. A recipe
-    whose scale is given, of E4M3, takes one launch; every other one quantizes first. Raises TypeError or ValueError
-    for tensors of another dtype or shape, NotImplementedError as `native.quantize`, ToolchainError if kernels cannot be
-    compiled.
+    of INT8, or whose scale is given, of E4M3, takes one launch; every other one quantizes first. Raises TypeError or
+    ValueError for tensors of another dtype or shape, NotImplementedError as `native.quantize`, ToolchainError if
+    kernels cannot be compiled.
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     tokens, heads, _ = k.shape
@@ -153,11 +153,9 @@ def _launch_write(kernel: str, parts: Mapping[str, _Rows], slots: torch.Tensor, 
                        "target": target.fields()})  # fmt: skip
         longest = max(longest, blocks_for(x.shape[2], _CHUNK))
     x, scale, target = next(iter(parts.values()))
-    use = (
-        "TIMES" if recipe.block_scale != "given" else "DIVIDE" if recipe.element_scale == "x/s" else "TIMES_RECIPROCAL"
-    )
+    use = {"x/s": "DIVIDE", "x*enc": "TIMES"}.get(recipe.element_scale, "TIMES_RECIPROCAL")
     tokens, heads, _ = x.shape
-    if target.format == "CACHE_FP8_TOKEN":  # the lanes of a row are neighbours in a warp
+    if target.format in ("CACHE_FP8_TOKEN", "CACHE_INT8_TOKEN"):  # the lanes of a row are neighbours in a warp
         longest = 1 << (longest - 1).bit_length()
         if longest > _LANES:
             raise NotImplementedError(f"rows of up to {_LANES * _CHUNK} elements share a scale, not of {x.shape[2]}")
@@ -190,6 +188,8 @@ def _fused(recipe: Recipe) -> bool:
         return False
     if recipe.element is E2M1:
         return recipe.dialect == "torchao-one-level"
+    if recipe.element is INT8:
+        return recipe.block == (1, WHOLE) and recipe.dialect in ("te", "vllm-row")
     if recipe.element is not E4M3 or recipe.scale is not FP32:
         return False
     given = recipe.tensor_scale == "given" and recipe.nan_code == E4M3.nan_code
@@ -201,11 +201,13 @@ def _format(recipe: Recipe) -> str:
         return "CACHE_FP8"
     if recipe.scale is FP32 and recipe.element is E4M3 and recipe.block[1] == WHOLE:
         return "CACHE_FP8_TOKEN"
+    if recipe.scale is FP32 and recipe.element is INT8 and recipe.block[1] == WHOLE:
+        return "CACHE_INT8_TOKEN"
     if recipe.scale is E4M3 and recipe.element is E2M1:
         return "CACHE_NVFP4"
     if recipe.scale is E8M0 and recipe.element is E4M3 and recipe.block == (1, 32):
         return "CACHE_MXFP8"
-    raise NotImplementedError(f"kernels read caches of FP8, NVFP4 and MXFP8, not of {recipe}")
+    raise NotImplementedError(f"kernels read caches of FP8, INT8, NVFP4 and MXFP8, not of {recipe}")
 
 
 def _of_heads(scale: torch.Tensor | None) -> bool:

@@ -1,10 +1,16 @@
-"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/gemm_int8.cu."""
+"""Products of two matrices of 8-bit whole numbers with scales of rows, by kernels/gemm/gemm_int8.cu.
+
+The tensor cores of Hopper, `native.gemm.wgmma_fp8`, take those without zero points."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from narrowgauge.native.gemm.operands import epilogue_fields
+from narrowgauge.native.gemm import wgmma_fp8
+from narrowgauge.native.gemm.operands import Product, epilogue_fields
+from narrowgauge.native.gemm.paths import SMALLEST, is_hopper
 from narrowgauge.native.runtime.arguments import blocks_for, check_operand
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.native.runtime.structs import KernelStruct, Value
@@ -41,11 +47,26 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor 
     if out.numel() == 0:
         return out
     codes = left["codes"], right["codes"]
+    if _fits_tensor_cores(left, right, out, k):
+        factors: dict[str, Value] = {"a": left["scales"], "b": right["scales"], "a_per_row": True, "b_per_row": True}
+        factors |= {"order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}
+        a_fields, b_fields = ({**side, "element": "INT8", "layout": 0} for side in (left, right))
+        terms = Product("fp8_tensor", m, n, k, a_fields, b_fields, epilogue, factors)
+        wgmma_fp8.multiply_batch(terms, out, math.prod(batch))
+        return out
     aligned = k % _ALIGNMENT == 0 and all(isinstance(c, torch.Tensor) and c.data_ptr() % _ALIGNMENT == 0 for c in codes)
     parameters = _PARAMETERS(a=left, b=right, epilogue={**epilogue, "out": out}, k=k, aligned=aligned)
     grid = blocks_for(n, _TILE), blocks_for(m, _TILE), *batch
     launch("gemm_int8", "gemm_int8", grid, (_THREADS,), [parameters], device=out.device)
     return out
+
+
+def _fits_tensor_cores(a: dict[str, Value], b: dict[str, Value], out: torch.Tensor, k: int) -> bool:
+    """Whether the kernel of Hopper's tensor cores multiplies two operands. `a`, `b`: Int8Operand."""
+    if out.numel() * k < max(SMALLEST, 1) or not is_hopper(out.device) or (a["zeros"], b["zeros"]) != (None, None):
+        return False
+    left, right = (part["codes"].view(-1, k) for part in (a, b) if isinstance(part["codes"], torch.Tensor))
+    return wgmma_fp8.takes_codes(left, right)
 
 
 def _magnitude(recipe: Recipe) -> int:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.gemm import int8
-from narrowgauge.native.gemm.gemm import gemm, multiply_portable
-from narrowgauge.native.gemm.operands import Product, epilogue_fields, mixed_fields
+from narrowgauge.native.gemm import int8, wgmma_fp8
+from narrowgauge.native.gemm.gemm import gemm, multiply_portable, path_for
+from narrowgauge.native.gemm.operands import (
+    Fields,
+    Product,
+    alpha_fields,
+    epilogue_fields,
+    layout_of,
+    mixed_fields,
+    product_family,
+)
+from narrowgauge.native.gemm.paths import FP8, SKINNY, path_of
+from narrowgauge.native.runtime.arguments import check_operand
 from narrowgauge.spec.arguments import check_columns
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import BatchedQuantized, Quantized
@@ -45,9 +55,42 @@ def _product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: str) 
         return multiply(a, b, out_dtype=dtype, bias=bias)
     assert isinstance(a, BatchedQuantized)
     assert isinstance(b, BatchedQuantized)
+    if multiply is gemm and (product := _one_launch(a, b, dtype, bias)) is not None:
+        return product
     biases = [None] * a.shape[0] if bias is None else bias.unbind()
     pairs = zip(a.matrices(), b.matrices(), biases, strict=True)
     return torch.stack([multiply(left, right, out_dtype=dtype, bias=added) for left, right, added in pairs])
+
+
+def _one_launch(
+    a: BatchedQuantized, b: BatchedQuantized, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The products of a batch of FP8 with scales of rows or of matrices, if Hopper's tensor cores take all at once."""
+    family = product_family(a.recipe, b.recipe)
+    (batch, m, k), n = a.shape, b.shape[1]
+    if family != "fp8_tensor" or batch == 0 or a.transposed or b.transposed:
+        return None
+    pairs = list(zip(a.matrices(), b.matrices(), strict=True))
+    device, codes = a.codes.device, [q.codes.contiguous() for q in (a, b)]
+    fits = k > 0 and wgmma_fp8.takes_codes(*(part.view(-1, k) for part in codes))
+    if not fits or path_of(batch * m, n, k, family, device, fp8=True) != FP8 or path_for(*pairs[0], family) == SKINNY:
+        return None
+    for left, right in pairs:
+        check_operand(left, "a")
+        check_operand(right, "b")
+    scales = a.scales.contiguous(), b.scales.contiguous()
+    fields: list[Fields] = [
+        {"codes": part, "scales": scale, "element": q.recipe.element.name, "layout": layout_of(q.recipe)}
+        for q, part, scale in zip((a, b), codes, scales, strict=True)
+    ]
+    factors = alpha_fields(a.recipe, b.recipe, family, scales, (None, None))
+    factors |= {"a_per_row": not a.recipe.whole, "b_per_row": not b.recipe.whole}
+    terms = Product(
+        family, m, n, k, fields[0], fields[1], epilogue_fields((m, n), out_dtype, None, bias, batch), factors
+    )
+    out = torch.empty(batch, m, n, dtype=out_dtype, device=device)
+    wgmma_fp8.multiply_batch(terms, out, batch)
+    return out
 
 
 def _mixed(a: Quantized, b: Quantized, *, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

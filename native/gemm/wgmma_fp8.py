@@ -1,4 +1,6 @@
-"""GEMM and grouped GEMM of FP8 codes by the FP8 tensor cores of Hopper, by kernels/gemm/sm90/gemm_wgmma_fp8.cu."""
+"""GEMM and grouped GEMM of codes of 8 bits, FP8 and INT8, by the tensor cores of Hopper.
+
+Kernels: kernels/gemm/sm90/gemm_wgmma_fp8.cu and gemm_wgmma_int8.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 
 from narrowgauge.native.gemm import wgmma
 from narrowgauge.native.gemm.operands import Fields, Product, stored
-from narrowgauge.native.gemm.paths import columns_of
+from narrowgauge.native.gemm.paths import columns_of, tiles_of
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.native.runtime.sources import ToolchainError
@@ -19,7 +21,7 @@ from narrowgauge.native.runtime.structs import KernelStruct, StructValue
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
-SOURCE = "gemm_wgmma_fp8"
+SOURCE, INT8_SOURCE = "gemm_wgmma_fp8", "gemm_wgmma_int8"
 _PARAMETERS = KernelStruct("gemm/sm90/gemm_wgmma_fp8.cuh", "WgmmaFp8Parameters")
 _MAP = KernelStruct("gemm/sm90/tile.cuh", "TensorMap")
 _BOX = 128
@@ -50,10 +52,15 @@ def takes_sections(a: torch.Tensor, recipe: Recipe, b: Sequence[Quantized], fami
     rows = recipe.stored_rows, b[0].recipe.stored_rows
     if family not in ("fp8_tensor", "fp8_block") or (family == "fp8_block" and rows != (1, _BOX)):
         return False
-    (m, k), n = a.shape, b[0].shape[0]
+    return takes_codes(a, b[0].codes) and not any(q.transposed or q.codes.data_ptr() % _ALIGNMENT for q in b)
+
+
+def takes_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensor maps can have the codes of two operands (M, K) and (N, K)."""
+    (m, k), n = a.shape, b.shape[0]
     if k == 0 or k % _ALIGNMENT or max(m, n, k) > _LARGEST or max(m, n) * -(-k // _BOX) >= _LARGEST_SCALES:
         return False
-    return not (a.data_ptr() % _ALIGNMENT or any(q.transposed or q.codes.data_ptr() % _ALIGNMENT for q in b))
+    return not (a.data_ptr() % _ALIGNMENT or b.data_ptr() % _ALIGNMENT)
 
 
 def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
@@ -64,7 +71,18 @@ def multiply(product: Product, out: torch.Tensor, *, slices: int = 1) -> None:
     tensor = "rows" if of_rows else "tensor"
     kernel, alpha = (tensor, [product.alpha_parameters()]) if product.family == "fp8_tensor" else ("block", [])
     maps = tensor_map(product.b, product.n, product.k)
-    _launch(kernel, product, out, product.b, maps, alpha, slices)
+    _launch(f"{SOURCE}_{kernel}", product, out, product.b, maps, alpha, slices=slices)
+
+
+def multiply_batch(product: Product, out: torch.Tensor, batch: int) -> None:
+    """Computes products with scales of rows or tensors into `out` (B, M, N), of operands (B, M, K) and (B, N, K).
+
+    Codes are FP8 or INT8, and `takes_codes` accepts all codes of each operand. K has no slices."""
+    if out.numel() == 0:
+        return
+    kernel = INT8_SOURCE if product.a["element"] == "INT8" else f"{SOURCE}_batch"
+    maps = tensor_map(product.b, batch * product.n, product.k)
+    _launch(kernel, product, out, product.b, maps, [product.alpha_parameters(), np.int32(batch)], batch=batch)
 
 
 def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fields]) -> None:
@@ -78,7 +96,9 @@ def multiply_grouped(product: Product, out: torch.Tensor, matrices: Sequence[Fie
     kernel, scaling = ("tensor", product.alpha_parameters()) if product.family == "fp8_tensor" else ("block", scales)
     b = {**matrices[0], "codes": None, "scales": None}
     maps = tensor_maps(matrices, product.n, product.k, out.device)
-    _launch(f"grouped_{kernel}", product, out, b, maps, [scaling, sizes, product.starts, np.int32(len(matrices))])
+    _launch(
+        f"{SOURCE}_grouped_{kernel}", product, out, b, maps, [scaling, sizes, product.starts, np.int32(len(matrices))]
+    )
 
 
 def _launch(
@@ -88,21 +108,27 @@ def _launch(
     b: Fields,
     maps: StructValue | torch.Tensor,
     further: Sequence[Argument],
+    *,
     slices: int = 1,
+    batch: int | None = None,
 ) -> None:
     """`b`: OperandParameters of a matrix. `maps`: its tensor map, or the address of those of all matrices."""
     rows = product.m if product.sizes is None else product.expected_rows // len(product.sizes)
     box_rows = next((low for low in _LOW_BOXES if rows <= low), _BOX)
     parameters = _PARAMETERS(a=product.a, b=b, a_box_rows=box_rows, **wgmma.fields_of(product, out, slices, _BOX))
     device, on_gpu = out.device, out.device.type == "cuda"
-    columns = columns_of(product.m, product.n, slices, wgmma.multiprocessors(device))
+    at_once, int8 = wgmma.multiprocessors(device), kernel == INT8_SOURCE
+    columns = columns_of(product.m, product.n, slices, at_once)
+    if batch is not None and batch * tiles_of(product.m, product.n, _BOX) <= at_once:
+        columns = _BOX
     flags: tuple[str, ...] = ("-DTILES_OF_B=1",) if columns == _BOX else ()
     flags += ("-DFEW_ROWS=1",) if box_rows < _BOX and slices == 1 else ()
-    if on_gpu:  # each pair of element formats is compiled separately
+    if on_gpu and not int8:  # each pair of element formats is compiled separately
         flags += f"-DA_ELEMENT={product.a['element']}", f"-DB_ELEMENT={b['element']}", f"-DSLICES={slices}"
     launch(
-        SOURCE, f"gemm_wgmma_fp8_{kernel}", (wgmma.blocks_of(product, slices, device, columns),), (wgmma.THREADS,),
-        [tensor_map(product.a, product.m, product.k, box_rows), maps, parameters, *further], device=device,
+        INT8_SOURCE if int8 else SOURCE, kernel, (wgmma.blocks_of(product, slices, device, columns),), (wgmma.THREADS,),
+        [tensor_map(product.a, (batch or 1) * product.m, product.k, box_rows), maps, parameters, *further],
+        device=device,
         shared_bytes=wgmma.SHARED_BYTES if on_gpu else 0,  # the CPU build has a static array
         extra_flags=flags, early=True,
     )  # fmt: skip

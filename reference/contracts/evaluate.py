@@ -64,10 +64,12 @@ from narrowgauge.spec.program import (
     DECODE,
     DEQUANTIZE,
     DIVISIONS,
+    EXPERTS,
     FACTOR,
     GEMM,
     HEADS,
     JOINED,
+    OF_EXPERT,
     OF_HEADS,
     OF_TOKENS,
     ONCE,
@@ -77,6 +79,7 @@ from narrowgauge.spec.program import (
     RESCALED,
     ROTATED,
     ROUTED,
+    ROWS_OF_CHOICES,
     SCORES,
     SEGMENTS,
     SQUEEZED,
@@ -610,13 +613,14 @@ def check_tensors(program: Program, tensors: Tensors) -> None:
         if not fits:
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {name} has {sizes[name][0]}")
     for axis in [axis for axis in sizes if "*" in axis]:
-        parts, (size, owner) = axis.split("*"), sizes[axis]
-        if all(part in sizes for part in parts) and math.prod(sizes[part][0] for part in parts) != size:
-            each = " and ".join(f"{part} has {sizes[part][0]}" for part in parts)
+        parts, (size, owner), every = axis.split("*"), sizes[axis], program.sizes(tensors)
+        counts = {part: int(part) if part.isdecimal() else every.get(part, 0) for part in parts}
+        if all(counts.values()) and math.prod(counts.values()) != size:
+            each = " and ".join(f"{part} has {counts[part]}" for part in parts if not part.isdecimal())
             raise ValueError(f"the axis {axis} has {size} elements in {owner}, and {each}")
     check_slots(program, tensors)
     for name, axis in program.tables.items():
-        index, count = tensors[name], sizes[axis][0]
+        index, count = tensors[name], program.sizes(tensors)[axis]
         may_be_none = any(a.name == name and a.kind == "Positions" for a in program.arguments)
         wrong = index[((index < 0) & (not may_be_none)) | (index >= count)]
         if wrong.numel():
@@ -762,10 +766,11 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
     steps = evaluation.program.steps
-    if (taken := next((other for other in steps if other.function == CHOSEN), None)) is not None:
-        rows = evaluation.program.sizes(evaluation.tensors)[steps[taken.operands[0]].axes[0]]
-        other = routed.OTHER_POSITIONS[step.options["to"]][1]
-        return i.exactly(other(_index(evaluation, step.operands[0]), rows))
+    others = {**routed.OTHER_POSITIONS, **routed.OTHER_EXPERTS}
+    if any(other.function in (CHOSEN, OF_EXPERT) for other in steps):
+        name = steps[step.operands[0]].options["name"]
+        rows = evaluation.program.sizes(evaluation.tensors)[evaluation.program.tables[name]]
+        return i.exactly(others[step.options["to"]][1](_index(evaluation, step.operands[0]), rows))
     return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
 
 
@@ -793,6 +798,11 @@ def _taken_values(evaluation: Evaluation, step: Step) -> Interval:
 def _chosen(evaluation: Evaluation, step: Step) -> Interval:
     value: Interval = evaluation.values[step.operands[0]]
     return routed.chosen(value, _index(evaluation, step.operands[1]))
+
+
+def _of_expert(evaluation: Evaluation, step: Step) -> Interval:
+    value, experts = evaluation.values[step.operands[0]], _index(evaluation, step.operands[1])
+    return routed.of_expert(value, experts, evaluation.program.sizes(evaluation.tensors)[EXPERTS], **step.options)
 
 
 def _accumulated(evaluation: Evaluation, step: Step) -> Interval:
@@ -924,7 +934,8 @@ STEPS: dict[str, Callable[[Evaluation, Step], Any]] = {
     TAKE: _taken_values,
     "part": _part, COLUMNS: _plain(arranged), JOINED: _plain(joined), TRANSPOSED: _plain(transposed),
     ROTATED: _rotated, "roundings": _roundings,
-    CHOSEN: _chosen, ACCUMULATED: _accumulated,
+    CHOSEN: _chosen, ACCUMULATED: _accumulated, OF_EXPERT: _of_expert,
+    ROWS_OF_CHOICES: lambda evaluation, step: evaluation.values[step.operands[0]].arranged(lambda t: t.flatten(0, 1)),
     SEGMENTS: _segments, HEADS: _shared_heads, PLACES: _plain(attention.places),
     SCORES: _of_requests(attention.scores), WEIGHTED: _of_requests(attention.weighted_sum),
     OF_TOKENS: _of_requests(attention.of_tokens),

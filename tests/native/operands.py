@@ -12,7 +12,7 @@ from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import pack, swizzle
 from narrowgauge.spec.formats import E4M3, E8M0, Format
-from narrowgauge.spec.quantized import scales_shape
+from narrowgauge.spec.quantized import PARTS, BatchedQuantized, scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.native.samples import matrix
 
@@ -76,6 +76,13 @@ def lattice(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
     return operand(
         codes, torch.full(shape, 129, dtype=torch.uint8) if recipe.scale is E8M0 else torch.full(shape, 0.25), recipe
     )
+
+
+def batched(several: list[Quantized]) -> BatchedQuantized:
+    """Matrices of one shape and recipe as a batch."""
+    parts = {name: [getattr(q, name) for q in several] for name in (*PARTS, "zeros")}
+    stacked = {name: None if part[0] is None else torch.stack(part) for name, part in parts.items()}
+    return BatchedQuantized(**stacked, recipe=several[0].recipe, shape=(len(several), *several[0].shape))
 
 
 def stored_transposed(q: Quantized) -> Quantized:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
 from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
-from narrowgauge.harness.cases.families import PRODUCTS, RANK_FAMILIES, SEQUENCES, Kind
+from narrowgauge.harness.cases.families import MIXTURES, PRODUCTS, RANK_FAMILIES, SEQUENCES, Kind
 from narrowgauge.harness.cases.keys import (
     Check,
     Dtype,
@@ -72,7 +72,12 @@ _ROUTED = tuple(
     dict(zip(("rows", "N", "tokens", "choices"), sizes, strict=True))
     for sizes in ((70, 96, 33, 2), (1, 1, 1, 1), (41, 40, 5, 8), (9, 1024, 3, 3))
 )
-"""Shapes of the usual cases of mixtures of experts: more rows than choices, one row, eight choices, long rows."""
+"""Shapes of the usual cases of sums of choices: more rows than choices, one row, eight choices, long rows."""
+_EXPERTS = tuple(
+    dict(zip(("tokens", "K", "experts", "F", "choices"), sizes, strict=True))
+    for sizes in ((12, 128, 4, 32, 2), (3, 64, 1, 32, 1), (5, 96, 3, 64, 8))
+)
+"""Shapes of the usual cases of mixtures of experts: several experts, one of one token, more choices than experts."""
 _MOST_RANKS = 64
 """Processes of a group at most."""
 _RESERVED = ("operation", "tier", "shape", "inputs", "dtype", "view", "autograd", "repeats", "concurrency", "recipe")
@@ -179,7 +184,7 @@ class ContractCase(Case):
     @property
     def recipe_label(self) -> str:
         """The recipe in ids; a second one is a flag."""
-        return self.recipe_names[0] if self.recipe_names else ""
+        return str(getattr(self, "recipe", ""))
 
     @property
     def recipe_names(self) -> tuple[str, ...]:
@@ -224,11 +229,12 @@ class ContractCase(Case):
         }
 
     def stages(self) -> tuple[str, ...]:
-        """Names of the unquantized results, which a kernel may leave out."""
+        """Names of the results that a kernel may leave out, of a quantization that has a name its codes."""
         if self.declared.of_ranks:
             return ()
         steps = ((name, self.program.steps[number]) for name, number in self.program.outputs.items())
-        return tuple(name for name, step in steps if step.recipe is None and step.function != WRITTEN)
+        shown = (name if step.recipe is None else f"{name}.codes" for name, step in steps if step.function != WRITTEN)
+        return tuple(name for name in shown if name != "quantized.codes")
 
     def axes_of_stage(self, prefix: str) -> tuple[str, ...]:
         """Axes of a result: those of the only one, or of the one that the prefix names."""
@@ -246,9 +252,7 @@ class ContractCase(Case):
                 recipe = find_recipe(step.options["recipe"])
                 blocks = (block_rows(recipe), block_columns(recipe))
             for axis, block in zip(step.axes, blocks, strict=True):
-                if "*" in axis:
-                    continue
-                name, _, divisor = axis.partition("/")
+                name, _, divisor = axis.rpartition("*")[2].partition("/")
                 units[name] = math.lcm(
                     units.get(name, 1), block * math.prod(map(int, divisor.split("/") if divisor else []))
                 )
@@ -333,7 +337,8 @@ class ContractCase(Case):
             raise ValueError(str(error)) from error
         names = _sizes(cls.declared)
         given = _SEQUENCES if cls.declared.sequences else _CACHES if cls.declared.caches else ()
-        if sizes_of_cases := _ROUTED if cls.declared.routed else given:
+        routed = _EXPERTS if cls.declared.of_experts else _ROUTED
+        if sizes_of_cases := routed if cls.declared.routed else given:
             rounded = [
                 {n: -(-size // unit.get(n, 1)) * unit.get(n, 1) for n, size in sizes.items()}
                 for sizes in sizes_of_cases
@@ -526,9 +531,11 @@ def _sizes(declared: Declared) -> list[str]:
 
 
 def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
-    """Each parameter that names a recipe, with the field of the case: the first one is `recipe`."""
-    for number, name in enumerate(declared.recipes):
-        yield name, name if number else "recipe"
+    """Each parameter that names a recipe, with the field of the case: `recipe` is the parameter of this name, or the
+    first one."""
+    main = "recipe" if "recipe" in declared.recipes else next(iter(declared.recipes), "")
+    for name in declared.recipes:
+        yield name, "recipe" if name == main else name
 
 
 def _among(values: tuple[Any, ...]) -> Check:
@@ -547,6 +554,8 @@ def _families(declared: Declared) -> dict[str, Any]:
         return {"own_families": RANK_FAMILIES, "small": sys.maxsize}
     if declared.sequences:
         return {"kinds": (), "own_families": SEQUENCES}
+    if declared.of_experts:
+        return {"kinds": (), "own_families": MIXTURES}
     return {"own_families": PRODUCTS if declared.quantized else ()}
 
 
@@ -555,10 +564,11 @@ def case_class(declared: Declared) -> type[ContractCase]:
     at = f"{declared.file}:{declared.line}: {declared.name}"
     sizes = _sizes(declared)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
-    for number, (parameter, field) in enumerate(_recipe_fields(declared)):
-        kind: Any = OutRecipeName if number else RecipeName
+    for parameter, field in sorted(_recipe_fields(declared), key=lambda pair: pair[1] != "recipe"):
+        further: Any = OutRecipeName if len(declared.recipes) == 2 else Annotated[RecipeName, Flag.NAMED]
+        kind: Any = RecipeName if field == "recipe" else further
         default = declared.recipes[parameter]
-        fields.append((field, kind, default) if number and default else (field, kind))
+        fields.append((field, kind, default) if field != "recipe" and default else (field, kind))
     fields.append(("shape", Annotated[Shape, dims(f"[{', '.join(sizes)}]", len(sizes), len(sizes))]))
     free = _free(declared)
     if free:
@@ -572,7 +582,7 @@ def case_class(declared: Declared) -> type[ContractCase]:
         fields.append((f"{_OPTION}{name}", Annotated[type(default), *checks, Named(name), flag], default))
     taken = {*(_RESERVED if free else set(_RESERVED) - {"dtype"}), HIDDEN, *(f"{name}_dtype" for name in free[1:])}
     taken |= {*_STORED} if declared.quantized else set()
-    for name in [*declared.options, *list(declared.recipes)[1:]]:
+    for name in [*declared.options, *(field for _, field in _recipe_fields(declared) if field != "recipe")]:
         if name in taken:
             raise ContractError(f"{at}: the parameter {name} has the name of a key of every case; give it another name")
     texts = tuple(declared.dialects)

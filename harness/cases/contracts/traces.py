@@ -121,6 +121,11 @@ class Declared:
         return any(kind == "Positions" for kind, _, _ in self.tensors.values())
 
     @property
+    def of_experts(self) -> bool:
+        """Whether tokens name the experts whose quantized matrices multiply them."""
+        return self.routed and bool(self.quantized)
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The arguments that are quantized matrices."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")

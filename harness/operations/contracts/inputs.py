@@ -20,12 +20,13 @@ from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate, power_of_two
 from narrowgauge.harness.inputs.inputs import earlier_scale
-from narrowgauge.harness.operations.contracts.operand_inputs import plain_operand, quantized_operand
+from narrowgauge.harness.operations.contracts.operand_inputs import mixture, plain_operand, quantized_operand
 from narrowgauge.harness.operations.contracts.sequence_inputs import sequences
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import parts_of
 from narrowgauge.reference.quantize.quantize import quantize
-from narrowgauge.spec.program import CHOSEN, CODES, SCORES, Program, Tensor
+from narrowgauge.spec.program import CHOSEN, CODES, OF_EXPERT, SCORES, Program, Tensor
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 FAMILIES = families_for((Kind.CONTRACT,), ())
@@ -344,6 +345,11 @@ def contract_inputs(
     """
     if any(step.function == SCORES for step in program.steps):
         return sequences(program, sizes, family, draw)
+    if any(step.function == OF_EXPERT for step in program.steps):
+        given = mixture(program, sizes, family, draw)
+        stored = {name: part for name, part in given.items() if isinstance(part, Quantized)}
+        plain = {name: part for name, part in given.items() if isinstance(part, torch.Tensor)}
+        return plain | parts_of(program, stored)
     aimed = _aimed(family)
     product = any(step.function == CODES for step in program.steps)
     direct = product and family in (*OWN, "lattice")

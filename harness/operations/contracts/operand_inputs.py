@@ -5,16 +5,20 @@ A quantizer makes few of the scales that a kernel may be given, and hides which 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import power_of_two
+from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack_codes
 from narrowgauge.reference.quantize.scaling import over_elements, used_tensor_scale
 from narrowgauge.spec.formats import E8M0, FP32, INT8, Format
+from narrowgauge.spec.program import CODES, OF_EXPERT, QUANTIZE, Program
 from narrowgauge.spec.quantized import Quantized, amax_shape, scales_shape
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 ONE_HOT = ("one-hot-k", "codes")
 """Families whose first operand has one nonzero number in each row: an output is one product."""
@@ -117,3 +121,85 @@ def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool
         power = place % 3 - 1 if family != "lattice" else torch.zeros(shape, dtype=torch.int64)
     scales = power_of_two(power.expand(shape))
     return scales.contiguous() if recipe.scale is FP32 else encode(scales, recipe.scale)
+
+
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor | Quantized]:
+    """The arguments of a mixture of experts by name, on the CPU, of a family of `harness.cases.families.MIXTURES`.
+
+    The hidden steps have one result: gates are from 16 on, an activation has few bits, and a row of w2 has one number.
+    Matrices of neighbouring experts have other powers of two. One token has no expert; its row is NaN, unless the scale
+    of the tensor would be. Expert 1 has no token if there are others, and the last choice names one expert twice.
+    """
+    tokens, columns, experts, hidden, choices = (sizes[n] for n in ("tokens", "K", "experts", "F", "choices"))
+    kinds = {argument.kind: argument for argument in program.arguments}
+    codes = {s.options["name"]: find_recipe(s.options["recipe"]) for s in program.steps if s.function == CODES}
+    one, other = codes
+    ids = (draw.index(experts) + torch.arange(tokens).unsqueeze(1) + torch.arange(choices)) % experts
+    ids = ids.where(ids != 1, ids.new_tensor(-1 if experts == 1 else 0)) if experts > 2 else ids
+    ids[draw.one_in(8, tokens, choices)] = -1
+    if family == "one-expert":
+        ids = torch.full_like(ids, experts - 1)
+    ids[-1] = ids[-1, 0]
+    dense = family == "exact-sums"
+    x = (1 + draw.below(2, tokens, columns)).float() if dense else _one_in_each_row(
+        power_of_two(3 + torch.arange(tokens) % 2), tokens, columns, draw.index(columns)
+    )  # fmt: skip
+    recipe = find_recipe(next(s.options["recipe"] for s in program.steps if s.function == QUANTIZE))
+    whole = recipe.tensor_scale != "none" or recipe.whole
+    if whole and tokens > 2:  # a power of two as the scale of the tensor, from a token without an expert, and of blocks
+        x[0], ids[0] = recipe.max_product * 2.0**-8, -1
+        x[1:, :: recipe.block[1]] = recipe.element.max if dense else x[1:, :: recipe.block[1]]
+    if tokens > 2 and family != "one-expert":
+        ids[1] = -1
+        x[1] = 0.0 if whole else torch.nan
+    gate, up = _gates(draw, experts * hidden, columns, dense=dense)
+    first, layout = (s.options for s in program.steps if s.function == OF_EXPERT and s.options.get("part") is not None)
+    parts = [part.view(experts, hidden, columns) for part in ((gate, up) if first["part"] == 0 else (up, gate))]
+    width = {"joined": hidden, "interleaved": 1, "interleaved-8": 8}[layout["layout"]]
+    w13 = torch.stack([part.view(experts, hidden // width, width, columns) for part in parts], 2).flatten(0, 3)
+    place = torch.arange(experts * columns)
+    w2 = _one_in_each_row(1 + draw.below(2, len(place)).float() / 2, len(place), hidden, 5 * (place // columns))
+    found: dict[str, torch.Tensor | Quantized] = {
+        kinds["Matrix"].name: x.to(DTYPES[kinds["Matrix"].dtype]), kinds["Positions"].name: ids,
+        kinds["RouterWeights"].name: power_of_two(-(torch.arange(tokens * choices) % 4)).view(tokens, choices),
+    }  # fmt: skip
+    for name, numbers in ((one, w13), (other, w2 * draw.signs(len(place), 1))):
+        found[name] = _of_experts(numbers, codes[name], experts)
+    return found
+
+
+def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int | torch.Tensor) -> torch.Tensor:
+    """A matrix (rows, columns) with one of the numbers (rows,) in each row, in other columns than its neighbours."""
+    x, row = torch.zeros(rows, columns), torch.arange(rows)
+    x[row, (37 * row + first) % columns] = numbers.float()
+    return x
+
+
+def _gates(draw: Draw, rows: int, columns: int, *, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ."""
+    if dense:
+        gate = (1 + draw.below(2, rows, columns)).float()
+        return gate, _one_in_each_row(draw.signs(rows), rows, columns, draw.index(columns))
+    place = torch.arange(columns) + 3 * torch.arange(rows).unsqueeze(1) + draw.index(4)
+    gate = torch.tensor([2.0, 3.0, 4.0, 6.0])[place % 4]
+    return gate, torch.tensor([0.5, 1.0, 1.5])[(place // 2) % 3] * draw.signs(rows, columns)
+
+
+def _of_experts(numbers: torch.Tensor, recipe: Recipe, experts: int) -> Quantized:
+    """Stacked matrices (experts·N, K) of numbers of the element, under scales that are other powers of two for each
+    expert."""
+    rows, columns = numbers.shape
+    shape = scales_shape((rows, columns), recipe)
+    expert = torch.arange(shape[0]) * experts // shape[0]
+    power = (expert.unsqueeze(1) + torch.arange(shape[1])) % 3
+    scales = power_of_two(power.expand(shape))
+    stored = scales.contiguous() if recipe.scale is FP32 else encode(scales, recipe.scale)
+    amax = None
+    if recipe.scale is not FP32 and recipe.tensor_scale != "none":
+        amax = torch.full(amax_shape((rows, columns), recipe), recipe.max_product)
+    found = Quantized(pack_codes(encode(numbers, recipe.element), recipe), stored, amax, recipe, (rows, columns))
+    found.tensor_scale = None if amax is None else used_tensor_scale(found)
+    return found

@@ -1,7 +1,8 @@
 """Largest errors of the approximate functions of a GPU, on all 2^32 float32 arguments.
 
-A function is judged for normal arguments with a normal result. Exact results are float64 numbers of torch, off by
-at most 4 ulp of 2^-52. Results that round to subnormal numbers are counted apart: some functions flush them to 0.
+A function is judged for normal arguments and zeros with a normal result. Exact results are float64 numbers of torch,
+off by at most 4 ulp of 2^-52. Results that round to subnormal numbers are counted apart: some functions flush them to
+0. A result that rounds to 0 is neither subnormal nor flushed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Errors:
     """Pairs of neighbouring arguments whose results are in the wrong order."""
     correctly_rounded: int = 0
     of: int = 0
-    """Normal arguments with a normal result."""
+    """Normal arguments and zeros with a normal result."""
     subnormal_results: int = 0
     flushed: int = 0
     """Subnormal results replaced by 0."""
@@ -80,7 +81,7 @@ class Errors:
         `rising`: 1 for an increasing function, −1 for a decreasing one.
         """
         rounded = exact.float()
-        normal = (x.abs() >= _SMALLEST) & x.isfinite()
+        normal = ((x.abs() >= _SMALLEST) | (x == 0)) & x.isfinite()
         small = rounded.abs() < _SMALLEST
         judged = normal & ~small & rounded.isfinite()
         order = -rising if bool(x[0].signbit()) else rising

@@ -93,13 +93,15 @@ template <class T>
 __device__ __forceinline__ void pack(const AttentionParameters& p, const PrefillParameters& of) {
     const int head = static_cast<int>(blockIdx.y), request = static_cast<int>(blockIdx.z);
     const int first = static_cast<int>(blockIdx.x) * KEYS, length = p.lengths[request];
-    if (first >= length) return;
+    // Keys before the window of the first row have no row that sees them, and their pages may not exist.
+    const int seen = keys_of(p, request_of(p, request), 0).first;
+    if (first >= length || first + KEYS <= seen) return;
     const int* const table = p.pages + static_cast<i64>(request) * p.most_pages;
-    // Elements of a key, or zeros if there is no such key: 0 * NaN is NaN.
+    // Elements of a key, or zeros if no row sees it: 0 * NaN is NaN.
     const auto load = [&](const CachePart& part, int key, int d, float (&numbers)[4]) {
 #pragma unroll
         for (float& number : numbers) number = 0.0f;
-        if (first + key >= length) return;
+        if (first + key < seen || first + key >= length) return;
         const u32 place = static_cast<u32>(first + key), size = static_cast<u32>(part.page_size);
         numbers_of(part, {table[place / size], static_cast<int>(place % size), head}, d, numbers);
     };

@@ -5,11 +5,13 @@
 //   CACHE_FP8        E4M3 of x / s or of x * fl(1/s), nearest even, saturating; s is the decode scale of the tensor, or of each
 //                    head. With an encode scale: of x * scale
 //   CACHE_FP8_TOKEN  s = max(amax, smallest_amax) * fl(1/448) of a token and head, stored; E4M3 of x * fl(1/s)
+//   CACHE_INT8_TOKEN s = max(amax, smallest_amax) / 127 of a token and head, stored; whole numbers of x / s or x * fl(1/s), nearest even
 //   CACHE_NVFP4      y = x / s with a given s; block scales max(amax / 6, 2^-6) of y in E4M3; E2M1 of y * fl(1/scale)
 //   Launch: kv_write_TYPE with a thread for 16 elements of a row of keys and of values, 256 threads, ceil(tokens * heads * chunks / 256)
 //           blocks
 //   kv_store: the bytes of rows that are quantized already. A thread for 16 bytes of a row, grid (as above, 2): keys and values
 #include "attention/cache.cuh"
+#include "gemm/ptx.cuh"
 
 // On a GPU macros have the values of these parameters.
 #ifndef USE
@@ -47,8 +49,8 @@ struct KvWriteParameters {
     KvRows keys, values;
     const i64* slots;
     int tokens, heads;
-    int chunks;               // of the longer rows; of CACHE_FP8_TOKEN a power of two, at most 32
-    float smallest_amax;      // of CACHE_FP8_TOKEN
+    int chunks;               // of the longer rows; of the formats with scales of tokens a power of two, at most 32
+    float smallest_amax;      // of these formats
     bool scale_of_heads;
     ScaleUse use;
 };
@@ -142,7 +144,19 @@ __device__ __forceinline__ void encode_quotients(float (&v)[CHUNK], float s, u32
     encode_e4m3(v, 1.0f, words);
 }
 
-// The scale of a token and head, from all lanes of the row, and the codes. NaN has the code of 448 and counts for no amax.
+// Codes of INT8: NaN and all elements of a scale of 0 are 0. 1.5 * 2^23 + y has the whole number nearest to y in its low bits.
+__device__ __forceinline__ void encode_int8(const KvWriteParameters& p, const float (&v)[CHUNK], float scale, u32 (&words)[CHUNK / 4]) {
+    const float reciprocal = 1.0f / scale;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        const float scaled = USE == DIVIDE ? v[i] / scale : v[i] * reciprocal;
+        const float raised = scaled < -128.0f ? -128.0f : scaled, limited = raised > 127.0f ? 127.0f : raised;
+        const u32 code = scaled != scaled || scale == 0.0f ? 0u : __float_as_uint(limited + 0x1.8p23f) & 0xFFu;
+        words[i / 4] |= code << i % 4 * 8;
+    }
+}
+
+// The scale of a token and head, from all lanes of the row, and the codes. In E4M3 NaN has the code of 448. NaN counts for no amax.
 __device__ __forceinline__ void encode_token(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk,
                                              float (&v)[CHUNK], u32 (&words)[CHUNK / 4]) {
     u32 amax = 0;
@@ -153,14 +167,22 @@ __device__ __forceinline__ void encode_token(const KvWriteParameters& p, const K
         amax = other > amax ? other : amax;
     }
     const float largest = __uint_as_float(amax), raised = largest < p.smallest_amax ? p.smallest_amax : largest;
-    const float scale = raised * (1.0f / 448.0f);
+    const float scale = FORMAT == CACHE_INT8_TOKEN ? raised / 127.0f : raised * (1.0f / 448.0f);
     if (chunk.count > 0 && chunk.column == 0) {
         const Cell cell = cell_of(chunk.slot, PAGE_SIZE, chunk.head);
         static_cast<float*>(rows.target.scales)[scale_index(rows.target, cell, 0)] = scale;
     }
+    if (FORMAT == CACHE_INT8_TOKEN) {
+        encode_int8(p, v, scale, words);
+        return;
+    }
+    const float factor = 1.0f / scale;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) v[i] = v[i] != v[i] ? __uint_as_float(FLOAT_INF_BITS) : v[i];
-    encode_e4m3(v, 1.0f / scale, words);
+    for (int i = 0; i < CHUNK; ++i) {
+        v[i] *= factor;  // infinity times 0 is NaN too
+        if (v[i] != v[i]) v[i] = __uint_as_float(FLOAT_INF_BITS);
+    }
+    encode_e4m3(v, 1.0f, words);
 }
 
 // The scale of a block of NVFP4, and the codes in the first two words. NaN has the code 12, and its block the scale NaN.
@@ -187,12 +209,20 @@ __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& ch
 template <class T>
 using Elements = Bytes<CHUNK * sizeof(T)>;
 
+// All formats have one code for NaN of either sign, so conversions of float16 may lose the sign of NaN.
 template <class T>
-__device__ __forceinline__ float number_of(const Elements<T>& elements, int i) {
-    if constexpr (sizeof(T) == 4) {
-        return __uint_as_float(elements.words[i]);
-    } else {
-        return to_float(T{static_cast<u16>(elements.words[i / 2] >> i % 2 * 16)});
+__device__ __forceinline__ void numbers_of(const Elements<T>& elements, float (&v)[CHUNK]) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 2) {
+        if constexpr (sizeof(T) == 4) {
+            v[i] = __uint_as_float(elements.words[i]);
+            v[i + 1] = __uint_as_float(elements.words[i + 1]);
+        } else if constexpr (ptx::is_bf16<T>) {
+            v[i] = ptx::low_of<T>(elements.words[i / 2]);
+            v[i + 1] = ptx::high_of<T>(elements.words[i / 2]);
+        } else {
+            ptx::cvt_f32_f16(elements.words[i / 2], v[i], v[i + 1]);
+        }
     }
 }
 
@@ -219,12 +249,11 @@ __device__ __forceinline__ Elements<T> load(const KvWriteParameters& p, const Kv
 template <class T>
 __device__ __forceinline__ void store(const KvWriteParameters& p, const KvRows& rows, const Chunk& chunk, const Elements<T>& elements) {
     float v[CHUNK];
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) v[i] = number_of<T>(elements, i);
+    numbers_of<T>(elements, v);
     const float scale = rows.scale == nullptr ? 1.0f : rows.scale[p.scale_of_heads ? chunk.head : 0];
     u32 words[CHUNK / 4] = {};
     Chunk stored = chunk;
-    if (FORMAT == CACHE_FP8_TOKEN) {
+    if (FORMAT == CACHE_FP8_TOKEN || FORMAT == CACHE_INT8_TOKEN) {
         encode_token(p, rows, chunk, v, words);  // all lanes of a row take part in its amax
     } else if (chunk.count <= 0) {
         return;

@@ -8,9 +8,9 @@ namespace narrowgauge {
 constexpr int STRIP = 64;  // rows of a strip: a multiple of every columnwise block
 
 struct Sections {
-    const i64* sizes;  // rows of each section, or null: the whole tensor is a section
+    const i64* sizes;  // rows of each section, or null: the whole tensor is a section, or all have `rows` rows
     int count;
-    i64 rows;          // rows of the tensor
+    i64 rows;          // rows of the tensor, or of each section
     const i64* starts = nullptr;  // first row of each section, or null: sections lie one behind another
 };
 

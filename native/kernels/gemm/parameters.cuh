@@ -10,7 +10,7 @@
 namespace narrowgauge {
 
 // Element format.
-enum class Element : int { E2M1 = 0, E2M3 = 1, E3M2 = 2, E4M3 = 3, E5M2 = 4 };
+enum class Element : int { E2M1 = 0, E2M3 = 1, E3M2 = 2, E4M3 = 3, E5M2 = 4, INT8 = 5 };
 
 // Type of c, of bias or of the output.
 enum class DType : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

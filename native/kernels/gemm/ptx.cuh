@@ -545,38 +545,41 @@ __device__ __forceinline__ void wgmma_m64n128k16_f32(float (&d)[64], u64 a, u64 
 #undef NARROWGAUGE_WGMMA
 
 // d (+)= a * b^T of 64 rows of a and 128 rows of b over 32 columns of FP8, asynchronously; `add`: whether d is added.
-// `a` and `b` are matrix descriptors.
-#define NARROWGAUGE_WGMMA_FP8(A, B)                                                                                    \
+// `a` and `b` are matrix descriptors. INT8 is multiplied alike, with int32 sums.
+#define NARROWGAUGE_WGMMA_8_BITS(OUT, A, B, SIGNS, R)                                                                  \
     asm volatile(                                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32." A "." B " {"                                                    \
+        "wgmma.mma_async.sync.aligned.m64n128k32." OUT "." A "." B " {"                                                \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                            \
-        "%64, %65, p, 1, 1;\n}"                                                                                        \
+        "%64, %65, p" SIGNS ";\n}"                                                                                     \
         :                                                                                                              \
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),      \
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),      \
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),      \
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),      \
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
+          R(d[0]), R(d[1]), R(d[2]), R(d[3]), R(d[4]), R(d[5]), R(d[6]), R(d[7]),                                      \
+          R(d[8]), R(d[9]), R(d[10]), R(d[11]), R(d[12]), R(d[13]), R(d[14]), R(d[15]),                                \
+          R(d[16]), R(d[17]), R(d[18]), R(d[19]), R(d[20]), R(d[21]), R(d[22]), R(d[23]),                              \
+          R(d[24]), R(d[25]), R(d[26]), R(d[27]), R(d[28]), R(d[29]), R(d[30]), R(d[31]),                              \
+          R(d[32]), R(d[33]), R(d[34]), R(d[35]), R(d[36]), R(d[37]), R(d[38]), R(d[39]),                              \
+          R(d[40]), R(d[41]), R(d[42]), R(d[43]), R(d[44]), R(d[45]), R(d[46]), R(d[47]),                              \
+          R(d[48]), R(d[49]), R(d[50]), R(d[51]), R(d[52]), R(d[53]), R(d[54]), R(d[55]),                              \
+          R(d[56]), R(d[57]), R(d[58]), R(d[59]), R(d[60]), R(d[61]), R(d[62]), R(d[63])                               \
         : "l"(a), "l"(b), "r"(add))
 template <bool A_E5M2, bool B_E5M2>
 __device__ __forceinline__ void wgmma_m64n128k32_f32(float (&d)[64], u64 a, u64 b, int add) {
     static_assert(!A_E5M2 || !B_E5M2, "no recipes are multiplied so");
     if constexpr (A_E5M2) {
-        NARROWGAUGE_WGMMA_FP8("e5m2", "e4m3");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e5m2", "e4m3", ", 1, 1", "+f");
     } else if constexpr (B_E5M2) {
-        NARROWGAUGE_WGMMA_FP8("e4m3", "e5m2");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e4m3", "e5m2", ", 1, 1", "+f");
     } else {
-        NARROWGAUGE_WGMMA_FP8("e4m3", "e4m3");
+        NARROWGAUGE_WGMMA_8_BITS("f32", "e4m3", "e4m3", ", 1, 1", "+f");
     }
 }
-#undef NARROWGAUGE_WGMMA_FP8
+__device__ __forceinline__ void wgmma_m64n128k32_s32(int (&d)[64], u64 a, u64 b, int add) {
+    NARROWGAUGE_WGMMA_8_BITS("s32", "s8", "s8", "", "+r");
+}
+#undef NARROWGAUGE_WGMMA_8_BITS
 #endif
 
 // ---- float16, two in a register --------------------------------------------------------------------------------------

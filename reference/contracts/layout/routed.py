@@ -21,6 +21,39 @@ OTHER_POSITIONS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Ten
 """Positions (tokens, choices) in place of the right ones, with a sentence: from these, and the number of rows."""
 
 
+OTHER_EXPERTS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = {
+    "next-expert": ("each choice takes the next expert", lambda p, count: torch.where(p < 0, p, (p + 1) % count)),
+    "first-expert": ("every choice takes expert 0", lambda p, count: torch.where(p < 0, p, 0)),
+    "expert-of-first-choice": ("every choice takes the expert of the first one",
+                               lambda p, count: p[:, :1].expand_as(p)),
+    "none-is-first-expert": ("a choice of no expert takes expert 0", lambda p, count: p.clamp(min=0)),
+    "none-is-last-expert": ("a choice of no expert takes the last one",
+                            lambda p, count: torch.where(p < 0, count - 1, p)),
+    "expert-of-next-token": ("a token takes the experts of the next one", lambda p, count: p.roll(-1, 0)),
+}  # fmt: skip
+"""Experts (tokens, choices) in place of the right ones, with a sentence: from these, and the number of experts."""
+
+
+def of_expert(
+    x: Interval, experts: torch.Tensor, count: int, *, part: int | None = None, layout: str = "joined"
+) -> Interval:
+    """The columns of the expert of each choice, of the products `x` (tokens, count·N), or (tokens·choices, count·N):
+    (tokens, choices, N). A choice of no expert has zeros. `part` of two parts of N columns each, in a `layout`."""
+    tokens, choices = experts.shape
+    none = (experts < 0).unsqueeze(-1)
+
+    def columns(t: torch.Tensor) -> torch.Tensor:
+        each = t.view(tokens, -1, count, t.shape[1] // count).expand(tokens, choices, -1, -1)
+        index = experts.clamp(min=0).view(tokens, choices, 1, 1).expand(-1, -1, 1, each.shape[3])
+        found = each.gather(2, index).squeeze(2).masked_fill(none, 0)
+        if part is None:
+            return found
+        width = {"joined": found.shape[2] // 2, "interleaved": 1, "interleaved-8": 8}[layout]
+        return found.view(tokens, choices, -1, 2, width)[:, :, :, part].flatten(2)
+
+    return x.arranged(columns)
+
+
 def chosen(x: Interval, positions: torch.Tensor) -> Interval:
     """The rows of `x` (rows, N) that positions name: (tokens, choices, N). A choice of no row has zeros."""
     if not x.shape[0]:

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

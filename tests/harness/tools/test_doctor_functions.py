@@ -92,6 +92,12 @@ def test_flushed_and_special_results_are_counted_apart() -> None:
     assert (found.of, found.subnormal_results, found.flushed) == (1, 2, 1)
 
 
+def test_zeros_that_round_to_0_are_not_flushed() -> None:
+    x = torch.tensor([0.0, -0.0, -149.5, -150.0, -1000.0, 1.0])
+    found = measured(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 2.0]), x, torch.exp2(x.double()))
+    assert (found.of, found.subnormal_results, found.flushed) == (2, 1, 1)
+
+
 def test_quotients_of_a_product_with_the_reciprocal() -> None:
     a, b = torch.rand(1000) + 1, torch.rand(1000) + 1
     product = a * (1 / b)

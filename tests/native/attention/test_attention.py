@@ -254,6 +254,25 @@ def test_sums_in_float64(name: str, path: PathName, dtype: torch.dtype, device: 
 
 
 @ON_EVERY_DEVICE
+@pytest.mark.parametrize("path", PATHS)
+def test_pages_before_a_window_are_not_read(path: PathName, device: str) -> None:
+    """Three rows of 300 keys see the last 20 to 22: the numbers of 17 pages are out of range."""
+    used = torch.zeros(20, 16, dtype=torch.bool)
+    used.view(-1)[272:300] = True
+    (k, numbers), (v, values) = (cache_of("CACHE_FP8", used, 1, 64, seed) for seed in (1, 2))
+    q = torch.randn(3, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
+    table, lengths = torch.arange(20).int().view(1, -1), torch.tensor([300]).int()
+    right = expected(q, numbers, values, table, [300], [3], 0.125, True, Options(window=20))
+    table[0, :17] = 1 << 30
+    pages = [Pages(part.codes.to(device), None, part.format) for part in (k, v)]
+    found = attend(*on(device, q), *pages, *on(device, table, lengths), starts=None, scale=0.125,
+                   options=Options(window=20, path=path))  # fmt: skip
+    out, lse = on("cpu", *found)
+    assert (out.double() - right[0]).abs().max() <= 2.0**-7 * right[0].abs().max()
+    assert (lse - right[1]).abs().max() <= 1e-5
+
+
+@ON_EVERY_DEVICE
 def test_codes_of_a_result(device: str) -> None:
     k, _ = cache_of("CACHE_FP8", torch.ones(2, 16, dtype=torch.bool), 1, 64, 1)
     q = torch.randn(1, 4, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))

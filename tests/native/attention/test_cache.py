@@ -70,6 +70,23 @@ def test_written_rows(recipe: str, layout: PageLayoutName, dtype: str, device: s
 
 
 @ON_EVERY_DEVICE
+@pytest.mark.parametrize("recipe", ["int8-row", "int8-row@vllm-row", "fp8-row-e4m3@vllm-kv"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_special_rows_with_scales_of_tokens(recipe: str, dtype: str, device: str) -> None:
+    """Rows of zeros, NaN, infinity, the smallest numbers, and whole numbers and halves under a scale of 1."""
+    steps = program("kv-write", recipe, dtype)
+    tensors = contract_inputs(steps, SIZES, "normal", Draw("special"))
+    for name in ("k", "v"):
+        rows = tensors[name]
+        rows[0], rows[1, 3], rows[2, 5], rows[3, 1], rows[4] = 0.0, float("nan"), float("inf"), -float("inf"), 1e-45
+        rows[5] = torch.arange(len(rows[5])) / 2
+        rows[5, 0] = -127.0
+        rows[6] = torch.finfo(rows.dtype).tiny
+    found = stored(steps, tensors, Native(device), "nhd")
+    assert not [name for name, part in judged(steps, tensors, found) if bool(part.wrong.any())]
+
+
+@ON_EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_read_rows(recipe: str, layout: PageLayoutName, dtype: str, device: str) -> None:

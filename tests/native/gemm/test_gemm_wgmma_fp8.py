@@ -15,6 +15,7 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.devices import ON_CPU_AND_HOPPER, ops
 from tests.native.operands import (
+    batched,
     operand,
     product_of_sections,
     random_addends,
@@ -111,6 +112,22 @@ def test_each_section_is_multiplied_by_its_own_matrix(left: str, right: str) -> 
             y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added)
             assert_equal(y, product_of_sections(expected, a, b, out_dtype=torch.bfloat16, **added))
         assert ops.gemm_order(a.sections(), b) == order_of(FP8, product_family(a.recipe, b[0].recipe))
+
+
+@ON_CPU_AND_HOPPER
+@ON_FP8_PATH
+@pytest.mark.parametrize(("left", "right"), [PAIRS[-1], ("fp8-current-e4m3", "fp8-row-e4m3")])
+def test_a_batch_is_one_launch(left: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product has the bits of a product alone, with its own scales and bias."""
+    monkeypatch.setattr("narrowgauge.native.gemm.scaled.path_of", lambda *_, fp8, **__: FP8 if fp8 else PORTABLE)
+    monkeypatch.setattr("narrowgauge.native.gemm.scaled.gemm", None)
+    a, b = (
+        [random_operand(recipe, rows, 144, seed) for seed in range(3)] for recipe, rows in ((left, 130), (right, 72))
+    )
+    bias = matrix("normal", 3, 72, FP32)
+    y = ops.scaled_gemm_bias(batched(a), batched(b), bias)
+    alone = [expected(p, q, out_dtype=torch.bfloat16, bias=r) for p, q, r in zip(a, b, bias, strict=True)]
+    assert_equal(y, torch.stack(alone))
 
 
 @pytest.mark.parametrize(

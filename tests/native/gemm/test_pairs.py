@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.native.gemm import int8 as native_int8
 from narrowgauge.native.runtime.sources import FOLDER, replaced
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.quantized import PARTS, BatchedQuantized, Quantized
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.devices import ON_EVERY_DEVICE, ops
+from tests.native.devices import ON_CPU_AND_HOPPER, ON_EVERY_DEVICE, ops
+from tests.native.operands import batched
 from tests.native.samples import assert_equal
 
 INT8 = (("int8-row", "int8-row"), ("int8-row-zp", "int8-row"), ("int8-row", "int8-row-zp"), ("int8-row-zp",) * 2)
@@ -40,12 +42,6 @@ def exact(a: Quantized, b: Quantized) -> torch.Tensor:
     return ((left @ right.T).double() * a.scales.double() * b.scales.T.double()).float()
 
 
-def batched(several: list[Quantized]) -> BatchedQuantized:
-    parts = {name: [getattr(q, name) for q in several] for name in (*PARTS, "zeros")}
-    stacked = {name: None if part[0] is None else torch.stack(part) for name, part in parts.items()}
-    return BatchedQuantized(**stacked, recipe=several[0].recipe, shape=(len(several), *several[0].shape))
-
-
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize(("left", "right"), INT8)
 def test_sums_of_whole_numbers_are_exact(left: str, right: str) -> None:
@@ -69,6 +65,28 @@ def test_a_batch_of_whole_numbers() -> None:
     right = torch.stack([exact(*pair) for pair in several])
     assert_equal(ops.scaled_gemm(a, b, out_dtype="float32"), right)
     assert_equal(ops.scaled_gemm_bias(a, b, bias, out_dtype="float32"), right + bias.unsqueeze(1))
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@ON_CPU_AND_HOPPER
+def test_tensor_cores_of_hopper_multiply_whole_numbers() -> None:
+    """Tiles with tails, of 128 and 256 columns, and the tiles of a batch, each of its own product."""
+    for m, n, k in ((1, 1, 16), (17, 70, 144), (130, 600, 16)):
+        a, b = whole("int8-row", m, k), whole("int8-row", n, k)
+        assert_equal(ops.scaled_gemm(a, b, out_dtype="float32"), exact(a, b))
+    several = [(whole("int8-row", 131, 32), whole("int8-row", 264, 32)) for _ in range(2)]
+    several[1] = tuple(replace(q, codes=q.codes.flip(0), scales=q.scales.flip(0)) for q in several[1])
+    a, b = (batched([pair[side] for pair in several]) for side in range(2))
+    bias = torch.arange(528.0).view(2, 264)
+    right = torch.stack([exact(*pair) for pair in several]) + bias.unsqueeze(1)
+    assert_equal(ops.scaled_gemm_bias(a, b, bias, out_dtype="bfloat16"), right.bfloat16())
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU runs the kernel of Hopper, and no product is too small for it."""
+    monkeypatch.setattr(native_int8, "is_hopper", lambda _: True)
+    monkeypatch.setattr(native_int8, "SMALLEST", 0)
 
 
 def test_sums_that_may_exceed_int32_are_refused() -> None:
@@ -117,6 +135,7 @@ def test_pairs_that_the_kernels_do_not_have() -> None:
 # ---- wrong kernels, each by one change of the source -----------------------------------------------------------------
 
 INT8_SOURCE, PIPELINE = "gemm/gemm_int8.cu", "gemm/portable/gemm.cuh"
+HOPPER_SOURCE = "gemm/sm90/gemm_wgmma_int8.cu"
 WHOLE = ("int8-row-zp", "int8-row-zp")
 WRONG = {
     # name: (recipes, file, text, its replacement)
@@ -126,6 +145,8 @@ WRONG = {
     "sums-of-rows-exchanged": (WHOLE, INT8_SOURCE, "z_b * of_rows[row]", "z_b * of_rows[column]"),
     "scale-of-the-row-of-b": (WHOLE, INT8_SOURCE, "a.scales[y]", "b.scales[x]"),
     "last-columns-dropped": (WHOLE, INT8_SOURCE, "start + STEP < p.k) load", "start + 2 * STEP <= p.k) load"),
+    "signs-lost": (INT8[0], HOPPER_SOURCE, "static_cast<signed char>(tile[", "static_cast<u8>(tile["),
+    "rows-taken-twice": (INT8[0], HOPPER_SOURCE, "top + i / 2 % 2 * 8", "top"),
     "scales-of-the-next-block": (
         MIXED[0], PIPELINE, "scales[(start + j) / MX_BLOCK", "scales[(start + j + MX_BLOCK) % k / MX_BLOCK",
     ),
@@ -150,6 +171,7 @@ def passes(recipes: tuple[str, str]) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("name", WRONG)
 def test_the_contract_refuses_a_wrong_kernel(name: str, tmp_path: Path) -> None:
     recipes, file, text, replacement = WRONG[name]

@@ -26,7 +26,7 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
-from narrowgauge.reference.contracts.layout.routed import OTHER_POSITIONS, SOME_CHOICES
+from narrowgauge.reference.contracts.layout.routed import OTHER_EXPERTS, OTHER_POSITIONS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
@@ -44,6 +44,7 @@ from narrowgauge.spec.program import (
     INDEX,
     INTEGERS,
     JOINED,
+    OF_EXPERT,
     QUANTIZE,
     READ,
     RENUMBERED,
@@ -95,6 +96,21 @@ def changes(program: Program) -> Iterator[Change]:
     for number, step in enumerate(program.steps):
         for row in _ROWS.get(step.function, ()):
             yield from _changes_of(editor, Site(editor, number), row)
+    yield from _exchanged_scales(program)
+
+
+def _exchanged_scales(program: Program) -> Iterator[Change]:
+    """Two given scales of equal axes, each in the place of the other."""
+    kinds = {argument.name: argument.kind for argument in program.arguments}
+    scales = [(number, step) for number, step in enumerate(program.steps)
+              if step.function == "argument" and kinds.get(step.options["name"]) in ("Scale", "Scales")]  # fmt: skip
+    for (number, one), (place, other) in itertools.combinations(scales, 2):
+        if one.axes == other.axes and one.options["name"] != other.options["name"]:
+            steps = list(program.steps)
+            steps[number], steps[place] = other, one
+            names = one.options["name"], other.options["name"]
+            sentence = "{} and {} are exchanged".format(*names)
+            yield Change(f"argument-{number}:exchanged-{names[1]}", sentence, replace(program, steps=tuple(steps)))
 
 
 def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:
@@ -558,9 +574,11 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
 
 
 def _other_positions(site: Site) -> list[tuple[str, str]]:
-    """Wrong rows of an argument that names a row for each choice of a token."""
+    """Wrong rows, or experts, of an argument that names one for each choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
-    return [(to, sentence) for to, (sentence, _) in OTHER_POSITIONS.items()] if CHOSEN in users else []
+    others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
+    others = others if site.step.dtype == INDEX else {}  # the table has these users too
+    return [(to, sentence) for to, (sentence, _) in others.items()]
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:

@@ -12,10 +12,12 @@ from narrowgauge.spec.program import (
     HALF,
     HEADS,
     JOINED,
+    OF_EXPERT,
     ONCE,
     PLACES,
     READ,
     RESCALED,
+    ROWS_OF_CHOICES,
     SCORES,
     SEGMENTS,
     SLOTS,
@@ -56,7 +58,18 @@ def formula(program: Program, number: int) -> str:
 def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
     """The formula and how strongly it binds."""
     step = program.steps[number]
-    if step.function in ("float32", "cast", "merged", ONCE, DECODE, DEQUANTIZE, READ, SQUEEZED, UNSQUEEZED):
+    if step.function in (
+        "float32",
+        "cast",
+        "merged",
+        ONCE,
+        DECODE,
+        DEQUANTIZE,
+        READ,
+        SQUEEZED,
+        UNSQUEEZED,
+        ROWS_OF_CHOICES,
+    ):
         return _text(program, step.operands[0], depth)
     if step.function == HALF:
         return str(step.options["half"]), _ATOM
@@ -72,7 +85,7 @@ def _text(program: Program, number: int, depth: int) -> tuple[str, int]:
         return f"the {_ORDINALS[step.options['part']]} half of {_text(program, step.operands[0], depth)[0]}", _ATOM
     if step.function == COLUMNS:
         return f"{_text(program, step.operands[0], depth)[0]} {step.options['order']}", _ATOM
-    if step.function in (TAKE, CHOSEN):
+    if step.function in (TAKE, CHOSEN, OF_EXPERT):
         table, index = (_text(program, operand, depth)[0] for operand in step.operands)
         return f"{table}[{index}]", _ATOM
     if depth == 0:

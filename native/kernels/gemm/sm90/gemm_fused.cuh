@@ -8,8 +8,8 @@
 // slices of an output tile. Neighbouring sums are added first.
 //
 // The kernel of sections is persistent. A block has 256 rows of b, 64 for each warpgroup, and all of K; the producers copy the
-// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 675 us of MXFP8
-// and 590 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
+// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 660 us of MXFP8
+// and 576 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
 // the tensor cores multiply the step before, by 1 to 5 %.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
@@ -577,27 +577,46 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     ptx::griddepcontrol_launch_dependents();
 }
 
+// Of pack_interleaved, at least. On an H200 2 and 3 blocks are slower by 1 %, 6 and 8 by 3 % with 256 rows of NVFP4.
+constexpr int PACKING_BLOCKS_PER_SM = 4;
+
+// Tiles that a block of pack_interleaved dequantizes at a time: rows of the operand, tiles of K, and place in memory.
+struct PackedRun {
+    i64 first, end, step, tile;  // end: -1 beyond the last tile
+};
+
 // Dequantizes an operand to tiles with interleaved columns: 256 threads for every tile, grid K/64 * rows of tiles; of sections
-// any grid.
+// any grid, a block takes neighbouring tiles of K. One thread finds their section: when all threads did so for each tile, 64
+// sections of 32 rows by K = 7168 took 52 us on an H200.
 template <class Codes>
-__device__ __forceinline__ void pack_interleaved_tile(const DequantizeParameters& p) {
-    const u32 steps = static_cast<u32>(p.k / TILE_COLUMNS);
+__device__ __forceinline__ void pack_interleaved_operand(const DequantizeParameters& p) {
+    constexpr u32 TILES_OF_RUN = 4;
+    static_assert(Codes::RUN % (TILES_OF_RUN * TILE_COLUMNS) == 0, "K is a multiple of the columns of a run");
+    __shared__ PackedRun shared;
+    const bool sections = p.sizes != nullptr;
+    const u32 count = sections ? TILES_OF_RUN : 1, runs = static_cast<u32>(p.k / TILE_COLUMNS) / count;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // after the wait: the next kernel reads b without one
     u32* refused = p.refused;
-    if (Codes::SCALES == BlockScales::E8M0 && p.sizes == nullptr) {
-        refused = flag_of_block(p.refused);
-        __syncthreads();
-    }
+    if (Codes::SCALES == BlockScales::E8M0 && !sections) refused = flag_of_block(p.refused);
     TiledSection at({p.sizes, p.sections, p.rows, p.starts});
-    for (i64 tile = blockIdx.x;; tile += gridDim.x) {
-        Operand from = {p.operand, p.rows};
-        i64 first;
-        if (!find_rows(p, tile / steps, at, from, first)) return;
-        dequantize_tile<typename Codes::Element, Codes::SCALES, true>(from, first, tile % steps * TILE_COLUMNS, p.k,
-                                                                      p.tiles + tile * TILE_BYTES, refused,
-                                                                      p.sizes == nullptr);
-        if (p.sizes == nullptr) return;
+    for (i64 run = blockIdx.x;; run += gridDim.x) {
+        if (threadIdx.x == 0) {
+            Operand from = {p.operand, p.rows};
+            i64 first;
+            const bool found = find_rows(p, run / runs, at, from, first);
+            shared = {first, found ? from.rows : -1, run % runs * count, run * count};
+        }
+        __syncthreads();
+        const PackedRun own = shared;
+        if (own.end < 0) return;
+        for (u32 i = 0; i < count; ++i) {
+            dequantize_tile<typename Codes::Element, Codes::SCALES, true>(
+                {p.operand, own.end}, own.first, (own.step + i) * TILE_COLUMNS, p.k, p.tiles + (own.tile + i) * TILE_BYTES,
+                refused, !sections);
+        }
+        if (!sections) return;
+        __syncthreads();
     }
 }
 

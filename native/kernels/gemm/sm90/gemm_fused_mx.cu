@@ -22,8 +22,8 @@
 
 namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack_interleaved(DequantizeParameters p) {
-    pack_interleaved_tile<MxCodes>(p);
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, PACKING_BLOCKS_PER_SM) pack_interleaved(DequantizeParameters p) {
+    pack_interleaved_operand<MxCodes>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES

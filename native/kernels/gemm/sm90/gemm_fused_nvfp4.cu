@@ -21,8 +21,8 @@
 
 namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack_interleaved(DequantizeParameters p) {
-    pack_interleaved_tile<Nvfp4Codes>(p);
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS, PACKING_BLOCKS_PER_SM) pack_interleaved(DequantizeParameters p) {
+    pack_interleaved_operand<Nvfp4Codes>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS) CLUSTER_OF_SLICES

@@ -1,5 +1,6 @@
 // gemm_wgmma_fp8_tensor: out = alpha * (a @ b.T) (+ c) (+ bias), a and b FP8 with a float32 scale of the tensor.
 // gemm_wgmma_fp8_rows:   the same with a float32 scale for each row of a or of b, or of both.
+// gemm_wgmma_fp8_batch:  the same for the products of a batch, of operands (B, M, K) and (B, N, K).
 // gemm_wgmma_fp8_block: out = a @ b.T (+ bias) (+ c), a FP8 with a float32 scale for 128 elements of K of a row, b with
 //                       tiles of 128x128.
 // gemm_wgmma_fp8_grouped_tensor, gemm_wgmma_fp8_grouped_block: the same for every section of a, with its own matrix b.
@@ -9,7 +10,7 @@
 //            of sections with a map of each matrix in memory
 //   a.scales as in gemm_fp8.cu, in any Layout
 //   alpha    from scales of tensors or rows; its a is null for block scales
-//   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a grouped GEMM
+//   slices   of K, 1, 2, 4 or 8; on a GPU the macro SLICES; 1 of a batch and of a grouped GEMM
 //   The macro TILES_OF_B, 1 or 2, with 8 slices 2: an output tile has 128 or 256 columns. The macro FEW_ROWS, 1 or 0: whether
 //   products of 64 rows beyond the last are skipped
 //   Launch: `early`, 384 threads. A persistent kernel with any grid: a block for each multiprocessor is best. With slices the
@@ -43,7 +44,14 @@ extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) CLUSTER_OF_SLICES
                           [](const OutputTile&) { return Alpha{}; });
 }
 
-#if !defined(__CUDA_ARCH__) || SLICES == 1  // the grouped kernels are in the module without slices
+#if !defined(__CUDA_ARCH__) || SLICES == 1  // batches and the grouped kernels are in the module without slices
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+    gemm_wgmma_fp8_batch(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, WgmmaFp8Parameters p, Alpha alpha,
+                         int products) {
+    multiply_mapped_codes(MappedBatch{{}, a, b, p.a_box_rows, p.n}, p, UnscaledRows{}, {nullptr, products, p.m},
+                          [&](const OutputTile& tile) { return of_product(alpha, tile, p.n); });
+}
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_wgmma_fp8_grouped_tensor(const __grid_constant__ TensorMap a, const TensorMap* b, WgmmaFp8Parameters p,

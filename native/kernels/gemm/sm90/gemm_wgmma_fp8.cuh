@@ -93,6 +93,32 @@ struct MappedCodes : CopyingSource {
     }
 };
 
+// The same for a batch, whose matrices are consecutive in memory. Outputs of rows of the next product are not stored.
+struct MappedBatch : CopyingSource {
+    using Order = TiledProduct;
+
+    const TensorMap& a;
+    const TensorMap& b;
+    int a_box_rows;
+    i64 n;
+
+    __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage) - (TILE_ROWS - a_box_rows) * ROW_BYTES; }
+
+    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
+        OutputTile below = tile;
+        below.row += tile.section_start;
+        below.column += tile.section * n;
+        MappedCodes{{}, a, b, a_box_rows}.load(stage, full, below, step);
+    }
+};
+
+// Alpha of the product of a batch to which a tile belongs.
+__device__ __forceinline__ Alpha of_product(Alpha alpha, const OutputTile& tile, i64 n) {
+    alpha.a += alpha.a_per_row != 0 ? tile.section_start : tile.section;
+    alpha.b += alpha.b_per_row != 0 ? tile.section * n : tile.section;
+    return alpha;
+}
+
 // The same for the sections of a, with a map of each matrix, and the boxes of a that have rows of the section. Other rows of a
 // stage are of the next section or of another tile; their outputs are not stored.
 struct MappedSections : CopyingSource {

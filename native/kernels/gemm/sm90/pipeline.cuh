@@ -15,7 +15,7 @@
 #pragma once
 
 #include "gemm/cluster.cuh"
-#include "gemm/sm90/store_outputs.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/sm90/tile.cuh"
 
 namespace narrowgauge {

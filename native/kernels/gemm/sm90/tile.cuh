@@ -50,6 +50,17 @@ struct TiledSection {
     }
 };
 
+// The same for a batch, whose products have equally many rows.
+struct TiledProduct : TiledSection {
+    using TiledSection::TiledSection;
+
+    __device__ __forceinline__ bool next() {
+        before += tiles();
+        section.start += section.count;
+        return ++number < sections.count;
+    }
+};
+
 // A warpgroup accumulates 64 rows by 256 columns, 128 sums in each thread. Sum 4j + 2i + e of thread t is that of row
 // t/32*16 + t%32/4 + 8i and column 8j + 2(t%4) + e.
 constexpr int WGMMA_M = 64, WGMMA_N = 256, WGMMA_K = 16, SUMS = WGMMA_M * WGMMA_N / WARPGROUP;
@@ -74,12 +85,15 @@ __device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
 }
 
 // Waits for all wgmma of the warpgroup but the last PENDING groups. The compiler reads the sums after this point only.
-template <int PENDING = 0, int COUNT>
-__device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[COUNT]) {
+template <int PENDING = 0, class T, int COUNT>
+__device__ __forceinline__ void wait_for_sums([[maybe_unused]] T (&d)[COUNT]) {
 #ifdef HAS_WGMMA
     ptx::wgmma_wait_group<PENDING>();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) {
+        if constexpr (static_cast<T>(0.5f) != T{}) asm volatile("" : "+f"(d[i])::"memory");
+        else asm volatile("" : "+r"(d[i])::"memory");
+    }
 #endif
 }
 

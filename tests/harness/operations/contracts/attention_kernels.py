@@ -342,7 +342,7 @@ def _output_e4m3(self, o, total, v_factor):
 WRONG: dict[str, tuple[Attention, str]] = {
     "k scale ignored": (_scales(lambda k, v: (k * 0 + 1, v))(), "given scale is left out"),
     "v scale ignored": (_scales(lambda k, v: (k, v * 0 + 1))(), "given scale is left out"),
-    "scales exchanged": (_scales(lambda k, v: (v, k))(), "v_scale"),
+    "scales exchanged": (_scales(lambda k, v: (v, k))(), "k_scale and v_scale are exchanged"),
     "k scale twice": (_scales(lambda k, v: (k * k, v))(), "given scale is a factor twice"),
     "v scale twice": (_scales(lambda k, v: (k, v * v))(), "given scale is a factor twice"),
     "v scale inverted": (_scales(lambda k, v: (k, 1 / v))(), "given scale is inverted"),

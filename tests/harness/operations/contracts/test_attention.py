@@ -223,7 +223,6 @@ def test_causes_name_what_is_wrong(name: str) -> None:
 
 
 UNNAMED = {
-    "scales exchanged": "a pair of changes",
     "base of a merge": "output and log-sum-exp are wrong by different factors",
     "output in e4m3": "no change of a contract rounds a result to 8 bits",
     "p in e4m3 without its factor": "no change of a contract has weights without a factor",
@@ -238,7 +237,7 @@ def test_most_wrong_kernels_have_a_single_change() -> None:
     """A change with the words of the cause gives every result of a family. Other changes may do so too."""
     named = {name for name, (kernel, words) in WRONG.items() if words and has_change(kernel, words)}
     assert set(WRONG) - named == set(UNNAMED)
-    assert len(named) > 0.88 * len(WRONG)
+    assert len(named) > 0.9 * len(WRONG)
 
 
 def has_change(kernel: Attention, words: str) -> bool:

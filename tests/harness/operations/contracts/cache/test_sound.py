@@ -16,7 +16,10 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.cache.kernels import Kernels
 
 NVFP4 = "nvfp4@torchao-one-level"
-RECIPES = ("fp8-static-e4m3", "fp8-static-e4m3@vllm-kv", "fp8-row-e4m3@vllm-kv", "mxfp8-e4m3", NVFP4)
+RECIPES = (
+    "fp8-static-e4m3", "fp8-static-e4m3@vllm-kv", "fp8-row-e4m3@vllm-kv", "int8-row", "int8-row@vllm-row", "mxfp8-e4m3",
+    NVFP4,
+)  # fmt: skip
 SIZES = {"tokens": 11, "heads": 3, "dim": 32, "v_dim": 64, "pages": 4, "page": 5, "requests": 7, "most": 3, "scales": 1}
 OTHERS = {"cache": "half", "slots": "int64", "pages": "int64", "lengths": "int64", "k_scale": "float32",
           "v_scale": "float32"}  # fmt: skip

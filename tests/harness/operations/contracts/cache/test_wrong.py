@@ -90,11 +90,23 @@ def swapped(one: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def whole_numbers(rounded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Method]:
+    """Another rounding of rows of INT8."""
+
+    def method(self: Kernels, x: torch.Tensor, recipe: Any, scale: Any, half: str) -> dict[str, torch.Tensor]:
+        found = Kernels.quantized(self, x, recipe, scale, half)
+        of_rows = x.float().abs().amax(-1, keepdim=True) / 127
+        codes = rounded((x.float() / of_rows).nan_to_num(0.0)).clamp(-128, 127)
+        return found | {half: codes.to(torch.int8).view(torch.uint8)}
+
+    return {"quantized": method}
+
+
 def of_first_head(name: str, part: torch.Tensor) -> torch.Tensor:
     return part[:, :1].expand_as(part) if name.endswith("scales") else part
 
 
-ROW = "fp8-row-e4m3"
+ROW, INT8_ROW = "fp8-row-e4m3", "int8-row"
 WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
     # of serving.md
     "page and offset exchanged": ("kv-write", STATIC, "page and offset are exchanged",
@@ -105,6 +117,12 @@ WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
                                 {"place": lambda self, slot, cache, half: divmod(max(slot, 0), cache.page)}),
     "scales of the token before": ("kv-write", ROW, "scales are those of the previous token",
                                    parts(lambda name, x: x.roll(1, 0) if name.endswith("scales") else x)),
+    "INT8 truncated": ("kv-write", INT8_ROW, "rounded toward zero", whole_numbers(torch.trunc)),
+    "INT8 ties away from zero": ("kv-write", INT8_ROW, "rounded nearest-away", whole_numbers(
+        lambda x: torch.trunc(x + torch.where(x < 0, -0.5, 0.5)))),
+    "INT8 scales of head 0": ("kv-write", INT8_ROW, "stored scales are those of head 0", parts(of_first_head)),
+    "reads INT8 of head 3 for head 1": ("kv-read", INT8_ROW, "head 1 of keys is that of head 3", head(
+        lambda h, n: 3 if h == 1 else h)),
     # more
     "head 3 for head 1": ("kv-write", STATIC, "head 1 of k is that of head 3", rows(
         lambda x: x[:, [0, 3, 2, 3]])),
