@@ -43,8 +43,9 @@ def rmsnorm_quantize(
     `ub`: upper bound of the amaxes that give the scales of groups and rows.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
     of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError for another dtype of `x`,
-    ValueError for another shape, NotImplementedError for another dtype of a vector or of a residual, for a recipe that neither `row_recipe` nor `quantize_produced` has and
-    for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    ValueError for another shape, NotImplementedError for another dtype of a vector or of a residual, for a recipe that
+    neither `row_recipe` nor `quantize_produced` has and for rows longer than `rows.LONGEST_ROW`, ToolchainError if
+    kernels cannot be compiled.
     """
     if needs_tiles(recipe) and amax is None and scale is None and ub == math.inf:
         return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, scales=scales)

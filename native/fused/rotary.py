@@ -32,8 +32,9 @@ def rope_quantize(
     Halves of a row are the pairs. `x`, `cos`: float32, bfloat16 or float16. The result is rounded to the dtype of `x`
     once. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the
     amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError for another dtype of
-    `x`, ValueError for another shape, NotImplementedError for another dtype of `cos` or `sin`, for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    `x`, ValueError for another shape, NotImplementedError for another dtype of `cos` or `sin`, for a recipe that
+    `row_recipe` does not have and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be
+    compiled.
     """
     return _launch(x, cos, sin, recipe, scale, amax, scales, parts=1)
 

@@ -62,7 +62,7 @@ def check_tensor(
 
 
 def check_taken(tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> None:
-    """Raises NotImplementedError for a dtype that the kernel does not take, ValueError for another shape than `shape`."""
+    """Raises NotImplementedError for another dtype than `dtypes`, ValueError for another shape than `shape`."""
     if tensor.dtype not in dtypes:
         taken = " or ".join(map(str, dtypes))
         raise NotImplementedError(f"{name} is {tensor.dtype}; the kernel takes {taken}: pass {name}.to({dtypes[0]})")

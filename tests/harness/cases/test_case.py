@@ -451,13 +451,11 @@ def test_what_is_no_id_of_a_case(name):
 
 
 @pytest.mark.parametrize(("operation", "shape", "extent"), [
-    ("rmsnorm-quantize", {"K": 40}, "K = 40"), ("rmsnorm-quantize-both", {"M": 40}, "M = 40"),
+    ("rmsnorm-quantize", (48, 40), "K = 40"), ("rmsnorm-quantize-both", (40, 48), "M = 40"),
 ])  # fmt: skip
-def test_a_contract_refuses_columns_that_a_rotation_does_not_divide(
-    operation: str, shape: dict[str, int], extent: str
-) -> None:
+def test_a_contract_refuses_parts_of_a_rotated_group(operation: str, shape: tuple[int, int], extent: str) -> None:
     case = case_from_id(f"{operation}/nvfp4-rht/48x48/bf16/normal")
     assert case is not None
     assert case.problem() is None
     refused = "recipe nvfp4-rht rotates whole groups of 16; {} is no multiple of it"
-    assert replace(case, **shape).problem() == refused.format(extent)
+    assert replace(case, shape=shape).problem() == refused.format(extent)

@@ -211,7 +211,7 @@ def test_an_upper_bound_of_the_scales() -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "residual", "cos", "sin"])
-def test_a_dtype_that_a_kernel_does_not_take_is_named_with_the_remedy(name: str) -> None:
+def test_a_wrong_dtype_of_a_vector_is_named_with_the_remedy(name: str) -> None:
     vector, double = torch.ones(64), torch.ones(64, dtype=torch.float64)
     x, angles = torch.ones(2, 64), torch.ones(2, 32)
     calls = {
