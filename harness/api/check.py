@@ -209,12 +209,17 @@ def selected_cases(
     Arguments as of `check`. `chosen`: families, shapes, dtypes and keys. `parameters`: names of the parameters of the
     function. Raises ValueError and TypeError.
     """
-    contract = _contract_of(subject, operation)
+    contract, beginning = _contract_of(subject, operation), ""
+    if contract is None and _begins_ids(subject) and (begun := CONTRACTS.get(subject.partition("/")[0])) is not None:
+        _, recipe, chosen = _beginning(subject, dict(chosen))
+        contract, beginning, subject = begun, subject, begun
+        recipe = (recipe or None) if hold(begun).declared.recipes else None
     if contract is None:
         return None, *_selected(_one_of(subject, recipe), operation, dict(chosen), layout, parameters)
     if subject is not contract and not (isinstance(subject, str) and subject in CONTRACTS):
         recipe = _one_of(subject, recipe)
-    return contract, *_of_contract(contract, operation, recipe, chosen)
+    operation, found = _of_contract(contract, operation, recipe, chosen)
+    return contract, operation, _begun(beginning, found)
 
 
 def _one_of(subject: Any, recipe: Any) -> Any:
@@ -261,7 +266,7 @@ def _selected(
     `chosen`: families, shapes, dtypes and keys of the caller. `known`: names of parameters of the function.
     """
     beginning = ""
-    if isinstance(recipe, str) and "/" in recipe and not RULE_FILE.fullmatch(recipe) and case_from_id(recipe) is None:
+    if _begins_ids(recipe):
         beginning = recipe
         of_text, recipe, chosen = _beginning(recipe, chosen)
         operation = operation or of_text
@@ -277,13 +282,26 @@ def _selected(
         return operation, [(case, False) for case in cases]
     operation = operation or "quantize"
     _check_operation(operation)
-    found = _cases(recipe, operation, **chosen, layout=layout, known=known)
-    if beginning and found and not (begun := [pair for pair in found if pair[0].id.startswith(beginning)]):
+    return operation, _begun(beginning, _cases(recipe, operation, **chosen, layout=layout, known=known))
+
+
+def _begins_ids(subject: Any) -> bool:
+    """Whether the subject is the beginning of ids, and not an id."""
+    return (
+        isinstance(subject, str) and "/" in subject and not RULE_FILE.fullmatch(subject)
+        and case_from_id(subject) is None
+    )  # fmt: skip
+
+
+def _begun(beginning: str, found: list[tuple[Case, bool]]) -> list[tuple[Case, bool]]:
+    """The cases whose ids begin so. Raises ValueError if none of several does."""
+    begun = [pair for pair in found if pair[0].id.startswith(beginning)]
+    if found and not begun:
         raise ValueError(
             f"{beginning!r} is no id of a case, and no case of this check begins with it"
             f"{nearest(beginning, [case.id for case, _ in found])}; the first one is {found[0][0].id!r}"
         )
-    return operation, begun if beginning and found else found
+    return begun
 
 
 def _check_operation(operation: str) -> None:

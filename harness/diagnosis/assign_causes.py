@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,9 @@ from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_hint,
 
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
 """An explanation as an entry of a record, and the records that it explains."""
+SO_IN = "; so in "
+"""Beginning of the number of records of which a sentence holds."""
+_BEHIND_CLAIM = re.compile(r"; |: the bytes are those of | \(")
 
 
 def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
@@ -105,12 +109,28 @@ def _cover(records: list[dict[str, Any]], causes_of: dict[int, list[str]]) -> li
                 ranks[cause] += rank
         best = min(counts, key=lambda cause: (-counts[cause], ranks[cause], cause))
         explained = [record for record in remaining if _explanation_of(record, best) is not None]
-        complete = (_complete_explanation(record, best) for record in explained)
-        explanation = next(filter(None, complete), None) or _explanation_of(explained[0], best)
-        assert explanation is not None
-        assigned.append((explanation, explained))
+        assigned.append((_of_most(best, explained), explained))
         remaining = [record for record in remaining if _explanation_of(record, best) is None]
     return assigned
+
+
+def _of_most(cause: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The explanation of most of the records by a cause, an exact one if a record has one.
+
+    Sentences about one cause can name different numbers. The sentence then says in how many records it is so.
+    """
+    entries = [entry for record in records if (entry := _explanation_of(record, cause)) is not None]
+    ((claim, count),) = Counter(_claim(entry) for entry in entries).most_common(1)
+    first = max((entry for entry in entries if _claim(entry) == claim), key=lambda entry: bool(entry["exact"]))
+    exact = bool(first["exact"]) or any(_complete_explanation(record, cause) for record in records)
+    claims = gives_every_byte(first) or is_weak(first)  # not a sentence about a search that found nothing
+    words = f"{SO_IN}{count} of {len(entries)} cases" if claims and count < len(entries) else ""
+    return {**first, "sentence": first["sentence"] + words, "exact": exact}
+
+
+def _claim(entry: dict[str, Any]) -> str:
+    """The sentence of an entry without counts and doubts."""
+    return _BEHIND_CLAIM.split(str(entry["sentence"]), maxsplit=1)[0]
 
 
 def _causes(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from narrowgauge.harness.checks.stage import StageResult
@@ -110,8 +109,8 @@ def _confirmed(
     further: FurtherRun,
     without: frozenset[str] = frozenset(),
 ) -> list[Explanation]:
-    """The explanations that other inputs do not refute. If all are refuted: those of a search `again` `without` them,
-    or, if it finds none, all of them, not exact.
+    """The explanations that other inputs do not refute. If no exact one is left and a search `again` `without` the
+    refuted ones finds exact ones: these.
 
     The case runs on inputs of the first family of `_FURTHER` on which the kernel is wrong at the same stage, or in the
     same fused matrix. A cause that does not give the bytes there is refuted. A cause is confirmed `_PROOFS` times.
@@ -139,11 +138,7 @@ def _confirmed(
         others = [each for each in again(without) if each.exact and each.cause not in without]
         if others and not limit.note:
             return _confirmed(others, again, history, limit, further, without)
-        words = f"; does not give the bytes of inputs {family}"
-        return [
-            replace(each, sentence=each.sentence + words, exact=False) if each in refuted else each
-            for each in explanations
-        ]
+        return kept
     return explanations
 
 

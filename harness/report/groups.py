@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.harness.diagnosis.assign_causes import assign_causes
+from narrowgauge.harness.diagnosis.assign_causes import SO_IN, assign_causes
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.diagnosis.explanation import gives_every_byte
 from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
@@ -66,7 +66,7 @@ class Group:
             words = words.partition(" (")[0]  # its counts are of one record
         elif cause not in OF_EARLIER_CASES:
             exactly = bool(self.explanation["exact"])
-            possible = words.partition("; explains ")[0].partition(GIVES_EVERY_BYTE)[0]
+            possible = words.partition("; explains ")[0].partition(GIVES_EVERY_BYTE)[0].partition(SO_IN)[0]
             words = f"explained exactly by {words}" if exactly else f"possible cause: {possible}"
         return textwrap.shorten(words, _LONGEST, placeholder=" ...")
 

@@ -6,10 +6,13 @@ and the result, or "none" is rounded to the dtype of x.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from narrowgauge import contract as c
 from narrowgauge.contracts.dialects import ACTIVATIONS
+from narrowgauge.contracts.norm import bounded
+from narrowgauge.spec.recipes import find_recipe
 
 Rounded = Literal["result", "both", "none"]
 Subnormals = Literal["kept", "flushed"]
@@ -29,11 +32,16 @@ def silu_mul(
 
 @c.contract(rows="independent", dialects=ACTIVATIONS)
 def silu_mul_quantize(
-    x: c.Matrix, recipe: c.Recipe, *, rounded: Rounded = "result", fast_math: bool = False,
+    x: c.Matrix, recipe: c.Recipe, *, scale_ub: float = math.inf, rounded: Rounded = "result", fast_math: bool = False,
     subnormals: Subnormals = "kept",
 ):  # fmt: skip
-    """SiLU of the first half of the columns of x (M, 2K) times the second half: `silu_mul`, then quantize."""
-    return c.quantize(_gated(x, _silu(fast_math), rounded), recipe)
+    """SiLU of the first half of the columns of x (M, 2K) times the second half: `silu_mul`, then quantize.
+
+    scale_ub: amaxes that give scales are at most scale_ub times the largest element, so FP8 scales are at most
+    scale_ub. silu_and_mul_per_block_quant of vLLM 0.33 (csrc/quantization/fused_kernels).
+    """
+    ub = scale_ub if scale_ub == math.inf else scale_ub * find_recipe(recipe).element.max
+    return bounded(_gated(x, _silu(fast_math), rounded), recipe, ub)
 
 
 @c.contract(rows="independent", dialects=ACTIVATIONS)

@@ -51,7 +51,7 @@ def rmsnorm_quantize(
     the scales, scale_ub of vLLM 0.33 (csrc/quantization/fused_kernels/layernorm_utils.cuh).
     """
     z = c.float32(x)
-    return _quantized(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, ub)
+    return bounded(normalized(x, z, z, _factor(weight, zero_centered, zero_weight), eps, rounded, order), recipe, ub)
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -97,7 +97,7 @@ def add_rmsnorm_quantize(
     `rmsnorm_quantize`."""
     stored, squares, factor = _sum(x, residual, sum_of, product_of)
     y = normalized(x, squares, factor, _factor(weight, zero_centered, zero_weight), eps, rounded, order)
-    return {"residual": stored, "quantized": _quantized(y, recipe, ub)}
+    return {"residual": stored, "quantized": bounded(y, recipe, ub)}
 
 
 @c.contract(rows="independent", dialects=NORMS)
@@ -129,7 +129,7 @@ def layernorm_quantize(
     return c.quantize(c.cast(y, x.dtype), recipe)
 
 
-def _quantized(y, recipe, ub):
+def bounded(y, recipe, ub):
     """`y` quantized with scales of amaxes up to ub."""
     if ub == math.inf:
         return c.quantize(y, recipe)

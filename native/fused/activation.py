@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from narrowgauge.native.fused.prepared import PREPARED, form_of
@@ -10,7 +12,7 @@ from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe
 from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 _PARAMETERS = KernelStruct("fused/activation_quantize.cu", "ActivationQuantizeParameters")
@@ -23,6 +25,7 @@ def silu_mul_quantize(
     recipe: str | Recipe,
     scale: torch.Tensor | None = None,
     *,
+    scale_ub: float = math.inf,
     amax: torch.Tensor | None = None,
     scales: ScaleLayout = LINEAR,
 ) -> Quantized:
@@ -30,13 +33,15 @@ def silu_mul_quantize(
 
     `x`: float32, bfloat16 or float16, any strides. The product is rounded to the dtype of `x` once. `scale`, float32
     (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax of the result,
-    which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of another dtype or
+    which takes a launch. `scale_ub`: amaxes that give the scales of groups and rows are at most `scale_ub` times the
+    largest element. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of another dtype or
     shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and for rows longer
     than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
     """
-    if needs_tiles(recipe) and amax is None and scale is None:
+    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    if needs_tiles(recipe) and amax is None and scale is None and scale_ub == math.inf:
         return quantize_rowwise(produced("SILU_MUL", x), recipe, scales=scales)
-    return _launch(x, recipe, scale, "SILU", amax, scales)
+    return _launch(x, recipe, scale, "SILU", amax, scales, ub=scale_ub * recipe.element.max)
 
 
 def silu_mul_quantize_static(
@@ -100,9 +105,10 @@ def _launch(
     *,
     limit: float = 0.0,
     alpha: float = 0.0,
+    ub: float = math.inf,
 ) -> Quantized:
     operands = (x, amax, scale)
-    form = form_of(operands, activation, recipe, scales, limit, alpha)
+    form = form_of(operands, activation, recipe, scales, limit, alpha, ub)
     if form in PREPARED:
         return PREPARED[form](operands)
     recipe = row_recipe(recipe)
@@ -118,5 +124,5 @@ def _launch(
     flags = (f"-DACTIVATION={activation}",) if x.device.type == "cuda" else ()
     return quantize_rows(
         "activation_quantize", _PARAMETERS, fields, x, columns // halves, recipe,
-        operands=operands, form=form, amax=amax, scale=scale, scales=scales, extra_flags=flags,
+        operands=operands, form=form, ub=ub, amax=amax, scale=scale, scales=scales, extra_flags=flags,
     )  # fmt: skip

@@ -10,9 +10,8 @@ from narrowgauge.native.fused.prepared import PREPARED, form_of
 from narrowgauge.native.fused.produced import quantize_rowwise, rmsnorm
 from narrowgauge.native.fused.rows import needs_tiles, quantize_rows, row_recipe, static_recipe
 from narrowgauge.native.quantize.variants import variant_flags
-from narrowgauge.native.runtime.arguments import element_type
+from narrowgauge.native.runtime.arguments import check_taken, element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
-from narrowgauge.spec import arguments
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.quantized import Quantized
@@ -43,9 +42,10 @@ def rmsnorm_quantize(
     `weight`: any of these dtypes; `zero_centered`: times 1 + weight. The product is rounded to the dtype of `x` once.
     `ub`: upper bound of the amaxes that give the scales of groups and rows.
     `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the amax
-    of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors of
-    another dtype or shape, NotImplementedError for a recipe that neither `row_recipe` nor `quantize_produced` has and
-    for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError for another dtype of `x`,
+    ValueError for another shape, NotImplementedError for another dtype of a vector or of a residual, for a recipe that
+    neither `row_recipe` nor `quantize_produced` has and for rows longer than `rows.LONGEST_ROW`, ToolchainError if
+    kernels cannot be compiled.
     """
     if needs_tiles(recipe) and amax is None and scale is None and ub == math.inf:
         return quantize_rowwise(rmsnorm(x, weight, eps, zero_centered=zero_centered), recipe, scales=scales)
@@ -70,7 +70,7 @@ def add_rmsnorm_quantize(
     Returns `residual`, the sum rounded to the dtype of `x`, and `quantized`. The norm is that of the rounded sum.
     Raises as `rmsnorm_quantize`.
     """
-    arguments.check_tensor(residual, "residual", (x.dtype,), tuple(x.shape))
+    check_taken(residual, "residual", (x.dtype,), tuple(x.shape))
     residual = as_matrix(residual).contiguous()
     total = torch.empty_like(residual)
     quantized = _launch(
@@ -169,9 +169,9 @@ def _launch(
     recipe = row_recipe(recipe)
     x = as_matrix(x)
     columns = x.shape[1]
-    arguments.check_tensor(weight, "weight", INPUT_DTYPES, (columns,))
+    check_taken(weight, "weight", INPUT_DTYPES, (columns,))
     if bias is not None:
-        arguments.check_tensor(bias, "bias", (weight.dtype,), (columns,))
+        check_taken(bias, "bias", (weight.dtype,), (columns,))
     variant: dict[str, Value] = {
         "layer_norm": bias is not None, "zero_centered": zero_centered, "has_residual": residual is not None,
         "weight_type": element_type(weight.dtype),

@@ -6,9 +6,8 @@ import torch
 
 from narrowgauge.native.fused.prepared import PREPARED, form_of
 from narrowgauge.native.fused.rows import has_whole_chunks, quantize_rows, row_recipe
-from narrowgauge.native.runtime.arguments import element_type
+from narrowgauge.native.runtime.arguments import check_taken, element_type
 from narrowgauge.native.runtime.structs import KernelStruct, Value
-from narrowgauge.spec import arguments
 from narrowgauge.spec.arguments import as_matrix
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.quantized import Quantized
@@ -32,9 +31,10 @@ def rope_quantize(
 
     Halves of a row are the pairs. `x`, `cos`: float32, bfloat16 or float16. The result is rounded to the dtype of `x`
     once. `scale`, float32 (1,): the encode scale, for a recipe whose scale is given. `amax`, float32 (1,), replaces the
-    amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError or ValueError for tensors
-    of another dtype or shape, NotImplementedError for a recipe that `row_recipe` does not have and for rows longer than
-    `rows.LONGEST_ROW`, ToolchainError if kernels cannot be compiled.
+    amax of the result, which takes a launch. `scales`: layout of the scales. Raises TypeError for another dtype of
+    `x`, ValueError for another shape, NotImplementedError for another dtype of `cos` or `sin`, for a recipe that
+    `row_recipe` does not have and for rows longer than `rows.LONGEST_ROW`, ToolchainError if kernels cannot be
+    compiled.
     """
     return _launch(x, cos, sin, recipe, scale, amax, scales, parts=1)
 
@@ -77,8 +77,8 @@ def _launch(
         wrong = "an odd number of columns" if parts == 1 else "columns that 4 does not divide"
         raise ValueError(f"x of shape {tuple(x.shape)} has {wrong}; its halves are the pairs")
     pairs = columns // (2 * parts)
-    arguments.check_tensor(cos, "cos", INPUT_DTYPES, (rows, pairs))
-    arguments.check_tensor(sin, "sin", (cos.dtype,), (rows, pairs))
+    check_taken(cos, "cos", INPUT_DTYPES, (rows, pairs))
+    check_taken(sin, "sin", (cos.dtype,), (rows, pairs))
     cos, sin = cos.contiguous(), sin.contiguous()
     whole_halves = has_whole_chunks(pairs, (x, cos, sin))
     fields: dict[str, Value] = {

@@ -61,6 +61,14 @@ def check_tensor(
     check_contiguous(**{name: tensor})
 
 
+def check_taken(tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> None:
+    """Raises NotImplementedError for another dtype than `dtypes`, ValueError for another shape than `shape`."""
+    if tensor.dtype not in dtypes:
+        taken = " or ".join(map(str, dtypes))
+        raise NotImplementedError(f"{name} is {tensor.dtype}; the kernel takes {taken}: pass {name}.to({dtypes[0]})")
+    arguments.check_tensor(tensor, name, dtypes, shape)
+
+
 def check_operand(q: Quantized, name: str) -> torch.Tensor | None:
     """Checks the parts of an operand, and returns the amax if its recipe decodes with it, else None.
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from narrowgauge.harness.cases.axes import Axis, block_columns, block_rows, size_of
-from narrowgauge.harness.cases.case import Case, scales_problem, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, view_problem
 from narrowgauge.harness.cases.contracts.traces import Declared, Request
 from narrowgauge.harness.cases.families import MIXTURES, PRODUCTS, RANK_FAMILIES, SEQUENCES, Kind
 from narrowgauge.harness.cases.keys import (
@@ -269,11 +269,22 @@ class ContractCase(Case):
             parts = math.prod(map(int, divisors))
             if parts > 1 and self.extents[name] % parts:
                 return f"{name} is {self.extents[name]}; the contract divides it into {parts} equal parts"
+        if wrong := self._rotation_problem():
+            return wrong
         if self.declared.of_ranks and not 2 <= self.ranks <= _MOST_RANKS:
             return f"{RANKS} is {self.ranks}; a group has 2 to {_MOST_RANKS} processes"
         if self.declared.caches and (wrong := self._cache_problem()):
             return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
+
+    def _rotation_problem(self) -> str | None:
+        """Why a recipe cannot rotate the columns of a step that it quantizes."""
+        for step in self.program.steps:
+            if step.function == QUANTIZE:
+                recipe, columns = find_recipe(step.options["recipe"]), step.axes[1]
+                if wrong := rotation_problem(recipe, (), size_of(columns, self.sizes), columns):
+                    return wrong
+        return None
 
     def _cache_problem(self) -> str | None:
         """Why a cache of these sizes does not hold the tokens, or has no rows of its recipe or page layout."""

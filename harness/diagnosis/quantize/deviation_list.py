@@ -39,6 +39,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
 )
 from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import tensor_scale_deviations
 from narrowgauge.harness.diagnosis.quantize.section_amaxes import (
+    half_deviations,
     section_amax_deviations,
     section_result_deviations,
     share_amax,
@@ -103,6 +104,7 @@ def _step_deviations(
     recipe = first.subject.recipe
     if "codes" in wrong_masks:
         yield CODES_ZERO
+    yield from half_deviations(matrices)
     yield from section_result_deviations(matrices)
     yield from section_amax_deviations(matrices)
     if "layout" in wrong_masks:

@@ -141,7 +141,7 @@ def _with_evidence(deviation: QuantizeDeviation, matrices: Sequence[KernelMatrix
 
 def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: WorkLimit) -> _Search | None:
     """The search for the matrices whose stages begin with `prefix`, or None if all of them are empty."""
-    all_matrices = [kernel_matrix(judged) for judged in outcome.judged if judged.prefix == prefix]
+    all_matrices = [kernel_matrix(judged, outcome.judged) for judged in outcome.judged if judged.prefix == prefix]
     matrices = [matrix for matrix in all_matrices if matrix.element_count]
     failed = {stage.stage for stage in outcome.stages if not stage.passed}
     return _Search(matrices, [s for s in STAGES if prefix + s in failed], history, limit) if matrices else None

@@ -68,7 +68,7 @@ def _explains(deviation: QuantizeDeviation, outcome: Outcome, prefix: str) -> bo
     for judged in outcome.judged:
         if judged.prefix != prefix:
             continue
-        matrix = kernel_matrix(judged)
+        matrix = kernel_matrix(judged, outcome.judged)
         replay = Replay(matrix, deviation)
         for stage, found in matrix.kernel_stages.items():
             random = stage == "codes" and matrix.subject.own

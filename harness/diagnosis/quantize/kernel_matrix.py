@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
+from narrowgauge.harness.checks.bit_equality import same_bytes
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, stored_along_rows
 from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.quantized import Quantized
@@ -36,6 +37,8 @@ class KernelMatrix:
     """The whole result of the kernel."""
     right_codes: bool = False
     """Whether the codes are those of the right scales, whatever scales the kernel stored."""
+    other_half: Quantized | None = None
+    """The kernel's other half of the same matrix."""
 
     @property
     def element_count(self) -> int:
@@ -91,8 +94,19 @@ def _select_numbers(numbers: torch.Tensor, rows: slice) -> torch.Tensor:
     return numbers[rows] if len(numbers) > 1 else numbers
 
 
-def kernel_matrix(judged: Judged) -> KernelMatrix:
-    """The stages that the kernel shows of a judged matrix."""
+def _other_half(judged: Judged, every: Sequence[Judged]) -> Quantized | None:
+    """The result among `every` whose matrix is the transpose of the judged one, of the same recipe."""
+    halves = [other for other in every if other.prefix != judged.prefix] if judged.subject.matrix.numel() else []
+    transpose = judged.subject.matrix.T.contiguous() if halves else judged.subject.matrix
+    for other in halves:
+        same_recipe = other.subject.recipe.element == judged.subject.recipe.element
+        if same_recipe and same_bytes(other.subject.matrix, transpose):
+            return other.given
+    return None
+
+
+def kernel_matrix(judged: Judged, every: Sequence[Judged] = ()) -> KernelMatrix:
+    """The stages that the kernel shows of a judged matrix. `every`: all judged matrices of the case."""
     result, subject = judged.given, judged.subject
     stages = {"scales": linear_scales(judged.kernel), "codes": stored_along_rows(result)}
     if result.scale_layout != LINEAR:
@@ -104,4 +118,5 @@ def kernel_matrix(judged: Judged) -> KernelMatrix:
             stages["tensor scale"] = result.tensor_scale
     tensor_scale = judged.oracle.tensor_scale if subject.recipe.tensor_scale == "given" else None
     right_codes = torch.equal(stages["codes"], stored_along_rows(judged.oracle))
-    return KernelMatrix(subject, stages, judged.oracle.amax, tensor_scale, result, right_codes)
+    other_half = _other_half(judged, every)
+    return KernelMatrix(subject, stages, judged.oracle.amax, tensor_scale, result, right_codes, other_half)

@@ -1,4 +1,4 @@
-"""Sections of a grouped quantization with the amax or the result of another section, and unused given amaxes."""
+"""Matrices with the amax or the result of another section or half, and unused given amaxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
-from narrowgauge.harness.operations.stages.deviation import Deviation
+from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
+from narrowgauge.harness.operations.stages.quantized import stored_along_rows
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.layout import elements
 
 OF_FIRST: QuantizeDeviation = Deviation(
     "amax-of-first-section", "every section is quantized with the amax of the first{}", "used amax",
@@ -28,6 +31,36 @@ UNUSED: QuantizeDeviation = Deviation(
     "given-amax-ignored", "the matrix is quantized with its own amax, not with the given one", "used amax",
     lambda r: r.correct_amax, row_local=False,
 )  # fmt: skip
+
+
+def _decoded_half(dtype: str, r: Replay) -> KernelMatrix:
+    """The matrix with the decoded values of the other half in place of its elements."""
+    matrix, other = r.kernel_matrix, r.kernel_matrix.other_half
+    assert other is not None
+    values = dequantize(other).T.to(matrix.subject.matrix.dtype if dtype == "of x" else torch.float32).contiguous()
+    return replace(matrix, subject=replace(matrix.subject, matrix=values))
+
+
+def _codes_of_half(r: Replay) -> torch.Tensor:
+    other = r.kernel_matrix.other_half
+    assert other is not None
+    return elements(stored_along_rows(other), r.x.shape[0], other.recipe).T.contiguous()
+
+
+HALVES: tuple[QuantizeDeviation, ...] = (
+    Deviation("quantized-twice", "a half is made of the other one's decoded values{}", "matrix", _decoded_half,
+              {"": "of x", " in float32": "float32"}, stages=frozenset({"scales", "codes"}),
+              optional_stages=frozenset({"amax", "tensor scale"}), row_local=False),
+    Deviation("codes-of-other-half", "a half has the codes of the other one, transposed", "element codes",
+              _codes_of_half, row_local=False),
+)  # fmt: skip
+"""Halves of a matrix, made by one call, that depend on each other."""
+
+
+def half_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
+    """Deviations of a half that is made of the other one. None if the kernel gives one half alone."""
+    if all(matrix.other_half is not None for matrix in matrices):
+        yield from rows_of(HALVES, matrices[0].subject.recipe)
 
 
 def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:

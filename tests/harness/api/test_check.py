@@ -15,7 +15,7 @@ import torch
 from torch.library import Library
 
 import narrowgauge
-from narrowgauge.harness.api.check import check
+from narrowgauge.harness.api.check import check, selected_cases
 from narrowgauge.harness.machine.float_environment import read_environment
 from narrowgauge.reference import ops
 from narrowgauge.spec.recipes import find_recipe
@@ -83,6 +83,18 @@ def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
 def sections_apart(a: Any, b: Any) -> torch.Tensor:
     """Grouped GEMM by gemm."""
     return torch.cat([ops.gemm(q, w, out_dtype=torch.bfloat16) for q, w in zip(a.sections(), b, strict=True)])
+
+
+def test_ids_of_contracts_choose_recipe_and_shape() -> None:
+    chosen: dict[str, Any] = {"families": ["normal"], "shapes": None, "dtypes": (torch.bfloat16,), "keys": {}}
+    for beginning in ("kv-write/fp8-static-e4m3@vllm-kv", "merge-attention/64x96x256"):
+        contract, operation, cases = selected_cases(beginning, None, None, chosen)
+        assert contract is not None
+        assert operation == beginning.partition("/")[0]
+        assert [case for case, _ in cases if not case.id.startswith(beginning)] == []
+        assert cases
+    with pytest.raises(ValueError, match="no case of this check begins with it"):
+        selected_cases("merge-attention/64x96x256/fp64", None, None, chosen)
 
 
 def largest_outputs(a: Any, b: Any, recipe: Any) -> Any:

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -447,3 +448,14 @@ def test_every_id_gives_its_case_back(committed):
 )  # fmt: skip
 def test_what_is_no_id_of_a_case(name):
     assert case_from_id(name) is None
+
+
+@pytest.mark.parametrize(("operation", "shape", "extent"), [
+    ("rmsnorm-quantize", (48, 40), "K = 40"), ("rmsnorm-quantize-both", (40, 48), "M = 40"),
+])  # fmt: skip
+def test_a_contract_refuses_parts_of_a_rotated_group(operation: str, shape: tuple[int, int], extent: str) -> None:
+    case = case_from_id(f"{operation}/nvfp4-rht/48x48/bf16/normal")
+    assert case is not None
+    assert case.problem() is None
+    refused = "recipe nvfp4-rht rotates whole groups of 16; {} is no multiple of it"
+    assert replace(case, shape=shape).problem() == refused.format(extent)

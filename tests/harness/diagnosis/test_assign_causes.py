@@ -88,3 +88,18 @@ def test_a_hint_counts_if_another_case_proves_the_cause() -> None:
         ((explanation, explained),) = assign_causes([hint(recipe), failing("b", "x", recipe="r")])
         assert (explanation["sentence"], explanation["exact"]) == ("x", True)
         assert "".join(record["case"] for record in explained) == members
+
+
+def test_a_sentence_about_other_numbers_is_counted() -> None:
+    def of(case: str, sentence: str, *, exact: bool = True) -> dict[str, Any]:
+        return {**failing(case, recipe="r"), "explanations": [Explanation("x", sentence, "codes", exact).to_dict()]}
+
+    records = [of("a", "vectors of 8 (3 of 4)"), of("b", "vectors of 4"), of("c", "vectors of 4; 2 of 9 are so")]
+    ((explanation, members),) = assign_causes(records)
+    assert (explanation["sentence"], explanation["exact"], len(members)) == (
+        "vectors of 4; so in 2 of 3 cases",
+        True,
+        3,
+    )
+    ((explanation, _),) = assign_causes(records[1:])
+    assert explanation["sentence"] == "vectors of 4"

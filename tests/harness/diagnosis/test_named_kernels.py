@@ -22,6 +22,30 @@ pytestmark = [pytest.mark.usefixtures("history"), pytest.mark.long]
 # ---- quantize --------------------------------------------------------------------------------------------------------
 
 
+def made_twice(x: torch.Tensor, recipe: Any, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+    """A columnwise half of the decoded rowwise half."""
+    rows, _ = reference.quantize_both(x, recipe)
+    columns = reference.quantize_both(reference.dequantize(rows).to(x.dtype), recipe)[1]
+    return rows if rowwise else None, columns if columnwise else None
+
+
+def codes_of_rows(x: torch.Tensor, recipe: Any, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+    """A columnwise half with the codes of the rowwise half."""
+    rows, columns = reference.quantize_both(x, recipe)
+    columns = replace(columns, codes=rows.codes if columns.transposed else rows.codes.T.contiguous())
+    return rows if rowwise else None, columns if columnwise else None
+
+
+@pytest.mark.parametrize(
+    ("both", "recipe", "cause"),
+    [(made_twice, "nvfp4", "quantized-twice"), (codes_of_rows, "mxfp8-e4m3", "codes-of-other-half")],
+)
+def test_halves_that_depend_on_each_other(both: Callable[..., Any], recipe: str, cause: str) -> None:
+    of = case_from_labels("quantize", recipe, (128, 256), "bf16", "normal", ("both",))
+    record = run_case(of, backend(quantize=reference.quantize, quantize_both=both))
+    assert [entry["cause"] for entry in record.explanations if entry["exact"]] == [cause], record.explanations
+
+
 def by_boundaries(number: int, boundary: float, *, up: bool) -> Callable[[Steps], torch.Tensor]:
     """Codes by a table of boundaries with one wrong number: ties go to even elsewhere."""
 

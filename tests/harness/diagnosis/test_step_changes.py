@@ -199,15 +199,13 @@ def test_other_inputs_refute_a_cause_of_a_product() -> None:
         addends = {"c": c} if spread > 3 else {"bias": bias}
         return reference.gemm(a, b, out_dtype=out_dtype, **addends)
 
-    def first_of(gemm: Callable[..., torch.Tensor], inputs: str) -> dict[str, Any]:
+    def found_of(gemm: Callable[..., torch.Tensor], inputs: str) -> list[dict[str, Any]]:
         case = case_from_labels("gemm", "mxfp8-e4m3", (32, 128, 48), "bf16xbf16-bf16", inputs, ("accumulate", "bias"))
         doors = {"quantize": reference.quantize, "gemm": gemm}
-        return run_case(case, backend(**doors, declares={"gemm": "tree"})).explanations[0]
+        return run_case(case, backend(**doors, declares={"gemm": "tree"})).explanations
 
-    found = first_of(of_inputs, "normal")
-    assert (found["cause"], found["exact"]) == ("bias-ignored", False)
-    assert found["sentence"].endswith("does not give the bytes of inputs uniform")
-    always = first_of(
+    assert "bias-ignored" not in [found["cause"] for found in found_of(of_inputs, "normal")]
+    always, *_ = found_of(
         lambda a, b, *, out_dtype, c, bias: reference.gemm(a, b, out_dtype=out_dtype, bias=bias), "normal"
     )
     assert (always["cause"], always["exact"]) == ("c-ignored", True)

@@ -199,6 +199,32 @@ def test_an_upper_bound_of_the_amaxes(recipe: str) -> None:
         ops.rmsnorm_quantize(torch.ones(2, 64), torch.ones(64), "nvfp4", ub=2.0)
 
 
+@ON_EVERY_DEVICE
+def test_an_upper_bound_of_the_scales() -> None:
+    x = torch.linspace(-3, 3, 6 * 256).view(6, 256).bfloat16()
+    plain, found = (ops.silu_mul_quantize(x, "fp8-row-e4m3", **o) for o in ({}, {"scale_ub": 2.0**-9}))
+    assert plain.scales.max() > 2.0**-9
+    assert torch.equal(found.scales, plain.scales.clamp(max=2.0**-9))
+    assert not torch.equal(found.codes, plain.codes)
+    with pytest.raises(NotImplementedError, match="nvfp4 has a scale of the tensor"):
+        ops.silu_mul_quantize(x, "nvfp4", scale_ub=2.0)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "residual", "cos", "sin"])
+def test_a_wrong_dtype_of_a_vector_is_named_with_the_remedy(name: str) -> None:
+    vector, double = torch.ones(64), torch.ones(64, dtype=torch.float64)
+    x, angles = torch.ones(2, 64), torch.ones(2, 32)
+    calls = {
+        "weight": lambda: ops.rmsnorm_quantize(x, double, "mxfp4"),
+        "bias": lambda: ops.layernorm_quantize(x, vector, vector.bfloat16(), "mxfp4"),
+        "residual": lambda: ops.add_rmsnorm_quantize(x, x.bfloat16(), vector, "mxfp4"),
+        "cos": lambda: ops.rope_quantize(x, angles.double(), angles.double(), "mxfp4"),
+        "sin": lambda: ops.rope_quantize(x, angles, angles.bfloat16(), "mxfp4"),
+    }
+    with pytest.raises(NotImplementedError, match=rf"{name} is torch\.\w+; .*: pass {name}\.to\(torch\.float32\)"):
+        calls[name]()
+
+
 def test_erf_is_not_tanh() -> None:
     x = torch.linspace(-4, 4, 512).repeat(1, 2)
     by_tanh, by_erf = (ops.gelu_mul_quantize(x, "fp8-row-e4m3", approximate=form) for form in ("tanh", "erf"))

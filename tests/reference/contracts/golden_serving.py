@@ -29,7 +29,7 @@ Vector = Mapping[str, Any]
 @c.contract
 def quantized(x: c.Matrix, recipe: c.Recipe, *, ub: float = math.inf, subnormals: Literal["kept", "flushed"] = "kept"):
     """A quantizer alone. ub: upper bound of the amaxes."""
-    return norm._quantized(x, recipe, ub)
+    return norm.bounded(x, recipe, ub)
 
 
 @c.contract
@@ -93,8 +93,8 @@ class Kernel:
         options = {**contract.dialects.get(dialect, {}), **self.options, **fields}
         if "eps" in contract.options:
             options["eps"] = vector["eps"]
-        if "ub" in contract.options and vector.get("scale_ub"):
-            options["ub"] = vector["scale_ub"]
+        if vector.get("scale_ub"):
+            options |= {name: vector["scale_ub"] for name in ("ub", "scale_ub") if name in contract.options}
         recipe = f"{self.recipe.format(**vector)}@{dialect}" if self.recipe else ""
         program = contract.trace(dtypes, {"recipe": recipe} if recipe else {}, options)
         shown: dict[str, Any] = {}
@@ -199,7 +199,7 @@ KERNELS = (
         for library in ("vllm", "flashinfer") for name, form in (("gelu", "erf"), ("gelu_tanh", "tanh"))
     ),
     Kernel("vllm_silu_and_mul_quant", _SILU_S, "vllm-silu-static", _STATIC),
-    Kernel("vllm_silu_and_mul_per_block_quant", _SILU_Q, "vllm-silu-block", _FP32, _is(scale_ub=None)),
+    Kernel("vllm_silu_and_mul_per_block_quant", _SILU_Q, "vllm-silu-block", _FP32),
     Kernel("vllm_triton_silu_mul_group_quant_fp8", _SILU_Q, "vllm-triton-silu", _FP32, _is(scales="float32")),
     Kernel("vllm_triton_silu_mul_group_quant_fp8", _SILU_Q, "vllm-triton-silu", _POW2,
            _is(scales="float32 power of two"), known=4),
