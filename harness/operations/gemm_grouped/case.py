@@ -76,7 +76,7 @@ class GroupedGemmCase(ProductCase):
 
     @property
     def native_sources(self) -> frozenset[str]:
-        grouped = set() if self.grouping == "sections" else {"group_rows"}
+        grouped = set() if self.grouping == "sections" else {"group_rows", "store_words"}
         return super().native_sources | grouped | ({"pad"} if self.padded else set())
 
     def stages(self) -> tuple[str, ...]:

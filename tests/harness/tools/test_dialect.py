@@ -105,7 +105,7 @@ def test_a_rule_that_explains_not_all_is_not_saved(few, tmp_path):
 
 def test_the_reference_speaks_te():
     result = fit(load_backend("reference"))
-    assert sentence(result) == "speaks te or te-native, which no input here tells apart: every byte of 95 inputs"
+    assert sentence(result) == "speaks te or te-native, which no input here tells apart: every byte of 101 inputs"
     assert [agreement.dialect for agreement in result.agreements[:3]] == ["te", "te-native", "te-2.8"]
     assert {agreement.dialect for agreement in result.agreements} == set(DIALECTS)
     older, quark = of(result, "te-2.8"), of(result, "quark")

@@ -310,8 +310,8 @@ def test_the_rule_of_each_quantizer_is_fitted() -> None:
     )
     text = str(found)
     assert "tensor scale: A multiplies by the reciprocal, (1/amax)*max; B divides, amax/max" in text
-    assert "A: speaks trtllm: every byte of 95 inputs" in text
-    assert "B: speaks modelopt: every byte of 95 inputs" in text
+    assert "A: speaks trtllm: every byte of 101 inputs" in text
+    assert "B: speaks modelopt: every byte of 101 inputs" in text
     broken = narrowgauge.parity(quantizer("nvfp4"), _at("codes", _flip(16), _always), options_of("nvfp4", FEW)[0])
     assert [own.explained for own in broken.own] == [True, False]
 
