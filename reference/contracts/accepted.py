@@ -121,6 +121,8 @@ class Part:
     """Format of the codes; None for floats."""
     again: Callable[[torch.Tensor, Ends], Part] | None = None
     """Judges elements with other ends (N,), by their numbers, int64."""
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Which elements are determined, and which are undetermined, if they were asked for and are not all determined."""
     place: Callable[[int, int], Mapping[str, int]] | None = None
     """Where an element (row, column) lies in the result of the kernel, by the names of its axes; None: there."""
 
@@ -146,11 +148,13 @@ def judge_range(
     fmt: Format | None = None,
     *,
     decoded: Format | None = None,
+    masks: bool = False,
 ) -> Part:
     """The part of a result that has to lie between two numbers or codes of its dtype.
 
     `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN. `decoded`: the
-    format of the codes that a float is a multiple of: the float is determined as far as its code is.
+    format of the codes that a float is a multiple of: the float is determined as far as its code is. `masks`: whether
+    the part has masks.
     """
     differs = different(actual, lower, fmt)
     if upper is lower and nan is None:
@@ -176,7 +180,9 @@ def judge_range(
         assert fmt is not None
         undetermined = high - low >= _few_codes(fmt)
     undetermined = undetermined & ~empty | (allowed & ~empty)
-    return Part(actual, lower, upper, wrong, int(determined.count_nonzero()), int(undetermined.count_nonzero()), fmt)
+    both = determined, undetermined
+    counts = (int(mask.count_nonzero()) for mask in both)
+    return Part(actual, lower, upper, wrong, *counts, fmt, masks=both if masks else None)
 
 
 def _few_codes(fmt: Format) -> int:
