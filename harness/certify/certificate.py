@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer
 from narrowgauge.harness.certify.proof import Proof, WrongSet
-from narrowgauge.harness.certify.space import Numbers, Outer
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.spec.recipes import Recipe
 
@@ -164,12 +164,19 @@ def proved_and_sampled(proof: Proof, recipe: Recipe, size: int, numbers_complete
     ]
     sampled = []
     if recipe.rounding == "stochastic":
-        bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
-        sampled.append(f"{proved.pop()}, {bytes_tried}")
+        if proof.words:
+            proved[1] += ", with the random bytes below, at and above the first one with another code"
+            sampled.append("random bytes of a seed and an offset: those of the trials and of the further places")
+        else:
+            bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
+            sampled.append(f"{proved.pop()}, {bytes_tried}")
     if recipe.candidates != "6":
         sampled.append("choices of a candidate: those of the blocks of the proof and of the trials")
+    if recipe.transform is not None:
+        sampled.append("sums of the rotation: those of the blocks of the proof and of the trials")
     if proof.unreached:
-        sampled.append(f"pairs of a number and a scale of a candidate that no block reached: {number(proof.unreached)}")
+        why = ", which no number of a group gives alone" if recipe.transform is not None else ""
+        sampled.append(f"pairs of a number and a scale that no block reached{why}: {number(proof.unreached)}")
     if proof.outers_of > 1:
         every = proved if proof.outers + proof.refused == proof.outers_of else sampled
         every.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")

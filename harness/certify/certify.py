@@ -19,8 +19,8 @@ from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError, Trial, proved_and_sampled
 from narrowgauge.harness.certify.compare import Calls, Parts, wrong_codes, wrong_scales
 from narrowgauge.harness.certify.decoding import prove_decoding
+from narrowgauge.harness.certify.inputs.space import Grid, Numbers, outers
 from narrowgauge.harness.certify.proof import Proof, Prover
-from narrowgauge.harness.certify.space import Grid, Numbers, outers
 from narrowgauge.harness.certify.trials import CONTENTS, Content, shapes
 from narrowgauge.harness.certify.wrong import Feature, find_rule
 from narrowgauge.harness.inputs.inputs import laid_out
@@ -139,7 +139,7 @@ def numbers_of(recipe: Recipe, dtype: torch.dtype, device: str) -> Numbers:
     if dtype not in TORCH_DTYPES.values():
         raise CertificateError(f"dtype is {dtype}; it can be {', '.join(map(str, TORCH_DTYPES.values()))}")
     reasons = {
-        "rotates: its scales depend on sums of a group; certify the recipe without the rotation": recipe.transform,
+        "rotates bfloat16; its dtype can be bfloat16": recipe.transform and dtype != torch.bfloat16,
         "chooses scales by the error of a whole block; its dtype can be bfloat16 or float16": (
             recipe.candidates != "6" and dtype == torch.float32
         ),

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Quantized, words_shape
 from narrowgauge.spec.recipes import Recipe
 
 _DRAWN = 1 << 20
@@ -43,6 +43,18 @@ class Calls:
 
     def __init__(self, backend: Backend, recipe: Recipe, seed: int = 0) -> None:
         self.backend, self.recipe, self.seed, self.count, self._drawn = backend, recipe, seed, 0, 0
+        self._words: bool | None = None
+
+    def takes_words(self, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+        """Whether the kernel takes random words too, asked once with the matrix `x`; else seed and offset alone."""
+        if self._words is None:
+            words = torch.zeros(words_shape((x.shape[0], x.shape[1])), dtype=torch.int32, device=x.device)
+            try:
+                quantize(self.backend, x, self.recipe, scale=scale, random=words)
+                self._words = True
+            except (BackendError, Unsupported):
+                self._words = False
+        return self._words
 
     def begin(self, part: int) -> None:
         """Begin a part of the calls, whose random bits depend on its number and on no call of other parts."""
@@ -62,7 +74,11 @@ class Calls:
 
     def expected(self, x: torch.Tensor, options: dict[str, Any]) -> Parts:
         """The result of the reference. Raises ValueError if the recipe refuses the amax."""
-        return Parts.of(reference.quantize(x, self.recipe, **options))
+        return Parts.of(self.quantized(x, options))
+
+    def quantized(self, x: torch.Tensor, options: dict[str, Any]) -> Quantized:
+        """As `expected`."""
+        return reference.quantize(x, self.recipe, **options)
 
 
 def wrong_scales(kernel: Parts, expected: Parts) -> torch.Tensor | None:

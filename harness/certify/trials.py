@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.certify.space import Grid, Numbers
+from narrowgauge.harness.certify.inputs.space import Grid, Numbers
 from narrowgauge.spec.recipes import Recipe
 
 _BINADES = 20

@@ -23,7 +23,7 @@ from narrowgauge.harness.certify.compare import Calls
 from narrowgauge.harness.certify.decoding import prove_decoding
 from narrowgauge.harness.certify.proof import Proof, Prover
 from narrowgauge.harness.certify.required import problems
-from narrowgauge.harness.certify.space import Numbers, Outer, Space, outers
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer, Space, outers
 from narrowgauge.harness.certify.wrong import Feature, find_rule, runs
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.operations.quantize.case import QuantizeCase
