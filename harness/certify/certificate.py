@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge.harness.certify.inputs.space import Numbers, Outer
 from narrowgauge.harness.certify.proof import Proof, WrongSet
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.spec.recipes import Recipe
 
@@ -19,11 +20,15 @@ FORMAT = 1
 """Version of the JSON file."""
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
-    "products": "products of two codes under two scales",
+    "products": "products of two codes under two scales", "output.codes": "gates and factors",
+    "output.scales": "largest gates of a block, and factors",
 }  # fmt: skip
 """Inputs of every stage."""
 _SHOWN = 12
 """Runs of wrong numbers on the page, for every set; the JSON file has all runs."""
+
+_OF_KERNEL = ("kernels", "backend")
+"""Sources of a run, beside the files loaded by the backend, on which the bytes of a kernel depend."""
 
 
 class CertificateError(ValueError):
@@ -239,3 +244,26 @@ def _of_trial(trial: Trial) -> str:
     if trial.refused:
         text += f"; {plural(trial.refused, 'call')} refused"
     return text + (f": {trial.note}" if trial.note else "")
+
+
+def problems(path: Path, run: RecordedRun) -> Iterator[str]:
+    """Reasons why the certificate in a file does not hold for the kernel of a run.
+
+    Raises CertificateError for a file of another format.
+    """
+    content = read(path)
+    kernel = content.get("kernel")
+    if not isinstance(kernel, dict):
+        raise CertificateError(f"{path}: has no digests of a kernel; make it again by `narrowgauge certify`")
+    if content["verdict"] != "certified":
+        yield f"{path}: the kernel is {content['verdict']}"
+    if content.get("device") != run.device:
+        yield f"{path}: is of device {content.get('device')}, and the run of {run.device}"
+    sources = {part: value for part, value in run.sources.items() if part in _OF_KERNEL and value} | run.loaded
+    own = {part: value for part, value in kernel.items() if part in _OF_KERNEL or " " in part}
+    for part in sorted(sources.keys() | own.keys()):
+        if sources.get(part) != own.get(part):
+            yield (
+                f"{path}: {part} is {own.get(part, 'not there')} in the certificate, and "
+                f"{sources.get(part, 'not there')} in the run; make it again by `narrowgauge certify`"
+            )

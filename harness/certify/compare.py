@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,8 +38,30 @@ class Parts:
         return Parts(codes, bits, None if q.amax is None else q.amax.view(torch.int32))
 
 
+class Tried(Protocol):
+    """Calls of a kernel that trials of an assumption judge."""
+
+    recipe: Recipe
+    elements: int
+    """Elements of the input of a trial, and a quarter of those of the largest shape."""
+    count: int
+    """Calls up to now."""
+
+    def options(self, scale: torch.Tensor | None) -> dict[str, Any]:
+        """The further arguments of a call with a given scale."""
+
+    def input_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the kernel whose blocks have the numbers of a matrix (M, K)."""
+
+    def judged(self, x: torch.Tensor, options: dict[str, Any]) -> tuple[int, int]:
+        """Judge a call. Returns the number of blocks and of wrong bytes. Raises ValueError if the recipe refuses the
+        amax, Unsupported, BackendError and HostLost."""
+
+
 class Calls:
     """Calls of `quantize` of a backend for one recipe, counted."""
+
+    elements = 1 << 19
 
     def __init__(self, backend: Backend, recipe: Recipe, seed: int = 0) -> None:
         self.backend, self.recipe, self.seed, self.count, self._drawn = backend, recipe, seed, 0, 0
@@ -71,6 +93,18 @@ class Calls:
         """The result of the kernel. Raises Unsupported, BackendError and HostLost."""
         self.count += 1
         return Parts.of(quantize(self.backend, x, self.recipe, **options))
+
+    def input_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The matrix itself."""
+        return x
+
+    def judged(self, x: torch.Tensor, options: dict[str, Any]) -> tuple[int, int]:
+        """As of `Tried`."""
+        expected = self.expected(x, options)
+        kernel = self.kernel(x, options)
+        scales = wrong_scales(kernel, expected)
+        codes = wrong_codes(kernel, expected, scales, self.recipe)
+        return expected.scales.numel(), sum(0 if wrong is None else int(wrong.sum()) for wrong in (scales, codes))
 
     def expected(self, x: torch.Tensor, options: dict[str, Any]) -> Parts:
         """The result of the reference. Raises ValueError if the recipe refuses the amax."""

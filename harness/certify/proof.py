@@ -294,7 +294,7 @@ def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
     scales, _ = space._scales(space.numbers.float(space.amaxes))
     values = scales if space.recipe.scale is FP32 else decode(scales, space.recipe.scale)
     return {
-        **_number_features("block amax", space.numbers, bits),
+        **number_features("block amax", space.numbers, bits),
         "scale": Feature(_ordered(values).repeat(2)),
     }
 
@@ -307,12 +307,12 @@ def code_features(space: Space, bits: torch.Tensor, scaled: torch.Tensor, classe
         "scaled element": Feature(side, (*SIDES, "NaN")),
         "lower code": Feature(lower & 1, ("even", "odd")),
         "grid point below": Feature(decode(lower.to(torch.uint8), space.recipe.element).double()),
-        **_number_features("number", space.numbers, bits),
+        **number_features("number", space.numbers, bits),
         "scale": Feature(_ordered(stored)[classes]),
     }
 
 
-def _number_features(name: str, numbers: Numbers, bits: torch.Tensor) -> dict[str, Feature]:
+def number_features(name: str, numbers: Numbers, bits: torch.Tensor) -> dict[str, Feature]:
     magnitude = numbers.magnitude(bits)
     smallest = int(numbers.bits(torch.tensor([torch.finfo(numbers.dtype).smallest_normal], dtype=numbers.dtype)))
     kind = (magnitude > 0).int() + (magnitude >= smallest).int() + (magnitude >= numbers.infinity).int()

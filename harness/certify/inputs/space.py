@@ -97,6 +97,28 @@ class Numbers:
         return drawn.int().to(self.device)
 
 
+ALL = 1 << 62
+"""As many as there are."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Size of the samples of a proof."""
+
+    tensor_scales: int
+    """Tensor amaxes, or given scales."""
+    places: int
+    """Places of a number in a block."""
+    everywhere: int
+    """Tensor amaxes with all `places`; further tensor amaxes have one place."""
+
+    @staticmethod
+    def of(device: str, tensor_scales: int | None = None, places: int | None = None) -> Effort:
+        """The effort on a device: on a GPU all tensor amaxes."""
+        gpu = torch.device(device).type == "cuda"
+        return Effort(tensor_scales or (ALL if gpu else 64), places or (ALL if gpu else 128), 64 if gpu else 12)
+
+
 @dataclass(frozen=True)
 class Outer:
     """The shared input of all blocks of a call: the amax of the tensor, or a given scale, or neither."""
@@ -450,7 +472,9 @@ _GIVEN = (1.0, 2.0**-126, 2.0**127, 2.0**-149, 3.4028234663852886e38, 0.33333334
 
 def rotated_magnitudes(rotation: Hadamard, numbers: Numbers) -> torch.Tensor:
     """Magnitudes of a group whose numbers are 0 but for one, behind the rotation, ascending: int32 (n,)."""
-    return torch.unique(numbers.bits((numbers.float(numbers.arange(numbers.infinity + 1)) * coefficient(rotation.group)).to(numbers.dtype)))
+    every = numbers.float(numbers.arange(numbers.infinity + 1)) * coefficient(rotation.group)
+    found: torch.Tensor = torch.unique(numbers.bits(every.to(numbers.dtype)))
+    return found
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
