@@ -35,7 +35,7 @@ _LAG = 8 * math.log(2)
 _NO_TOKEN = -(2.0**100)
 """Score of a token outside of a request. Its weight is 0 under a wrong mask too: kernels read no such token."""
 _TINY = 2.0**-100
-"""A weight that is negligible in the rounding of a sum: the weight moves the sum by its own size at most."""
+"""Limit of tiny weights: a smaller weight moves a sum by its own size at most, roundings included."""
 
 
 @dataclass(frozen=True)
