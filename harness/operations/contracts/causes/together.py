@@ -109,7 +109,9 @@ def _of_rows(program: Program, number: int) -> bool:
 def _has_rows(member: Member, number: int, value: Value, count: int) -> bool:
     """Whether a value has its own numbers for each row."""
     shape = _tensors(value)[0].shape
-    return _of_rows(member.program, number) and len(shape) == len(member.program.steps[number].axes) and shape[0] == count
+    return (
+        _of_rows(member.program, number) and len(shape) == len(member.program.steps[number].axes) and shape[0] == count
+    )
 
 
 def _signature(member: Member, number: int, count: int) -> Any:
@@ -136,7 +138,10 @@ def _signature(member: Member, number: int, count: int) -> Any:
 def _evaluate(group: Sequence[tuple[Member, int]], count: int, shared: dict[int, Any]) -> None:
     """Evaluate equal steps of several programs in one call."""
     member, number = group[0]
-    step, evaluation = member.program.steps[number], Evaluation(member.program, member.evaluation.tensors, rows=slice(0, 0))
+    step, evaluation = (
+        member.program.steps[number],
+        Evaluation(member.program, member.evaluation.tensors, rows=slice(0, 0)),
+    )
     for place, operand in enumerate(step.operands):
         values = [one.evaluation.values[one.program.steps[at].operands[place]] for one, at in group]
         has_rows = _has_rows(member, operand, values[0], count)
