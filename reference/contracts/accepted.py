@@ -121,6 +121,8 @@ class Part:
     """Format of the codes; None for floats."""
     again: Callable[[torch.Tensor, Ends], Part] | None = None
     """Judges the elements with these numbers, int64 (N,), by given ends (N,)."""
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Which elements are determined, and which are undetermined, if they were asked for and are not all determined."""
     place: Callable[[int, int], Mapping[str, int]] | None = None
     """Indices of an element (row, column) in the result of the kernel, by the names of its axes; None: (row,
     column)."""
@@ -147,11 +149,13 @@ def judge_range(
     fmt: Format | None = None,
     *,
     decoded: Format | None = None,
+    masks: bool = False,
 ) -> Part:
     """The part of a result with accepted values between two numbers or codes of its dtype.
 
     `nan`, bool: NaN is accepted beside the numbers; NaN ends accept NaN alone. NaN equals every NaN. `decoded`: the
-    format of the codes, if a float is a multiple of a code: the float is determined as far as its code is.
+    format of the codes, if a float is a multiple of a code: the float is determined as far as its code is. `masks`: the
+    part has masks.
     """
     differs = different(actual, lower, fmt)
     if upper is lower and nan is None:
@@ -177,7 +181,9 @@ def judge_range(
         assert fmt is not None
         undetermined = high - low >= _few_codes(fmt)
     undetermined = undetermined & ~empty | (allowed & ~empty)
-    return Part(actual, lower, upper, wrong, int(determined.count_nonzero()), int(undetermined.count_nonzero()), fmt)
+    both = determined, undetermined
+    counts = (int(mask.count_nonzero()) for mask in both)
+    return Part(actual, lower, upper, wrong, *counts, fmt, masks=both if masks else None)
 
 
 def _few_codes(fmt: Format) -> int:

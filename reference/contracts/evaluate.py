@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,6 +101,14 @@ Shown = Mapping[str, torch.Tensor | Quantized | Stored]
 """Results of a kernel by the names of the outputs; absent: hidden."""
 
 
+class Chosen(NamedTuple):
+    """Some rows of an argument."""
+
+    places: torch.Tensor
+    count: int
+    """Rows of the whole argument."""
+
+
 @dataclass
 class Evaluation:
     """A contract with inputs. A step is evaluated when its value is asked for: a matrix in slabs of rows."""
@@ -114,6 +122,10 @@ class Evaluation:
     """The evaluation of all rows; None: this evaluation has all rows, or single elements."""
     rows: slice | None = None
     """Rows of the tensors; None: all rows, evaluated in slabs."""
+    chosen: Chosen | None = None
+    """The rows of the first argument that the tensors hold; None: all, or those of `rows`."""
+    shared: tuple[Sequence[int], dict[int, Any]] | None = None
+    """The number of the value of each step, and the values that evaluations share, by their numbers."""
 
     def __post_init__(self) -> None:
         self.values = _Values(self)
@@ -205,8 +217,13 @@ class _Values(dict[int, Any]):
         self._evaluation = evaluation
 
     def __missing__(self, number: int) -> Any:
-        value = self[number] = self._value(number)
-        return value
+        if self._evaluation.shared is None:
+            value = self[number] = self._value(number)
+            return value
+        numbers, shared = self._evaluation.shared
+        if numbers[number] not in shared:
+            shared[numbers[number]] = self._value(number)
+        return shared[numbers[number]]
 
     def _value(self, number: int) -> Any:
         here = self._evaluation
@@ -482,7 +499,7 @@ def judge_output(
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
         yield (
             name,
-            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number)),
+            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=decoded_format(program, number)),
         )
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
@@ -505,7 +522,7 @@ def judge_output(
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
-def _decoded_format(program: Program, number: int) -> Format | None:
+def decoded_format(program: Program, number: int) -> Format | None:
     """Format of the codes, if a result has the rounded values of a quantization; None of further results."""
     step = program.steps[number]
     while step.function in ("cast", "float32"):
@@ -763,7 +780,10 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
     lengths, rows = step.operands
-    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+    chosen = evaluation.chosen
+    count = evaluation.values[rows].shape[0] if chosen is None else chosen.count
+    found = attention.segments(_index(evaluation, lengths), count, **step.options)
+    return found if chosen is None else found.arranged(lambda t: t[chosen.places])
 
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:

@@ -305,8 +305,10 @@ struct FusedSlice {
         }
     }
 
-    // The sums of a thread. `own`: its first row in the block; the second is 8 rows below.
-    __device__ __forceinline__ void accumulate(float (&d)[TOKENS / 2], int own, int lane) const {
+    // The sums of a thread, of the first COLUMNS rows of a. `own`: its first row in the block; the second is 8 rows below.
+    // The tensor cores multiply GROUP steps at a time, if AHEAD while the warpgroup decodes the next ones.
+    template <int COLUMNS, u32 GROUP = 1, bool AHEAD = false>
+    __device__ __forceinline__ void accumulate(float (&d)[COLUMNS / 2], int own, int lane) const {
         constexpr u32 STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS;
         const u32 first_code = own * ROW_BYTES + (lane / 4 << 4) + lane % 4 * Codes::BYTES;  // lane / 4 is own % 8
         i64 y[2];
@@ -323,32 +325,54 @@ struct FusedSlice {
         };
         load(0);
         Codes::prepare(p, y, first_run, steps / STEPS);
+        Fragments fragments[AHEAD ? 2 : 1][GROUP] = {};
+        u32 pending = 0;  // first stage of a of the products that are not complete
+        const auto finish = [&](Fragments(&read)[GROUP], bool any = true) {
+            wait_for_sums(d);
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) {
+                keep(read[i]);
+                if (any) release(barriers.tokens_empty[pending + i], lane);
+            }
+        };
         for (u32 run = 0; run < steps / STEPS; ++run) {
             const u32 done = before + run * STEPS;
             const Stages<Pipelines::TOKEN_STAGES, STEPS> tokens(done);
             const Stages<CODE_STAGES, STEPS / STAGE_STEPS> codes(done / STAGE_STEPS);
 #pragma unroll
-            for (u32 step = 0; step < STEPS; ++step) {
-                const u32 stage = tokens.stage(step), code_stage = codes.stage(step / STAGE_STEPS);
-                if (step % STAGE_STEPS == 0) {
-                    ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes.phase(step / STAGE_STEPS));
+            for (u32 group = 0; group < STEPS / GROUP; ++group) {
+                Fragments(&now)[GROUP] = fragments[AHEAD ? group % 2 : 0];
+#pragma unroll
+                for (u32 i = 0; i < GROUP; ++i) {
+                    const u32 step = group * GROUP + i, code_stage = codes.stage(step / STAGE_STEPS);
+                    if (step % STAGE_STEPS == 0) {
+                        ptx::mbarrier_try_wait_parity(barriers.codes_full[code_stage], codes.phase(step / STAGE_STEPS));
+                    }
+                    Codes::decode(now[i], pipelines.codes[0], code_stage * Pipelines::CODE_BYTES + first_code, scales, step);
+                    if (step % STAGE_STEPS == STAGE_STEPS - 1) {
+                        ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
+                        release(barriers.codes_empty[code_stage], lane);
+                    }
+                    // After the last fence, which waits for loads. The compiler moves loads by ld.global.nc before a fence.
+                    if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
                 }
-                Fragments fragments;
-                Codes::decode(fragments, pipelines.codes[0], code_stage * Pipelines::CODE_BYTES + first_code, scales, step);
-                if (step % STAGE_STEPS == STAGE_STEPS - 1) {
-                    ptx::fence_proxy_async_shared();  // loads of codes end before the next copy writes
-                    release(barriers.codes_empty[code_stage], lane);
+                if (AHEAD) finish(fragments[1 - group % 2], run + group > 0);
+#pragma unroll
+                for (u32 i = 0; i < GROUP; ++i) {
+                    const u32 step = group * GROUP + i;
+                    ptx::mbarrier_try_wait_parity(barriers.tokens_full[tokens.stage(step)], tokens.phase(step));
                 }
-                // After the last fence, which waits for loads. The compiler moves loads by ld.global.nc before a fence.
-                if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
-                ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
-                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
-                wait_for_sums(d);
-                keep(fragments);
-                release(barriers.tokens_empty[stage], lane);
+#pragma unroll
+                for (u32 i = 0; i < GROUP; ++i) {
+                    const u32 stage = tokens.stage(group * GROUP + i);
+                    multiply_fragments<typename Codes::Number, COLUMNS>(d, now[i], pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
+                }
+                pending = tokens.stage(group * GROUP);
+                if (!AHEAD) finish(now);
             }
         }
+        if (AHEAD) finish(fragments[1]);
     }
 };
 
@@ -467,7 +491,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
 #endif
     for (int block = 0; block < blocks; ++block) {
         float d[TOKENS / 2] = {};
-        slice_of(block, number).accumulate(d, own, lane);
+        slice_of(block, number).template accumulate<TOKENS>(d, own, lane);
         add_slices<TOKENS>(d, shared.sums[block], number, own, lane);
     }
     if constexpr (CLUSTER > 1) {
@@ -537,7 +561,24 @@ __device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const 
     }
 }
 
+// Multiplies and stores the outputs of a warp, of COLUMNS rows of a.
+template <int COLUMNS, u32 GROUP, bool AHEAD, class Slice>
+__device__ __forceinline__ void multiply_section(const Slice& slice, float (&sums)[STORED_TOKENS][STORED_STRIDE], const Alpha& alpha,
+                                                 const Epilogue& epilogue, const OutputTile& tile) {
+    const int own = threadIdx.x / WARP * 16, lane = threadIdx.x % WARP;
+    float d[COLUMNS / 2] = {};
+    slice.template accumulate<COLUMNS, GROUP, AHEAD>(d, own + lane / 4, lane);
+    store_section<COLUMNS>(d, sums, alpha, epilogue, tile, slice.token, slice.row + own, slice.p.n, lane);
+}
+
 // The same for all sections: each block has output tiles of SECTION_ROWS rows of b and TILE_ROWS rows of a, TOKENS at a time.
+#ifndef VARIANT_32
+#define VARIANT_32 1
+#endif
+#ifndef VARIANT_64
+#define VARIANT_64 1
+#endif
+
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& matrices, const FusedParameters& p,
                                                         const GroupedAlpha& alpha) {
@@ -568,11 +609,19 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
     const int warp = thread / WARP;
     for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
-        float d[TOKENS / 2] = {};
-        slice.accumulate(d, warp * 16 + lane / 4, lane);
-        store_section<TOKENS>(d, shared.sums[warp], alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
-                              {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token,
-                              slice.row + warp * 16, p.n, lane);
+        const Alpha own = alpha.a == nullptr ? Alpha{} : alpha.section(tile.section);
+        const Epilogue epilogue = {p.epilogue, tile.section_start * p.n, tile.section * p.n};
+        if constexpr (TOKENS == 64) {
+#if VARIANT_32 > 0
+            if (tile.section_rows - slice.token <= 32) {
+                multiply_section<32, VARIANT_32 & 7, (VARIANT_32 >> 3)>(slice, shared.sums[warp], own, epilogue, tile);
+                return;
+            }
+#endif
+            multiply_section<TOKENS, VARIANT_64 & 7, (VARIANT_64 >> 3)>(slice, shared.sums[warp], own, epilogue, tile);
+        } else {
+            multiply_section<TOKENS, 1, false>(slice, shared.sums[warp], own, epilogue, tile);
+        }
     });
     ptx::griddepcontrol_launch_dependents();
 }

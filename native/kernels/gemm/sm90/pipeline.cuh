@@ -211,10 +211,13 @@ __device__ __forceinline__ void store_sums(const float (&d)[COUNT], const Factor
     store_sums<float>(d, factor, epilogue, rows, top, left, n, lane);
 }
 
+#ifndef PRODUCER
+#define PRODUCER (FEW_ROWS ? 40 : 24)
+#endif
 // A Source without work for idle warps.
 struct CopyingSource {
     using Order = TiledSection;
-    static constexpr int PRODUCER_REGISTERS = 40;
+    static constexpr int PRODUCER_REGISTERS = PRODUCER;
 
     __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage); }
     __device__ __forceinline__ void wait_for(const OutputTile&) const {}
