@@ -48,9 +48,9 @@ ends of float32 and arithmetic in float16.
 SURVEYS_HEAD = """
 ## Surveys
 
-`make conformance` makes this page from a survey of every library and recipe, on a CPU. A survey has 95 inputs: families
-and edge cases in float32, bfloat16 and float16, less the inputs refused by the library. The column `equal` counts inputs
-with every byte equal to the nearest dialect. A survey is explained if a dialect and differences of
+`make conformance` makes this page from a survey of every library and recipe, on a CPU. A survey has 95 inputs:
+families and edge cases in float32, bfloat16 and float16, less the inputs refused by the library. The column `equal`
+counts inputs with every byte equal to the nearest dialect. A survey is explained if a dialect and differences of
 [known classes](backends.md#dialect-of-a-quantizer) give every byte.
 
 """
