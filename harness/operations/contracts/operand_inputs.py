@@ -181,7 +181,7 @@ def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int 
 def _gates(draw: Draw, rows: int, columns: int, *, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ.
 
-    Ups are as large as gates, of either sign: SiLU of a negative up is nearly 0, so a kernel that exchanges them is known.
+    Ups are as large as gates, of either sign. SiLU of a negative up is nearly 0: a kernel that exchanges them is known.
     """
     if dense:
         gate = (1 + draw.below(2, rows, columns)).float()
