@@ -21,6 +21,7 @@ from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
     CHANGED_CODES,
+    CHANGED_MATRICES,
     CHANGED_STEPS,
     OTHER_BITS,
     changed_quantize,
@@ -694,6 +695,8 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
     view = step.options.get("view")
+    if view in CHANGED_MATRICES:
+        return CHANGED_MATRICES[view][1](q, evaluation.program.sizes(evaluation.tensors)[EXPERTS])
     return q if view is None else CHANGED_CODES[view][1](q)
 
 
