@@ -209,7 +209,7 @@ __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& ch
     for (int i = 0; i < CHUNK; ++i) v[i] *= factor;
     u8 codes[CHUNK / 2];
     e2m1x16_from_float(v, codes);
-    __builtin_memcpy(words, codes, CHUNK / 2);
+    for (int i = 0; i < CHUNK / 2; ++i) words[i / 4] |= static_cast<u32>(codes[i]) << i % 4 * 8;
 #endif
     if (factor != factor) words[0] = words[1] = 0xCCCCCCCCu;
 }
