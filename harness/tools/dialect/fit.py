@@ -1,5 +1,11 @@
 """The rule with the most bytes of a quantizer: a search over the fields of `Recipe`.
 
+The search has three parts: the fields of the scales, from every named dialect and every order of operations; the fields
+of the elements, given these scales; the fields left open by the bytes. `_descend` changes a group of fields at a time,
+with all their values, until no change explains more bytes. The numbers below limit the time of the search. A small
+limit can miss a rule, and accepts no wrong rule: the report counts all bytes that the found rule does not explain.
+"""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -471,7 +477,7 @@ def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
             remaining.setdefault(name, []).append(value)
         elif seen.score(other) > seen.score(rule):
             rejected.add(other)
-        else: # the better rule may have different alternatives
+        else:  # the better rule may have different alternatives
             rejected.add(rule)
             rule, given, remaining = other, _given(other, recipe, drawn, device), {}
             queue = _alternatives(result.rules, rule)
