@@ -181,9 +181,8 @@ def judge_range(
         assert fmt is not None
         undetermined = high - low >= _few_codes(fmt)
     undetermined = undetermined & ~empty | (allowed & ~empty)
-    both = determined, undetermined
-    counts = (int(mask.count_nonzero()) for mask in both)
-    return Part(actual, lower, upper, wrong, *counts, fmt, masks=both if masks else None)
+    sure, free = (int(mask.count_nonzero()) for mask in (determined, undetermined))
+    return Part(actual, lower, upper, wrong, sure, free, fmt, masks=(determined, undetermined) if masks else None)
 
 
 def _few_codes(fmt: Format) -> int:

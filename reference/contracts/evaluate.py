@@ -105,7 +105,7 @@ class Chosen(NamedTuple):
     """Some rows of an argument."""
 
     places: torch.Tensor
-    count: int
+    height: int
     """Rows of the whole argument."""
 
 
@@ -781,7 +781,7 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
     lengths, rows = step.operands
     chosen = evaluation.chosen
-    count = evaluation.values[rows].shape[0] if chosen is None else chosen.count
+    count = evaluation.values[rows].shape[0] if chosen is None else chosen.height
     found = attention.segments(_index(evaluation, lengths), count, **step.options)
     return found if chosen is None else found.arranged(lambda t: t[chosen.places])
 

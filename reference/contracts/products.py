@@ -200,10 +200,10 @@ def product_of_numbers(
 ) -> Interval:
     """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
 
-    `fewest`: `fewest_bits` of the operands, for sums of no declared order.
+    `fewest`: `fewest_bits` of the operands, for sums of no declared order, which stacks of matrices may have too.
     Source: docs/tolerance.md#products-of-known-numbers.
     """
-    total = numbers[0].low @ numbers[1].low.T
+    total = numbers[0].low @ numbers[1].low.mT
     declared = summation(order)
     if (model := declared.aligned) is not None:
         sums = fast_tensor_core_sum(*operands, model, total, split=SplitK.of(declared, torch.float32))
@@ -216,8 +216,8 @@ def product_of_numbers(
     else:
         error, known, overflow = _in_order(operands, total, declared)
     # A kernel that decodes to float32 first has infinities in place of 448·2^127 and its like.
-    beyond = [(operand.values.abs() > FLT_MAX).any(1) for operand in operands]
-    overflow = (overflow | beyond[0].unsqueeze(1) | beyond[1]) & total.isfinite()
+    beyond = [(operand.values.abs() > FLT_MAX).any(-1) for operand in operands]
+    overflow = (overflow | beyond[0].unsqueeze(-1) | beyond[1].unsqueeze(-2)) & total.isfinite()
     known = known & ~overflow
     lower, upper = (end.double() for end in float32_ends(total - error, total + error))
     low, high = (torch.where(known, total, end) for end in (lower, upper))

@@ -47,9 +47,21 @@ class Keys:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+        self._programs: dict[int, tuple[Program, list[int]]] = {}
+        self._options: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def of(self, program: Program) -> list[int]:
         """The number of each step of a program."""
+        known = self._programs.get(id(program))
+        if known is None:
+            known = self._programs[id(program)] = program, self._of(program)
+        return known[1]
+
+    def forget(self) -> None:
+        """Forget programs, but not the numbers of their values."""
+        self._programs.clear()
+
+    def _of(self, program: Program) -> list[int]:
         names = {number: name for name, number in program.outputs.items()}
         found: list[int] = []
         for number, step in enumerate(program.steps):
@@ -63,7 +75,10 @@ class Keys:
                 continue
             if step.function in _COMMUTE:
                 operands.sort()
-            options = repr(step.options) if step.options else ""
+            # Changed contracts share the options of equal steps.
+            if id(step.options) not in self._options:
+                self._options[id(step.options)] = step.options, repr(step.options)
+            options = self._options[id(step.options)][1]
             key = (step.function, *operands, options, step.dtype, names.get(number), program.subnormals)
             found.append(self._numbers.setdefault(key, len(self._numbers)))
         return found

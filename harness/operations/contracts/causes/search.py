@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -74,7 +74,7 @@ def changed_causes(
             search.try_pairs(search.nearest())
         elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
-            search.try_pairs(rivals, {change.sentence for change in rivals})
+            search.try_pairs(rivals, rivals)
         return list(search.causes())
 
 
@@ -199,12 +199,14 @@ class _Search:
             found.append((key(self.totals[change.name]), place, change))
         return [change for _, _, change in sorted(found, key=lambda one: one[:2])[:count]]
 
-    def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
-        """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""
+    def try_pairs(self, firsts: Sequence[Change], seconds: Sequence[Change] | None = None) -> None:
+        """Judge the results under pairs of changes. `seconds`: the second ones; None: all."""
+        sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
             self.probe.remember(first.program)
-            every = (one for one in self._new(changes(first.program)) if seconds is None or one.sentence in seconds)
+            some = changes(first.program, seconds)
+            every = self._new(one for one in some if sentences is None or one.sentence in sentences)
             for second in self._tried(every, self.probe):
                 self.pairs += 1
                 if not self.probe.evidence(second.program, first=True).fits:
@@ -214,6 +216,7 @@ class _Search:
                     both = f"{first.sentence}, and {second.sentence}"
                     self.found.append(Change(f"{first.name},{second.name}", both, second.program))
             self.probe.known = values
+            self.keys.forget()
 
     def _tried(self, some: Iterable[Change], replay: Replay) -> Iterator[Change]:
         """The changes up to the limit of work, judged together if possible."""

@@ -108,10 +108,8 @@ def _of_rows(program: Program, number: int) -> bool:
 
 def _has_rows(member: Member, number: int, value: Value, count: int) -> bool:
     """Whether a value has its own numbers for each row."""
-    shape = _tensors(value)[0].shape
-    return (
-        _of_rows(member.program, number) and len(shape) == len(member.program.steps[number].axes) and shape[0] == count
-    )
+    shape, axes = _tensors(value)[0].shape, member.program.steps[number].axes
+    return _of_rows(member.program, number) and len(shape) == len(axes) and shape[0] == count
 
 
 def _signature(member: Member, number: int, count: int) -> Any:
@@ -138,10 +136,8 @@ def _signature(member: Member, number: int, count: int) -> Any:
 def _evaluate(group: Sequence[tuple[Member, int]], count: int, shared: dict[int, Any]) -> None:
     """Evaluate equal steps of several programs in one call."""
     member, number = group[0]
-    step, evaluation = (
-        member.program.steps[number],
-        Evaluation(member.program, member.evaluation.tensors, rows=slice(0, 0)),
-    )
+    step = member.program.steps[number]
+    evaluation = Evaluation(member.program, member.evaluation.tensors, rows=slice(0, 0))
     for place, operand in enumerate(step.operands):
         values = [one.evaluation.values[one.program.steps[at].operands[place]] for one, at in group]
         has_rows = _has_rows(member, operand, values[0], count)
@@ -174,12 +170,16 @@ def _joined(values: Sequence[Value], count: int, dims: int) -> Value:
 
 def _apart(value: Value, count: int) -> Iterator[Value]:
     """The values of each program. Ends that are equal bit by bit become a point, as they are in a program alone."""
+
+    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.unflatten(0, (-1, count)).unbind()  # type: ignore[no-untyped-call,no-any-return]
+
     if not isinstance(value, Interval):
-        yield from zip(value[0].split(count), value[1].split(count), strict=True)
+        yield from zip(*map(split, value), strict=True)
         return
-    lows = value.low.split(count)
-    highs = lows if value.point else value.high.split(count)
-    nans = [None] * len(lows) if value.nan is None else value.nan.split(count)
+    lows = split(value.low)
+    highs = lows if value.point else split(value.high)
+    nans = [None] * len(lows) if value.nan is None else split(value.nan)
     for low, high, nan in zip(lows, highs, nans, strict=True):
-        equal = low is high or torch.equal(low.contiguous().view(torch.int64), high.contiguous().view(torch.int64))
+        equal = low is high or torch.equal(low.view(torch.int64), high.view(torch.int64))
         yield Interval(low, low if equal and (nan is None or not bool(nan.any())) else high, nan, value.bits)
