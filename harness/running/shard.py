@@ -57,7 +57,7 @@ class Part:
 
 
 def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | None = None) -> Part:
-    """The part of the selected `cases` that is `shard`'s; `seconds` are those that cases took, as far as is known.
+    """The part of `shard` of the selected `cases`; `seconds`: known seconds of cases, by id.
 
     It depends on the ids of the cases and on `seconds`, and on nothing else: neither on their order nor on the machine.
     Raises ShardError for more shards than cases, or if `seconds` has no case of the selection.
@@ -72,7 +72,7 @@ def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | 
 
 
 def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
-    """Ids in `count` sets of about equal cost: the costliest first, each to the set that has least so far.
+    """Ids in `count` sets of about equal cost: the costliest first, to the set with the least cost so far.
 
     The largest sum is at most 4/3 of the smallest that is possible. Source: Graham, "Bounds on multiprocessing timing
     anomalies" (1969). Ids of equal cost go by their names, sets of equal sums by their numbers.
@@ -89,7 +89,7 @@ def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
 
 
 def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each case, by id: those recorded, else an estimate from its size, scaled by what others took.
+    """Seconds of the cases, by id: recorded, else an estimate from the size, scaled by the recorded cases.
 
     Raises ShardError where some are recorded, and none of these cases.
     """
@@ -103,7 +103,7 @@ def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[s
 
 
 def recorded(run: RecordedRun) -> dict[str, float]:
-    """Seconds that the cases of an earlier run took, by id; where a case has several seeds, the longest."""
+    """Seconds of the cases of an earlier run, by id; of several seeds the longest."""
     found: dict[str, float] = {}
     for record in run.records:
         taken = record["seconds_total"]
