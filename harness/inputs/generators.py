@@ -285,7 +285,7 @@ def _every_exponent(want: Wanted) -> torch.Tensor:
     bits, mantissa = _BITS[want.dtype], _MANTISSA[want.dtype]
     smallest = math.frexp(torch.finfo(want.dtype).smallest_normal)[1] - 1
     field = (exponent - smallest + 1).clamp_(min=0) << mantissa
-    # Below this exponent the leading bit belongs to the mantissa, and the bits behind are random.
+    # Below the smallest normal number the leading bit belongs to the mantissa, and the bits behind are random.
     free = (mantissa + (exponent - smallest).clamp(max=0)).clamp_(min=0)
     leading = torch.where(exponent < smallest, 1 << free, 0)
     tail = want.draw.words(len(number)).long() & ((1 << free) - 1)

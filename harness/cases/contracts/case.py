@@ -244,7 +244,7 @@ class ContractCase(Case):
 
     @property
     def _units(self) -> dict[str, int]:
-        """The axes by the divisor of their size."""
+        """Divisor of the size of an axis, by its name."""
         units: dict[str, int] = {}
         for step in self.program.steps:
             blocks = (1,) * len(step.axes)
@@ -259,7 +259,7 @@ class ContractCase(Case):
         return units
 
     def problem(self) -> str | None:
-        """Reasons for excluded combinations of allowed values, and for a function that is no contract."""
+        """Reason if allowed values exclude one another, or if the function is no contract; else None."""
         try:
             axes = {axis for step in self.program.steps for axis in step.axes}
         except ContractError as error:

@@ -36,7 +36,7 @@ INVARIANT = "invariant"
 COUNTS = (1, 2, 7, 128)
 """Numbers of rows run alone: a single row, and numbers at which kernels change their path."""
 _SPOILT = {"zeros": 0.0, "NaN": torch.nan, "the largest number": torch.inf}
-"""Indices of the neighbouring rows. Infinity stands for the largest number of the dtype."""
+"""Numbers placed in the neighbouring rows. Infinity stands for the largest number of the dtype."""
 _NEAR = 3
 """Number of rows behind a change tried too: a path for even numbers or for tails is no threshold."""
 _PATHS = 4
