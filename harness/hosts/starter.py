@@ -54,7 +54,7 @@ class StarterError(Exception):
 
 
 class Channel:
-    """A connection to the starter, for the hosts of a judge: the end of one ends all others. Threads may share it."""
+    """A connection to the starter, for the hosts of a judge: the end of any host ends all. Threads may share it."""
 
     def __init__(self, end: socket.socket) -> None:
         self._connection = Connection(end)

@@ -59,7 +59,7 @@ class Part:
 def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | None = None) -> Part:
     """The part of `shard` of the selected `cases`; `seconds`: known seconds of cases, by id.
 
-    It depends on the ids of the cases and on `seconds`, and on nothing else: neither on their order nor on the machine.
+    The part depends only on the ids of the cases and on `seconds`: neither on their order nor on the machine.
     Raises ShardError for more shards than cases, or if `seconds` has no case of the selection.
     """
     from narrowgauge.harness.checks.statistics.holm import count_chance_cases
@@ -91,7 +91,7 @@ def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
 def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds of the cases, by id: recorded, else an estimate from the size, scaled by the recorded cases.
 
-    Raises ShardError where some are recorded, and none of these cases.
+    Raises ShardError if seconds are recorded, but not of these cases.
     """
     estimates = {name: estimated_seconds(case) for name, case in cases.items()}
     known = sorted(estimates.keys() & seconds.keys())
@@ -115,7 +115,7 @@ def recorded(run: RecordedRun) -> dict[str, float]:
 def read_durations(path: Path) -> dict[str, float]:
     """Seconds of the cases of an earlier run: the folder of its report, or its journal.
 
-    Raises ShardError where no case there has its seconds, JournalError where it cannot be read.
+    Raises ShardError for a run without seconds, JournalError for an unreadable run.
     """
     from narrowgauge.harness.records.journal import read
 
