@@ -284,7 +284,7 @@ def _slots(want: _Wanted) -> torch.Tensor:
 
 
 def _lengths(want: _Wanted) -> torch.Tensor:
-    """Tokens of requests: full, none, and one less, as many and one more than a page has, then any number."""
+    """Tokens of requests: full, none, and a page less one, a page, a page and one more, then any number."""
     page, most = want.sizes["page"], want.sizes["page"] * want.sizes["most"]
     some = torch.tensor([most, 0, page - 1, page, page + 1]).clamp(0, most)
     return torch.cat([some, want.draw.below(most + 1, *want.shape).long()])[: want.shape[0]]
@@ -318,7 +318,7 @@ def _positions(want: _Wanted) -> torch.Tensor:
 
 
 def _router_weights(want: _Wanted) -> torch.Tensor:
-    """Weights of choices, from 1/16 to 1, or powers of two where a number is one."""
+    """Weights of choices, from 1/16 to 1, or powers of two."""
     if want.rule.number is _power:
         return power_of_two(-want.draw.below(7, *want.shape))
     return (1 + 15 * want.draw.uniform(*want.shape)) / 16
@@ -338,10 +338,10 @@ def contract_inputs(
 ) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
-    `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
-    of zeros. A row has numbers of both signs that tell where they lie, a scalar and a scale are positive and finite;
-    some families have others (`RULES`). An aimed family has the same bytes for every draw. `number`: of the product in
-    a batch, whose scales differ. Raises ValueError for an unknown family and an axis without a size.
+    `sizes`: elements along each named axis. Matrices are of the family, and all different, except in families of zeros.
+    A row has numbers of both signs that show their places, a scalar and a scale are positive and finite; `RULES` has
+    the exceptions. An aimed family has the same bytes for every draw. `number`: of the product in a batch, whose scales
+    differ. Raises ValueError for an unknown family and an axis without a size.
     """
     if any(step.function == SCORES for step in program.steps):
         return sequences(program, sizes, family, draw)

@@ -1,7 +1,7 @@
 """Known mistakes of every kind of step, as rows of a table, and their changed contracts.
 
-A row names the functions whose steps it changes, the mistake, a sentence about it, and the value in place of the right
-one. A row may run over several values, for example the dtypes of a rounding.
+A row names the functions of the changed steps, the mistake, a sentence about the mistake, and the value in place of the
+right value. A row may run over several values, for example the dtypes of a rounding.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _exchanged_scales(program: Program) -> Iterator[Change]:
 def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:
     """Sums and maxima of the first elements of each row alone: of one pass of a block of threads, or of whole vectors.
 
-    The sizes of the inputs tell which of them leave elements out.
+    The sizes of the inputs tell if elements are left out.
     """
     editor = Editor(program)
     sizes = {axis: size for a in program.arguments if a.name in tensors

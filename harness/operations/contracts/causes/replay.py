@@ -368,7 +368,7 @@ def has_rows(result: torch.Tensor | Quantized | Stored) -> bool:
 
 
 def rows_of(result: torch.Tensor | Quantized | Stored, rows: torch.Tensor) -> torch.Tensor | Quantized:
-    """Some rows of a result that has rows."""
+    """A part of the rows of a result with rows."""
     assert not isinstance(result, Stored)
     if isinstance(result, torch.Tensor):
         return result[rows]

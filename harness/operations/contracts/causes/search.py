@@ -1,7 +1,7 @@
 """Causes of wrong bytes under a contract: the same contract with one mistake, or with two.
 
-The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. It is certain
-if the results exclude every other change that was tried (`Evidence.excluded`). A mistake that is not in the list may
+The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. The cause is
+certain if the results exclude all further changes tried (`Evidence.excluded`). A mistake that is not in the list may
 give the same bytes, so the sentence says how many changes were tried.
 """
 

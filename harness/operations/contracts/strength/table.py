@@ -3,7 +3,7 @@
 A contract and the changed contract have a set of bytes per element of the results. If the sets of an
 element are disjoint, then the inputs surely show the change: no kernel is right under both contracts. If every set of
 the change lies inside the plain one, no right kernel of the change is ever refused. Else kernels of the change are
-sampled. Sets are those of `narrowgauge.reference.contracts`, of results that are judged given earlier results.
+sampled. The sets come from `narrowgauge.reference.contracts`, for results judged given earlier results.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class StrengthRow:
     """The verdicts of the inputs of a shape about a change."""
 
     step: str
-    """The step that is changed, such as `mean-4`."""
+    """The changed step, for example `mean-4`."""
     change: str
-    """What is changed, such as `by-k-minus-1`."""
+    """The change, for example `by-k-minus-1`."""
     sentence: str
     sum: str
     """Orders of sums admitted by the contract: any, depth 40; empty without sums."""
