@@ -389,7 +389,7 @@ def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, pa
 
 
 _DOUBTFUL = 3
-"""A slab is evaluated as a whole if more than 1 element of this number is in doubt."""
+"""A slab is evaluated as a whole if more than one in this many elements is in doubt."""
 
 
 class _Result:
