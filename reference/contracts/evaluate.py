@@ -26,6 +26,7 @@ from narrowgauge.reference.contracts.changed_steps import (
     changed_quantize,
     divisor,
     other_row,
+    partial_sums,
     some_columns,
 )
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
@@ -896,7 +897,8 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         if columns is not None:
             some = some_columns(columns, size)
             value = value.arranged(lambda t: t[..., some])
-        found = function(value, **options)
+        to = options.pop("to", None)
+        found = function(value, **options) if to is None else partial_sums(value, to)
         return found.arranged(lambda t: t.squeeze(-1)) if step.across_rows else found
 
     return reduce

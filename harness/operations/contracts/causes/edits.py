@@ -79,8 +79,6 @@ class Editor(Trace):
         outputs = list(self.program.outputs.values())
         for user, place in uses:
             if user == OUTPUT:
-                if self.steps[value].dtype != self.steps[outputs[place]].dtype:
-                    return None
                 outputs[place] = value
             else:
                 right = self.steps[operands[user][place]].dtype
@@ -100,8 +98,10 @@ class Editor(Trace):
             same = moved == step.operands and dtype == step.dtype
             steps.append(step if same else replace(step, operands=moved, dtype=dtype))
 
-        for number in outputs:
+        for number, right in zip(outputs, self.program.outputs.values(), strict=True):
             visit(number)
+            if steps[order[number]].recipe is None and steps[order[number]].dtype != self.program.steps[right].dtype:
+                return None
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
         return replace(self.program, steps=tuple(steps), outputs=numbers)
 

@@ -22,7 +22,7 @@ from narrowgauge.reference.contracts.evaluate import (
 )
 from narrowgauge.reference.contracts.layout.pages import Stored
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.program import HALF, INDEX, SCORES, Program
+from narrowgauge.spec.program import GEMM, HALF, INDEX, SCORES, WEIGHTED, Program, Step
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.scale_layouts import LINEAR
@@ -32,6 +32,9 @@ WRONG, SCOPES = 10, 8
 """Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
 _NARROW = 4
 """Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
+_STEP, _JUDGED = 1 << 13, 4
+"""Work of a step beside its elements, and of an element of a result."""
+_SUMMED = frozenset({GEMM, SCORES, WEIGHTED})
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 
@@ -155,19 +158,13 @@ class Replay:
     """Inputs of the rows."""
     judged: dict[int, Evidence] = field(default_factory=dict)
     """What is known of results, by the numbers of their steps."""
+    work: float = 0.0
+    """Work of all judgements so far, in the unit of `harness.diagnosis.search.work_limit`."""
 
     def remember(self, program: Program) -> None:
         """Keep the values of a program."""
         for _ in self.results(program, keep=True):
             pass
-
-    def work(self, program: Program) -> int:
-        """Elements times steps that a judgement evaluates at most."""
-        elements = sum(result_elements(result) for result in self.shown.values())
-        if any(step.function == SCORES for step in program.steps):  # a logit for each row, head and token
-            q, lengths = (next(a.name for a in program.arguments if a.kind == kind) for kind in ("Heads", "Lengths"))
-            elements = max(elements, self.tensors[q][..., 0].numel() * int(self.tensors[lengths].max()))
-        return len(program.steps) * elements
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
         """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
@@ -216,6 +213,7 @@ class Replay:
             if step.is_stored or step.function == HALF or step.dtype == INDEX:
                 if name in shown:
                     if name not in skipped:
+                        self.work += _STEP + _JUDGED * result_elements(shown[name])
                         numbers = judged_numbers(program, number)
                         ends = [Ends.of(evaluation.values[n], DTYPES[program.steps[n].dtype]) for n in numbers]
                         yield name, judge_output(program, number, ends, shown[name], self.inputs)
@@ -224,16 +222,25 @@ class Replay:
             value = self.known.get(keys[number])
             if value is None or name in shown:
                 value = evaluated(evaluation, step)
+                self.work += _STEP + _size(value, evaluation.values, step)
             if name in shown:
                 result = shown[name]
                 assert isinstance(result, torch.Tensor)
                 if name not in skipped:
+                    self.work += _STEP + _JUDGED * result_elements(result)
                     ends = [Ends.of(value, DTYPES.get(step.dtype, torch.float32))]
                     yield name, judge_output(program, number, ends, result, self.inputs)
                 value = handed_on(program, step, value, result)
             elif keep:
                 self.known[keys[number]] = value
             evaluation.values[number] = value
+
+
+def _size(value: Any, values: Mapping[int, Any], step: Step) -> int:
+    """Elements of a value, of a product times the elements of each sum."""
+    shape = getattr(value, "shape", ())
+    summed = getattr(values.get(step.operands[0]), "shape", (1,))[-1] if step.function in _SUMMED else 1
+    return math.prod(shape) * int(summed)
 
 
 def _steps_of(program: Program, outputs: Iterable[str]) -> Iterator[int]:

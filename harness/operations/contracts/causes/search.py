@@ -30,7 +30,7 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
     rows_of,
 )
 from narrowgauge.harness.operations.stages.outcome import Limit
-from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
+from narrowgauge.harness.operations.stages.possible_cause import FREE, GIVES_EVERY_BYTE, Cause, PossibleCause
 from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
@@ -38,6 +38,8 @@ NO_DIAGNOSIS = "no-diagnosis"
 """Name of the entry that says that no cause was found."""
 _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
+_ELEMENTS = 2**16
+"""Elements of the rows that are tried first, if a row has more than two axes."""
 _PROBE = 4
 """Rows on which pairs are tried first."""
 _SMALL = 2**17
@@ -67,8 +69,7 @@ def changed_causes(
         search = _Search(program, tensors, shown, stage, limit)
         search.try_singles(others)
         if not search.found:
-            further = itertools.chain(moved_changes(program, tensors, shown), short_changes(program, tensors))
-            search.try_singles(further, alone=True)
+            search.try_singles(moved_changes(program, tensors, shown), alone=True)
         if not search.found and not singly:
             search.try_pairs(search.nearest())
         elif search.found:
@@ -149,6 +150,10 @@ class _Search:
         self.some = self._replay(None if self.whole else rows)
         self.probe = self.some if rows is None else self._replay(rows[:_PROBE])
         self.known = {self.keys.of_outputs(self.program)}
+        self.some.evidence(self.program, whole=True)
+        numbers = {name: self.keys.of(self.program)[number] for name, number in self.program.outputs.items()}
+        self.right = {name: n for name, n in numbers.items() if n in self.some.judged and self.some.judged[n].fits}
+        """The numbers of the results that are right, on the rows that are tried first."""
 
     def _replay(self, rows: torch.Tensor | None) -> Replay:
         shown = self.shown if rows is None else {name: rows_of(result, rows) for name, result in self.shown.items()}
@@ -161,10 +166,11 @@ class _Search:
         """Judge the results under every single change, the others first. `alone`: the others alone."""
         others = list(others)
         self.others = [*self.others, *others]
-        for change in itertools.chain(self._new(others), [] if alone else self._new(changes(self.program))):
-            if not self.limit.may_try(self.some.work(change.program)):
+        for change in itertools.chain(self._new(others), [] if alone else self._new(self._changes())):
+            if not self.limit.may_try(0):
                 break
             evidence = self._evidence(change.program)
+            self._spend()
             if self.probe is self.some and evidence.excluded:
                 self.bounds[change.name] = evidence
             if not evidence.judged and not evidence.excluded and change not in others:
@@ -176,6 +182,15 @@ class _Search:
                     self.free.add(change.name)
             elif not evidence.excluded:
                 self.near.append(change)
+
+    def _changes(self) -> Iterator[Change]:
+        return itertools.chain(short_changes(self.program, self.tensors), changes(self.program))
+
+    def _spend(self) -> None:
+        """Count the work of the last judgements."""
+        for replay in (self.some, self.probe):
+            self.limit.spent += replay.work
+            replay.work = 0.0
 
     def nearest(self) -> list[Change]:
         """The single changes whose results are nearest to the kernel's, the nearest first."""
@@ -206,12 +221,12 @@ class _Search:
             for second in self._new(changes(first.program)):
                 if seconds is not None and second.sentence not in seconds:
                     continue
-                if not self.limit.may_try(self.probe.work(second.program)):
+                if not self.limit.may_try(0):
                     break
                 self.pairs += 1
-                if not self.probe.evidence(second.program, first=True).fits:
-                    continue
-                evidence = self._evidence(second.program)
+                fits = self.probe.evidence(second.program, first=True).fits
+                evidence = self._evidence(second.program) if fits else Evidence(1)
+                self._spend()
                 if evidence.fits and evidence.judged:
                     both = f"{first.sentence}, and {second.sentence}"
                     self.found.append(Change(f"{first.name},{second.name}", both, second.program))
@@ -226,7 +241,12 @@ class _Search:
             if key not in self.known and len(change.sentence) < len(unlike.get(key, _LONGEST).sentence):
                 unlike[key] = change
         self.known |= unlike.keys()
-        yield from unlike.values()
+        yield from sorted(unlike.values(), key=self._spoiled)
+
+    def _spoiled(self, change: Change) -> int:
+        """The right results that a change computes in another way: a mistake that leaves them alone is tried first."""
+        numbers = self.keys.of(change.program)
+        return sum(numbers[change.program.outputs[name]] != key for name, key in self.right.items())
 
     def _evidence(self, program: Program) -> Evidence:
         """What some rows say about a program, and all rows if these accept it."""
@@ -261,8 +281,7 @@ class _Search:
                 doubt = f"too few bytes exclude another change: {rival.sentence}"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
             elif change.name in self.free:
-                doubt = "under it these inputs have almost any bytes"
-                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{FREE}")
             elif not plain.excluded or (plain.telling < WRONG and change not in self.others):
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
                 if plain.excluded:
@@ -300,7 +319,9 @@ def _wrong_rows(
     hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
-    wrong = stage.wrong_elements
-    if wrong is not None and wrong.shape[0] == height:
-        return wrong.sum(1).argsort(descending=True, stable=True)[:_ROWS]
-    return torch.arange(min(height, _ROWS), device=first.device)
+    wrong, count = stage.wrong_elements, _ROWS
+    if first.dim() > 2:  # a row has several scopes, such as heads
+        count = min(_ROWS, max(1, _ELEMENTS // max(1, first[:1].numel())))
+    if wrong is not None and height and wrong.shape[0] % height == 0:
+        return wrong.view(height, -1).sum(1).argsort(descending=True, stable=True)[:count]
+    return torch.arange(min(height, count), device=first.device)
