@@ -100,6 +100,7 @@ FAMILIES: Mapping[str, Family] = {
             "codes and scale tell where a block and an element lie: order of nibbles, columns, rows",
             (*_ALL, *_CONTRACT),
         ),
+        Family("rising", "magnitudes grow from the first element to the last one: amaxes of a part", _QUANTIZE),
         Family("spread", "exponents 2^-30 to 2^30 inside every group: the order of a rotation's sum shows", _ROTATED),
         Family(
             "lattice",

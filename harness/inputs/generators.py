@@ -389,6 +389,13 @@ def _position(want: Wanted) -> torch.Tensor:
     return _nvfp4_position(want) if want.two_levels else _code_position(want)
 
 
+def _rising(want: Wanted) -> torch.Tensor:
+    # 1024 magnitudes from 1/16 on, so that an amax says which elements it has seen.
+    count = want.rows * want.columns
+    step = (torch.arange(count) * 1024 // count).view(want.shape)
+    return want.draw.signs(*want.shape) * power_of_two(step // 128 - 4) * (1 + step % 128 / 128)
+
+
 def _nvfp4_position(want: Wanted) -> torch.Tensor:
     # A block holds all 16 codes, turned by `turn`; its scale is one of the 113 largest of E4M3. The two are different
     # for any two blocks of a 128×128 tile, and the scales alone for blocks 1 to 112 rows or 1 to 8 columns apart. x and
@@ -592,6 +599,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "nan": _nan,
     "inf": _inf,
     "position": _position,
+    "rising": _rising,
     "spread": _spread,
     "lattice": _lattice,
     "rounding": _rounding,

@@ -63,6 +63,9 @@ AMAXES: tuple[QuantizeDeviation, ...] = (
               lambda r: amax_of(r, nan="ignore"), when=lambda recipe: recipe.nan != "ignore"),
     Deviation("infinity-dropped", "the amax of the tensor is without elements that are infinite", "amax",
               lambda r: amax_of(r, lambda x: x.masked_fill(x.isinf(), 0))),
+    Deviation("amax-after-saturation", "the amax of the tensor is that of its elements after they are saturated",
+              "amax", lambda invert, r: _of_saturated(invert, r), {"": False, " by the inverse": True},
+              when=lambda recipe: recipe.tensor_scale == "given"),
     Deviation("amax-through-{}", "the amax of the tensor is rounded to {}", "amax", narrowed(lambda r: r.correct_amax),
               NARROW, implausible=True),
     Deviation("amax-truncated:{}", "the amax of the tensor is cut to the upper {1} bits of float32", "amax",
@@ -73,6 +76,14 @@ AMAXES: tuple[QuantizeDeviation, ...] = (
               when=lambda recipe: recipe.granularity == "row"),
 )  # fmt: skip
 """Wrong amaxes that the kernel computes."""
+
+
+def _of_saturated(invert: bool, r: Replay) -> torch.Tensor:
+    """The amax that the largest element and the given scale allow, or the inverse of the scale."""
+    scale = r.tensor_scale
+    assert scale is not None
+    scale = divide(1.0, scale) if invert else scale
+    return (r.correct_amax * scale).clamp(max=r.recipe.element.max) / scale
 
 
 def _of_present_amax(form: Callable[[torch.Tensor, float], torch.Tensor]) -> Callable[[Replay], torch.Tensor]:
