@@ -264,6 +264,11 @@ def _low_rows(want: Wanted) -> torch.Tensor:
     return want.draw.normal(*want.shape).mul_(scale.unsqueeze(1))
 
 
+def _low_columns(want: Wanted) -> torch.Tensor:
+    scale = power_of_two(8 - 10 * torch.arange(want.columns) % 21)
+    return want.draw.normal(*want.shape).mul_(scale)
+
+
 def _exponents(want: Wanted) -> torch.Tensor:
     # Row after row every power of two of the dtype, from any of them on; each is the amax of its row.
     lowest, highest = want.exponents
@@ -590,6 +595,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "normal-1e3": _normal_times(1e3),
     "single": _single,
     "low-rows": _low_rows,
+    "low-columns": _low_columns,
     "exponents": _exponents,
     "huge": _huge,
     "subnormal": _subnormal,

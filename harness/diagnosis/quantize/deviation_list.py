@@ -82,9 +82,10 @@ def list_deviations(
 
 
 def _wrong_rows(wrong_masks: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor | None:
-    """Numbers of the rows with wrong scales or codes of the first matrix; None if neither stage is wrong."""
+    """Numbers of the rows with wrong scales or codes of the first matrix, int64 (n,); None if there is none."""
     masks = [wrong_masks[stage][0] for stage in ("scales", "codes") if stage in wrong_masks]
-    return torch.cat([mask.any(1).nonzero()[:, 0] for mask in masks if mask.dim() == 2]).unique() if masks else None
+    rows = {row for mask in masks if mask.dim() == 2 for row in mask.any(1).nonzero()[:, 0].tolist()}
+    return torch.tensor(sorted(rows)) if rows else None
 
 
 def _without_amax(step_deviations: Iterable[QuantizeDeviation], *, amax_shown: bool) -> Iterator[QuantizeDeviation]:

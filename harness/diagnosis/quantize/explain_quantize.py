@@ -14,7 +14,14 @@ from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import OF_EVERY_STEP
-from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, PROOFS, RUN, FurtherRun, refutations, separated
+from narrowgauge.harness.diagnosis.quantize.further_inputs import (
+    LARGEST,
+    PROOFS,
+    RUN,
+    FurtherRun,
+    refutations,
+    separated,
+)
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
 from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (

@@ -14,6 +14,7 @@ from narrowgauge.harness.backends.module_driver import Step
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.layers import Layer
 from narrowgauge.harness.checks.bit_equality import different_bits, equal_bits
+from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.modules.delayed import DelayedStages, States
 from narrowgauge.harness.operations.modules.ground import Ground
@@ -187,11 +188,13 @@ class LinearStages:
         )
         oracles = None if matrices is None or unknown else self._oracles(operand, matrices, random)
         found = ground.seen(key)
-        if found is None and matrices is None and operand.role == "x" and self._ends is not None:
-            return self._between(operand, *self._ends())
         if found is None:
-            if own or (ground.free and recipe.transform is not None):
+            if own or (self.layer.groups and (matrices is None or recipe.transform is not None)):
                 return None
+            if matrices is None:
+                return self._between(operand, *self._ends()) if operand.role == "x" and self._ends else None
+            if ground.free and recipe.transform is not None:
+                return self._between(operand, *_rotated_ends(matrices[0], operand.half, recipe))
             if oracles is not None and recipe.transform is None:
                 ground.known[f"the decoded {key}"] = partial(self._decoded, oracles, operand)
             return oracles
@@ -216,15 +219,15 @@ class LinearStages:
     def _between(self, operand: Operand, low: torch.Tensor, high: torch.Tensor) -> list[Quantized] | None:
         """An operand of numbers between two ends; None if its scales, or all of its rows, are not the same for both."""
         recipe = self._recipe(operand)
-        if recipe.transform is not None or self._random(operand) is not None or self.layer.groups:
-            return None
+        plain = replace(recipe, transform=None)
         swap = low.abs() > high.abs()
         across = low.signbit() != high.signbit()  # amaxes rise with magnitudes, codes with numbers
         small = torch.where(swap, high, low).masked_fill(across, 0)
         large = torch.where(swap, low, high)
         if not bool(large.isfinite().all()):
             return None
-        (one,), (other,) = (self._oracles(operand, [matrix], None) for matrix in (small, large))
+        random = self._random(operand)
+        (one,), (other,) = (self._oracles(operand, [matrix], random, plain) for matrix in (small, large))
         amaxes = [q.amax for q in (one, other) if q.amax is not None]
         if not torch.equal(one.scales, other.scales) or (amaxes and not torch.equal(*amaxes)):
             return None
@@ -233,7 +236,7 @@ class LinearStages:
         if not bool(certain.any()):
             return None
         self._certain[operand] = certain
-        return [one]
+        return [replace(one, recipe=recipe)]
 
     def _decoded(self, kernels: list[Quantized], operand: Operand) -> torch.Tensor:
         """The values of the sections of an operand, as rows of the matrix that it was quantized from."""
@@ -429,6 +432,7 @@ class LinearStages:
         ]
         if stage.mismatches >= _TELLING:
             sources.append(("quantized-twice", partial(self._made_twice, number=number)))
+            sources.append(("operand-not-rotated", partial(self._unrotated, number)))
             sources += [("recipe-of-another-operand", partial(self._by_recipe_of, role, number)) for role in COLUMNS]
             sources += [(cause, partial(self._by_bits, offset, number)) for cause, offset in self._other_offsets()]
         for cause, source in sources:
@@ -451,12 +455,20 @@ class LinearStages:
 
     def _by_recipe_of(self, role: str, number: int, operand: Operand) -> Quantized | None:
         """A section of an operand by the recipe of the operand of another role."""
-        recipe = self._recipe(Operand(role, operand.half))
+        recipe, own = self._recipe(Operand(role, operand.half)), self._recipe(operand)
         known = self._matrices.get(operand.role)
-        if known is None or recipe == self._recipe(operand) or recipe.tensor_scale == "given" or recipe.transform:
+        if known is None or recipe == own or recipe.tensor_scale == "given" or recipe.transform or own.transform:
             return None
         random = self._random(operand) if recipe.rounding == "stochastic" else None
         return self._oracles(operand, known, random, recipe)[number]
+
+    def _unrotated(self, number: int, operand: Operand) -> Quantized | None:
+        """A section of an operand that is quantized without its rotation."""
+        recipe, known = self._recipe(operand), self._matrices.get(operand.role)
+        if known is None or recipe.transform is None:
+            return None
+        plain = self._oracles(operand, known, self._random(operand), replace(recipe, transform=None))
+        return replace(plain[number], recipe=recipe)
 
     def _other_offsets(self) -> list[tuple[str, int]]:
         """Wrong offsets of the random bits of the rowwise half, with their causes."""
@@ -540,6 +552,14 @@ def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
     if recipe.transform or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
         return None
     return reference.quantize_both(reference.dequantize(row), recipe, rowwise=False)[1]
+
+
+def _rotated_ends(x: torch.Tensor, half: Half, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest number of each element of a half of `x` (M, K), rotated in any order of additions, at the
+    places of the elements of `x`; infinite if a sum may overflow."""
+    ends = rotated_interval(half.matrix(x).contiguous(), recipe)
+    low, high = (end.masked_fill(ends.undetermined, torch.inf) for end in (ends.lower, ends.upper))
+    return half.matrix(low).contiguous(), half.matrix(high).contiguous()
 
 
 def _first_rows(q: Quantized, rows: int) -> Quantized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class NormStages:
         )  # fmt: skip
         ends = None
         if normalized is None and x is not None:
-            ends = partial(_ends, compute, operands, self.ground.plan.dtype)
+            ends = partial(_ends, partial(compute, x, gamma, beta), self.ground.plan.dtype)
         return self.linear.forward(normalized, ends)
 
     def backward(self, dy: torch.Tensor | None) -> torch.Tensor | None:
@@ -51,7 +51,7 @@ class NormStages:
         dnorm = self.linear.backward(dy, "dnorm")
         dy_known = self.linear.unreported.get("dnorm") if dnorm is None else dnorm
         gamma, beta = self._parameters
-        bounded = {"dy": dy_known} if isinstance(dy_known, Bounded) else {}
+        bounded: dict[str, Any] = {"dy": dy_known} if isinstance(dy_known, Bounded) else {}
         operands = {"x": self._x, "gamma": gamma} | ({} if bounded else {"dy": dnorm})
         results: Sequence[Bounded | None] = (None, None, None)
         if dy_known is not None and self._x is not None:
@@ -102,14 +102,14 @@ def _norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None
     return norm_forward(x, gamma, beta, **options)
 
 
-def _ends(
-    compute: Callable[..., Bounded], operands: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest norm of each element that a right module has."""
-    return compute(**operands).interval(dtype)
+def _ends(compute: Callable[[], Bounded], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest number of each element in a dtype."""
+    return compute().interval(dtype)
 
 
-def _norm_gradient(dy: torch.Tensor | Bounded, x: torch.Tensor, gamma: torch.Tensor, *, part: int, **options: Any) -> Bounded:
+def _norm_gradient(
+    dy: torch.Tensor | Bounded, x: torch.Tensor, gamma: torch.Tensor, *, part: int, **options: Any
+) -> Bounded:
     """The gradient of x (part 0) or of gamma (1)."""
     found = norm_backward(dy, x, gamma, **options)[part]
     assert found is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, uneven, usual_block, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,

@@ -14,7 +14,12 @@ from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, 
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 
-_STEPS = {"used amax": "the vector of amaxes", "x": "the matrix", "blocks": "the matrix of block amaxes", "factors": "the matrix of scales of the elements"}
+_STEPS = {
+    "used amax": "the vector of amaxes",
+    "x": "the matrix",
+    "blocks": "the matrix of block amaxes",
+    "factors": "the matrix of scales of the elements",
+}
 """Steps of a replay, and their matrices in sentences."""
 OF_EVERY_STEP = frozenset(row.cause for row in PLACE_CHANGES)
 """Causes of these changes. They count only if no other deviation gives the bytes, such as `nibbles-swapped`."""
@@ -51,7 +56,7 @@ _EVERY = "every row of"
 
 def _some_rows(wrong: torch.Tensor | None) -> tuple[str, slice] | None:
     """The one of `wrong` rows, int64 (n,), or one row of each period, the largest power of two, that has all of them."""
-    if wrong is None or not len(wrong):
+    if wrong is None:
         return None
     first = int(wrong[0])
     if len(wrong) == 1:
@@ -59,7 +64,9 @@ def _some_rows(wrong: torch.Tensor | None) -> tuple[str, slice] | None:
     for period in (1 << bit for bit in range(7, 0, -1)):
         phase = first % period
         if bool((wrong % period == phase).all()):
-            return f"every {period}{'nd' if period == 2 else 'th'} row, from row {phase} on,", slice(phase, None, period)
+            return f"every {period}{'nd' if period == 2 else 'th'} row, from row {phase} on,", slice(
+                phase, None, period
+            )
     return None
 
 
@@ -67,9 +74,7 @@ def _of_step(change: Callable[[torch.Tensor], torch.Tensor], step: str, replay: 
     return change(getattr(replay, _NAMES.get(step, step)))
 
 
-def _of_rows(
-    change: Callable[[torch.Tensor], torch.Tensor], step: str, rows: slice, replay: Replay
-) -> torch.Tensor:
+def _of_rows(change: Callable[[torch.Tensor], torch.Tensor], step: str, rows: slice, replay: Replay) -> torch.Tensor:
     """The change in some rows alone."""
     value: torch.Tensor = getattr(replay, _NAMES.get(step, step))
     changed = value.clone()

@@ -98,9 +98,10 @@ class Editor(Trace):
             same = moved == step.operands and dtype == step.dtype
             steps.append(step if same else replace(step, operands=moved, dtype=dtype))
 
-        for number, right in zip(outputs, self.program.outputs.values(), strict=True):
+        for number, old in zip(outputs, self.program.outputs.values(), strict=True):
             visit(number)
-            if steps[order[number]].recipe is None and steps[order[number]].dtype != self.program.steps[right].dtype:
+            result = steps[order[number]]
+            if result.recipe is None and result.dtype != self.program.steps[old].dtype:
                 return None
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
         return replace(self.program, steps=tuple(steps), outputs=numbers)

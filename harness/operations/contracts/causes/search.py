@@ -189,7 +189,7 @@ class _Search:
     def _spend(self) -> None:
         """Count the work of the last judgements."""
         for replay in (self.some, self.probe):
-            self.limit.spent += replay.work
+            self.limit.spend(replay.work)
             replay.work = 0.0
 
     def nearest(self) -> list[Change]:
