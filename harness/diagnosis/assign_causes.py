@@ -24,8 +24,8 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
     higher in their lists, which are in the order of simplicity. A cause that too few elements of a record separate from
     a right kernel counts if another record of the same kind proves it. Other inexact explanations are assigned only to
-    records without an exact explanation. A cause that accepts almost any bytes of a record is assigned if it gives those
-    of every record of the kind. Conditions are assigned to no record. Records without any explanation are left out.
+    records without an exact explanation. A cause that accepts almost any bytes of a record counts if it gives those of
+    every record of its kind. Conditions are assigned to no record. Records without any explanation are left out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the

@@ -271,10 +271,10 @@ CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "scales-first-block": ("the scales of {} are those of the first block of a row", _in_blocks(lambda n: 0 * n)),
     "scales-of-pairs": ("two neighbouring blocks of {} take the scale k/2 of a block twice as wide",
                         _in_blocks(lambda n: n // 2)),
-    "scales-of-halves": ("the scales of {} are read as those of blocks half as wide, the last one for the rest of a row",
+    "scales-of-halves": ("the scales of {} are read as those of blocks half as wide, the last one behind them",
                          _in_half_blocks(behind="last")),
-    "scales-of-halves-on": ("the scales of {} are read as those of blocks half as wide, those of the next row behind "
-                            "a row", _in_half_blocks(behind="next row")),
+    "scales-of-halves-on": ("the scales of {} are read as those of blocks half as wide, the next row behind them",
+                            _in_half_blocks(behind="next row")),
     "scales-of-even": ("two neighbouring blocks of {} take the scale of the first", _in_blocks(lambda n: n // 2 * 2)),
     "scales-one": ("the scales of {} are left out", _scales(_one)),
     "scales-inverse": ("the scales of {} are inverted", _scales(_inverse)),

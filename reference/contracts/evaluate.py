@@ -767,12 +767,14 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
     steps = evaluation.program.steps
-    others = {**routed.OTHER_POSITIONS, **routed.OTHER_EXPERTS}
-    if any(other.function in (CHOSEN, OF_EXPERT) for other in steps):
+    number = steps.index(step)
+    users = (other.function for other in steps if number in other.operands)
+    if (user := next((user for user in users if user in routed.RENUMBERINGS), None)) is not None:
         name = steps[step.operands[0]].options["name"]
         rows = evaluation.program.sizes(evaluation.tensors)[evaluation.program.tables[name]]
-        return i.exactly(others[step.options["to"]][1](_index(evaluation, step.operands[0]), rows))
-    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
+        _, renumber = routed.RENUMBERINGS[user][step.options["to"]]
+        return i.exactly(renumber(_index(evaluation, step.operands[0]), rows))
+    return i.exactly(slots(evaluation.program, evaluation.tensors, number))
 
 
 def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:

@@ -261,8 +261,8 @@ def _index(want: _Wanted) -> torch.Tensor:
 
 
 def _column(want: _Wanted) -> torch.Tensor:
-    """Positive, as the saved statistics of rows are. Logarithms, beyond the range of exp in half of the rows: 96 and −96
-    are added to all of one row."""
+    """Positive, as the saved statistics of rows are. To logarithms 96 or −96 is added in every second row, which is
+    beyond the range of exp."""
     found = _positive(want.draw, math.prod(want.shape)).view(want.shape)
     if not want.logarithm:
         return found

@@ -555,8 +555,8 @@ def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
 
 
 def _rotated_ends(x: torch.Tensor, half: Half, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest number of each element of a half of `x` (M, K), rotated in any order of additions, at the
-    places of the elements of `x`; infinite if a sum may overflow."""
+    """The least and the greatest number of each element of a half of `x` (M, K) that is rotated in any order, at the
+    places of `x`; infinite if a sum may overflow."""
     ends = rotated_interval(half.matrix(x).contiguous(), recipe)
     low, high = (end.masked_fill(ends.undetermined, torch.inf) for end in (ends.lower, ends.upper))
     return half.matrix(low).contiguous(), half.matrix(high).contiguous()

@@ -71,7 +71,7 @@ class NormStages:
         if beta is not None:
             sums: dict[str, Any] = {"formula": "column-sum", "rows": dnorm} if dnorm is not None else {}
             ground.high_precision(
-                f"{prefix}dbeta", (self.layer.inner,), lambda dy: column_sum(dy), {} if bounded else {"dy": dnorm},
+                f"{prefix}dbeta", (self.layer.inner,), column_sum, {} if bounded else {"dy": dnorm},
                 expected=results[2], **sums,
             )  # fmt: skip
         return found

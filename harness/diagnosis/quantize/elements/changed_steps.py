@@ -55,7 +55,7 @@ _EVERY = "every row of"
 
 
 def _some_rows(wrong: torch.Tensor | None) -> tuple[str, slice] | None:
-    """The one of `wrong` rows, int64 (n,), or one row of each period, the largest power of two, that has all of them."""
+    """The wrong row, int64 (1,), or one row of each period, the largest power of two, that has all wrong rows (n,)."""
     if wrong is None:
         return None
     first = int(wrong[0])

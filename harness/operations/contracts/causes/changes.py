@@ -26,12 +26,11 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
-from narrowgauge.reference.contracts.layout.routed import OTHER_EXPERTS, OTHER_POSITIONS, SOME_CHOICES
+from narrowgauge.reference.contracts.layout.routed import RENUMBERINGS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     ACCUMULATED,
-    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -44,7 +43,6 @@ from narrowgauge.spec.program import (
     INDEX,
     INTEGERS,
     JOINED,
-    OF_EXPERT,
     QUANTIZE,
     READ,
     RENUMBERED,
@@ -576,8 +574,8 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
 def _other_positions(site: Site) -> list[tuple[str, str]]:
     """Wrong rows, or experts, of an argument that names one for each choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
-    others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
-    others = others if site.step.dtype == INDEX else {}  # the table has these users too
+    index = site.step.dtype == INDEX  # the table that it names rows of has these users too
+    others = next((RENUMBERINGS[user] for user in RENUMBERINGS if index and user in users), {})
     return [(to, sentence) for to, (sentence, _) in others.items()]
 
 
