@@ -152,7 +152,8 @@ QUANTIZERS: list[Q] = [
     *(("stochastic-bytes-reversed", recipe, "normal", (32, 128), {"bytes": lanes(*order)})
       for recipe in ("nvfp4-sr", "mxfp8-e4m3-sr")
       for order in ((2, 3, 0, 1), (1, 0, 3, 2), (1, 2, 3, 0), (3, 0, 1, 2), (3, 2, 1, 0))),
-    *(("rows-of-other", recipe, "normal", (33, 128), {"blocks": every_fourth_row}) for recipe in ("mxfp8-e4m3", "mxfp4")),
+    *(("rows-of-other", recipe, "normal", (33, 128), {"blocks": every_fourth_row})
+      for recipe in ("mxfp8-e4m3", "mxfp4")),
     *((f"columns-left-out:{width}", recipe, "normal", (16, 248), {"codes": whole(width)})
       for recipe in ("mxfp8-e4m3", "nvfp4") for width in (32, 64)),
     ("amax-after-saturation", "fp8-delayed-e4m3", "normal", (3, 33), {"amax": saturated}),
