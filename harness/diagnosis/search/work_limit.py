@@ -47,10 +47,6 @@ class WorkLimit:
         self.spent += elements + CALL
         return True
 
-    def spend(self, work: float) -> None:
-        """Count the work of a deviation that was tried, if it is known behind the trial alone."""
-        self.spent += work
-
     def may_verify(self, cause: str, elements: float) -> bool:
         """Whether the verification of a deviation may go on with so many elements. It has fitted all others so far."""
         if self.spent < _VERIFICATION * self.work:

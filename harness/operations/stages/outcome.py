@@ -30,9 +30,6 @@ class Limit(Protocol):
     def may_try(self, elements: float) -> bool:
         """Whether a further mistake may be tried on so many elements."""
 
-    def spend(self, work: float) -> None:
-        """Count the work of a mistake that was tried, if it is known behind the trial alone."""
-
     def may_verify(self, cause: str, elements: float) -> bool:
         """Whether the verification of a mistake may go on with so many elements."""
 

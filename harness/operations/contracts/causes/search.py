@@ -8,7 +8,8 @@ give the same bytes, so the sentence says how many changes were tried.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -38,8 +39,6 @@ NO_DIAGNOSIS = "no-diagnosis"
 """Name of the entry that says that no cause was found."""
 _ROWS = 16
 """Rows that are tried first: a change that they do not exclude is tried on all rows."""
-_ELEMENTS = 2**16
-"""Elements of the rows that are tried first, if a row has more than two axes."""
 _PROBE = 4
 """Rows on which pairs are tried first."""
 _SMALL = 2**17
@@ -69,12 +68,13 @@ def changed_causes(
         search = _Search(program, tensors, shown, stage, limit)
         search.try_singles(others)
         if not search.found:
-            search.try_singles(moved_changes(program, tensors, shown), alone=True)
+            further = itertools.chain(moved_changes(program, tensors, shown), short_changes(program, tensors))
+            search.try_singles(further, alone=True)
         if not search.found and not singly:
             search.try_pairs(search.nearest())
         elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
-            search.try_pairs(rivals, {change.sentence for change in rivals})
+            search.try_pairs(rivals, rivals)
         return list(search.causes())
 
 
@@ -148,12 +148,13 @@ class _Search:
         height = self.tensors[self.program.arguments[0].name].shape[0]
         self.whole = rows is None or len(rows) == height
         self.some = self._replay(None if self.whole else rows)
-        self.probe = self.some if rows is None else self._replay(rows[:_PROBE])
+        alone = rows is not None and self.some.at_once(self.program) == 1
+        self.probe = self._replay(rows[:_PROBE]) if alone and rows is not None else self.some
         self.known = {self.keys.of_outputs(self.program)}
         self.some.evidence(self.program, whole=True)
-        numbers = {name: self.keys.of(self.program)[number] for name, number in self.program.outputs.items()}
+        numbers = dict(zip(self.program.outputs, self.keys.of_outputs(self.program), strict=True))
         self.right = {name: n for name, n in numbers.items() if n in self.some.judged and self.some.judged[n].fits}
-        """The numbers of the results that are right, on the rows that are tried first."""
+        """Numbers of the results that are right, in the rows that are tried first."""
 
     def _replay(self, rows: torch.Tensor | None) -> Replay:
         shown = self.shown if rows is None else {name: rows_of(result, rows) for name, result in self.shown.items()}
@@ -166,11 +167,9 @@ class _Search:
         """Judge the results under every single change, the others first. `alone`: the others alone."""
         others = list(others)
         self.others = [*self.others, *others]
-        for change in itertools.chain(self._new(others), [] if alone else self._new(self._changes())):
-            if not self.limit.may_try(0):
-                break
+        every = itertools.chain(self._new(others), [] if alone else self._new(changes(self.program)))
+        for change in self._tried(every, self.some):
             evidence = self._evidence(change.program)
-            self._spend()
             if self.probe is self.some and evidence.excluded:
                 self.bounds[change.name] = evidence
             if not evidence.judged and not evidence.excluded and change not in others:
@@ -182,15 +181,6 @@ class _Search:
                     self.free.add(change.name)
             elif not evidence.excluded:
                 self.near.append(change)
-
-    def _changes(self) -> Iterator[Change]:
-        return itertools.chain(short_changes(self.program, self.tensors), changes(self.program))
-
-    def _spend(self) -> None:
-        """Count the work of the last judgements."""
-        for replay in (self.some, self.probe):
-            self.limit.spend(replay.work)
-            replay.work = 0.0
 
     def nearest(self) -> list[Change]:
         """The single changes whose results are nearest to the kernel's, the nearest first."""
@@ -213,24 +203,34 @@ class _Search:
             found.append((key(self.totals[change.name]), place, change))
         return [change for _, _, change in sorted(found, key=lambda one: one[:2])[:count]]
 
-    def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
-        """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""
+    def try_pairs(self, firsts: Sequence[Change], seconds: Sequence[Change] | None = None) -> None:
+        """Judge the results under pairs of changes. `seconds`: the second ones; None: all."""
+        sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
             self.probe.remember(first.program)
-            for second in self._new(changes(first.program)):
-                if seconds is not None and second.sentence not in seconds:
-                    continue
-                if not self.limit.may_try(0):
-                    break
+            some = changes(first.program, seconds)
+            every = self._new(one for one in some if sentences is None or one.sentence in sentences)
+            for second in self._tried(every, self.probe):
                 self.pairs += 1
-                fits = self.probe.evidence(second.program, first=True).fits
-                evidence = self._evidence(second.program) if fits else Evidence(1)
-                self._spend()
+                if not self.probe.evidence(second.program, first=True).fits:
+                    continue
+                evidence = self._evidence(second.program)
                 if evidence.fits and evidence.judged:
                     both = f"{first.sentence}, and {second.sentence}"
                     self.found.append(Change(f"{first.name},{second.name}", both, second.program))
             self.probe.known = values
+            self.keys.forget()
+
+    def _tried(self, some: Iterable[Change], replay: Replay) -> Iterator[Change]:
+        """The changes until the limit of work is reached, those judged that can be judged together."""
+        left, count = iter(some), replay.at_once(self.program)
+        while batch := list(itertools.islice(left, count)):
+            tried = [*itertools.takewhile(lambda change: self.limit.may_try(replay.work(change.program)), batch)]
+            replay.judge_together([change.program for change in tried])
+            yield from tried
+            if len(tried) < len(batch):
+                return
 
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
         """The changes that compute the results in another way than all changes before; of several that compute them in
@@ -246,7 +246,7 @@ class _Search:
     def _spoiled(self, change: Change) -> int:
         """The right results that a change computes in another way: a mistake that leaves them alone is tried first."""
         numbers = self.keys.of(change.program)
-        return sum(numbers[change.program.outputs[name]] != key for name, key in self.right.items())
+        return sum(numbers[change.program.outputs[name]] != number for name, number in self.right.items())
 
     def _evidence(self, program: Program) -> Evidence:
         """What some rows say about a program, and all rows if these accept it."""
@@ -316,12 +316,13 @@ def _wrong_rows(
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
     # A hidden quantization may have an amax of all rows.
-    hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
+    hidden = any(
+        step.function in ROUTED or step.across_rows or (step.function in BEHIND and axis[0] in step.axes)
+        for step in program.steps
+    )
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
-    wrong, count = stage.wrong_elements, _ROWS
-    if first.dim() > 2:  # a row has several scopes, such as heads
-        count = min(_ROWS, max(1, _ELEMENTS // max(1, first[:1].numel())))
+    wrong, count = stage.wrong_elements, -(-_ROWS // math.prod(first.shape[1:-1]))
     if wrong is not None and height and wrong.shape[0] % height == 0:
-        return wrong.view(height, -1).sum(1).argsort(descending=True, stable=True)[:count]
+        return wrong.reshape(height, -1).sum(1).argsort(descending=True, stable=True)[:count]
     return torch.arange(min(height, count), device=first.device)
