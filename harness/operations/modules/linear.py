@@ -460,6 +460,8 @@ class LinearStages:
         if known is None or recipe == own or recipe.tensor_scale == "given" or recipe.transform or own.transform:
             return None
         random = self._random(operand) if recipe.rounding == "stochastic" else None
+        if recipe.rounding == "stochastic" and random is None:
+            return None
         return self._oracles(operand, known, random, recipe)[number]
 
     def _unrotated(self, number: int, operand: Operand) -> Quantized | None:
