@@ -1,4 +1,5 @@
-"""Wrong kernels that a single family, value or number of sections catches: each passes the other cases of its row."""
+"""Wrong kernels that a single family, value or number of sections catches: the kernels pass the remaining cases of
+their rows."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ ROWS = {
     "twice": (f"{LINEAR}/low-columns", [f"{LINEAR}/normal"]),
     "no maximum": (f"{LAYER}/beyond-exp/heads:2", [f"{LAYER}/{f}/heads:2" for f in ("normal", "peaked")]),
 }
-"""The case that catches a kernel of `DOORS`, and cases that do not."""
+"""The case that catches a kernel of `DOORS`, and passing cases."""
 
 
 def wrong_stages(name: str, backend: Backend) -> list[str]:
