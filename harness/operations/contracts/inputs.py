@@ -195,6 +195,8 @@ class _Wanted:
     """Rows that an index can name."""
     sizes: Mapping[str, int]
     last_rank: int = 0
+    logarithm: bool = False
+    """Whether the contract takes exponentials of the argument."""
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
@@ -259,8 +261,13 @@ def _index(want: _Wanted) -> torch.Tensor:
 
 
 def _column(want: _Wanted) -> torch.Tensor:
-    """Positive, as the saved statistics of rows are."""
-    return _positive(want.draw, math.prod(want.shape)).view(want.shape)
+    """Positive, as the saved statistics of rows are. To logarithms 96 or −96 is added in every second row, which is
+    beyond the range of exp."""
+    found = _positive(want.draw, math.prod(want.shape)).view(want.shape)
+    if not want.logarithm:
+        return found
+    beyond = torch.tensor([0.0, 96.0, 0.0, -96.0])[torch.arange(len(found)) % 4]
+    return found + beyond.view(-1, *[1] * (found.dim() - 1))
 
 
 def _heads(want: _Wanted) -> torch.Tensor:
@@ -321,7 +328,7 @@ def _router_weights(want: _Wanted) -> torch.Tensor:
     """Weights of choices, from 1/16 to 1, or powers of two."""
     if want.rule.number is _power:
         return power_of_two(-want.draw.below(7, *want.shape))
-    return (1 + 15 * want.draw.uniform(*want.shape)) / 16
+    return (1 + 15 * want.draw.uniform(*want.shape).abs()) / 16
 
 
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
@@ -361,6 +368,8 @@ def contract_inputs(
     rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
     draw = draw if aimed is None else Draw(family)
     found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    exponents = {n for number, step in enumerate(program.steps) if step.function == "exp" for n in program.cone(number)}
+    logarithms = {program.steps[n].options["name"] for n in exponents if program.steps[n].function == "argument"}
     for step in program.steps:
         if step.function == CODES:
             rows, columns = (size_of(axis, sizes) for axis in step.axes)
@@ -384,7 +393,19 @@ def contract_inputs(
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
         made = KINDS[argument.kind](
-            _Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes, last_rank)
+            _Wanted(
+                argument,
+                shape,
+                family,
+                rule,
+                draw,
+                aimed,
+                matrices,
+                rows,
+                sizes,
+                last_rank,
+                logarithm=argument.name in logarithms,
+            )
         )
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind in ("Matrix", "Heads", "Ranks", "QuantizedRanks"):

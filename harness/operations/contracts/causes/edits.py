@@ -79,8 +79,6 @@ class Editor(Trace):
         outputs = list(self.program.outputs.values())
         for user, place in uses:
             if user == OUTPUT:
-                if self.steps[value].dtype != self.steps[outputs[place]].dtype:
-                    return None
                 outputs[place] = value
             else:
                 right = self.steps[operands[user][place]].dtype
@@ -101,8 +99,11 @@ class Editor(Trace):
             # `replace` takes four times as long, and an edit takes it for most steps.
             steps.append(step if same else Step(step.function, moved, step.options, step.axes, dtype, step.line))
 
-        for number in outputs:
+        for number, old in zip(outputs, self.program.outputs.values(), strict=True):
             visit(number)
+            result = steps[order[number]]
+            if result.recipe is None and result.dtype != self.program.steps[old].dtype:
+                return None
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
         return replace(self.program, steps=tuple(steps), outputs=numbers)
 
