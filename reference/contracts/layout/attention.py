@@ -1,7 +1,7 @@
 """The softmax of attention in its parts: logits, weights in a narrow dtype, and sums of values with weights.
 
-A kernel subtracts a running maximum m' in place of the maximum m, so that it holds p' = p·f with f = exp(m − m'). The
-factor cancels in the quotient by the sum of the weights. All intervals are those of p'/f.
+A kernel subtracts a running maximum m' in place of the maximum m, and holds p' = p·f with f = exp(m − m'). The
+factor cancels in the quotient by the sum of the weights. All intervals are intervals of p'/f.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from narrowgauge.spec.program import TILE, WEIGHT_DTYPES
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, SMALLEST_SUBNORMAL, UNIT
 
 _FAR = -85.0
-"""A logit so far below the maximum, in base e, has a weight below 2^-122, and any factor of it vanishes."""
+"""A logit this far below the maximum, in base e, has a weight below 2^-122, and any factor of the weight vanishes."""
 _EXPONENTIAL = 5 * UNIT
 """Relative error of expf, exp2f and lg2: 2 ulp, 2.5 ulp from the exact number."""
 _POWER = 2.0**-14
@@ -33,9 +33,9 @@ from a power of two to the next tie of float16."""
 _LAG = 8 * math.log(2)
 """How far a maximum may lag behind, in base e: FlashAttention-4, flash_attn/cute/softmax.py at 0251105."""
 _NO_TOKEN = -(2.0**100)
-"""Score of a token that a request does not have. Its weight is 0 under a wrong mask too: kernels read no such token."""
+"""Score of a token outside of a request. Its weight is 0 under a wrong mask too: kernels read no such token."""
 _TINY = 2.0**-100
-"""A weight from which a sum of others does not round: it moves the sum by its own size at most."""
+"""Limit of tiny weights: a smaller weight moves a sum by its own size at most, roundings included."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from tests.harness.operations.contracts.attention_kernels import RIGHT, WRONG, A
 RECIPE = "fp8-static-e4m3@vllm"
 NAMES = ("queries", "q_heads", "dim", "pages", "page", "heads", "v_dim", "requests", "most")
 SHAPE, SHARED = (5, 2, 64, 9, 16, 1, 64, 2, 4), (5, 4, 64, 9, 16, 2, 64, 2, 4)
-"""A single head of the cache; two heads, each of which two heads of q share."""
+"""A single head of the cache; two heads, shared by two heads of q each."""
 TENSORS = ("pages", "lengths", "q_lengths", "k_scale", "v_scale")
 
 
@@ -258,7 +258,7 @@ UNNAMED = {
 
 @pytest.mark.long
 def test_most_wrong_kernels_have_a_single_change() -> None:
-    """A change with the words of the cause gives every result of a family. Other changes may do so too."""
+    """A change with the words of the cause gives every result of a family. Further changes may give the same bytes."""
     named = {name for name, (kernel, words) in WRONG.items() if words and has_change(kernel, words)}
     assert set(WRONG) - named == set(UNNAMED)
     assert len(named) > 0.9 * len(WRONG)
