@@ -11,7 +11,7 @@
 #include "quantize/unit.cuh"
 
 #ifndef KEPT
-#define KEPT 0  // a thread keeps its chunks of weight and bias in registers
+#define KEPT 0  // a thread keeps its chunks of weight and bias in shared memory
 #endif
 
 namespace narrowgauge {
@@ -91,34 +91,60 @@ __device__ __forceinline__ void sum_inputs(const NormQuantizeParameters& p, cons
     }
 }
 
-// The chunks of a vector (K,) that a thread needs in each of its rows. If KEPT, they are loaded once, where the type of the
-// vector is T.
+struct alignas(16) FourFloats {
+    float v[4];
+};
+
+// Shared memory of a thread block: CHUNK floats of each thread for each of its chunks, of one vector or of two.
+__device__ __forceinline__ FourFloats* kept_floats() {
+#if !KEPT
+    return nullptr;
+#elif defined(__CUDA_ARCH__)
+    extern __shared__ FourFloats floats[];
+    return floats;
+#else
+    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * ROW_THREADS];
+    return floats;
+#endif
+}
+
+// The chunks of a vector (K,), plus `offset`, that a thread needs in each of its rows. If KEPT, the thread loads them once. They
+// stay in shared memory, where no other thread reads them; neighbouring threads read neighbouring groups of four.
 template <class T>
 struct RowVector {
     const void* source;
     ElementType type;
     i64 stride;
-    Rounded<T> chunks[ROW_CHUNKS];
+    float offset;
+    FourFloats* kept;
 
-    __device__ __forceinline__ bool is_kept() const { return KEPT && type == type_of<T>; }
-
-    __device__ __forceinline__ void keep(const Part& part) {
-        if (!is_kept()) return;
+    __device__ __forceinline__ void load(const RowChunk& chunk, float (&v)[CHUNK]) const {
+        load_as_floats<T>(source, type, 0, stride, chunk, v);
 #pragma unroll
-        for (int i = 0; i < ROW_CHUNKS; ++i) {
-            if (i >= part.steps) break;
-            const RowChunk chunk = chunk_of(part, i);
-            const i64 apart = stride_of(chunk, stride);
-            load_rounded(static_cast<const T*>(source) + chunk.column * apart, apart, chunk, chunks[i]);
+        for (int j = 0; j < CHUNK; ++j) v[j] = offset == 0.0f ? v[j] : offset + v[j];
+    }
+
+    __device__ __forceinline__ FourFloats& four(int step, int j) const {
+        return kept[(step * CHUNK + j) / 4 * ROW_THREADS + threadIdx.x];
+    }
+
+    __device__ __forceinline__ void keep(const Part& part) const {
+#pragma unroll
+        for (int i = 0; KEPT && i < ROW_CHUNKS; ++i) {
+            float v[CHUNK];
+            load(chunk_of(part, i), v);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 4) four(i, j) = {v[j], v[j + 1], v[j + 2], v[j + 3]};
         }
     }
 
     __device__ __forceinline__ void floats(int step, const RowChunk& chunk, float (&v)[CHUNK]) const {
-        if (is_kept()) {
-            unpack_floats(chunks[step], v);
-        } else {
-            load_as_floats<T>(source, type, 0, stride, chunk, v);
+        if (!KEPT) {
+            load(chunk, v);
+            return;
         }
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) v[j] = four(step, j / 4 * 4).v[j % 4];
     }
 };
 
@@ -146,14 +172,19 @@ template <class T>
 __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     // Two sets of words, used in turn: a thread may begin a row before another thread ends the row before.
     __shared__ Words words[2];
+    __shared__ float factors[E4M3_MAGNITUDES];
     const NormVariant norm = norm_of(p);
     Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const i64 rows = rows_of_block(), apart = rows * gridDim.x;
     i64 first_row = blockIdx.x * rows;
     set_row(part, first_row, p.result);
-    RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride}, biases{p.bias, norm.weight_type, p.bias_stride};
+    FourFloats* kept = kept_floats();
+    const RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride, norm.zero_centered ? 1.0f : 0.0f, kept};
+    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * ROW_THREADS};
     weights.keep(part);
     if (norm.layer_norm) biases.keep(part);
+    TensorFactors tensor = tensor_factors(p.result);
+    if (KEPT && variant_of(p.result).family == NVFP4) tabulate(tensor, factors);
     RowInputs<T> inputs;
     if (PIPELINED) load_row(p, norm, part, inputs);
     for (int turn = 0; first_row < p.result.rows || (!FULL_ROWS && turn == 0); first_row += apart, ++turn) {
@@ -191,13 +222,13 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             const float by = chunk.count > 0 ? factor : 0.0f;
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) {
-                const float w = norm.zero_centered ? 1.0f + weight[j] : weight[j], normalized = z[i][j] * by;
-                z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, w, bias[j]) : normalized * w;
+                const float normalized = z[i][j] * by;
+                z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, weight[j], bias[j]) : normalized * weight[j];
             }
-            round_chunk(z[i], y[i]);
-            if (!chunk.whole && chunk.count < CHUNK) keep_first(y[i], chunk.count);
+            round_chunk<RESULT_ORDER>(z[i], y[i]);
+            if (!chunk.whole && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
-        quantize_row(y, part, words[turn % 2], p.result);
+        quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
     }
 }
 

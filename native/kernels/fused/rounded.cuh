@@ -49,10 +49,12 @@ __device__ __forceinline__ void set_pair(Rounded<T>& y, int j, float low, float 
     y.v[2 * j + 1] = rounded<T>(high);
 }
 
-template <class T>
+// ORDER: of the words, if elements are packed.
+template <PackOrder ORDER = ADJACENT, class T>
 __device__ __forceinline__ void round_chunk(const float (&v)[CHUNK], Rounded<T>& y) {
+    constexpr PackOrder OF_WORDS = is_packed<T> ? ORDER : ADJACENT;
 #pragma unroll
-    for (int j = 0; j < CHUNK / 2; ++j) set_pair(y, j, v[2 * j], v[2 * j + 1]);
+    for (int j = 0; j < CHUNK / 2; ++j) set_pair(y, j, v[low_index<OF_WORDS>(j)], v[high_index<OF_WORDS>(j)]);
 }
 
 // Elements that are `stride` apart, and zeros.
@@ -85,7 +87,7 @@ __device__ __forceinline__ u32 amax_of(const Rounded<T>& y, u32 limit) {
 }
 
 // Elements from `count` on become 0: a factor of NaN or infinity leaves no zeros behind the row.
-template <class T>
+template <PackOrder ORDER = ADJACENT, class T>
 __device__ __forceinline__ void keep_first(Rounded<T>& y, int count) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y.v[i] = i < count ? y.v[i] : 0.0f;
@@ -138,11 +140,11 @@ __device__ __forceinline__ u32 amax_of(const Rounded<bf16>& y, u32 limit) {
     return amax_of_packed(y.packed, magnitude_bound(y.packed), limit);
 }
 
+template <PackOrder ORDER>
 __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
 #pragma unroll
     for (int j = 0; j < CHUNK / 2; ++j) {
-        const u32 kept = 2 * j + 1 < count ? 0xFFFFFFFFu : 2 * j < count ? 0xFFFFu : 0u;
-        y.packed.words[j] &= kept;
+        y.packed.words[j] &= (low_index<ORDER>(j) < count ? 0xFFFFu : 0u) | (high_index<ORDER>(j) < count ? 0xFFFF0000u : 0u);
     }
 }
 #endif
