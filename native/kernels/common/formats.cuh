@@ -533,8 +533,8 @@ __device__ __forceinline__ u8 e8m0_from_float(float x, u32 up_from, int less) {
 }
 
 // 2^(code - 127). Code 0 is a subnormal number, code 255 NaN.
-__device__ __forceinline__ float e8m0_to_float(u8 code) {
-    const u32 bits = code == 0u ? 0x00400000u : static_cast<u32>(code) << 23;
+__device__ __forceinline__ float e8m0_to_float(u32 code) {
+    const u32 bits = code == 0u ? 0x00400000u : code << 23;
     return __uint_as_float(code == 0xFFu ? 0x7FC00000u : bits);
 }
 
