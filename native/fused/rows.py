@@ -238,14 +238,14 @@ def grid_of(
     shared_bytes = 0
     if resident_threads:
         multiprocessors, shared_memory = _multiprocessors(device)
-        resident = max(1, resident_threads // bound) if of_thread <= 2 else 1
-        flags.append(f"-DRESIDENT={resident}")
-        blocks = min(blocks, multiprocessors * resident)
-        shared_bytes = kept * of_thread * _CHUNK * _FLOAT * bound
-        if resident * (shared_bytes + _RESERVED) > shared_memory:
+        flags.append(f"-DRESIDENT={max(1, resident_threads // bound) if of_thread <= 2 else 1}")
+        resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
+        several, blocks = blocks > multiprocessors * resident, min(blocks, multiprocessors * resident)
+        shared_bytes = kept * of_thread * _CHUNK * _FLOAT * threads
+        if several and kept and resident * (shared_bytes + _RESERVED) <= shared_memory:
+            flags.append(f"-DKEPT={threads}")
+        else:
             shared_bytes = 0
-        if shared_bytes:
-            flags.append("-DKEPT=1")
     return Grid(blocks, threads, segments, rows_of_block, tuple(flags), shared_bytes)
 
 

@@ -10,8 +10,11 @@
 #include "fused/quantize_row.cuh"
 #include "quantize/unit.cuh"
 
+#ifndef LATE
+#define LATE 0
+#endif
 #ifndef KEPT
-#define KEPT 0  // a thread keeps its chunks of weight and bias in shared memory
+#define KEPT 0  // threads of a block that keep their chunks of weight and bias in shared memory: all, or none
 #endif
 
 namespace narrowgauge {
@@ -61,11 +64,11 @@ __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const 
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
-        const i64 stride = stride_of(chunk, p.column_stride);
-        load_rounded(static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * stride, stride, chunk, inputs.x[i]);
+        const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + offset_of(chunk, p.column_stride);
+        load_rounded(source, stride_of(chunk, p.column_stride), chunk, inputs.x[i]);
         if (!norm.has_residual) continue;
-        const i64 start = part.row * p.result.columns + chunk.column;
-        load_rounded(static_cast<const T*>(p.residual) + start, 1, chunk, inputs.residual[i]);
+        const T* residual = static_cast<const T*>(p.residual) + part.row * p.result.columns + static_cast<u32>(chunk.column);
+        load_rounded(residual, 1, chunk, inputs.residual[i]);
     }
 }
 
@@ -103,7 +106,7 @@ __device__ __forceinline__ FourFloats* kept_floats() {
     extern __shared__ FourFloats floats[];
     return floats;
 #else
-    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * ROW_THREADS];
+    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * KEPT];
     return floats;
 #endif
 }
@@ -125,7 +128,7 @@ struct RowVector {
     }
 
     __device__ __forceinline__ FourFloats& four(int step, int j) const {
-        return kept[(step * CHUNK + j) / 4 * ROW_THREADS + threadIdx.x];
+        return kept[(step * CHUNK + j) / 4 * KEPT + threadIdx.x];
     }
 
     __device__ __forceinline__ void keep(const Part& part) const {
@@ -180,7 +183,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     set_row(part, first_row, p.result);
     FourFloats* kept = kept_floats();
     const RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride, norm.zero_centered ? 1.0f : 0.0f, kept};
-    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * ROW_THREADS};
+    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * KEPT};
     weights.keep(part);
     if (norm.layer_norm) biases.keep(part);
     TensorFactors tensor = tensor_factors(p.result);
@@ -192,11 +195,12 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
         set_row(part, first_row, p.result);
         if (!PIPELINED) load_row(p, norm, part, inputs);
         sum_inputs(p, norm, part, inputs, z);
-        if (PIPELINED && first_row + apart < p.result.rows) {
+        const auto load_next = [&] {
             Part next = part;
             set_row(next, first_row + apart, p.result);
             load_row(p, norm, next, inputs);
-        }
+        };
+        if (PIPELINED && !LATE && first_row + apart < p.result.rows) load_next();
         float total = sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
@@ -228,7 +232,8 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             round_chunk<RESULT_ORDER>(z[i], y[i]);
             if (!chunk.whole && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
-        quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
+        if (PIPELINED && LATE && first_row + apart < p.result.rows) load_next();
+        quantize_row<(KEPT > 0)>(y, part, words[turn % 2], p.result, tensor);
     }
 }
 

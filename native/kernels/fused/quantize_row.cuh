@@ -23,6 +23,14 @@ constexpr PackOrder RESULT_ORDER = PER_BYTE == 2 ? EVEN_FIRST : ADJACENT;  // of
 
 constexpr int E4M3_MAGNITUDES = 128;  // codes without a sign
 
+// Whether codes of products below 7 in magnitude take fewer instructions.
+template <class T>
+#if defined(HAS_E2M1_BY_ADDITION) && defined(HAS_MAX_MAGNITUDE)
+constexpr bool HAS_CODES_BELOW_7 = PER_BYTE == 2 && is_packed<T>;
+#else
+constexpr bool HAS_CODES_BELOW_7 = false;
+#endif
+
 enum ScaleFamily : int { NVFP4 = 0, MX = 1, FP8 = 2 };
 // Elements that share a scale: GROUP is `lanes` chunks.
 enum ScaleScope : int { GROUP = 0, ROW = 1, TENSOR = 2 };
@@ -112,8 +120,8 @@ __device__ __forceinline__ void tabulate(TensorFactors& tensor, float (&factors)
 
 // Stores the scale of a group and returns the factor of its elements.
 template <bool TABULATED>
-__device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFactors& tensor, bool stores, i64 row, i64 group,
-                                                i64 groups, const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+__device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFactors& tensor, bool stores, i64 row, u32 group,
+                                                u32 groups, const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
     const float own = __uint_as_float(amax_bits), amax = own > p.largest_amax ? p.largest_amax : own;  // NaN stays NaN
     if (variant.family == FP8) {
         const float scale = fp8_scale(amax, fp8_parameters(p, variant));
@@ -135,26 +143,21 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFacto
     return factor;
 }
 
-#ifdef HAS_CVT_HALF
-// Codes of E2M1 in fewer instructions if the products are below 7 in magnitude. `power`: the factor is a power of two or NaN.
-__device__ __forceinline__ PackedE2m1 packed_codes(const PackedBf16& y, float factor, bool power) {
-#if defined(HAS_E2M1_BY_ADDITION) && defined(HAS_MAX_MAGNITUDE)
-    if (__uint_as_float(magnitude_bound(y)) * factor < 7.0f) {
-        return power ? e2m1x16_of_exact_products_below_7(y, factor) : e2m1x16_of_products_below_7<RESULT_ORDER>(y, factor);
-    }
-#endif
-    return e2m1x16_of_products<RESULT_ORDER>(y, factor, nullptr);
-}
-#endif
-
-// Codes of a chunk, of which `count` elements lie inside the row.
-template <class F, class T>
+// Codes of a chunk, of which `count` elements lie inside the row. BELOW_7: the products are below 7 in magnitude.
+template <bool BELOW_7, class F, class T>
 __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const QuantizeRowVariant& variant,
                                             const RowChunk& chunk, u8* target) {
     constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
 #ifdef HAS_CVT_HALF
     if constexpr (BYTES < CHUNK && is_packed<T>) {
-        const PackedE2m1 codes = packed_codes(y.packed, factor, variant.family == MX);
+        PackedE2m1 codes;
+        if constexpr (!BELOW_7) {
+            codes = e2m1x16_of_products<RESULT_ORDER>(y.packed, factor, nullptr);
+        } else if (variant.family == MX) {  // the factor is a power of two
+            codes = e2m1x16_of_exact_products_below_7(y.packed, factor);
+        } else {
+            codes = e2m1x16_of_products_below_7<RESULT_ORDER>(y.packed, factor);
+        }
         if (chunk.whole) {
             store_codes(codes, target);
             return;
@@ -212,6 +215,32 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, c
     }
 }
 
+template <bool BELOW_7, class T>
+__device__ __forceinline__ void store_row(const Rounded<T> (&y)[ROW_CHUNKS], const float (&factors)[ROW_CHUNKS], const Part& part,
+                                          const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        const RowChunk chunk = chunk_of(part, i);
+        u8* target = p.codes + part.row * row_bytes + static_cast<u32>(chunk.column) / PER_BYTE;
+        if (chunk.count > 0) store_codes<BELOW_7, Element>(y[i], factors[i], variant, chunk, target);
+    }
+}
+
+// Amax of each chunk as bits of float32, and the largest of them.
+template <class T>
+__device__ __forceinline__ u32 amaxes_of(const Rounded<T> (&y)[ROW_CHUNKS], const Part& part, u32 limit, u32 (&amaxes)[ROW_CHUNKS]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        amaxes[i] = amax_of(y[i], limit);
+        largest = amaxes[i] > largest ? amaxes[i] : largest;
+    }
+    return largest;
+}
+
 // Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements have
 // RESULT_ORDER; those behind the row are 0, in whole chunks too.
 template <bool TABULATED = false, class T>
@@ -219,28 +248,23 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
                                              const QuantizeRowParameters& p, const TensorFactors& tensor) {
     const QuantizeRowVariant variant = variant_of(p);
     const u32 limit = amax_limit(variant.propagate_nan);
+    u32 amaxes[ROW_CHUNKS];
     float amax = 0.0f;
-    if (p.amax_out != nullptr || variant.scope == ROW) {
-        u32 largest = 0;
-#pragma unroll
-        for (int i = 0; i < ROW_CHUNKS; ++i) {
-            if (i >= part.steps) break;
-            const u32 of_chunk = amax_of(y[i], limit);
-            largest = of_chunk > largest ? of_chunk : largest;
-        }
+    if (p.amax_out != nullptr || variant.scope != TENSOR) {
+        const u32 largest = amaxes_of(y, part, limit, amaxes);
         amax = __uint_as_float(largest);
         if (variant.scope == ROW) {
             amax = PIPELINED && ROW_LANES == 0 ? __uint_as_float(largest_of_block(largest, words[2]))
                                                : over_row(amax, words[2], 0.0f, larger_bits);
             amax = amax > p.largest_amax ? p.largest_amax : amax;
-        } else {
+        } else if (p.amax_out != nullptr) {
             amax = over_block(amax, words[2], 0.0f, larger_bits);
             if (threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
         }
     }
     if (p.amax_alone) return;
 
-    float factor = variant.scope == ROW ? fp8_scale(amax, fp8_parameters(p, variant)) : tensor.factor;
+    const float factor = variant.scope == ROW ? fp8_scale(amax, fp8_parameters(p, variant)) : tensor.factor;
     if (part.thread == 0 && part.first == 0) {
         if (variant.scope == ROW && part.row < p.rows) static_cast<float*>(p.scales)[part.row] = 1.0f / factor;
         if (variant.scope == TENSOR && part.row == 0) {
@@ -249,19 +273,25 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         }
         if (variant.family == NVFP4 && part.row == 0) *p.encode = tensor.encode;
     }
-    const int width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
-    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+    const u32 width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
+    float factors[ROW_CHUNKS];
+    bool below_7 = HAS_CODES_BELOW_7<T>;
 #pragma unroll
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
+        factors[i] = factor;
         if (variant.scope == GROUP) {
-            const u32 of_group = amax_of_lanes(amax_of(y[i], limit), variant.lanes);
+            const u32 of_group = amax_of_lanes(amaxes[i], variant.lanes);
             const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
-            factor = scale_of_group<TABULATED>(of_group, tensor, stores, part.row, chunk.column / width, groups, p, variant);
+            factors[i] = scale_of_group<TABULATED>(of_group, tensor, stores, part.row, static_cast<u32>(chunk.column) / width, groups, p, variant);
         }
-        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
-        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant, chunk, target);
+        if constexpr (HAS_CODES_BELOW_7<T>) below_7 &= __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
+    }
+    if (below_7) {
+        store_row<HAS_CODES_BELOW_7<T>>(y, factors, part, p, variant);
+    } else {
+        store_row<false>(y, factors, part, p, variant);
     }
 }
 

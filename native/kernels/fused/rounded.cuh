@@ -23,8 +23,12 @@ struct RowChunk {
     bool whole;  // 0 or 16 elements, neighbours in memory, aligned to 16 bytes (codes of 4 bits to 8)
 };
 
-// Distance of the elements of a chunk. That of whole chunks needs no product.
+// Distance of the elements of a chunk, and that of the chunk from the start of its row. Those of whole chunks need no product,
+// and as unsigned numbers no second register.
 __device__ __forceinline__ i64 stride_of(const RowChunk& chunk, i64 stride) { return chunk.whole ? 1 : stride; }
+__device__ __forceinline__ i64 offset_of(const RowChunk& chunk, i64 stride) {
+    return chunk.whole ? static_cast<u32>(chunk.column) : chunk.column * stride;
+}
 
 // x rounded to the dtype T, as a float32.
 template <class T>
@@ -153,8 +157,8 @@ __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
 template <class T>
 __device__ __forceinline__ void load_as_floats(const void* source, ElementType type, i64 row, i64 stride, const RowChunk& chunk,
                                                float (&v)[CHUNK]) {
+    const i64 start = row + offset_of(chunk, stride);
     stride = stride_of(chunk, stride);
-    const i64 start = row + chunk.column * stride;
     if (type == type_of<T>) {
         Rounded<T> own;
         load_rounded(static_cast<const T*>(source) + start, stride, chunk, own);

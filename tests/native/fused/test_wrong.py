@@ -73,7 +73,7 @@ WRONG = {
         "rope-quantize", "mxfp8-e4m3", ROPE, "first ? chunk.column + half : in_half", "chunk.column",
     ),
     "scale-of-each-lane": (
-        "silu-mul-quantize", "mxfp8-e4m3", ROW, "amax_of(y[i], limit), variant.lanes)", "amax_of(y[i], limit), 1)",
+        "silu-mul-quantize", "mxfp8-e4m3", ROW, "amaxes[i], variant.lanes)", "amaxes[i], 1)",
     ),
     "amax-of-a-thread": (
         "silu-mul-quantize", "fp8-row-e4m3", ROW,
