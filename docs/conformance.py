@@ -71,7 +71,8 @@ with scales of rows, are not counted.
 CONTRACTS_HEAD = """
 ### Norms, activations and rotary embedding
 
-Devices on which a library's own kernel was judged for each [contract](contracts.md#contracts-of-the-package), or why not.
+Devices on which a library's own kernel was judged for each [contract](contracts.md#contracts-of-the-package), or why
+not.
 
 """
 NOT_RUN_HEAD = """

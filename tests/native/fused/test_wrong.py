@@ -55,7 +55,8 @@ WRONG = {
         "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, weight[j], bias[j])", "normalized * weight[j]",
     ),
     "bias-times-weight": (
-        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, weight[j], bias[j])", "(normalized + bias[j]) * weight[j]",
+        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, weight[j], bias[j])",
+        "(normalized + bias[j]) * weight[j]",
     ),
     "halves-exchanged": (
         "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated<T>(gate[j], up[j], activation, p)",
