@@ -243,7 +243,7 @@ def grid_of(
         several, blocks = blocks > multiprocessors * resident, min(blocks, multiprocessors * resident)
         shared_bytes = kept * of_thread * _CHUNK * _FLOAT * threads
         if several and kept and resident * (shared_bytes + _RESERVED) <= shared_memory:
-            flags.append(f"-DKEPT={threads}")
+            flags += ["-DKEPT=1", f"-DBLOCK_THREADS={threads}"]
         else:
             shared_bytes = 0
     return Grid(blocks, threads, segments, rows_of_block, tuple(flags), shared_bytes)

@@ -94,7 +94,7 @@ def _module(source: str, kernels: str, device: int, extra_flags: tuple[str, ...]
 
 
 _MUCH_SHARED = 16 * 1024
-"""Bytes of shared memory of a block above which the driver's default carveout limits the number of resident
+"""Bytes of static shared memory of a block above which the driver's default carveout limits the number of resident
 blocks."""
 
 
@@ -190,8 +190,6 @@ def launch(
         cuda.runtime.free(0)
     if shared_bytes > loaded.shared_bytes:
         driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        if shared_bytes > _MUCH_SHARED:
-            driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
         loaded.shared_bytes = shared_bytes
     stream = torch._C._cuda_getCurrentRawStream(current)  # current_stream without creating an object
     parameters = _parameters.pack(arguments)

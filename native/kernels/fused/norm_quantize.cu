@@ -14,7 +14,7 @@
 #define LATE 0
 #endif
 #ifndef KEPT
-#define KEPT 0  // threads of a block that keep their chunks of weight and bias in shared memory: all, or none
+#define KEPT 0  // a thread keeps its chunks of weight and bias in shared memory
 #endif
 
 namespace narrowgauge {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const 
         const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + offset_of(chunk, p.column_stride);
         load_rounded(source, stride_of(chunk, p.column_stride), chunk, inputs.x[i]);
         if (!norm.has_residual) continue;
-        const T* residual = static_cast<const T*>(p.residual) + part.row * p.result.columns + static_cast<u32>(chunk.column);
+        const T* residual = static_cast<const T*>(p.residual) + part.row * p.result.columns + chunk.column;
         load_rounded(residual, 1, chunk, inputs.residual[i]);
     }
 }
@@ -106,7 +106,7 @@ __device__ __forceinline__ FourFloats* kept_floats() {
     extern __shared__ FourFloats floats[];
     return floats;
 #else
-    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * KEPT];
+    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * BLOCK_THREADS];
     return floats;
 #endif
 }
@@ -128,7 +128,7 @@ struct RowVector {
     }
 
     __device__ __forceinline__ FourFloats& four(int step, int j) const {
-        return kept[(step * CHUNK + j) / 4 * KEPT + threadIdx.x];
+        return kept[(step * CHUNK + j) / 4 * BLOCK_THREADS + threadIdx.x];
     }
 
     __device__ __forceinline__ void keep(const Part& part) const {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     set_row(part, first_row, p.result);
     FourFloats* kept = kept_floats();
     const RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride, norm.zero_centered ? 1.0f : 0.0f, kept};
-    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * KEPT};
+    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * BLOCK_THREADS};
     weights.keep(part);
     if (norm.layer_norm) biases.keep(part);
     TensorFactors tensor = tensor_factors(p.result);
@@ -230,10 +230,10 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
                 z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, weight[j], bias[j]) : normalized * weight[j];
             }
             round_chunk<RESULT_ORDER>(z[i], y[i]);
-            if (!chunk.whole && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
+            if ((!chunk.whole || ROW_LANES > 0) && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
         if (PIPELINED && LATE && first_row + apart < p.result.rows) load_next();
-        quantize_row<(KEPT > 0)>(y, part, words[turn % 2], p.result, tensor);
+        quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
     }
 }
 

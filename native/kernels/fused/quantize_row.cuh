@@ -120,8 +120,8 @@ __device__ __forceinline__ void tabulate(TensorFactors& tensor, float (&factors)
 
 // Stores the scale of a group and returns the factor of its elements.
 template <bool TABULATED>
-__device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFactors& tensor, bool stores, i64 row, u32 group,
-                                                u32 groups, const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+__device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFactors& tensor, bool stores, i64 row, i64 group,
+                                                i64 groups, const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
     const float own = __uint_as_float(amax_bits), amax = own > p.largest_amax ? p.largest_amax : own;  // NaN stays NaN
     if (variant.family == FP8) {
         const float scale = fp8_scale(amax, fp8_parameters(p, variant));
@@ -223,7 +223,7 @@ __device__ __forceinline__ void store_row(const Rounded<T> (&y)[ROW_CHUNKS], con
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
-        u8* target = p.codes + part.row * row_bytes + static_cast<u32>(chunk.column) / PER_BYTE;
+        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
         if (chunk.count > 0) store_codes<BELOW_7, Element>(y[i], factors[i], variant, chunk, target);
     }
 }
@@ -273,7 +273,7 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         }
         if (variant.family == NVFP4 && part.row == 0) *p.encode = tensor.encode;
     }
-    const u32 width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
+    const int width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
     float factors[ROW_CHUNKS];
     bool below_7 = HAS_CODES_BELOW_7<T>;
 #pragma unroll
@@ -284,15 +284,30 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         if (variant.scope == GROUP) {
             const u32 of_group = amax_of_lanes(amaxes[i], variant.lanes);
             const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
-            factors[i] = scale_of_group<TABULATED>(of_group, tensor, stores, part.row, static_cast<u32>(chunk.column) / width, groups, p, variant);
+            factors[i] = scale_of_group<TABULATED>(of_group, tensor, stores, part.row, chunk.column / width, groups, p, variant);
         }
         if constexpr (HAS_CODES_BELOW_7<T>) below_7 &= __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
     }
+#ifdef CHUNKWISE
+    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        const RowChunk chunk = chunk_of(part, i);
+        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
+        bool small = false;
+        if constexpr (HAS_CODES_BELOW_7<T>) small = __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
+        if (chunk.count == 0) continue;
+        if (small) store_codes<HAS_CODES_BELOW_7<T>, Element>(y[i], factors[i], variant, chunk, target);
+        else store_codes<false, Element>(y[i], factors[i], variant, chunk, target);
+    }
+#else
     if (below_7) {
         store_row<HAS_CODES_BELOW_7<T>>(y, factors, part, p, variant);
     } else {
         store_row<false>(y, factors, part, p, variant);
     }
+#endif
 }
 
 }  // namespace narrowgauge

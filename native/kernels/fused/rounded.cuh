@@ -23,11 +23,10 @@ struct RowChunk {
     bool whole;  // 0 or 16 elements, neighbours in memory, aligned to 16 bytes (codes of 4 bits to 8)
 };
 
-// Distance of the elements of a chunk, and that of the chunk from the start of its row. Those of whole chunks need no product,
-// and as unsigned numbers no second register.
+// Distance of the elements of a chunk, and that of the chunk from the start of its row. Those of whole chunks need no product.
 __device__ __forceinline__ i64 stride_of(const RowChunk& chunk, i64 stride) { return chunk.whole ? 1 : stride; }
 __device__ __forceinline__ i64 offset_of(const RowChunk& chunk, i64 stride) {
-    return chunk.whole ? static_cast<u32>(chunk.column) : chunk.column * stride;
+    return chunk.whole ? chunk.column : chunk.column * stride;
 }
 
 // x rounded to the dtype T, as a float32.
