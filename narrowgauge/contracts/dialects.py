@@ -53,7 +53,8 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "vllm-silu-nvfp4": {"rounded": "result", "fast_math": True},
     "vllm-silu-block": {"rounded": "none"},
     "vllm-cpu": {"rounded": "result"},  # 0.32.0, csrc/cpu/activation.cpp
-    # vLLM 0.33.0, Triton: silu_mul_per_token_group_quant_fp8_colmajor, scales of float32; silu_mul_quant_fp8_packed_triton.
+    # vLLM 0.33.0, Triton: silu_mul_per_token_group_quant_fp8_colmajor, with scales of float32, and
+    # silu_mul_quant_fp8_packed_triton.
     "vllm-triton-silu": {"rounded": "both"},
     "vllm-triton-silu-packed": {"rounded": "result"},
     # SGLang 0.5.23, the group quantizer jit_kernel/csrc/gemm/per_token_group_quant.cuh: its older kernel and its kernel
