@@ -239,7 +239,7 @@ def grid_of(
     if resident_threads:
         multiprocessors, shared_memory = _multiprocessors(device)
         flags.append(f"-DRESIDENT={max(1, resident_threads // bound) if of_thread <= 2 else 1}")
-        resident = max(1, resident_threads // threads) if of_thread <= 2 else 1
+        resident = max(1, resident_threads // (threads if kept else bound)) if of_thread <= 2 else 1
         several, blocks = blocks > multiprocessors * resident, min(blocks, multiprocessors * resident)
         shared_bytes = kept * of_thread * _CHUNK * _FLOAT * threads
         if several and kept and resident * (shared_bytes + _RESERVED) <= shared_memory:

@@ -10,9 +10,6 @@
 #include "fused/quantize_row.cuh"
 #include "quantize/unit.cuh"
 
-#ifndef LATE
-#define LATE 0
-#endif
 #ifndef KEPT
 #define KEPT 0  // a thread keeps its chunks of weight and bias in shared memory
 #endif
@@ -195,12 +192,11 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
         set_row(part, first_row, p.result);
         if (!PIPELINED) load_row(p, norm, part, inputs);
         sum_inputs(p, norm, part, inputs, z);
-        const auto load_next = [&] {
+        if (PIPELINED && first_row + apart < p.result.rows) {
             Part next = part;
             set_row(next, first_row + apart, p.result);
             load_row(p, norm, next, inputs);
-        };
-        if (PIPELINED && !LATE && first_row + apart < p.result.rows) load_next();
+        }
         float total = sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
@@ -232,7 +228,6 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             round_chunk<RESULT_ORDER>(z[i], y[i]);
             if ((!chunk.whole || ROW_LANES > 0) && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
-        if (PIPELINED && LATE && first_row + apart < p.result.rows) load_next();
         quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
     }
 }

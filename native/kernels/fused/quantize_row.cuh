@@ -288,26 +288,11 @@ __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], 
         }
         if constexpr (HAS_CODES_BELOW_7<T>) below_7 &= __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
     }
-#ifdef CHUNKWISE
-    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
-#pragma unroll
-    for (int i = 0; i < ROW_CHUNKS; ++i) {
-        if (i >= part.steps) break;
-        const RowChunk chunk = chunk_of(part, i);
-        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
-        bool small = false;
-        if constexpr (HAS_CODES_BELOW_7<T>) small = __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
-        if (chunk.count == 0) continue;
-        if (small) store_codes<HAS_CODES_BELOW_7<T>, Element>(y[i], factors[i], variant, chunk, target);
-        else store_codes<false, Element>(y[i], factors[i], variant, chunk, target);
-    }
-#else
     if (below_7) {
         store_row<HAS_CODES_BELOW_7<T>>(y, factors, part, p, variant);
     } else {
         store_row<false>(y, factors, part, p, variant);
     }
-#endif
 }
 
 }  // namespace narrowgauge
