@@ -21,8 +21,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _STATIC = "te", "vllm-static"
-_THREADS = 768
-"""Threads of a multiprocessor."""
+_THREADS, _FEWER_THREADS, _WHOLE_WARPS = 768, 512, 1024
+"""Threads of a multiprocessor, those of LayerNorm for rows that do not fill their warps, and the columns of a warp."""
 
 
 def rmsnorm_quantize(
@@ -189,5 +189,6 @@ def _launch(
     return quantize_rows(
         "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, ub=ub,
         amax=amax, scale=scale, scales=scales, extra_flags=flags,
-        resident_threads=_THREADS, kept=1 if bias is None else 2,
+        resident_threads=_FEWER_THREADS if bias is not None and columns % _WHOLE_WARPS else _THREADS,
+        kept=1 if bias is None else 2,
     )  # fmt: skip

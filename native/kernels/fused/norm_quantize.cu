@@ -148,6 +148,9 @@ struct RowVector {
     }
 };
 
+// Codes of 4 bits take so long that the next row arrives in time if it is loaded behind the norm, where fewer registers are in use.
+constexpr bool LOADS_LATE = PER_BYTE == 2;
+
 // The sum of a thread's elements, or of their squares. Pipelined, in four partial sums: a single sum has the latency of every
 // addition.
 __device__ __forceinline__ float sum_of_chunks(const Part& part, const float (&z)[ROW_CHUNKS][CHUNK], bool squares) {
@@ -192,11 +195,13 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
         set_row(part, first_row, p.result);
         if (!PIPELINED) load_row(p, norm, part, inputs);
         sum_inputs(p, norm, part, inputs, z);
-        if (PIPELINED && first_row + apart < p.result.rows) {
+        const auto load_next = [&] {
+            if (!PIPELINED || first_row + apart >= p.result.rows) return;
             Part next = part;
             set_row(next, first_row + apart, p.result);
             load_row(p, norm, next, inputs);
-        }
+        };
+        if (!LOADS_LATE) load_next();
         float total = sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
@@ -228,6 +233,7 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             round_chunk<RESULT_ORDER>(z[i], y[i]);
             if ((!chunk.whole || ROW_LANES > 0) && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
+        if (LOADS_LATE) load_next();
         quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
     }
 }
