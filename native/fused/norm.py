@@ -22,7 +22,7 @@ _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _STATIC = "te", "vllm-static"
 _THREADS, _FEWER_THREADS, _WHOLE_WARPS = 768, 512, 1024
-"""Threads of a multiprocessor, those of LayerNorm for rows that do not fill their warps, and the columns of a warp."""
+"""Resident threads of a multiprocessor; of LayerNorm for rows with an idle part of a warp; columns of a warp."""
 
 
 def rmsnorm_quantize(

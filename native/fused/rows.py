@@ -41,7 +41,7 @@ _GIVEN = {
 """Choices of recipes with a given scale: that of elements, or of codes, and a code for NaN."""
 _THREADS, _WARP = 256, 32
 _FLOAT, _RESERVED = 4, 3 << 10
-"""Bytes of a float32, and those of the shared memory of a block beside the vectors that it keeps."""
+"""Bytes of a float32, and an upper bound of the shared memory of a block without its kept vectors."""
 LONGEST_ROW = 2**16
 """Columns of a row, at most: the threads of a block hold them in registers."""
 

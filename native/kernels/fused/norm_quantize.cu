@@ -108,8 +108,8 @@ __device__ __forceinline__ FourFloats* kept_floats() {
 #endif
 }
 
-// The chunks of a vector (K,), plus `offset`, that a thread needs in each of its rows. If KEPT, the thread loads them once. They
-// stay in shared memory, where no other thread reads them; neighbouring threads read neighbouring groups of four.
+// The chunks of a vector (K,), plus `offset`, for the columns of a thread. If KEPT, the thread loads its chunks once and stores
+// them in shared memory. Other threads do not read them. Neighbouring threads read neighbouring groups of four numbers.
 template <class T>
 struct RowVector {
     const void* source;

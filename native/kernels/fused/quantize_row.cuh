@@ -93,11 +93,11 @@ __device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
     return amax;
 }
 
-// What all rows share.
+// Factors of the tensor, the same for all rows.
 struct TensorFactors {
     float encode;          // with NVFP4
     float factor;          // of elements, if their scale is that of the tensor
-    const float* factors;  // with NVFP4 and TABULATED: those of elements, for each scale; in shared memory
+    const float* factors;  // with NVFP4 and TABULATED: element factor of each scale code, in shared memory
 };
 
 __device__ __forceinline__ TensorFactors tensor_factors(const QuantizeRowParameters& p) {
