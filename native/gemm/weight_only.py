@@ -23,7 +23,7 @@ product of bfloat16 matrices 35 µs; 32 rows 42 and 36 µs; 128 rows 134 and 37 
 _DTYPES = torch.bfloat16, torch.float16
 _THREADS, _TOKENS = 512, 16
 """Of a block of tensor cores: threads, and rows of a."""
-_SHARED_BYTES = {4: 91136, 8: 57856}
+_SHARED_BYTES = {4: 230400, 8: 197120}
 """Warps of a team to sizeof(WeightOnlyShared). A block has 16 rows of b for each of these warps."""
 _TILINGS = ((8, 2), (4, 1), (4, 2))
 """Warps of a team and slices of K, the best one first of those that occupy as many multiprocessors. On an H200 16 rows

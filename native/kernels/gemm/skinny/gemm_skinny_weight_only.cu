@@ -43,10 +43,8 @@ __device__ constexpr int scales_of(Weight weight) { return weight == Weight::NVF
 // Bytes of the scales of a row in a run, as shared memory has them; those of INT4 do not pass through it.
 __device__ constexpr int scale_bytes(Weight weight) { return is_integer(weight) || weight == Weight::FP8 ? 0 : RUN / scale_columns(weight); }
 
-// A thread's codes of a row in a run, and float32 scales and zero points of INT4.
-template <Weight W>
-struct WeightRow {
-    Vector4 codes[vectors_of(W)];
+// A thread's float32 scales and zero points of INT4 of a row in a run.
+struct IntegerRow {
     u32 scales[2];
     u32 zeros;
 };
@@ -58,18 +56,21 @@ struct Factors {
     u32 shifts[scales_of(W)];
 };
 
-// A thread's part of what a team brings to shared memory in a run.
-struct Brought {
-    Vector4 tokens[PIECES];
-    u32 scales[2];
+// Asynchronous copies of a warp: the codes of its 16 rows of b in some runs, each read by the thread that copied it, and their scales.
+constexpr int RING = 16;  // vectors of 16 bytes of a thread
+struct alignas(128) WeightRing {
+    Vector4 codes[RING][WARP];
+    u8 scales[RING / 4][STRIP_ROWS][SCALE_BYTES];
 };
+// Runs in a ring: one is multiplied while the others are copied.
+__device__ constexpr int stages_of(Weight weight) { return RING / (2 * vectors_of(weight)); }
 
 struct alignas(128) WeightOnlyShared {
+    WeightRing rings[WEIGHT_WARPS];
     Vector4 tokens[TEAMS][2][GROUPS][UNITS][WARP];  // runs of a, double-buffered
-    u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
     float sums[TEAMS][TOKENS][WEIGHT_STRIDE];
 };
-static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : 57856), "native/gemm/weight_only.py asks for this size");
+static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 230400 : 197120), "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
@@ -91,7 +92,7 @@ struct IntegerIn {
 
 // `stored`: scales of the row in shared memory. `t`: the thread among the four of a row.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, const u8* stored, int t, Factors<W>& factors) {
+__device__ __forceinline__ void decode_scales(const IntegerRow& row, const u8* stored, int t, Factors<W>& factors) {
     if constexpr (W == Weight::NVFP4) {
         constexpr float RESTORE = E2m1In<T>::RESTORE / E2m1In<T>::REST;
 #pragma unroll
@@ -127,12 +128,12 @@ __device__ __forceinline__ u32 integer_pair(u32 word, int j, u32 shift) {
 
 // Eight columns: columns j and j + 4 of 4 bits, neighbours of other codes. As `arrange` has them for a.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
+__device__ __forceinline__ void decode_weight(const Vector4 (&codes)[vectors_of(W)], int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
     const int part = unit * scales_of(W) / UNITS;
     if constexpr (has_nibbles(W)) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const u32 word = row.codes[unit / 4].words[unit % 4];
+            const u32 word = codes[unit / 4].words[unit % 4];
             u32 pair;
             if constexpr (is_integer(W)) pair = integer_pair<T, W>(word, j, factors.shifts[part]);
             else pair = small_e2m1<T>(word, j);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit,
     } else {
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-            ptx::cvt_rn_f16x2_e4m3x2(row.codes[unit / 2].words[unit % 2 * 2 + word], pairs[2 * word], pairs[2 * word + 1]);
+            ptx::cvt_rn_f16x2_e4m3x2(codes[unit / 2].words[unit % 2 * 2 + word], pairs[2 * word], pairs[2 * word + 1]);
         }
         if constexpr (ptx::is_bf16<T>) {
 #pragma unroll
@@ -175,7 +176,7 @@ __device__ __forceinline__ i64 clamped(i64 row, i64 rows) { return row < rows ? 
 // Sums of the thread's team over its part of K, of 16 rows of b for each warp.
 template <class T, Weight W>
 __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p, float (&sums)[GROUPS][4]) {
-    constexpr int VECTORS = vectors_of(W), BYTES = scale_bytes(W);
+    constexpr int VECTORS = vectors_of(W), BYTES = scale_bytes(W), STAGES = stages_of(W);
     const int thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
     const i64 first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS, first_token = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS;
     const int strip = thread % TEAM / WARP * STRIP_ROWS, part = blockIdx.x % CLUSTER * TEAMS + team;
@@ -190,20 +191,37 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
     }
     const int token = thread % TEAM / PIECE_THREADS, piece = thread % PIECE_THREADS;
     const u8* const a = p.a + (clamped(first_token + token, p.m) * p.k + piece * UNIT) * 2;
-    // Two threads bring the scales of a row.
-    const int scale_row = thread % TEAM / 2, half = thread % 2 * (BYTES / 2);
-    const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + half;
+    WeightRing& ring = shared.rings[thread / WARP];
+    constexpr int COPY_BYTES = BYTES == 16 ? 16 : 4, COPIERS = BYTES == 0 ? 1 : BYTES / COPY_BYTES;  // of scales: threads of a row
+    const int scale_row = lane / COPIERS, scale_byte = lane % COPIERS * COPY_BYTES;
+    const u8* const scales = p.scales + clamped(first + strip + scale_row, p.n) * runs * BYTES + scale_byte;
     int shift = 5;  // of a group of INT4, a power of two
     while (1 << shift < p.group) ++shift;
 
-    const auto load_b = [&](int run, WeightRow<W>(&loaded)[2]) {
+    // Every call is a group of copies, also beyond the last run.
+    const auto copy_b = [&](int run) {
+        const int stage = (run - begin) % STAGES;
+        if (run < end) {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
+            for (int row = 0; row < 2; ++row) {
 #pragma unroll
-            for (int v = 0; v < VECTORS; ++v) {
-                loaded[row].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(codes[row] + (run * VECTORS + v) * 64);
+                for (int v = 0; v < VECTORS; ++v) {
+                    Vector4& target = ring.codes[(stage * 2 + row) * VECTORS + v][lane];
+                    ptx::cp_async_cg_shared_global_16(&target, codes[row] + (run * VECTORS + v) * 64, ptx::createpolicy_fractional_L2_evict_first());
+                }
             }
-            if constexpr (is_integer(W)) {
+            if constexpr (BYTES > 0) {
+                u8* const target = &ring.scales[stage][scale_row % STRIP_ROWS][scale_byte];
+                if constexpr (BYTES == 8) ptx::cp_async_ca_shared_global_4(target, scales + run * BYTES);
+                else if (scale_row < STRIP_ROWS) ptx::cp_async_cg_shared_global_16(target, scales + run * BYTES, ptx::createpolicy_fractional_L2_evict_first());
+            }
+        }
+        ptx::cp_async_commit_group();
+    };
+    const auto load_integers = [&](int run, IntegerRow(&loaded)[2]) {
+        if constexpr (is_integer(W)) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
                 loaded[row].zeros = 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -214,63 +232,59 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
             }
         }
     };
-    const auto bring = [&](int run, Brought& brought) {
+    const auto bring = [&](int run, Vector4(&brought)[PIECES]) {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
-            brought.tokens[i] = ptx::ld_global_nc_v4_u32(a + (run * RUN + i * PIECE_THREADS * UNIT) * 2);
+            brought[i] = ptx::ld_global_nc_v4_u32(a + (run * RUN + i * PIECE_THREADS * UNIT) * 2);
         }
-        const u32* const words = reinterpret_cast<const u32*>(scales + run * BYTES);
-        if constexpr (BYTES > 0) brought.scales[0] = words[0];
-        if constexpr (BYTES > 8) brought.scales[1] = words[1];
     };
-    const auto store = [&](const Brought& brought, int buffer) {
+    const auto store = [&](const Vector4(&brought)[PIECES], int buffer) {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
             constexpr int VECTOR_UNITS = vector_units(W);
             const int place = piece + i * PIECE_THREADS;  // vector, thread and unit of the vector
             const int unit = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
             const int to = token % GROUP_ROWS * 4 + place / VECTOR_UNITS % 4;
-            arrange<W>(brought.tokens[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][to].words);
+            arrange<W>(brought[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][to].words);
         }
-        u32* const words = reinterpret_cast<u32*>(shared.scales[team][buffer][scale_row] + half);
-        if constexpr (BYTES > 0) words[0] = brought.scales[0];
-        if constexpr (BYTES > 8) words[1] = brought.scales[1];
     };
-    // The loop has one run: two would not fit into the instruction cache of a scheduler.
-    WeightRow<W> now[2], after[2];
-    Brought next;
+    Vector4 next[PIECES];
+    IntegerRow integers[2];
+    for (int run = begin; run < begin + STAGES - 1; ++run) copy_b(run);
     if (begin < end) {
         bring(begin, next);
-        load_b(begin, now);
-        if (begin + 1 < end) load_b(begin + 1, after);
+        load_integers(begin, integers);
         store(next, 0);
         if (begin + 1 < end) bring(begin + 1, next);
     }
 #pragma unroll 1
     for (int run = begin; run < end; ++run) {
-        const int buffer = (run - begin) % 2;
+        const int buffer = (run - begin) % 2, stage = (run - begin) % STAGES;
+        ptx::cp_async_wait_group<STAGES - 2>();
         ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
+        copy_b(run + STAGES - 1);
         if (run + 1 < end) store(next, 1 - buffer);
         if (run + 2 < end) bring(run + 2, next);
         Factors<W> factors[2];
+        Vector4 row_codes[2][VECTORS];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            decode_scales<T, W>(now[row], shared.scales[team][buffer][strip + 8 * row + g], t, factors[row]);
+            decode_scales<T, W>(integers[row], ring.scales[stage][8 * row + g], t, factors[row]);
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) row_codes[row][v] = ring.codes[(stage * 2 + row) * VECTORS + v][lane];
         }
+        if (run + 1 < end) load_integers(run + 1, integers);
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
             u32 top[4], bottom[4];
-            decode_weight<T, W>(now[0], unit, factors[0], top);
-            decode_weight<T, W>(now[1], unit, factors[1], bottom);
+            decode_weight<T, W>(row_codes[0], unit, factors[0], top);
+            decode_weight<T, W>(row_codes[1], unit, factors[1], bottom);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 const Vector4 right = shared.tokens[team][buffer][group][unit][lane];
                 multiply_32_columns<T>(sums[group], top, bottom, right.words);
             }
         }
-#pragma unroll
-        for (int row = 0; row < 2; ++row) now[row] = after[row];
-        if (run + 2 < end) load_b(run + 2, after);
     }
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
