@@ -89,11 +89,15 @@ def test_batches_and_biases(recipe: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(
+    "tiling", [(8, 1, 1, 8), (4, 2, 1, 8), (4, 1, 1, 16), (8, 1, 1, 16), (4, 2, 1, 32), (8, 1, 1, 64)]
+)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", *INT4, "mxfp8-e4m3", "fp8-row-e4m3"])
-def test_tensor_cores_on_a_cpu_by_their_model(recipe: str, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_cores_on_a_cpu_by_their_model(
+    recipe: str, tiling: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weight_only, "_portable", weight_only._skinny)
-    monkeypatch.setattr(weight_only, "tiling", lambda shape, device: (warps, 1))
+    monkeypatch.setattr(weight_only, "tiling", lambda *_: weight_only.Tiling(*tiling))
     for dtype in DTYPES:
         for shape in ((17, 150, 768), (1, 3, 1280)) if takes(recipe, dtype) else ():
             a, b = lattice(recipe, dtype, *shape)
