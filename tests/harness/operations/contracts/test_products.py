@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.contract import ContractError
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.operations.contracts.judge import judge_contract
@@ -316,6 +317,14 @@ def test_a_wrong_kernel_of_stored_operands_fails(name: str) -> None:
     found = judged(method, operation, recipe, keys, "integer-edge" if recipe == "int8-row" else "scales-distinct")
     assert found
     assert words in found
+    assert not (recipe.startswith("int8") and "13-32" in found)  # no tensor core adds whole numbers so
+
+
+def test_whole_numbers_have_no_order_of_tensor_cores_of_floats() -> None:
+    contract, recipes = CONTRACTS[SCALED], {"a_recipe": "int8-row", "b_recipe": "int8-row"}
+    for order in ("fraction-13-32", "aligned-13-32"):
+        with pytest.raises(ContractError, match=f"are int32, or float32 with .* not '{order}'"):
+            contract.trace({"a": "codes", "b": "codes"}, recipes, {"accumulator": order})
 
 
 @pytest.mark.parametrize(
