@@ -203,12 +203,13 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
     int shift = 5;  // of a group of INT4, a power of two
     while (1 << shift < p.group) ++shift;
 
+    const u64 policy = ptx::createpolicy_fractional_L2_evict_first();  // b does not evict a from the L2 cache
     WeightRow<W> now[STRIPS][2];
     const auto load_codes = [&](int v) {
 #pragma unroll
         for (int row = 0; row < 2 * STRIPS; ++row) {
             const u8* const source = codes[row / 2][row % 2] + v * 64;
-            now[row / 2][row % 2].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(source);
+            now[row / 2][row % 2].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(source, policy);
         }
     };
     const auto load_integers = [&](int run) {
@@ -227,19 +228,19 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
         }
     };
     // A thread brings half of its part of a at a time.
-    Vector4 brought[(PIECES + 1) / 2];
+    Vector4 brought[PIECES];
     u32 brought_scales[SCALE_WORDS > 0 ? SCALE_WORDS : 1];
     const auto bring = [&](int half) {
 #pragma unroll
         for (int i = half * PIECES / 2; i < (half + 1) * PIECES / 2; ++i) {
-            brought[i - half * PIECES / 2] = ptx::ld_global_nc_v4_u32(a + a_rows[i / 2] + i % 2 * 16 * 16);
+            brought[i] = ptx::ld_global_nc_v4_u32(a + a_rows[i / 2] + i % 2 * 16 * 16);
         }
     };
     const auto store = [&](u32 buffer, int half) {
 #pragma unroll
         for (int i = half * PIECES / 2; i < (half + 1) * PIECES / 2; ++i) {
             Vector4* const to = stored_tokens + buffer * A_GROUPS * UNITS * WARP + i / 2 * 8 + i % 2 * 4 * WARP;
-            arrange<W>(brought[i - half * PIECES / 2], to->words);
+            arrange<W>(brought[i], to->words);
         }
     };
     const auto bring_scales = [&](int run) {
@@ -261,12 +262,12 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
     float sums[STRIPS][A_GROUPS][4] = {};
     if (begin < end) {
         bring(0);
+        bring(1);
         bring_scales(begin);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) load_codes(v);
         load_integers(begin);
         store(0, 0);
-        bring(1);
         store(0, 1);
         store_scales(0);
     }
@@ -362,7 +363,7 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
             if (y < p.m && x + i < p.n) store_output<T>(p, joined[i], y, x + i, alpha, divisor);
         }
     }
-    if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster_relaxed();  // all blocks have read this block's sums
 }
 
 template <class T>
