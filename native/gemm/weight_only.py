@@ -48,8 +48,8 @@ class Tiling:
 _PARAMETERS = KernelStruct("gemm/weight_only.cuh", "WeightOnlyParameters")
 _PLAIN = KernelStruct("gemm/sm90/dequantize_tiles.cuh", "PlainParameters")
 _MANY_ROWS = 128
-"""Fewest rows of a for which b is dequantized to memory. On an H200, N = K = 8192, NVFP4: 16 rows take 22 µs, torch's
-product of bfloat16 matrices 35 µs; 32 rows 42 and 36 µs; 128 rows 134 and 37 µs; 8192 rows 1.64 and 1.40 ms."""
+"""Fewest rows of a for which b is dequantized to memory. On an H200, N = K = 8192, NVFP4: 16 rows take 20 µs, torch's
+product of bfloat16 matrices 36 µs; 32 rows 29 and 36 µs; 64 rows 48 and 39 µs."""
 _DTYPES = torch.bfloat16, torch.float16
 _THREADS, _SHARED_BYTES = 512, 147456
 """Of a block of tensor cores: threads, and at least sizeof(WeightOnlyShared)."""

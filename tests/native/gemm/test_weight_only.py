@@ -102,6 +102,23 @@ def test_tensor_cores_on_a_cpu_by_their_model(
             assert_equal(weight_only.weight_only_gemm(a, b), expected(a, b))
 
 
+def test_a_block_has_rows_for_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 132 multiprocessors; codes of 8 bits leave no room for 64 rows of a."""
+    monkeypatch.setattr(weight_only, "is_hopper", lambda _: True)
+    monkeypatch.setattr(weight_only.wgmma, "multiprocessors", lambda _: 132)
+
+    def chosen(m: int, n: int, k: int, weight: str = "NVFP4") -> tuple[int, ...]:
+        found = weight_only.tiling((1, m, n), k, weight, torch.device("cpu"))
+        return found.rows_of_a, found.rows_of_b, found.slices
+
+    assert chosen(1, 8192, 8192) == (8, 128, 2)
+    assert chosen(16, 8192, 8192) == (16, 128, 2)
+    assert chosen(64, 8192, 8192) == (64, 128, 2)
+    assert chosen(64, 8192, 8192, "MXFP8")[0] == 32
+    assert chosen(16, 2048, 7168) == (16, 64, 2)
+    assert chosen(16, 28672, 4096) == (16, 128, 1)
+
+
 def every_number(recipe: str) -> Iterator[Quantized]:
     """Every code under every scale code, in the first column of a row each; the other columns are 0."""
     b = reference.quantize(torch.zeros(1, 256), recipe)
