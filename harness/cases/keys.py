@@ -174,7 +174,7 @@ def _sections(value: Any) -> str | None:
 # ---- types of fields -------------------------------------------------------------------------------------------------
 
 Tier = Literal["quick", "quick-cuda", "full"]
-TableTier = Literal["quick", "quick-pairs", "quick-values", "quick-cuda", "full"]
+TableTier = Literal["quick", "quick-values", "quick-cuda", "full"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Layout = Annotated[Literal["tn", "nn", "nt"], Flag.ALWAYS]
 Orientation = Annotated[Literal["rowwise", "columnwise"], Flag.CHANGED]
@@ -199,8 +199,8 @@ OptionalSectionsText = Annotated[str | None, _sections, Flag.CHANGED]
 Shape = tuple[int, ...]
 
 TABLE_TIERS: tuple[TableTier, ...] = get_args(TableTier)
-"""Tiers of the tables in case files. A table of `quick-pairs` or `quick-values` has cases of the tiers quick and
-quick-cuda. A case of several tables has the first of its tiers."""
+"""Tiers of the tables in case files. A table of `quick-values` has cases of the tiers quick and quick-cuda.
+A case of several tables has the first of its tiers."""
 TIERS = ("quick", "full")
 """Tiers of runs and records."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

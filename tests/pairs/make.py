@@ -41,6 +41,7 @@ from narrowgauge.harness.inputs.pairs import (
     sizes,
     values_of,
 )
+from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.spec.recipes import DEFAULT_DIALECT, find_recipe
 
 SIZES = (0, 1, 37, 48, 128)
@@ -48,8 +49,8 @@ SIZES = (0, 1, 37, 48, 128)
 LARGEST = 1 << 17
 """Work of a case at most, unless the smallest case of its operation has more."""
 _HEAD = """\
-# Every possible set of {0.size} values of different keys is in the {0.tier} tier: the sets that no other file has.
-# Written by `python -m tests.pairs.make`, which keeps these ids and adds missing ones behind them.
+# Every possible set of {0.size} values of different keys is in the {0.tier} tier: sets absent from all further files.
+# Written by `python -m tests.pairs.make`: these ids stay, and missing ids are appended.
 """
 
 
@@ -137,8 +138,10 @@ def _vector_dtypes(case: ContractCase) -> list[Key]:
 
 
 def _single(case: Case) -> str | None:
-    """Without modules made of other modules, which have the pairs themselves: a case would take a core-second."""
-    return None if case.operation in ("transformer-layer", "moe-layer") else _own(case)
+    """Modules share their sets. Modules made of other modules have none: a case would take a core-second."""
+    if case.operation in ("transformer-layer", "moe-layer"):
+        return None
+    return "modules" if isinstance(case, ModuleCase) else _own(case)
 
 
 OPERATION, DTYPES = "operation", "dtype of vectors"
