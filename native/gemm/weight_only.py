@@ -34,6 +34,11 @@ class Tiling:
     def rows_of_b(self) -> int:
         return 16 * self.strips * self.team_warps
 
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(WeightOnlyShared): two runs of 256 columns of a, and their scales of b, for each team."""
+        return 32 // self.team_warps * (self.rows_of_a * 512 + self.rows_of_b * 16)
+
     def for_rows(self, m: int) -> Tiling:
         """The same tiling with no more rows of a than M rows need: 8, 16, 32 or 64."""
         return replace(
@@ -51,15 +56,17 @@ _MANY_ROWS = 128
 """Fewest rows of a for which b is dequantized to memory. On an H200, N = K = 8192, NVFP4: 16 rows take 20 µs, torch's
 product of bfloat16 matrices 36 µs; 32 rows 29 and 36 µs; 64 rows 48 and 39 µs."""
 _DTYPES = torch.bfloat16, torch.float16
-_THREADS, _SHARED_BYTES = 512, 147456
-"""Of a block of tensor cores: threads, and at least sizeof(WeightOnlyShared)."""
+_THREADS = 512
+"""Of a block of tensor cores."""
+_SHARED_BYTES = 99 * 1024
+"""Most shared memory of a block on GPUs before Hopper."""
 _NIBBLES = "NVFP4", "MXFP4", "INT4", "UINT4"
 """Weights with codes of 4 bits."""
 _TILINGS: dict[bool, tuple[Tiling, ...]] = {
     True: (Tiling(4, 2, 2, 16), Tiling(4, 2, 1, 16), Tiling(8, 1, 2, 64), Tiling(4, 1, 1, 32), Tiling(4, 1, 2, 32)),
     False: (Tiling(8, 1, 2, 32), Tiling(8, 1, 1, 32), Tiling(4, 1, 1, 32), Tiling(4, 1, 2, 32)),
 }
-"""Of weights with codes of 4 bits, and of others."""
+"""Tilings by whether codes have 4 bits. Of equal times the first tiling is chosen."""
 _START, _DECODE, _MULTIPLY = 4.4, 0.6, 0.53
 """µs on an H200: of a block without its runs, to decode 128 rows of b of a run of 256 columns, and to multiply them by
 16 rows of a."""
@@ -150,7 +157,7 @@ def _skinny(
     tiles = tiling(shape, k, weight, device)
     grid = tiles.slices * blocks_for(m, tiles.rows_of_a), blocks_for(n, tiles.rows_of_b), batch
     flags = *_flags(weight, device), *tiles.macros()
-    shared = _SHARED_BYTES if device.type == "cuda" else 0
+    shared = tiles.shared_bytes if device.type == "cuda" else 0
     launch(
         source, f"{source}_{suffix(dtype)}", grid, (_THREADS,), [parameters], device=device, extra_flags=flags,
         shared_bytes=shared, early=True,
@@ -172,7 +179,9 @@ def tiling(shape: Shape, k: int, weight: str, device: torch.device) -> Tiling:
         return blocks_for(blocks, at_once) * (_START + runs * (_DECODE + _MULTIPLY * tiling.rows_of_a / 16))
 
     tilings = [tiling.for_rows(m) for tiling in _TILINGS[weight in _NIBBLES]]
-    return min((tiling for tiling in tilings if tiling.slices == 1 or is_hopper(device)), key=time)
+    if not is_hopper(device):
+        tilings = [tiling for tiling in tilings if tiling.slices == 1 and tiling.shared_bytes <= _SHARED_BYTES]
+    return min(tilings, key=time)
 
 
 def _multiply_tiles(a: torch.Tensor, b: Quantized, bias: torch.Tensor | None, out: torch.Tensor) -> None:

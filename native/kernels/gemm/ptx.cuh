@@ -316,7 +316,7 @@ __device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(co
 #endif
 }
 
-// The same with a cache policy.
+// 16 bytes that are read once, with a cache policy.
 __device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(const u8* source, [[maybe_unused]] u64 policy) {
 #ifdef __CUDA_ARCH__
     Vector4 loaded;

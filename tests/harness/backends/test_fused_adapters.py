@@ -189,7 +189,7 @@ def test_humming_compiles_each_kind_of_weights_when_it_is_loaded(variant: str, m
     made: list[tuple[Any, ...]] = []
 
     class Layer:
-        """A layer that keeps what it was made from."""
+        """Stands in for HummingLayer and keeps its arguments."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             made.append(arguments[:2])

@@ -117,6 +117,11 @@ def test_a_block_has_rows_for_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(64, 8192, 8192, "MXFP8")[0] == 32
     assert chosen(16, 2048, 7168) == (16, 64, 2)
     assert chosen(16, 28672, 4096) == (16, 128, 1)
+    monkeypatch.setattr(weight_only, "is_hopper", lambda _: False)
+    for m in (1, 16, 64):
+        for weight in ("NVFP4", "MXFP8"):
+            other = weight_only.tiling((1, m, 2048), 7168, weight, torch.device("cpu"))
+            assert (other.slices, other.shared_bytes <= 99 * 1024) == (1, True)
 
 
 def every_number(recipe: str) -> Iterator[Quantized]:

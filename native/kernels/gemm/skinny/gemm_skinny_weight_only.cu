@@ -60,7 +60,7 @@ struct WeightRow {
     u32 zeros;
 };
 
-// A thread's factors of its columns of a vector in both halves of a register each, and what is subtracted from its codes first.
+// A thread's factors of its columns of a vector, in both halves of a register each, and the number that is subtracted from codes first.
 template <Weight W>
 struct Factors {
     u32 scales[scales_of(W)];
@@ -74,7 +74,8 @@ struct alignas(128) WeightOnlyShared {
     };
     u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
 };
-static_assert(sizeof(WeightOnlyShared) <= 147456, "native/gemm/weight_only.py asks for this size");
+static_assert(sizeof(WeightOnlyShared) == 2 * TEAMS * (A_ROWS * RUN * 2 + WEIGHT_ROWS * SCALE_BYTES),
+              "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
@@ -185,7 +186,7 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
         codes[row / 2][row % 2] = p.codes + (rows[row / 2][row % 2] * runs * VECTORS * 4 + begin * VECTORS * 4 + t) * 16;
     }
     // Eight neighbouring threads bring 16 bytes each of two rows of a, which lie in different banks of shared memory. `place`: the
-    // vector of codes, the thread that multiplies it, and the unit.
+    // vector of codes, the thread that multiplies the vector, and the unit.
     const u32 token = warp * PIECES / 2 * 2 + lane / 4 % 2, half_of_run = PIECES > 1 ? 0 : warp % 2;
     const u32 place = half_of_run * 16 + lane / 8 / VECTOR_UNITS * 4 * VECTOR_UNITS + t * VECTOR_UNITS + lane / 8 % VECTOR_UNITS;
     const u32 unit_of_place = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const We
     for (u32 i = 0; i < (PIECES + 1) / 2; ++i) {
         a_rows[i] = static_cast<u32>((clamped(first_token + token + 2 * i, p.m) * p.k - first_token * p.k) * 2 + place * 16);
     }
-    const u8* a = p.a + (first_token * p.k + begin * RUN) * 2;  // of the run that is brought
+    const u8* a = p.a + (first_token * p.k + begin * RUN) * 2;  // of the next run
     const u32 scale_row = thread % TEAM / SCALE_THREADS, scale_byte = thread % SCALE_THREADS * (BYTES / SCALE_THREADS);
     const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + scale_byte;
     constexpr int SCALE_WORDS = BYTES / SCALE_THREADS / 4;
