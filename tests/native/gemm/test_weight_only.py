@@ -23,7 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 INT4 = ("int4-g128", "int4-g32-zp")
 RECIPES = ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-current-e4m3", *INT4)
 SHAPES = ((1, 1, 256), (17, 70, 768), (3, 9, 40), (2, 130, 1024), (2, 3, 0), (0, 4, 256))
-"""M, N and K: of tensor cores with tails, one chunk, and chunks of some teams alone; and of the portable kernel."""
+"""M, N and K: of tensor cores with tails, a single chunk, and chunks of only a part of the teams; and of the portable
+kernel."""
 
 
 def takes(recipe: str, dtype: torch.dtype) -> bool:
@@ -229,14 +230,14 @@ WRONG = {
         "fp8-row-e4m3", PRODUCT, "(p.a) + y * p.k;", "(p.a) + (y + 1) % p.m * p.k;", "a is that of the next row",
     ),
     "scale-of-the-tensor-inverted": (
-        "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor", "divisor / p.factor[0]", "factor(b) divides",
+        "nvfp4", WEIGHT, "p.factor[0] / divisor", "divisor / p.factor[0]", "factor(b) divides",
     ),
     "scale-of-the-tensor-twice": (
-        "nvfp4", WEIGHT, "p.factor[p.factor_of_rows ? x : 0] / divisor",
-        "p.factor[0] / divisor * (p.factor[0] / divisor)", "factor(b) is a factor twice",
+        "nvfp4", WEIGHT, "p.factor[0] / divisor", "p.factor[0] / divisor * (p.factor[0] / divisor)",
+        "factor(b) is a factor twice",
     ),
-    "scale-of-the-first-row-of-b": ("fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "0", "those of row 0"),
-    "scale-of-the-row-of-a": ("fp8-row-e4m3", WEIGHT, "p.factor_of_rows ? x : 0", "p.factor_of_rows ? y : 0", ""),
+    "scale-of-the-first-row-of-b": ("fp8-row-e4m3", WEIGHT, "p.factor[x]", "p.factor[0]", "those of row 0"),
+    "scale-of-the-row-of-a": ("fp8-row-e4m3", WEIGHT, "p.factor[x]", "p.factor[y]", ""),
     "zero-point-left-out": (
         "int4-g32-zp", PRODUCT, "nibble - p.zeros[place]", "nibble", "zero points of b are left out",
     ),
@@ -248,7 +249,7 @@ WRONG = {
         "int4-g32", PRODUCT, "+ column / p.group;", "+ (column / p.group + 1) % scales_of_row(p, weight);",
         "those of the next block",
     ),
-    "scale-not-multiplied": ("nvfp4", WEIGHT, "p.factor != nullptr", "p.factor == nullptr", "factor(b)"),
+    "scale-not-multiplied": ("nvfp4", WEIGHT, "(p.factor != nullptr) sum", "(p.factor == nullptr) sum", "factor(b)"),
 }  # fmt: skip
 
 
