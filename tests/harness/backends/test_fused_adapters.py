@@ -194,6 +194,34 @@ def test_humming_takes_words_and_narrow_scales() -> None:
         humming.layer_tensors(rows, "fp8-row-e4m3", torch.bfloat16)
 
 
+@pytest.mark.parametrize("variant", ["", "channel"])
+def test_humming_compiles_each_kind_of_weights_when_it_is_loaded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    class Layer:
+        """Stands in for HummingLayer and keeps its arguments."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(arguments[:2])
+
+        def cuda(self) -> Layer:
+            return self
+
+        def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+            assert tensors["weight"].shape[0] == 128
+
+        def transform(self) -> None:
+            pass
+
+        def __call__(self, a: torch.Tensor) -> torch.Tensor:
+            return a
+
+    monkeypatch.setattr(humming, "library", lambda *_: SimpleNamespace(HummingLayer=Layer))
+    backend = humming.Backend(variant)
+    backend.warm_up(torch.device("cpu"))
+    assert made == [(128, 128)] * (1 if variant else 5)
+
+
 def test_conch_writes_rows_of_a_cache(stand_ins: None) -> None:
     recipe = find_recipe("fp8-static-e4m3@conch-kv")
     k, v = (torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
