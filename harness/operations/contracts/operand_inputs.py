@@ -41,7 +41,7 @@ def edge_operand(draw: Draw, element: Format, rows: int, columns: int, *, first:
     each column that is left, which float32 sums lose. Fewer columns have sums as large as they can be.
 
     A row of the first operand has 1, the largest number in as many columns as 2^24 needs, and 1 behind them, all with
-    one sign. A row of the second one has the largest number, what is missing in two columns, and 1 behind them.
+    one sign. A row of the second operand has the largest number, the missing rest in two columns, and 1 behind.
     """
     largest, row, place = element.max, torch.arange(rows).unsqueeze(1), torch.arange(columns)
     whole, rest = divmod(_EDGE, int(largest) ** 2)
@@ -131,7 +131,7 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
 
     The hidden steps have one result: gates are from 16 on, an activation has few bits, and a row of w2 has one number.
     Matrices of neighbouring experts have other powers of two. One token has no expert; its row is NaN, unless the scale
-    of the tensor would be. Expert 1 has no token if there are others, and the last choice names one expert twice.
+    of the tensor would be. Expert 1 of several has no token, and the last choice repeats an expert.
     """
     tokens, columns, experts, hidden, choices = (sizes[n] for n in ("tokens", "K", "experts", "F", "choices"))
     kinds = {argument.kind: argument for argument in program.arguments}

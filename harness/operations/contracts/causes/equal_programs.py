@@ -41,7 +41,7 @@ def equal_programs(one: Program, other: Program, tensors: Mapping[str, torch.Ten
 
 
 def _stored(program: Program) -> Iterator[Mapping[str, Any]]:
-    """The options of the results that are stored, and of what is quantized for them."""
+    """The options of stored results, and of their quantizations."""
     for number in program.outputs.values():
         step = program.steps[number]
         if step.is_stored:
@@ -50,7 +50,7 @@ def _stored(program: Program) -> Iterator[Mapping[str, Any]]:
 
 
 def _cached(tensors: Mapping[str, torch.Tensor], program: Program, seed: int) -> dict[str, torch.Tensor]:
-    """Other numbers and other slots, of the same sizes."""
+    """New numbers and new slots, of the same sizes."""
     draw, found = torch.Generator().manual_seed(seed), dict(tensors)
     for argument in program.arguments:
         tensor = tensors[argument.name]

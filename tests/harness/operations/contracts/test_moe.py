@@ -1,4 +1,4 @@
-"""A mixture of experts that shows its end alone: right kernels of any order, wrong kernels, stages that it shows."""
+"""A mixture of experts that shows its end alone: right kernels of any order, wrong kernels, shown stages."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "accumulate": ("float32", "output"),
 }  # fmt: skip
 WIDER = {("fast_math", True), ("order", "any"), ("accumulate", "output")}
-"""Values that allow the results of the other value too."""
+"""Values that allow the results of the second value too."""
 
 
 def _witness(field: str) -> tuple[Any, ...]:
